@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    pass  # signals during the imports: only the console script handles them (cli/startup.py)
+    import hicachectl.cli.startup  # noqa: F401 - handles signals during the imports below
 
 import io
 import os

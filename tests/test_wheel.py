@@ -20,7 +20,7 @@ import pytest
 from tests.skips import missing
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("backends", "formats", "hicachectl", "LICENSE", "README.md", "pyproject.toml")
+SOURCES = ("backends", "formats", "hicachectl", "man", "LICENSE", "README.md", "pyproject.toml")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -97,5 +97,7 @@ def test_an_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Pat
     command = environment / "bin" / "hicachectl"
     run(tmp_path, command, "demo", "store")
     pages = json.loads(run(tmp_path, command, "ls", "store", "--format", "json"))["pages"]
+    manuals = {path.name for path in (environment / "share" / "man").glob("man[157]/*.[157]")}
+    assert manuals == {path.name for path in (ROOT / "man").iterdir()}
     assert pages
     assert {page["state"] for page in pages} == {"whole"}

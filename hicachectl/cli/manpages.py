@@ -28,8 +28,9 @@ _WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=Fal
 _EXIT_STATUS = (
     (
         "0",
-        "Done, and clean. Objects that vanish during the run are normal in a cache and not an "
-        "error. A lock held by another process and a reached deadline end with 0 too.",
+        "Done and clean. Objects that vanish during the run are normal in a cache and not an "
+        "error. The status is also 0 if another process holds the lock, or if a deadline "
+        "ended the run.",
     ),
     ("1", "A bug of hicachectl; please report the traceback."),
     ("2", "Bad usage or input: an option, a profile, a config or a URL."),
@@ -71,15 +72,22 @@ _HF3FS = (
     "are left out. Only a profile states the size of a page.",
     "Reading sends no query that the server counts as use, with one exception: if a page looks "
     "damaged, hicachectl asks whether the page was reused, and reports that it asked.",
-    "Each pool has its own tables and evicts independently. So objects without their kv "
-    "(orphan-sidecar) are normal and only noted (info). While a server is live, a page that looks "
-    "lost (page-leaked) is reported only if three snapshots miss it. For the third snapshot, "
-    "verify waits at most two minutes.",
+    "Each pool has its own tables, and the server evicts the pages of each table independently. So "
+    "objects without their kv (orphan-sidecar) are normal and only noted (info).",
+    "The check groups also compares the tables with each other and with the files. It finds pages "
+    "that two keys hold (page-index-shared), pages that a key holds and that are free "
+    "(page-index-free), pages outside the table (page-index-out-of-range), pages beyond the end of "
+    "their file (truncated), pages that are neither held nor free (page-leaked), files with "
+    "another number of pages than their table (page-count-mismatch), and snapshots older than "
+    "their files (snapshot-stale). Reading finds pages that were never written (unwritten-page). "
+    "While a server is live, a leaked page is reported only if three snapshots show it. For the "
+    "third snapshot, verify waits at most two minutes.",
     "The server reuses freed pages at once. A deletion can therefore corrupt what a live server is "
     "reading: repair at a time of few reads. All keys that share a page are deleted in one call. "
     "Without server=, a repair writes a new snapshot FILE.repaired beside the old one; start the "
-    "metadata server from it. With --writers-stopped, pages that are in no list are released. Give "
-    "this option only if no engine writes: otherwise the server hands out a page twice.",
+    "metadata server from it. With --writers-stopped, leaked pages are released. Give this option "
+    "only if no engine writes: otherwise the server hands out a page twice. A 3FS store has no "
+    "default quarantine: --repair quarantine needs --quarantine DIR.",
     "If 3FS's hf3fs_fuse package is installed and the prefix is on a 3FS mount, pages are read "
     "through that package (USRBIO); otherwise they are read as files. USRBIO has not been tested "
     "on a real 3FS.",
@@ -90,8 +98,8 @@ _HF3FS_PARAMETERS = (
     ("config=FILE", "SGLang's JSON config, for the prefix, file_size and server."),
     (
         "file_size=SIZE",
-        "Bytes of each file, as given to SGLang; default: the size of the largest file. With it, "
-        "a truncated file can be distinguished from a profile with other page sizes.",
+        "Bytes of each file, as given to SGLang; default: the size of the largest file. If given, "
+        "verify distinguishes a truncated file from a profile with wrong page sizes.",
     ),
     ("ranks=N", "Read only ranks below N."),
 )
@@ -100,9 +108,10 @@ _MOONCAKE = (
     "sizes, use the master's HTTP service, which extends no lease and does not change the order "
     "of eviction. Reading an object grants a lease: for some seconds the object is not evicted "
     "and cannot be removed, and it is evicted later than others. Removals wait for leases to end "
-    "(--lease-wait) and are never forced.",
-    "Only the tenant default is listed, without the objects that have no readable replica. The "
-    "size of a key with a comma (the side pools of split heads) can only be queried with "
+    "(--lease-wait) and are never forced. A cluster has no default quarantine: --repair quarantine "
+    "needs --quarantine DIR.",
+    "Only objects of the tenant default that have a readable replica are listed. The size of an "
+    "object whose key has a comma (a side pool of split heads) can only be queried with "
     "--allow-leases. The store keeps no timestamps, so pages that are not whole are checked again "
     "after --grace.",
     "An object of an MLA model holds the whole latent row, but SGLang ends its key in _k. So ls "
@@ -133,8 +142,9 @@ _ENVIRONMENT = (
     ),
     (
         "MOONCAKE_MASTER, MOONCAKE_PROTOCOL, MOONCAKE_DEVICE, MOONCAKE_TE_META_DATA_SERVER, "
-        "MOONCAKE_MASTER_METRICS_PORT, MOONCAKE_LOCAL_HOSTNAME",
-        "The same parameters, as for SGLang, if there is no such config.",
+        "MOONCAKE_MASTER_METRICS_PORT, MOONCAKE_LOCAL_HOSTNAME, MOONCAKE_TENANT_ID",
+        "SGLang's variables for the same parameters; used if "
+        "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH is not set.",
     ),
     (
         "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -146,17 +156,17 @@ _TRUST = (
     "links. Below them, no link is followed: .hicachectl in a store, its stamps and quarantine, "
     "and the lock file must be regular files and directories. Their owner must be the user who "
     "runs hicachectl, root, the owner of the store, or a user to whom the file system gives new "
-    "files. A group-writable store trusts the members of its group. Objects in a quarantine keep "
-    "their owner, who may be anyone.",
-    "A command that only reads leaves alone what breaks these rules, and says so. A command that "
-    "writes then changes nothing and ends with status 3.",
+    "files. A group-writable store trusts the members of its group. Objects in a quarantine "
+    "keep the owner that they had in the store; any owner is accepted.",
+    "A command that only reads skips files and directories that break these rules, and names them "
+    "in a remark. A command that writes ends with status 3 before any change.",
     "Objects in a quarantine without a record are left alone; a remark names them.",
-    "New files are never more readable than their sources. A copied file keeps the permissions of "
-    "its source, less those that the source's directory and the umask remove. An object made from "
-    "several objects, a pack and a 3FS data file are readable only by users who may read all "
+    "New files are never more readable than their sources. A copied file gets the permissions of "
+    "its source, except those that the source's directory or the umask denies. A user can read an "
+    "object made from several objects, a pack or a 3FS data file only if the user may read all "
     "objects read so far. A pack is readable only by its owner until it is complete. Directories, "
     "stamps, catalogs and quarantine records are as readable as the store's directory. If a new "
-    "file has another group than its source, that group gets no more permissions than everyone. "
+    "file has another group than its source, that group gets no more permissions than others. "
     "New objects written by root belong to the owner of their directory, if that user may read the "
     "sources. The command restore also restores owner and permissions. Existing 3FS data files "
     "keep theirs.",
@@ -202,16 +212,88 @@ _STATES = (
         "page is whole with all of them or with none.",
     ),
     ("partial", "At least one object is missing."),
-    ("orphan", "Sidecars without the kv object that makes servers look for them."),
-    ("unknown", "The keys are ambiguous, so the expected objects are unknown."),
+    (
+        "orphan",
+        "The page has sidecars, but not the kv object by which servers find a page.",
+    ),
+    ("unknown", "The keys can be read in several ways, so the expected objects are unknown."),
 )
 # Sections of a command's page that follow its examples, as texts like click's help.
 _REQUEST_FILES = """
     A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
     messages. A line of --token-ids is a list of token ids, or an object with token_ids or
-    input_ids. The objects can also have extra_key and cache_salt.
+    input_ids. The objects can also have extra_key and cache_salt, objects with messages also tools,
+    tool_choice and chat_template_kwargs.
+
+    Chats, with their tools, go through the chat template of the model's tokenizer, as in SGLang. A
+    server with --chat-template makes other token ids; give such chats with --token-ids. Images and
+    other parts that are not text are refused.
+"""
+_GROUPS = """
+    One page can have objects of several deployments. The objects of one page and deployment are a
+    group. The member group of a row of ls --format jsonl names the group by the values that its
+    keys show, such as "Qwen-Qwen3-32B tp4". The name is ? if the keys can be read in several ways.
+
+    The options --pages of rm, restore and prewarm, and --pages-from of migrate, take such rows, and
+    then apply to these groups only. A page hash alone stands for all groups of its page. rm refuses
+    a hash that several deployments have, unless --all-deployments is given.
+
+    Groups with the name ? are never removed or moved by a filter or because of a profile. Only rm
+    --state unknown and rm --pages remove them.
+"""
+_UNFINISHED = """
+    In directories of SGLang's file backend, and with --quarantine, each removal is recorded before
+    it begins. If a run is killed, the next run of rm or verify --repair on the same store and
+    quarantine first completes the removals that the killed run began. That run asks first, unless
+    --yes is given. In other stores, run the killed command again. The kv objects are removed first,
+    so objects left over are in the state orphan, and rm --state orphan removes them.
 """
 _BACKGROUND: dict[str, dict[str, str]] = {
+    "ls": {"GROUPS": _GROUPS},
+    "rm": {"GROUPS": _GROUPS, "INTERRUPTED RUNS": _UNFINISHED},
+    "restore": {
+        "INTERRUPTED RUNS": """
+            To complete an interrupted restore, run the same command again. If a removal by verify
+            --repair was interrupted, restore makes its pages whole again: objects still in STORE
+            stay there, and the others return from the quarantine.
+        """,
+    },
+    "migrate": {
+        "WRITTEN PAGES": """
+            Without --to options, DST gets the objects that the same deployment would write there.
+            With --to options, DST gets the objects that another deployment would write. Changes
+            after which no server could read the pages are refused before anything is written:
+            another page size, other pools, another number of context parallel ranks.
+
+            Groups whose keys can be read in several ways are not copied.
+        """,
+        "INTERRUPTED RUNS": """
+            A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without
+            --resume, the same command skips the pages that DST has whole. With --resume, it also
+            uses the journal: --verify compares the pages that may not have been read back, --move
+            removes the rest of the pages that were compared, and --if-exists overwrite does not
+            write copied pages again.
+
+            A page leaves SRC only after it was verified in DST.
+        """,
+    },
+    "pack": {
+        "PACKS AS STORES": """
+            A pack records the profile with which it was written. Commands on such a pack need no
+            --profile. verify compares each object with the digest in the pack, with or without a
+            profile. KV in bfloat16 takes about 70% of its size.
+
+            A pack whose writer was killed is not valid until pack repair, or the next writer, has
+            recovered it. All objects up to the last whole one are saved.
+        """,
+    },
+    "profile": {
+        "LIVE SERVERS": """
+            A server does not report the sizes of its model. So --server also needs the model's
+            config.json: in the server's model path, if that is an absolute path that exists on this
+            machine, or given with --model-config.
+        """,
+    },
     "hits": {
         "REQUEST FILES": _REQUEST_FILES,
         "TOKENS THAT ARE NOT RESTORED": """
@@ -220,6 +302,36 @@ _BACKGROUND: dict[str, dict[str, str]] = {
         """,
     },
     "verify": {
+        "VALUE CHECKS": """
+            The check values needs a profile, but not the model's weights. Its findings:
+
+            \b
+            nan, inf          NaN or infinities, also as fp8 codes
+            bad-scale         a scale that is not finite, or too small for a server to write
+            all-zero          an object, a layer or a token's row with only zero bytes
+            layout-mismatch   rows in the order of another memory layout
+            replica-mismatch  KV heads that should be equal on several TP ranks, but differ
+        """,
+        "CATALOGS": """
+            --update-catalog records the digest and the identity fields (such as inode and mtime) of
+            each object read. A later run with --catalog compares the objects. If an identity field
+            changed, a server has rewritten the object: the finding is re-recorded (info), and
+            --update-catalog records the new digest. If no field changed but the bytes did, the
+            finding is digest-mismatch.
+
+            A pack has digests of its own. verify compares each of its objects, with or without a
+            profile or a catalog.
+        """,
+        "STAMPS": """
+            --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A
+            later run with another profile or weights version has the finding stamp-mismatch.
+        """,
+        "REPAIR": """
+            --repair removes all objects of a page group with an error. Groups that have only
+            warnings stay, unless --repair-code names the code. Groups whose keys can be read in
+            several ways always stay.
+        """,
+        "INTERRUPTED REPAIRS": _UNFINISHED,
         "UNCHECKED DTYPES": """
             Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
             bfloat16 or float16). The result lists this in skipped_checks as dtypes.
@@ -229,7 +341,8 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             pages, and at least 5% of the pages, have another size than the rest, all these sizes
             count as correct. One mixed-sizes warning for each kind of object then states their
             counts, dates and the likely reason: servers with two settings wrote to the store.
-            Rarer sizes are reported object by object. --repair never repairs a mix.
+            Rarer sizes are reported object by object. Only a profile shows which size the servers
+            use now. --repair never repairs a mix.
         """,
         "MOONCAKE": """
             Reading an object grants a lease. For some seconds the object is not evicted and cannot
@@ -292,9 +405,10 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             --allow_evict_soft_pinned_objects=false.
         """,
         "LIVE SERVERS": """
-            With --through-server, the servers pull the prefixes that DST has, after the copy. They
-            are sent requests for one token, once to each DP rank. From a trace, each prefix is
-            requested once, the most valuable first. The API key is the value of HICACHECTL_API_KEY.
+            With --through-server, the servers pull the prefixes that DST has, after the copy.
+            prewarm sends each prefix as a request for one token, once to each DP rank. From a
+            trace, each prefix is requested once, the most valuable first. The API key is the value
+            of HICACHECTL_API_KEY.
         """,
         "USABLE TOKENS": """
             usable_tokens, and so --min-usable, is counted for one deployment, which the result
@@ -302,8 +416,9 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             deployment for which the pages are written: --to-profile, the other --to options, or
             else the profile of SRC.
 
-            Pages of another topology than a server's are not usable, because the server never asks
-            for them. If the stamp of DST names another deployment, a remark on stderr says so.
+            A server cannot use pages that were written for another topology, because it never asks
+            for their keys. If the stamp of DST names another deployment, a remark on stderr says
+            so.
         """,
     },
 }
@@ -371,7 +486,7 @@ def command_page(name: str) -> str:
         f".Nm hicachectl {name}",
         ".Op Ar OPTIONS",
         *(f".Ar {argument}" for argument in arguments),
-        *_description(command.help or ""),
+        *_description(_without_pointer(command.help or "", name)),
         ".Sh OPTIONS",
         *_options(command, ctx),
         *_subcommands(command, ctx),
@@ -404,6 +519,13 @@ def _head(name: str, summary: str) -> list[str]:
     ]
 
 
+def _without_pointer(text: str, name: str) -> str:
+    """Return a help text without the paragraph that refers to the man page itself."""
+    paragraphs = cleandoc(text).split("\n\n")
+    own = f"hicachectl-{name}(1) "
+    return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(own))
+
+
 def _description(text: str) -> list[str]:
     """Return a help text as paragraphs; blocks that click must not rewrap stay as they are."""
     lines = [".Sh DESCRIPTION"]
@@ -412,7 +534,7 @@ def _description(text: str) -> list[str]:
             body = paragraph.removeprefix("\b").strip("\n").splitlines()
             lines += [".Bd -literal -offset indent", *map(_literal, body), ".Ed"]
         else:
-            lines += [*([".Pp"] if number and lines[-1] != ".Ed" else []), *_sentences(paragraph)]
+            lines += [*([".Pp"] if number else []), *_sentences(paragraph)]
     return lines
 
 
@@ -450,8 +572,8 @@ def _flags(names: str) -> str:
 
 
 def _examples(epilog: str) -> list[str]:
-    lines = [line.strip() for line in epilog.replace("\b", "").strip().splitlines()]
-    shown = [line for line in lines if line and line != "Examples:"]
+    lines = [line for line in epilog.replace("\b", "").splitlines() if line != "Examples:"]
+    shown = textwrap.dedent("\n".join(lines)).strip("\n").splitlines()
     if not shown:
         return []
     return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(_literal, shown), ".Ed"]
@@ -476,6 +598,7 @@ def _profile_file() -> list[str]:
         ".Pp",
         "Fields of each kind of pool:",
         *_list(tuple((kind.name, kind.summary) for kind in kinds())),
+        ".Pp",
         *_sentences(
             "Each pool also takes packed_draft_layers, hit_policy (all_pages or trailing_pages), "
             "trailing_pages and replicated. A profile with inferred = true states only the facts "
@@ -510,7 +633,7 @@ def _paragraphs(texts: tuple[str, ...]) -> Iterator[str]:
 def _sentences(text: str) -> list[str]:
     """Return one sentence per line, as mdoc requires."""
     flat = " ".join(text.split())
-    sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])", flat)
+    sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])|(?<=\.)\s+(?=[a-z-])", flat)
     return [_text(line) for text in sentences for line in _WRAPPER.wrap(text)]
 
 

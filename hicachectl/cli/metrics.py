@@ -31,7 +31,8 @@ _PREWARM = {
     "copied_pages": "Copied pages.",
     "missing_pages": "Requested pages that the source does not have.",
     "bytes": "Bytes written.",
-    "requested_tokens": "Tokens of the requests that a store can serve at most.",
+    "requested_tokens": "Requested tokens that a store can serve: whole pages, without "
+    "the last token of each request.",
     "usable_tokens": "Requested tokens that servers can restore.",
     "failed": "Pages that failed or are in conflict.",
     "seconds": "Duration of the run in seconds.",

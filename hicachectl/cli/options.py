@@ -204,7 +204,11 @@ profile_options = stack(
         help="Build the profile from a Hugging Face config.json (or its directory) and the "
         "options below.",
     ),
-    click.option("--server", metavar="URL", help="Ask a live SGLang server for its deployment."),
+    click.option(
+        "--server",
+        metavar="URL",
+        help="Build the profile from the answers of a live SGLang server.",
+    ),
     click.option(
         "--served-model-name",
         metavar="NAME",
@@ -239,9 +243,11 @@ profile_options = stack(
     ),
     click.option("--dcp", type=click.IntRange(1), help="Decode context parallel size."),
     click.option(
-        "--tp-lcm-size", type=click.IntRange(1), help="Mooncake split heads: tp_lcm_size."
+        "--tp-lcm-size",
+        type=click.IntRange(1),
+        help="Mooncake with split heads: tp_lcm_size, as given to SGLang.",
     ),
-    click.option("--tag", metavar="TAG", help="Mooncake extra_backend_tag."),
+    click.option("--tag", metavar="TAG", help="Mooncake: extra_backend_tag, as given to SGLang."),
     click.option(
         "--speculative-algorithm",
         metavar="NAME",
@@ -270,7 +276,7 @@ transform_options = stack(
         "--to-profile", type=FILE, help="Write the pages for the deployment of this profile."
     ),
     click.option("--to-model", metavar="NAME", help="Served model name to write."),
-    click.option("--to-tag", metavar="TAG", help="Mooncake extra_backend_tag to write."),
+    click.option("--to-tag", metavar="TAG", help="Mooncake: extra_backend_tag to write."),
     click.option("--to-tp", type=click.IntRange(1), help="Attention TP size to write."),
     click.option("--to-pp", type=click.IntRange(1), help="Pipeline stages to write."),
     click.option(
@@ -279,10 +285,10 @@ transform_options = stack(
     click.option(
         "--to-tp-lcm-size",
         type=click.IntRange(1),
-        help="Mooncake split heads: tp_lcm_size to write.",
+        help="Mooncake with split heads: tp_lcm_size to write.",
     ),
     click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
-    click.option("--to-sglang", metavar="VERSION", help="SGLang release whose keys to write."),
+    click.option("--to-sglang", metavar="VERSION", help="Write the keys of this SGLang release."),
 )
 
 lock_option = click.option(
@@ -315,20 +321,21 @@ request_options = stack(
     click.option(
         "--pages",
         type=FILE,
-        help="Pages, per line a hash, a JSON list of hashes (a chain) or a row of "
+        help="Pages; a line is a hash, a JSON list of hashes (a chain) or a row of "
         "ls --format jsonl.",
     ),
     click.option(
         "--tokenizer",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
-        help="Directory with tokenizer.json.  [default: that of the model config or the profile]",
+        help="Directory with tokenizer.json.  [default: the directory of --model-config or "
+        "--profile]",
     ),
 )
 
 filter_options = stack(
     click.option("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
-    click.option("--pool", metavar="POOL", help="Only pages (ls --objects: objects) of this pool."),
+    click.option("--pool", metavar="POOL", help="Only pages that have this pool."),
     click.option("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
     click.option(
         "--since",

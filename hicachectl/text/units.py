@@ -36,6 +36,11 @@ def human_age(seconds: float) -> str:
     return f"{max(0, int(seconds))}s"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 page`, `2 pages`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
     """Apply a text function to each distinct value of a column; nulls stay."""
     if isinstance(values, pa.ChunkedArray):

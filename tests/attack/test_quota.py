@@ -161,7 +161,7 @@ def test_a_quarantine_without_room_takes_a_whole_page_or_nothing(
 
     enough = run(store, PLENTY, PLENTY, *repair, home=tmp_path)
     assert enough.returncode == (0 if moved else 4), enough.stderr
-    assert ("Completed the removal of 1 pages that an earlier run began" in enough.stderr) is moved
+    assert ("Completed the removal of 1 page that an earlier run began" in enough.stderr) is moved
     assert contents(store) == others
     quarantine = store / ".hicachectl" / "quarantine"
     back = run(store, PLENTY, PLENTY, "restore", quarantine, store, "--yes", home=tmp_path)

@@ -35,6 +35,10 @@ sys.meta_path.insert(0, Finder())
 from hicachectl.cli.startup import main
 main()
 """
+AS_MODULE = AT_IMPORT.replace(
+    "from hicachectl.cli.startup import main\nmain()",
+    "import runpy\nrunpy.run_module('hicachectl', run_name='__main__', alter_sys=True)",
+)
 MODULES = [
     "hicachectl.__main__",
     "hicachectl.text.terminal",
@@ -78,6 +82,17 @@ def test_a_signal_while_a_module_is_imported(
 ) -> None:
     put_pages(tmp_path, range(2), "_m_0_1")
     child = child_of(AT_IMPORT, module, int(number), "verify", tmp_path)
+    check_ended(child, number)
+    assert child.returncode
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("module", ["hicachectl.text.terminal", "click", "pyarrow"])
+def test_a_signal_while_python_m_imports_a_module(
+    module: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    put_pages(tmp_path, range(2), "_m_0_1")
+    child = child_of(AS_MODULE, module, int(number), "verify", tmp_path)
     check_ended(child, number)
     assert child.returncode
 

@@ -333,6 +333,6 @@ def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, pla
         over.set()
         saver.join()
     place.server.save()
-    assert "1 leaked pages released" in outcome.stderr
+    assert "1 leaked page released" in outcome.stderr
     document = verified(invoke, place, "--checks", "groups")
     assert document["findings"] == []

@@ -76,7 +76,9 @@ def test_nothing_is_done_and_the_document_says_why(
     before = content(store)
     with held(lock):
         output = invoke(*arguments, "--lock", lock, "--format", "json")
-        assert invoke(*arguments, "--lock", lock, "--format", "table").stdout
+        table = invoke(*arguments, "--lock", lock, "--format", "table")
+        assert table.stdout
+        assert "no quarantined page" not in table.stderr  # the quarantine was not read
     document = output.document
     assert (document["complete"], document["stopped_by"]) == (False, "lock")
     assert f"{lock}: another process holds this lock; nothing was done" in output.stderr

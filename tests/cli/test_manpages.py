@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
@@ -46,6 +47,24 @@ def test_every_exit_code_is_documented() -> None:
 
 def test_the_example_of_a_profile_file_is_one() -> None:
     assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_examples_look_as_in_the_help(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.epilog is not None
+    page = (MAN / f"hicachectl-{name}.1").read_text().replace("\\-", "-").replace("\\e", "\\")
+    shown = re.search(r"^\.Sh EXAMPLES\n\.Bd .*\n((?:.*\n)*?)\.Ed$", page, re.MULTILINE)
+    assert shown is not None
+    examples = command.epilog.replace("\b", "").strip().removeprefix("Examples:\n")
+    assert shown[1] == dedent(examples) + "\n"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_page_does_not_refer_to_itself(name: str) -> None:
+    description = (MAN / f"hicachectl-{name}.1").read_text().split(".Sh OPTIONS")[0]
+    assert f"hicachectl\\-{name}(1)" not in description
 
 
 @pytest.mark.parametrize("page", sorted(MAN.glob("*.[1-9]")), ids=lambda path: path.name)

@@ -222,7 +222,7 @@ def test_repair_says_what_was_lost_and_exits_with_4(
     assert said["damaged_bytes"] == records[2].length
     assert len(listed(invoke, f"pack://{saved}", "--objects")) == said["objects"]
     text = invoke("pack", "repair", pack, "--dry-run", exit_code=4).stdout
-    assert "1 damaged objects left out" in text
+    assert "1 damaged object left out" in text
     assert "1 unfinished object lost" in text
 
 

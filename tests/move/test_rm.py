@@ -205,7 +205,7 @@ def test_rows_of_groups_that_are_not_there_name_nothing_else(
     rows = [{"page": page(3), "group": "m tp2"}, {"page": page(0), "group": "m tp8"}]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     outcome = invoke("rm", two_sizes, "--pages", path, "--yes")
-    assert f"{path}: 2 rows name groups that the store does not have" in outcome.stderr
+    assert f"{path}: the store has no group for 2 rows" in outcome.stderr
     assert contents(two_sizes) == before
 
 
@@ -368,7 +368,7 @@ ASKED = [
         "Complete the removal of 4 pages that an earlier run began in file://{}?",
     ),
     (("--model", "x/dsa"), "file://{0}, and remove 4 pages (40.1 KiB) from file://{0}?"),
-    (("--temporaries",), "file://{0}, and remove 1 temporary files (7 B) from file://{0}?"),
+    (("--temporaries",), "file://{0}, and remove 1 temporary file (7 B) from file://{0}?"),
 ]
 
 
@@ -406,7 +406,7 @@ def test_a_repair_completes_nothing_before_the_answer(begun: Path, tmp_path: Pat
     assert tree(begun) == before
     (begun / indexer(0)).unlink()
     _, err = on_a_terminal(*arguments, answer="n")
-    assert ", and delete 1 pages" in err
+    assert ", and delete 1 page " in err
     _, err = on_a_terminal(*arguments, answer="y")
     assert "Completed the removal of 4 pages" in err
     assert contents(begun) == {}

@@ -374,7 +374,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     )  # fmt: skip
     assert document["requested_pages"] == PAGES
     assert (document["copied_pages"], document["missing_pages"]) == (PAGES - 3, 3)
-    assert f"{listed}: 3 rows name groups of other deployments" in document["stderr"]
+    assert f"{listed}: 3 rows not copied, because the group is of another" in document["stderr"]
     assert {n[:64] for n in contents(target)} == {row["page"] for row in rows[3:]}
     listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,

@@ -89,7 +89,8 @@ def test_inferred_profiles_state_what_was_seen(
 ) -> None:
     put_pages(tmp_path, range(4), *stems)
     path = tmp_path.parent / f"{tmp_path.name}.toml"
-    invoke("profile", tmp_path, "-o", path)
+    said = invoke("profile", tmp_path, "-o", path).stderr
+    assert f"file://{tmp_path}: the profile is inferred from the objects" in said
     profile = parse_profile(path.read_text())
     assert profile.inferred
     assert {pool.name: pool.replicated for pool in profile.pools} == pools

@@ -183,7 +183,7 @@ def test_an_object_of_another_size_stops_a_chain(
     row = outcome.document
     assert (row["kv_pages"], row["usable_pages"]) == (1, 1)
     assert row["stopped_by"]["key"] == f"{names[1]}_x-dsa.bin"
-    assert "1 chains stop at objects of the wrong size" in outcome.stderr
+    assert "Objects of the wrong size stop 1 chain; run" in outcome.stderr
 
 
 def test_without_a_profile_chains_need_what_was_seen(

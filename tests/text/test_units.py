@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from hicachectl.text.units import human_age, human_column, human_size
+from hicachectl.text.units import counted, human_age, human_column, human_size
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,13 @@ def test_sizes_for_people(nbytes: int, text: str) -> None:
 )
 def test_ages_for_people(seconds: float, text: str) -> None:
     assert human_age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 page groups"), (1, "1 page group"), (2, "2 page groups")]
+)
+def test_a_number_of_things(number: int, text: str) -> None:
+    assert counted(number, "page group") == text
 
 
 def test_a_column_is_worded_once_a_distinct_value() -> None:

@@ -102,10 +102,11 @@ def test_a_run_that_reads_nothing_checks_no_values(
 
 def test_a_sample_says_how_many_pages_were_read(invoke: Invoke, store: Path) -> None:
     arguments = ["--sample", "50%", "--sample-slice", "0"]
-    sampled = verify(invoke, store, *arguments)["sampled"]
+    document = verify(invoke, store, *arguments)
+    sampled = document["sampled"]
     assert 0 < sampled < PAGES
     said = invoke("verify", store, "--profile", store.parent / "p.toml", *arguments).stdout
-    assert f" read of {sampled} of the pages: no findings" in said
+    assert f" read ({sampled} of {document['pages']} pages): no findings" in said
 
 
 def test_a_time_limit_leaves_a_count_of_what_was_not_read(invoke: Invoke, store: Path) -> None:

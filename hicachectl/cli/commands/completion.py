@@ -17,7 +17,7 @@ Examples:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, /, shell: str) -> None:
-    """Print the script that gives SHELL tab completion of hicachectl."""
+    """Print a script that adds tab completion of hicachectl to a shell."""
     from click.shell_completion import get_completion_class
 
     completion_class = get_completion_class(shell)

@@ -34,6 +34,7 @@ def command(ctx: click.Context, /, directory: Path, pages: int) -> None:
     (attention and Mamba states) at TP 2. Its profile is DIR/.hicachectl/demo.toml.
     """
     from hicachectl.cli.demo_store import write_demo
+    from hicachectl.text.units import counted
 
     profile_path = write_demo(directory, pages)
-    remark(ctx, f"Wrote {pages} pages to {directory}; their profile is {profile_path}")
+    remark(ctx, f"Wrote {counted(pages, 'page')} to {directory}; the profile is {profile_path}")

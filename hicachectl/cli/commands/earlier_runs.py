@@ -32,14 +32,16 @@ class EarlierRuns:
     def begin(self) -> None:
         """With --yes, complete the removals before the store is listed; else count their pages."""
         from hicachectl.move.withdrawal import count_unfinished
+        from hicachectl.text.units import counted
 
         if self.yes and not self.dry_run:
             self._finish()
             return
         self.pages = count_unfinished(self.store, self.quarantine)
         if self.pages and self.dry_run:
-            remark(self.ctx, f"An earlier run began to remove {self.pages} pages; that removal "
-                             "would be completed first")  # fmt: skip
+            pages = counted(self.pages, "page")
+            remark(self.ctx, f"An earlier run began to remove {pages}; that removal would be "
+                             "completed first")  # fmt: skip
 
     def agreed(self, question: str | None) -> bool:
         """Ask whether to go on; if so, complete the removals and return True.
@@ -47,10 +49,13 @@ class EarlierRuns:
         question: what this run will do itself, such as "remove 3 pages (1 KiB) from STORE"; None
         if nothing. Returns True without asking if there is nothing to do at all.
         """
+        from hicachectl.text.units import counted
+
         asked = [] if question is None else [question]
         if self.pages and not self.dry_run:
-            asked.insert(0, f"complete the removal of {self.pages} pages that an earlier run began "
-                            f"in {self.store.url}")  # fmt: skip
+            pages = counted(self.pages, "page")
+            asked.insert(0, f"complete the removal of {pages} that an earlier run began in "
+                            f"{self.store.url}")  # fmt: skip
         if not asked:
             return True
         text = ", and ".join(asked)
@@ -62,13 +67,12 @@ class EarlierRuns:
 
     def _finish(self) -> None:
         from hicachectl.move.withdrawal import finish_removals
+        from hicachectl.text.units import counted
 
         finished = finish_removals(self.store, self.quarantine)
         if len(finished.rows):
-            remark(
-                self.ctx,
-                f"Completed the removal of {len(finished.rows)} pages that an earlier run began",
-            )
+            pages = counted(len(finished.rows), "page")
+            remark(self.ctx, f"Completed the removal of {pages} that an earlier run began")
         for key, message in finished.failures:
             remark(self.ctx, f"{key}: {message}")
         remark_unrecorded(self.ctx, finished.unrecorded)

@@ -143,6 +143,7 @@ def _deployment(
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:
     from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.pages.ambiguity import ambiguity_remark
+    from hicachectl.text.units import counted
 
     if hits.deployment is None:
         remark(ctx, "The store has no pages")
@@ -164,6 +165,5 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
     if ambiguous:
         remark(ctx, f"Ambiguous keys were ignored: {ambiguous}")
     if hits.misfits:
-        remark(
-            ctx, f"{hits.misfits} chains stop at objects of the wrong size; run hicachectl verify"
-        )
+        chains = counted(hits.misfits, "chain")
+        remark(ctx, f"Objects of the wrong size stop {chains}; run hicachectl verify")

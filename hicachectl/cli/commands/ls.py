@@ -60,8 +60,9 @@ def command(
 ) -> None:
     """List the pages of a store, or its objects.
 
-    Each line shows a page's hash, model, sizes, pools (objects present/expected), bytes, age and
-    state. ls reads the listing of STORE, never an object, and changes nothing.
+    Each line shows a page's hash, model, parallel sizes (such as tp 8), pools (objects
+    present/expected), bytes, age and state. ls reads the listing of STORE, never an object, and
+    changes nothing. With --objects, --pool lists only the objects of the pool.
 
     Without a profile, pages of a model are compared with each other, so a pool missing everywhere
     goes unnoticed.

@@ -51,12 +51,12 @@ Examples:
 )
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
-@click.option("--match", metavar="PREFIX", help="Only pages whose hash starts with PREFIX.")
+@click.option("--match", metavar="PREFIX", help="Same as --page.")
 @click.option(
     "--pages-from",
     type=FILE,
-    help="Only pages in FILE, per line a page hash or a row of ls --format jsonl, which selects "
-    "only its group.",
+    help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which stands "
+    "for one group of the page.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @click.option("--resume", is_flag=True, help="Continue an earlier run that did not end.")
@@ -104,15 +104,16 @@ def command(
     SRC and DST can be stores of any kind; a missing directory or pack is created. SRC changes only
     with --move.
 
-    Without a profile, objects keep their keys and bytes. With a profile, keys follow the kind of
-    DST, and the --to options change model name, layout and topology.
+    Without a profile, objects keep their keys and bytes. With a profile, keys get the
+    form that SGLang uses on DST's kind of store, and the --to options change model name, layout
+    and topology.
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
     with errors and pages that are still being written are not copied. Pages that DST already has
     whole are skipped (see --if-exists). A different object under the same key is a conflict.
 
-    After an interruption at any point, the same command completes the work and reads only what
-    did not arrive. --resume also continues --verify and --move where they stopped.
+    After an interruption at any point, the same command completes the work and reads only the
+    objects that did not arrive. --resume also continues --verify and --move where they stopped.
     """
     from hicachectl.cli.output import write_document
 
@@ -230,13 +231,18 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
 
 
 def _say(ctx: click.Context, outcome: MigrationOutcome) -> None:
+    from hicachectl.text.units import counted
+
     for text in outcome.remarks:
         remark(ctx, text)
     for problem in outcome.problems[:_SHOWN_PROBLEMS]:
         remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
     more = len(outcome.problems) - _SHOWN_PROBLEMS
     if more > 0:
-        remark(ctx, f"{more} more pages have problems; --format json lists them")
+        remark(
+            ctx,
+            f"Problems of {counted(more, 'other page')} are not shown; --format json lists them",
+        )
     if outcome.journal is not None:
         remark(ctx, f"Not complete; continue with the same command and --resume "
                     f"(journal {outcome.journal})")  # fmt: skip
@@ -250,18 +256,18 @@ def _rows(outcome: MigrationOutcome) -> Any:
 
 
 def _lines(outcome: MigrationOutcome, *, dry_run: bool) -> Iterator[str]:
-    from hicachectl.text.units import human_age, human_size
+    from hicachectl.text.units import counted, human_age, human_size
 
     document = outcome.document
     verb = "to copy" if dry_run else "copied"
     parts = [
-        f"{document['pages']} pages {verb}, {document['objects']} objects, "
+        f"{counted(document['pages'], 'page')} {verb}, {counted(document['objects'], 'object')}, "
         f"{human_size(document['bytes'])}"
     ]
     for name, text in (
         ("skipped", "already in the destination"),
         ("moved", "removed from the source"),
-        ("gone", "gone from the source meanwhile"),
+        ("gone", "vanished from the source during the run"),
         ("conflicts", "in conflict"),
         ("failed", "failed"),
     ):
@@ -269,7 +275,8 @@ def _lines(outcome: MigrationOutcome, *, dry_run: bool) -> Iterator[str]:
             parts.append(f"{document[name]} {text}")
     seconds = document.get("estimated_seconds")
     if seconds is not None:
-        parts.append(f"estimated time: {human_age(seconds)} (read speed; writing may be slower)")
+        time = "under 1 s" if seconds < 1 else human_age(seconds)
+        parts.append(f"estimated time: {time} (read speed; writing may be slower)")
     if document["stopped_by"]:
         parts.append(f"stopped: {document['stopped_by']}")
     yield "; ".join(parts)

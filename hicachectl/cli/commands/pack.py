@@ -82,7 +82,7 @@ def repair(
 
     Afterwards FILE is a valid pack of all its whole objects. A killed writer leaves a pack without
     its end: repair reads record after record, cuts off everything after the last whole record, and
-    writes a new index. Records behind a damaged part are found too; the exit status is then 4.
+    writes a new index. Whole records after a damaged part are saved too; the exit status is then 4.
     While another process writes to the pack, repair does nothing.
     """
     from hicachectl.backends.pack import recovery
@@ -129,29 +129,29 @@ def _write(document: dict[str, Any], output_format: str, lines: Iterator[str]) -
 
 def _described(document: dict[str, Any]) -> Iterator[str]:
     from hicachectl.text.terminal import escape_controls
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     stored = document["stored_bytes"]
     ratio = f" ({document['bytes'] / stored:.2f}x)" if stored else ""
     yield f"objects   {document['objects']}, {human_size(document['bytes'])}"
     yield f"stored    {human_size(stored)}{ratio}, file {human_size(document['file_bytes'])}"
     for planes, count in document["planes"].items():
-        yield f"          {count} as {planes} byte plane{'' if planes == '1' else 's'}"
+        yield f"          {count} as {counted(int(planes), 'byte plane')}"
     yield f"keys      {document['grammar']}"
     yield f"profile   {escape_controls(document['model'] or 'none')}"
     yield f"version   hicachectl {escape_controls(document['written_by'])}"
 
 
 def _repaired(document: dict[str, Any]) -> Iterator[str]:
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
-    saved = f"{document['objects']} objects, {human_size(document['bytes'])}"
+    saved = f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
     if document["was_valid"]:
         yield f"{saved}: the pack is valid; nothing to repair"
         return
     lost = []
     if document["damaged"]:
-        lost.append(f"{document['damaged']} damaged objects left out")
+        lost.append(f"{counted(document['damaged'], 'damaged object')} left out")
     if document["damaged_bytes"]:
         lost.append(f"{human_size(document['damaged_bytes'])} of damaged data skipped")
     if document["unfinished"]:

@@ -59,12 +59,6 @@ Examples:
   hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
   hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \\
       --through-server http://127.0.0.1:30000
-
-\b
-crontab:
-  40 5 * * 1-5  hicachectl -q prewarm prod: --from archive: --trace /var/log/sglang/day.jsonl \\
-      --budget 200GiB --deadline 20m --lock /run/prewarm.lock \\
-      --metrics-file /var/lib/node_exporter/prewarm.prom -o /var/log/prewarm.json
 """,
 )
 @click.argument("destination", metavar="[DST]", required=False)
@@ -138,7 +132,7 @@ def command(
 ) -> None:
     """Copy the most valuable pages into a store, before the traffic arrives.
 
-    Say which requests to expect: texts or chats (--prompts), token ids (--token-ids), page hashes
+    Give the expected requests: texts or chats (--prompts), token ids (--token-ids), page hashes
     (--pages), or a trace with times (--trace). For each request, prewarm takes the longest prefix
     that servers could restore from SRC, and copies the pages that DST lacks. --all copies every
     whole page instead.
@@ -147,15 +141,17 @@ def command(
     short is still useful, except with --all. --dry-run prints the plan, and --plan executes it.
 
     The --to options transform pages as in migrate: an archive of TP 4 can warm a cluster of TP 8.
-    A page with an object of another size than the profile's is not copied and counts as failed
+    If the size of an object differs from the profile, its page is not copied and counts as failed
     (exit status 4); a remark names the page.
 
     With --through-server, live servers then load the prefixes that DST has. Without --from, this
     is all that prewarm does.
 
     The result goes to stdout, as JSON unless --format is given; a summary goes to stderr.
+
     hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
-    one, pins, live servers, and usable tokens.
+    one, pins, live servers, and usable tokens. For cron, systemd and Kubernetes, see
+    hicachectl-scheduling(7).
     """
     output_format = _format(ctx, output_format)
     refuse_other_sources(options, _SOURCES)
@@ -223,6 +219,7 @@ def _plan_trace(
     from hicachectl.prewarm.plan_file import plan_rows
     from hicachectl.prewarm.trace import read_trace
     from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.text.units import counted
 
     if not options["dry_run"]:
         raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
@@ -238,7 +235,8 @@ def _plan_trace(
         fitting = pages_within(options["budget"], profile, hashed=hashed)
         most = fitting if most is None else min(most, fitting)
     plan = plan_order(trace, budget=most)
-    remark(ctx, f"Planned {len(plan)} of {len(trace.forest)} pages, from {len(trace)} requests")
+    pages, requests = counted(len(trace.forest), "page"), counted(len(trace), "request")
+    remark(ctx, f"Planned {len(plan)} of {pages}, from {requests}")
     if not trace.forest.hashed:
         remark(
             ctx,
@@ -286,6 +284,7 @@ def _request(
     from hicachectl.prewarm.page_plan import PrewarmRequest
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.text.units import counted
 
     profile = profile_from_options(options, store, warn=partial(remark, ctx))
     if profile is None or profile.inferred:
@@ -294,8 +293,8 @@ def _request(
     if wanted.in_others is not None and len(wanted.in_others):
         remark(
             ctx,
-            f"{options['pages']}: {len(wanted.in_others)} rows name groups of other deployments "
-            "than the profile's; those groups are not copied",
+            f"{options['pages']}: {counted(len(wanted.in_others), 'row')} not copied, because the "
+            "group is of another deployment than the profile's",
         )
     request = PrewarmRequest(
         profile=profile,

@@ -49,16 +49,16 @@ def is_failed(outcome: PrewarmOutcome, options: dict[str, Any]) -> bool:
 
 def _summary(document: dict[str, Any], *, dry_run: bool) -> str:
     from hicachectl.requests.restorable import deployment_text
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     wanted = document["requested_tokens"]
     share = document["usable_tokens"] / wanted if wanted else 1.0
     parts = [
-        f"{document['copied_pages']} pages {'to copy' if dry_run else 'copied'}, "
+        f"{counted(document['copied_pages'], 'page')} {'to copy' if dry_run else 'copied'}, "
         f"{human_size(document['bytes'])}",
         f"{document['already_there']} already in the destination",
-        f"{document['missing_pages']} not found",
-        f"{share:.0%} of {wanted} tokens usable{' now' if dry_run else ''} by "
+        f"{document['missing_pages']} not found in the source",
+        f"{share:.0%} of {counted(wanted, 'token')} usable{' now' if dry_run else ''} by "
         f"{deployment_text(document['deployment'])}",
     ]
     if document["stopped_by"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.options import FILE, profile_options
-from hicachectl.cli.session import opened, progress, remark
+from hicachectl.cli.session import opened, progress, remark, store_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,13 +51,13 @@ def command(
 ) -> None:
     """Print the profile of a deployment: its model, shards and pools.
 
-    Write the profile once with -o, then give it to other commands with --profile. Its source is
-    --profile, --model-config with flags, or --server. Otherwise it is the profile that STORE (a
-    pack) records, or one inferred from STORE; --model, --tp, --pp, --cp and --dcp then choose one
-    of several deployments.
+    Write the profile once with -o, then give it to other commands with --profile. The profile
+    comes from --model-config and flags, from --server, or from --profile. Without these options,
+    the profile that a pack records is printed, or a profile is inferred from STORE.
 
-    An inferred profile states only the shards, pools and sizes seen in STORE. It serves ls and
-    the checks names, groups and sizes; commands that must interpret bytes refuse it.
+    An inferred profile states only the shards, pools and sizes seen in STORE. If STORE has several
+    deployments, --model, --tp, --pp, --cp and --dcp choose one. An inferred profile is enough for
+    ls and the checks names, groups and sizes; commands that must interpret bytes refuse it.
     """
     from hicachectl.cli.output import write_text
     from hicachectl.formats.profile import dump_profile, profile_to_mapping
@@ -102,6 +102,9 @@ def _inferred(
             return recorded
         inventory = take_inventory(source, on_batch=advance)
         profile = infer_profile(inventory, source.grammar, PoolGuess(model=model, **sizes))
-    remark(ctx, f"{store}: the profile is inferred; it states only shards, pools and sizes seen "
-                "in the store")  # fmt: skip
+    remark(
+        ctx,
+        f"{store_name(ctx, store)}: the profile is inferred from the objects; it states only their "
+        "shards, pools and sizes",
+    )
     return profile

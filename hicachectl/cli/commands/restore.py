@@ -37,8 +37,8 @@ Examples:
 @click.option(
     "--pages",
     metavar="FILE|PREFIX",
-    help="Only pages in FILE (per line a page hash or a row of ls --format jsonl, which selects "
-    "only its group), or pages whose hash starts with PREFIX.",
+    help="Only pages whose hash starts with PREFIX, or pages in FILE. A line of FILE is a page "
+    "hash, or a row of ls --format jsonl, which stands for one group of the page.",
 )
 @click.option(
     "--profile",
@@ -78,6 +78,7 @@ def command(
     from hicachectl.move.reports import GroupReport
     from hicachectl.move.restore import restore_groups
     from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.text.units import counted
 
     require_consent(yes=yes, dry_run=dry_run)
     wanted = _wanted(pages)
@@ -125,12 +126,12 @@ def command(
         output=output,
         text=lambda colour: _lines(document, outcome, colour),
     )
-    if not len(outcome.rows) and not outcome.busy:
+    if is_ours and not len(outcome.rows) and not outcome.busy:
         what = "no quarantined page" if pages is None else f"no page that matches --pages {pages}"
         remark(ctx, f"{directory}: {what}")
     if outcome.busy:
-        remark(ctx, f"{directory}: another process is working on {outcome.busy} runs; try again "
-                    "later")  # fmt: skip
+        busy = counted(outcome.busy, "quarantined run")
+        remark(ctx, f"{directory}: another process is working on {busy}; try again later")
     remark_unrecorded(ctx, outcome.unrecorded)
     if dry_run:
         remark(ctx, "Dry run: nothing was restored")
@@ -160,23 +161,23 @@ def _directory(ctx: click.Context, quarantine: str) -> Path:
 
 
 def _question(found: GroupReport, store: str) -> str:
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
-    return f"Put {found.groups} pages ({human_size(found.nbytes)}) back into {store}?"
+    return f"Put {counted(found.groups, 'page')} ({human_size(found.nbytes)}) back into {store}?"
 
 
 def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
     from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import restored_for_people
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     if len(outcome.rows):
         yield from table_lines(restored_for_people(outcome.rows), colour=colour)
-    conflicts = f", {document['conflicts']} conflicts" if document["conflicts"] else ""
+    conflicts = f", {counted(document['conflicts'], 'conflict')}" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""
     would = "would be " if document["dry_run"] else ""
     stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
     yield (
-        f"{document['pages']} pages, {document['objects']} objects, "
+        f"{counted(document['pages'], 'page')}, {counted(document['objects'], 'object')}, "
         f"{human_size(document['bytes'])} {would}restored{conflicts}{failed}{stopped}"
     )

@@ -59,8 +59,8 @@ Examples:
 @click.option(
     "--pages",
     type=FILE,
-    help="Pages in FILE, per line a page hash or a row of ls --format jsonl, which selects only "
-    "its group.",
+    help="Pages in FILE. A line is a page hash, or a row of ls --format jsonl, which stands for "
+    "one group of the page.",
 )
 @click.option(
     "--all-deployments",
@@ -81,8 +81,8 @@ Examples:
 @click.option(
     "--token-ids",
     type=FILE,
-    help="Prompts, one JSON list of token ids per line: also remove their pages after a removed "
-    "page, which servers can no longer reach. Needs --profile.",
+    help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
+    "removed page in a prompt, because servers can no longer reach them. Needs --profile.",
 )
 @click.option(
     "--profile",
@@ -114,11 +114,12 @@ def command(
     never see half a page. Objects that a server rewrites during the run stay. The exit status is 4
     if something could not be removed.
 
-    One page can have objects of several deployments. --pages removes only the group that a row of
-    ls names, and refuses a bare hash that several deployments have (see --all-deployments).
+    One page can have objects of several deployments. A row of ls in --pages removes the group of
+    one deployment. A bare hash that several deployments have is refused, unless --all-deployments
+    is given.
 
-    --temporaries removes no pages, but the files that verify reports as stale-temporary: those
-    older than a minute and, if given, --before.
+    --temporaries removes no pages. It removes the files that verify reports as stale-temporary:
+    temporary files that are older than a minute and, if --before is given, older than TIME.
     """
     _refuse_contradictions(options)
     require_consent(yes=yes, dry_run=dry_run)
@@ -177,7 +178,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
     from hicachectl.move.reports import total
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     _refuse_without_times(store, options)
     with progress(ctx, "listing", " objects") as advance:
@@ -192,7 +193,7 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
             return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
 
     nbytes = human_size(total(stale.column("nbytes")))
-    question = f"remove {len(stale)} temporary files ({nbytes}) from {store.url}"
+    question = f"remove {counted(len(stale), 'temporary file')} ({nbytes}) from {store.url}"
     return question if len(stale) else None, remove
 
 
@@ -229,6 +230,7 @@ def _plan(
     from hicachectl.requests.chains import Hashing, hex_chains
     from hicachectl.requests.files import read_token_ids
     from hicachectl.requests.page_lists import NamedGroups
+    from hicachectl.text.units import counted
 
     criteria = _criteria(store, options)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
@@ -243,14 +245,13 @@ def _plan(
     chosen = int((groups.states[plan.groups] == UNKNOWN).sum())
     if chosen or (ambiguous and criteria.filters):
         verb, count = ("selected for removal", chosen) if chosen else ("left alone", ambiguous)
-        noun = "page group" if count == 1 else "page groups"
         text = ambiguity_remark(inventory)
-        remark(ctx, f"{count} {noun} with ambiguous keys {verb}: {text}")
+        remark(ctx, f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}")
     if criteria.pages is not None:
         unmatched = NamedGroups(criteria.pages, groups).unmatched
         if unmatched:
-            remark(ctx, f"{options['pages']}: {unmatched} rows name groups that the store does "
-                        "not have")  # fmt: skip
+            rows = counted(unmatched, "row")
+            remark(ctx, f"{options['pages']}: the store has no group for {rows}")
     if not len(plan.groups):
         remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
     if options["token_ids"] and profile is not None:
@@ -314,10 +315,10 @@ def _why(options: dict[str, Any]) -> str:
 
 
 def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     nbytes = human_size(groups.total_bytes(plan.groups))
-    return f"remove {len(plan.groups)} pages ({nbytes}) from {store.url}"
+    return f"remove {counted(len(plan.groups), 'page')} ({nbytes}) from {store.url}"
 
 
 def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
@@ -366,18 +367,19 @@ def _write(
 def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
     from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import removals_for_people
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     if len(outcome.rows):
         yield from table_lines(removals_for_people(outcome.rows), colour=colour)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
     files = "key" in outcome.rows.column_names  # temporary files, which belong to no page
-    what = "temporary files" if files else "pages"
-    remaining = f", {document['remaining']} {what} remain" if document["remaining"] else ""
+    noun = "temporary file" if files else "page"
+    left = document["remaining"]
+    remaining = f", {counted(left, noun)} not removed" if left else ""
     count = (
-        f"{document['objects']} temporary files"
+        counted(document["objects"], noun)
         if files
-        else f"{document['pages']} pages, {document['objects']} objects"
+        else f"{counted(document['pages'], noun)}, {counted(document['objects'], 'object')}"
     )
     would = "would be " if document["dry_run"] else ""
     stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""

@@ -86,7 +86,7 @@ Examples:
     "--sample-slice",
     type=click.IntRange(0),
     metavar="K",
-    help="Which share to read.  [default: the day number, so nightly runs take turns]",
+    help="Number of the share to read.  [default: the day number, so nightly runs take turns]",
 )
 @click.option("--time-limit", type=Duration(), help="Start no further read after this duration.")
 @click.option(
@@ -103,8 +103,9 @@ Examples:
 @click.option(
     "--identity",
     type=NameList(),
-    help="Treat an object as rewritten if one of these fields changed, such as inode,mtime. An "
-    "unknown field is refused with the list of the store's fields.  [default: all of them]",
+    help="Fields whose change since the catalog means that a server rewrote the object, such as "
+    "inode,mtime. For an unknown field, the error lists the fields of the store.  [default: all "
+    "fields]",
 )
 @click.option(
     "--stamp", is_flag=True, help="Record the profile and the weights version beside the store."
@@ -127,7 +128,7 @@ Examples:
     default="cpu",
     show_default=True,
     metavar="cpu|cuda|auto",
-    help="Check and digest objects here; cuda:0,cuda:1 share the work.",
+    help="Check and digest objects on this device; cuda:0,cuda:1 share the work.",
 )
 @click.option(
     "--device-bytes",
@@ -163,23 +164,24 @@ def command(
     """Check a store for missing or damaged objects, and repair it if asked.
 
     verify reads STORE and reports findings. An error means that a server could read wrong data; a
-    warning costs hits or space. The exit status is 4 if there are findings at --fail-on or above.
+    warning costs hits or space; an info needs no action. The exit status is 4 if there are
+    findings at --fail-on or above.
 
     \b
     CHECKS
 
-    A check named with --checks that cannot run is refused. Without --checks, whatever was not
-    checked is listed in skipped_checks and on stderr. Without a profile, objects are compared with
+    A check named with --checks that cannot run is refused. Without --checks, stderr and
+    skipped_checks list the checks that did not run. Without a profile, objects are compared with
     each other, so a pool missing everywhere goes unnoticed.
 
     Only --repair changes the store. It removes all objects of each page that has an error, the kv
     objects first, so that servers recompute the page. --repair quarantine keeps the objects, and
     hicachectl-restore(1) puts them back.
 
-    Reading objects of a Mooncake store grants leases. --checks names,groups,sizes reads none;
+    Reading objects of a Mooncake store grants leases. --checks names,groups,sizes reads no object;
     --bwlimit and --sample reduce the load of the other checks.
 
-    hicachectl-verify(1) explains mixed sizes, unchecked dtypes, leases and --device cuda.
+    hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
     from hicachectl.verify.verify import verify_store
@@ -346,10 +348,12 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
 
 
 def _say_wait(ctx: click.Context, seconds: float, groups: int) -> None:
+    from hicachectl.text.units import counted
+
     remark(
         ctx,
-        f"{groups} pages are not whole. The store keeps no timestamps, so verify checks them again "
-        f"in {seconds:.0f} s (--grace).",
+        f"Not whole: {counted(groups, 'page')}. The store keeps no timestamps, so verify checks "
+        f"again in {seconds:.0f} s (--grace).",
     )
 
 
@@ -386,23 +390,24 @@ def _keep_records(
 
 def _lines(report: VerifyReport, colour: bool) -> Iterator[str]:
     from hicachectl.cli.output import table_lines
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     document = report.document
     if len(report.findings):
         columns = report.findings.select(["severity", "code", "key", "detail"])
         yield from table_lines(columns, colour=colour)
+    pages = counted(document["pages"], "page")
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
-    gone = f", {document['gone']} gone meanwhile" if document["gone"] else ""
+    gone = f", {document['gone']} vanished during the run" if document["gone"] else ""
     read = ""
     if document["bytes_read"]:
         part = document["sampled"] < document["pages"]
-        share = f" of {document['sampled']} of the pages" if part else ""
+        share = f" ({document['sampled']} of {pages})" if part else ""
         read = f", {human_size(document['bytes_read'])} read{share}"
     cut = "" if document["complete"] else ", time limit reached"
-    fixed = f"; {document['repaired']} pages repaired" if document["repaired"] else ""
+    fixed = f"; {counted(document['repaired'], 'page')} repaired" if document["repaired"] else ""
     yield (
-        f"{document['objects']} objects, {document['pages']} pages{in_flight}{gone}, "
+        f"{counted(document['objects'], 'object')}, {pages}{in_flight}{gone}, "
         f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document)}{fixed}"
     )
 

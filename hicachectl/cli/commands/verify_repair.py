@@ -50,8 +50,8 @@ repair_options = stack(
     click.option(
         "--token-ids",
         type=FILE,
-        help="Prompts, one JSON list of token ids per line: also repair their pages after a "
-        "removed page.",
+        help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
+        "removed page in a prompt, because servers can no longer reach them.",
     ),
     writers_stopped_option,
     click.option("--yes", is_flag=True, help="Do not ask before a repair."),
@@ -160,20 +160,22 @@ def _with_descendants(
 
 
 def _question(store: Store, report: VerifyReport, plan: RepairPlan, options: dict[str, Any]) -> str:
-    from hicachectl.text.units import human_size
+    from hicachectl.text.units import counted, human_size
 
     nbytes = human_size(report.groups.total_bytes(plan.groups))
-    return f"{options['repair']} {len(plan.groups)} pages ({nbytes}) of {store.url}"
+    return f"{options['repair']} {counted(len(plan.groups), 'page')} ({nbytes}) of {store.url}"
 
 
 def _say(ctx: click.Context, outcome: GroupReport, options: dict[str, Any]) -> None:
+    from hicachectl.text.units import counted
+
     would = "would be " if options["dry_run"] else ""
     where = f" to {outcome.place}" if outcome.place else ""
     verb = "quarantined" if options["repair"] == "quarantine" else "deleted"
-    remark(ctx, f"{outcome.groups} pages {would}{verb}{where}")
+    remark(ctx, f"{counted(outcome.groups, 'page')} {would}{verb}{where}")
     if outcome.kept:
-        remark(ctx, f"{outcome.kept} pages were rewritten during the repair, and stay")
+        remark(ctx, f"Kept {counted(outcome.kept, 'page')}: rewritten during the repair")
     if outcome.remaining:
-        remark(ctx, f"{outcome.remaining} pages could not be removed; run the command again")
+        remark(ctx, f"{counted(outcome.remaining, 'page')} not removed; run the command again")
     for key, message in outcome.failures:
         remark(ctx, f"{key}: {message}")

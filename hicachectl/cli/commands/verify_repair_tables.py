@@ -32,6 +32,7 @@ def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry
     """Delete keys with wrong entries in a table, all keys of a page at once."""
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.move.page_table_repair import bad_rows, delete_keys, plan_repair
+    from hicachectl.text.units import counted
     from hicachectl.verify.live_tables import suspicious_keys
 
     if not isinstance(store, PageTables):
@@ -51,15 +52,15 @@ def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry
             deleted += len(done.deleted)
             changed += len(done.changed)
     would = "would be " if dry_run else ""
-    remark(ctx, f"{deleted} keys with wrong entries in their tables {would}deleted")
+    remark(ctx, f"{counted(deleted, 'key')} with wrong table entries {would}deleted")
     if changed:
-        remark(ctx, f"{changed} keys moved or disappeared since the snapshot, and stay")
+        remark(ctx, f"Kept {counted(changed, 'key')}: moved or removed since the snapshot")
     if left:
         remark(
             ctx,
-            f"{left} keys name pages that their table does not have. Deleting these keys would "
-            "hand those pages out. Stop the metadata server and repair its snapshot (leave out "
-            "server=).",
+            f"Kept {counted(left, 'key')} for pages that the table does not have: deleting such a "
+            "key would hand the page out. Stop the metadata server and repair its snapshot (leave "
+            "out server=).",
         )
 
 
@@ -80,6 +81,7 @@ def write_repaired_snapshot(
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.backends.hf3fs.snapshot import Snapshot, write_repaired
     from hicachectl.move.page_table_repair import bad_rows, repaired_table
+    from hicachectl.text.units import counted
 
     state = store.table_state() if isinstance(store, PageTables) else None
     if state is None or state.live:
@@ -98,8 +100,8 @@ def write_repaired_snapshot(
     would = "would be " if options["dry_run"] else ""
     remark(
         ctx,
-        f"{path} {would}written without {len(plan.groups)} pages, because the URL has no server=; "
-        "start the metadata server from it (--persistence-path)",
+        f"{path} {would}written without {counted(len(plan.groups), 'page')}, because the URL has "
+        "no server=; start the metadata server from it (--persistence-path)",
     )
     return True
 
@@ -109,6 +111,7 @@ def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) ->
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.backends.hf3fs.snapshot import Snapshot
     from hicachectl.move.page_table_repair import releasable, release_pages
+    from hicachectl.text.units import counted
 
     if not isinstance(store, PageTables):
         return
@@ -129,7 +132,7 @@ def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) ->
             else sum(release_pages(server, table, pages, stopped=threading.Event()))
         )
     would = "would be " if options["dry_run"] else ""
-    remark(ctx, f"{released} leaked pages {would}released")
+    remark(ctx, f"{counted(released, 'leaked page')} {would}released")
 
 
 def _saved_after(store: PageTables, moment_ns: int) -> TableState:
