@@ -1,4 +1,4 @@
-"""Write to open files, from memory or from another file, inside the kernel if possible."""
+"""Copy bytes into open files, from memory or from another file; the kernel copies if it can."""
 
 from __future__ import annotations
 

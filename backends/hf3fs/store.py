@@ -544,7 +544,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:
-    """Return the positions of pages in their file, in bytes. Larger ones than int64 are clipped."""
+    """Return the positions of pages in their file, in bytes. Positions above int64 are clipped."""
     return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
 
 

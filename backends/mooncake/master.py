@@ -1,4 +1,4 @@
-"""HTTP client of a Mooncake master's admin service, which changes neither objects nor leases.
+"""HTTP client of a Mooncake master's admin service. Its requests change no object and no lease.
 
 Endpoints: `/health` and, for the default tenant only, `/get_all_keys`, `/batch_query_keys` and
 `/get_segments_detail`. Masters before 0.3.12 extend leases on `/batch_query_keys`; `check` refuses
@@ -265,7 +265,7 @@ class MasterAdmin:
         path = f"/batch_query_keys?keys={probe}"
         reply = self._http.get(path)
         if reply.status == http.client.NOT_FOUND:
-            raise self._http.lost(f"the master has no /batch_query_keys; {_OLD_MASTER}")
+            raise self._http.lost(f"has no endpoint /batch_query_keys; {_OLD_MASTER}")
         body = self._checked(path, reply)
         if probe.encode() in body and b'"nof_values"' not in body:
             raise self._http.lost(

@@ -175,7 +175,7 @@ def _master(url: StoreUrl, given: _SettingsSource) -> str:
         )
     if stated.master is None:
         only = (
-            f"{given.name('client')} alone is not enough" if stated.client else "no master is named"
+            f"{given.name('client')} alone is not enough" if stated.client else "no master address"
         )
         raise UsageError(
             f"{_shown(url)}: {only}; write mooncake://HOST:50051, or set MOONCAKE_MASTER or "
@@ -222,7 +222,7 @@ def _protocol(url: StoreUrl, given: _SettingsSource) -> str:
 
 
 def _device(value: str) -> str:
-    """Return a device name; SGLang's map from ranks to devices has no entry for us."""
+    """Return a device name; return "" for SGLang's map from ranks to devices."""
     return "" if value.strip().startswith("{") else value
 
 

@@ -78,7 +78,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     limits: Limits = Limits(
         batch_objects=128,  # SGLang's batches have 128 pages
         batch_bytes=256 << 20,
-        parallel_reads=2,  # one starts while the other ends
+        parallel_reads=2,  # one read starts while the other ends
         parallel_writes=2,
     )
     grammar = "mooncake"
@@ -518,7 +518,7 @@ def _unaskable(answer: Any) -> BoolArray:
 
 
 def _is_in(keys: Any, some: Any) -> BoolArray:
-    import pyarrow.compute as pc  # 20 ms at start-up that most commands need not pay
+    import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
     found: BoolArray = pc.is_in(keys, value_set=some).to_numpy(zero_copy_only=False)
     return found

@@ -222,7 +222,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     @property
     def grammar(self) -> str:
-        """Name of the grammar of the keys; for a new pack "file" until `use_grammar`."""
+        """Return the grammar of the keys; for a new pack "file" until `use_grammar`."""
         return self._metadata.grammar or "file"
 
     @property
@@ -331,7 +331,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             self._writer.may_finish = True
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Leave objects out of the new index; their bytes stay in the file."""
+        """Omit objects from the new index. Their bytes stay in the file."""
         if self._writer is None:
             return super().undo_writes(rows)
         there = self._writer.withdraw(keys_of(rows))
@@ -352,7 +352,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         )
 
     def free_bytes(self) -> int | None:
-        """Return the bytes free for objects, for users other than root."""
+        """Return the free bytes for objects, as for users other than root."""
         objects = 0 if self._writer is None else len(self._writer.entries)
         return max(0, free_bytes(self._descriptor, objects))
 

@@ -166,8 +166,8 @@ class PackWriter:
         if grammar is not None and grammar != self.metadata.grammar:
             if self.entries:
                 raise UnsupportedByBackend(
-                    f"{self.path}: the pack accepts only {self.metadata.grammar} keys, as it has "
-                    f"objects; write {grammar} keys to a new pack"
+                    f"{self.path}: the pack has objects with {self.metadata.grammar} keys; "
+                    f"write {grammar} keys to a new pack"
                 )
             self.metadata = replace(self.metadata, grammar=grammar)
         if profile is not None and profile != self.metadata.profile:
@@ -406,7 +406,7 @@ class PackWriter:
 
 
 def free_bytes(descriptor: int, objects: int) -> int:
-    """Return the bytes free for objects besides the index of the pack's objects.
+    """Return the free bytes for new objects, less those for the index of the pack's objects.
 
     Negative if the index of the present objects does not fit.
     """
@@ -416,7 +416,7 @@ def free_bytes(descriptor: int, objects: int) -> int:
 
 
 def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Group small objects, in order."""
+    """Yield the indices in groups of bounded size, in order."""
     handful: list[int] = []
     nbytes = 0
     for index in indices:

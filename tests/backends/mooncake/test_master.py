@@ -411,7 +411,7 @@ def echo(fields: dict[str, object]) -> Script:
         (lambda call: call.answer(b'{"status":"ok"}'), "not a Mooncake master"),
         (
             master(lambda call: call.answer(b"no", 404)),
-            "the master has no /batch_query_keys; upgrade the master to Mooncake 0.3.12 or later",
+            "has no endpoint /batch_query_keys; upgrade the master to Mooncake 0.3.12 or later",
         ),
         (
             master(echo({"ok": False, "error": "OBJECT_NOT_FOUND"})),

@@ -186,7 +186,7 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
 @pytest.mark.parametrize(
     ("text", "environ", "message"),
     [
-        ("mooncake:", {}, "no master is named; write mooncake://HOST:50051, or set MOONCAKE"),
+        ("mooncake:", {}, "no master address; write mooncake://HOST:50051, or set MOONCAKE"),
         ("mooncake:", {"MOONCAKE_CLIENT": "c:1"}, "MOONCAKE_CLIENT alone is not enough"),
         ("mooncake:", {"MOONCAKE_MASTER": ""}, "MOONCAKE_MASTER: '' is not an address"),
         ("mooncake:", {"MOONCAKE_MASTER": "m"}, "MOONCAKE_MASTER: 'm' is not an address"),
@@ -279,7 +279,7 @@ def test_a_wrong_config_file_is_refused_by_name(
     ("config", "message"),
     [
         ({"client_server_address": "c:1"}, "client_server_address alone is not enough"),
-        ({"master_server_address": None}, "no master is named"),
+        ({"master_server_address": None}, "no master address"),
         ({"master_server_address": "m:1", "tenant_id": "a"}, "tenant_id: 'a' cannot be used"),
         ({"master_server_address": "m:1", "standalone_storage": True}, "standalone_storage is set"),
     ],
