@@ -1,28 +1,30 @@
 """Move page objects from the host arena into device pools, as a server does, and back.
 
-Only the bytes that attention reads prove a page. So `verify --device` moves every object into the
-pools and checks the bytes there:
+A server computes with the bytes in its device pools, not with those in host memory. So
+`verify --device` moves every object into such pools and checks the bytes there:
 
     store ─► arena (page-locked once) ─► staging ─► layer-first pools ─► checks of values, order
                                             ▲              │
                                             └── gathered ◄─┘ ─► digest ─► catalog
 
-A **lane** is one CUDA stream with a staging buffer and a pool buffer. Lanes are all the device
-memory of a run (`--device-bytes`), whatever the store's size. The thread that read a slab takes a
-free lane, copies the slab to the device, replays the captured launches, waits for one event and
-returns the lane. So reads, copies and kernels of different slabs overlap, without deadlock. The
-staging buffer is poisoned before pages are gathered back, so a digest covers only bytes from the
-pools.
+A **slab** is the objects of one read task, or of a part of the task if memory is short. A **lane**
+is one CUDA stream with a staging buffer and a pool buffer, for one slab at a time. A run allocates
+its lanes once, within `--device-bytes`, whatever the store's size. The thread that read a slab
+takes a free lane, copies the slab to the device, replays the captured launches, waits for one event
+and returns the lane. So reads, copies and kernels of different slabs overlap. A thread that holds a
+lane waits for no other lane, so threads do not deadlock. The staging buffer is poisoned before
+pages are gathered back, so a digest covers only bytes from the pools.
 
 A `CopyPlan`, computed once for each kind of object from its `TensorLayout`s, maps object bytes to
 pool slots. A provider carries out the plan: SGLang's own kernels, Triton, or plain torch. A
-`DeviceRun` prepares a lane for one form of object. Its launches are captured, because Python would
-take longer to launch them than the device to run them.
+`DeviceRun` prepares a lane for one form of object. Its launches are captured in a CUDA graph,
+because a launch from Python takes longer than the kernel itself.
 
 Device kernels only flag suspects. The CPU checks examine the suspects' bytes, still in the arena,
 so findings equal those without a device, word for word. Checks without a kernel examine every
 object on the CPU, so `--device` skips no check. If a kernel reports a definite fault and the CPU
-finds none, the device or the transfer damages data, and the run ends.
+finds none, the device or the transfer damages data: the run ends, or continues on the CPU with
+`--device auto`.
 
 torch and triton are optional: nothing imports them before a device is requested.
 """

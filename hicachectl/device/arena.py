@@ -46,15 +46,18 @@ class HostArenas:
 class HostBuffer:
     """A small page-locked buffer that grows as needed. For one thread at a time.
 
-    Not torch's pinned memory, whose destructor queries the device: after a device failure that ends
-    the process.
+    torch's pinned memory would not do: its destructor queries the device, which ends the process
+    after a device failure.
     """
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor; it overwrites the previous one, whose copies must be done."""
+        """Return memory for a tensor, in place of the previous tensor.
+
+        Copies from and to the previous tensor must be complete.
+        """
         nbytes = shape.numel() * dtype.itemsize
         if self._arena is None or self._arena.nbytes < nbytes:
             self.close()

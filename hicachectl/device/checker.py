@@ -39,15 +39,18 @@ if TYPE_CHECKING:
 
     Digests = npt.NDArray[np.uint8]
 
-# Lanes of failed devices, and their runs: destroying CUDA graphs would end the process.
+# Lanes of failed devices, and their runs, kept until exit: destroying their CUDA graphs would end
+# the process.
 _ABANDONED: list[tuple[Lane, dict[tuple[Lane, ObjectForm], DeviceRun]]] = []
 
 
 class DeviceChecker:
     """Digest and value checks on one or several devices.
 
-    slab_bytes, most_objects: limits of a task, as the arena places its objects.
-    failure: message of a device failure; from then on `examine` returns None.
+    slab_bytes: most bytes of a task, with the gaps between its objects in the arena.
+    most_objects: most objects of a task.
+    failure: message of the first device failure; None if there was none. After a failure, `examine`
+        returns None.
     """
 
     def __init__(
@@ -95,8 +98,8 @@ class DeviceChecker:
         """Send a task's objects through a device: return digests [n, 32] and issues.
 
         wanted:   which objects to digest.
-        expected: spec of all objects, digested after the gather from the pools. None if the form of
-            their bytes is unknown: the staged bytes are digested.
+        expected: spec of all objects; the digested bytes are gathered from the pools. None if the
+            form of the bytes is unknown; the digested bytes are then the staged ones.
         checker:  None to check no values. Unreadable objects get no issues.
 
         Return None if the CPU must examine the objects in the arena: a kernel does not support
@@ -183,7 +186,7 @@ class DeviceChecker:
     def _prepare(self, form: ObjectForm, *, digests: bool) -> None:
         """Prepare every lane for objects of a form: compile, upload, capture.
 
-        A capture needs the devices to itself, so one thread takes all lanes meanwhile.
+        No other thread may use the devices during a capture, so this thread takes all lanes.
         """
         if (form, digests) in self._prepared:
             return
@@ -268,7 +271,7 @@ def _named_errors(lane: Lane) -> Iterator[None]:
         ) from error
     except (RuntimeError, AssertionError) as error:
         if not any(sign in str(error) for sign in _DEVICE_SIGNS):
-            raise  # a bug of ours
+            raise  # a defect of hicachectl, not a device failure
         reason = str(error).partition("\n")[0]
         raise DeviceError(
             f"{lane.device} failed: {reason}; run again or use --device cpu"
@@ -288,10 +291,10 @@ def _issues(
 ) -> list[ValueIssue]:
     """Run the checks that the device leaves to the CPU, on the bytes in the arena.
 
-    on_device: checks that ran on the device; the CPU repeats them on suspects, and runs others on
-        every object.
+    on_device: checks that ran on the device. The CPU repeats these on suspects, and runs all other
+        checks on every object.
     flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue. Raises
-        DeviceError if it finds none.
+        DeviceError if the CPU finds none.
     """
     others = checker.prepared.keys() - on_device
     every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)
@@ -301,7 +304,7 @@ def _issues(
     for index in np.flatnonzero(flags.all(axis=1) & loaded.read.ok).tolist():
         if index not in found:
             raise DeviceError(
-                f"Object {index} of a task is healthy in host memory but not on the device: the "
-                "device or the transfer damages data; use --device cpu"
+                f"Object {index} of a batch is healthy in host memory but not on the device: the "
+                "device or the transfer damages data; test the device, and use --device cpu"
             )
     return issues + checker.check(loaded.block(), every, others)

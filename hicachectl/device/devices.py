@@ -66,14 +66,16 @@ def refuse_missing(names: tuple[str, ...]) -> None:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Return the names in `auto`, `cpu`, `cuda` or `cuda:0,cuda:1`. Raises UsageError."""
+    """Return the device names in a value of --device. Raises UsageError if the value is invalid."""
     names = tuple(text.split(","))
     if names in ((AUTO,), (CPU,)):
         return names
     if not all(re.fullmatch(r"cuda(:\d{1,3})?", name) for name in names):
-        raise UsageError(f"--device {text!r}: must be auto, cpu, cuda, or a list: cuda:0,cuda:1")
+        raise UsageError(
+            f"--device {text!r}: must be auto, cpu, cuda, or a list such as cuda:0,cuda:1"
+        )
     if len(set(names)) < len(names) or (len(names) > 1 and "cuda" in names):
-        raise UsageError(f"--device {text!r}: a device is named twice")
+        raise UsageError(f"--device {text!r}: name each device once, as cuda:N")
     return names
 
 
@@ -97,7 +99,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
             f"no usable CUDA device: triton {triton.__version__} does not compile the kernels; "
             "install triton>=3.4, which comes with torch>=2.8"
         )
-    # Otherwise Triton warns that this default will change.
+    # Triton's present default, set to silence its warning that the default will change.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     with warnings.catch_warnings(record=True) as said:  # may name an old driver
         warnings.simplefilter("always")
@@ -105,12 +107,12 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
     if not count:
         reasons = [str(warning.message).partition("\n")[0] for warning in said]
         if not torch.version.cuda:
-            reasons = ["this torch is built without CUDA"]
+            reasons = ["this torch is built without CUDA; install a build with CUDA"]
         raise UsageError(": ".join(["no usable CUDA device", *reasons[:1]]))
     devices = [torch.device("cuda", _index(name)) for name in names]
     for device in devices:
         if device.index >= count:
-            raise UsageError(f"{device}: there are only {count} CUDA devices, from cuda:0 on")
+            raise UsageError(f"{device}: not found; CUDA devices, from cuda:0 on: {count}")
         _touch(device)
     return devices
 
@@ -123,7 +125,7 @@ def _touch(device: torch.device) -> None:
         torch.zeros(1, device=device)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise DeviceError(f"{device}: not usable: {reason}") from error
+        raise DeviceError(f"{device}: not usable: {reason}; check with nvidia-smi") from error
 
 
 def _index(name: str) -> int:

@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 # Large enough for copies to outweigh launches, small enough for several lanes to overlap.
 SLAB_BYTES = 64 << 20
 MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer
-_FEWEST_LANES = 4  # slabs shrink before a device has fewer
+_FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes
 MOST_OBJECTS = 4096  # per task; a task groups small objects
-# A third of a slab, beside staging and pools: 32 bytes per KiB for digests, 32 per field of a block
-# for statistics. For fp8 blocks of 128 bytes (one token a page) that is 0.28 of a slab.
+# Temporary results take up to a third of a slab, besides staging and pools: 32 bytes per KiB for
+# digests, 32 bytes per field of a block for statistics. For fp8 blocks of 128 bytes (one token per
+# page) they take 0.28 of a slab.
 _EXTRA_SHARE = 3
-# The least that torch allocates for temporary results: one segment for small ones, one for others.
+# Least memory that torch allocates for temporary results: a segment for small ones, one for large.
 _SEGMENTS_BYTES = 22 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One stream with the memory of one slab: staging, as read, and layer-first pools."""
+    """One stream and the memory for one slab: staged objects as read, and layer-first pools."""
 
     device: torch.device
     staging: torch.Tensor
@@ -61,9 +62,10 @@ class Lane:
             event.synchronize()
 
     def to_host(self, name: str, result: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a result to page-locked memory, after all launches so far.
+        """Begin to copy a result to the host, after all launches so far; return the host tensor.
 
-        Valid until the next result of that name.
+        The tensor is in page-locked memory. Its bytes are valid after `wait`, until the next result
+        of the same name.
         """
         if result.device.type == "cpu":
             return result
@@ -71,7 +73,7 @@ class Lane:
         return buffer.room(result.shape, result.dtype).copy_(result, non_blocking=True)
 
     def to_device(self, table: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a host table, after all launches so far."""
+        """Begin to copy a host table to the device, after all launches so far; return the copy."""
         if self.device.type == "cpu":
             return table
         if self._uploaded is not None:
@@ -127,9 +129,10 @@ def allocate_lanes(
 ) -> list[Lane]:
     """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
 
-    Allocates at least one, even if torch's segments then exceed a small budget. A device with less
-    free memory gets fewer. If not even one fits, slabs shrink to `least` bytes, in whole
-    ALIGNMENTs, as objects lie in them. Raises UsageError if such a lane does not fit either.
+    Allocates at least one lane, even if torch's segments then exceed a small budget. A device with
+    less free memory gets fewer lanes. If no lane fits, slabs shrink by halves down to `least`
+    bytes, in multiples of ALIGNMENT, as the arena needs. Raises UsageError if a lane for `least`
+    bytes does not fit either.
     """
     least = _aligned(least)
     while True:

@@ -85,7 +85,7 @@ def fields_of(
 def _fields(section: Section, tensor: TensorLayout, piece: DevicePool) -> tuple[Field, ...]:
     columns = section.table.columns
     if len(columns) == 1:
-        # All of one dtype, so tokens can be rows, whatever the object's rows were.
+        # All numbers have one dtype, so the kernel can take each token as a row.
         items = piece.row_bytes // tensor.itemsize
         return (Field(piece.name, columns[0].dtype, piece.tokens, piece.row_bytes, 0, items),)
     return tuple(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class OrderKernel:
-    """Row correlations of objects on one lane: in the profile's order, then in rivals'."""
+    """Row correlations of objects on one lane: in the profile's order, then in rival orders."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         check = layout_check(spec, profile)
@@ -42,11 +42,11 @@ class OrderKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return True: the kernel supports what the check can judge."""
+        """Return True: the kernel supports every object that the check applies to."""
         return True
 
     def launch(self, count: int) -> list[torch.Tensor]:
-        """Correlate the rows of each look: gains [count, sets] of all, then usable of all."""
+        """Correlate rows: gains [count, sets] of all looks, then the usable sets, likewise."""
         looks = self.correlate(count)
         return [own for own, _ in looks] + [usable for _, usable in looks]
 
@@ -68,9 +68,9 @@ class OrderKernel:
         ]
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
-        """Flag objects that do not show the profile's order but hint at a rival's: [count, 2].
+        """Flag objects that do not show the profile's order but hint at a rival order: [count, 2].
 
-        The CPU need not find an issue in them.
+        Column 1 is False: the CPU need not find an issue.
         """
         gains, usable = seen[: len(self._rows)], seen[len(self._rows) :]
         found = np.zeros((len(gains[0]), 2), dtype=np.bool_)

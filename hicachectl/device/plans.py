@@ -1,8 +1,9 @@
 """Copy plans between page objects and layer-first pools, computed once per kind of object.
 
-Pools are the server's. MHA: K and V, [layer][slot][head][channel]; MLA and scaled rows:
-[layer][slot][row]; indexer: [layer][page][block]; recurrent states: [layer][state slot][state]. A
-page's token slots are consecutive, from page slot * tokens on, as from SGLang's paged allocator.
+Pools have the server's layout. MHA: K and V, [layer][slot][head][channel]; MLA and scaled rows:
+[layer][slot][row]; indexer: [layer][page][block]; recurrent states: [layer][state slot][state]. The
+token slots of a page are consecutive and begin at page slot * tokens, as SGLang's paged allocator
+assigns them.
 Source: SGLang srt/mem_cache/memory_pool.py (MHATokenToKVPool, MLATokenToKVPool, MambaPool),
 srt/mem_cache/index_key_cache.py.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class DevicePool:
     """One layer-first pool: [layers][slots][tokens][row_bytes] bytes.
 
-    offset: bytes per slot of the preceding pools in the same memory.
+    offset: bytes that one page slot has in the preceding pools of the same memory.
     """
 
     name: str

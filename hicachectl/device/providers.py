@@ -67,7 +67,7 @@ class TorchProvider:
 
 
 class TritonProvider:
-    """Our kernel: one launch per plan."""
+    """hicachectl's own Triton kernel: one launch per plan."""
 
     capturable = True
     copy = staticmethod(strided_copy)
@@ -85,9 +85,9 @@ class SglKernelProvider:
     capturable = True
 
     def __init__(self, operations: Any = None, otherwise: Provider | None = None) -> None:
-        """Use the server's operations, or a test's with the same signatures.
+        """Use the server's operations, or given ones with the same signatures, for tests.
 
-        otherwise: for plans that these do not support; by default our kernel.
+        otherwise: provider for plans that these operations do not support; default: TritonProvider.
         """
         if operations is None:
             from sgl_kernel import kvcacheio
@@ -99,7 +99,7 @@ class SglKernelProvider:
         self._otherwise = otherwise or TritonProvider()
 
     def supports(self, plan: CopyPlan) -> bool:
-        """Return whether rows are whole words, and one side of the plan has rows only."""
+        """Return whether rows are whole words, and one side of a plan has whole rows of layers."""
         return plan.unit % _SGL_WORD == 0 and (_dense(plan) or _dense(plan.reversed()))
 
     def copy(
@@ -190,9 +190,10 @@ def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
 def _indices(
     plan: CopyPlan, object_places: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row indices of one layer of K, or of the only kind: objects in units, pools in rows.
+    """Return row indices of one layer of K, or of the only tensor: in objects, and in pools.
 
-    Layers differ only in their offsets.
+    Indices in objects count units; indices in pools count rows. Other layers have the same indices
+    at other offsets.
     """
     axes = [axis for axis in plan.axes if axis.name not in ("kv", "layer")]
     sides = (

@@ -1,4 +1,7 @@
-"""Objects of one form on a device: their pools, the kernels of checks, the run through a lane."""
+"""Objects of one form on a device: their pools, the kernels of checks, the run through a lane.
+
+Objects of one pool with equal tensors, padding layers and checks have one form.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POISON = 0xA5  # fills staging before the gather
-_SEED = 20_011  # of the page slots, scattered as on a server
+_SEED = 20_011  # for random page slots: a server's page slots are scattered too
 
 
 class DeviceKernel(Protocol):
@@ -47,7 +50,9 @@ class DeviceKernel(Protocol):
         """Return whether the kernel supports such objects; else the CPU checks them."""
 
     def launch(self, count: int) -> Sequence[torch.Tensor]:
-        """Check the first objects in the pools: tensors [count, width]. Does not synchronise.
+        """Check the first `count` objects in the pools; return results [count, width].
+
+        Does not synchronise.
 
         Launches are captured in a CUDA graph and replayed, so they depend only on `count`.
         """
@@ -55,12 +60,13 @@ class DeviceKernel(Protocol):
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
         """Return flags [count, 2] from the results, on the host.
 
-        First whether the CPU checks an object, then whether it must find an issue.
+        Column 0: whether the CPU must check the object. Column 1: whether the CPU must find an
+        issue in the object.
         """
 
 
 def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
-    """Return the identity of a form; ranks with equal forms share what is prepared."""
+    """Return the key of an object's form; ranks with equal forms share prepared runs."""
     if checker is None:
         return expected.tensors
     stored = stored_layers(expected, checker.profile)
@@ -71,7 +77,7 @@ def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
 class ObjectForm:
     """Properties of objects of one form, `step` bytes apart. Thread-safe.
 
-    kernels: of the checks that have one; empty without a checker.
+    kernels: the kernel of each check that has a kernel; empty without a checker.
     supported: whether all kernels support such objects.
     """
 
@@ -91,17 +97,18 @@ class ObjectForm:
 
 
 class DeviceRun:
-    """Everything that a lane needs for slabs of one form, except their bytes. One thread at a time.
+    """Inputs, kernels and captured launches of a lane for slabs of one form. One thread at a time.
 
-    most: objects that fit into the lane. slots: [most] int64 on the device, the page slot of each
-        object. pools: the division of `lane.pools`.
+    most: number of objects that fit into the lane. slots: [most] int64 on the device, the page slot
+        of each object. pools: the pools that `lane.pools` is divided into.
 
     On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab;
-    results of empty slots are dropped. Elsewhere, each slab launches anew for its own objects.
+    results of unused slots are dropped. On other devices, each slab launches the kernels for its
+    own objects only.
     """
 
     def __init__(self, form: ObjectForm, lane: Lane, provider: Provider) -> None:
-        """Compile, compute and upload. Raises torch.OutOfMemoryError."""
+        """Compile the kernels, upload their inputs. Raises torch.OutOfMemoryError."""
         self.most = min(
             MOST_OBJECTS,
             len(lane.staging) // form.step,
@@ -128,7 +135,7 @@ class DeviceRun:
     def start_checks(self, count: int) -> torch.Tensor:
         """Scatter the objects of the staging buffer into the pools and launch the checks.
 
-        The results go to the host, for `suspects` once the lane has finished.
+        Returns the results on the host, valid after `lane.wait()`, for `suspects`.
         """
         if self._checking is None:
             return self.lane.to_host("seen", self._launch_checks(count))
@@ -190,8 +197,8 @@ class DeviceRun:
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """Capture launches for all slots, after a first run that compiles them.
 
-        Return None if capture is impossible or memory is short: uncaptured launches, for fewer
-        objects, need less. No other thread may use the device meanwhile.
+        Return None if capture is impossible or memory is short: launches for a slab's own objects
+        need less memory. No other thread may use the device during a capture.
         """
         lane = self.lane
         if lane.stream is None or not self._provider.capturable:
@@ -202,7 +209,7 @@ class DeviceRun:
             lane.wait()
             torch.cuda.empty_cache()  # the graph allocates its own memory
             graph = torch.cuda.CUDAGraph()
-            lane.graphs.append(graph)  # outlives a failed device
+            lane.graphs.append(graph)  # kept if the device fails: see `checker._ABANDONED`
             with _capturing(graph, lane):
                 results = launch(self.most)
         except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's while building the graph
@@ -223,7 +230,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # the first error has ended the capture and says more
+        with suppress(RuntimeError):  # the first error, raised below, has the cause
             graph.capture_end()
         raise
     graph.capture_end()

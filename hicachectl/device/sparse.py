@@ -15,10 +15,10 @@ from hicachectl.kernels.sparse_triton import HostRows, StepPlan, gather_rows, pl
 
 
 class SparseLoader:
-    """Buffers of N slots for each layer and request, and one more slot for the newest token.
+    """Buffers of N slots, and one slot for the newest token, for each layer and request.
 
     tokens: [layers, R, N] int32, the position in each slot; -1 if empty.
-    lru:    [layers, R, N] int32, slots, least recent first; slots of one step by number.
+    lru:    [layers, R, N] int32, slots, least recently used first; slots used in one step ascend.
 
     The newest token's row comes from the model. The caller writes the row at `newest_locs` before
     attention reads it, and to host memory before the sequence grows further. Steps share scratch
@@ -26,7 +26,10 @@ class SparseLoader:
     """
 
     def __init__(self, rows: HostRows, *, top_k: int, slots: int | None = None) -> None:
-        """Allocate on the device of rows.pages; slots: N, default 2 * top_k. Raises ValueError."""
+        """Allocate on the device of rows.pages; slots: N, default 2 * top_k.
+
+        Raises ValueError if top_k is not 1 to N, locs exceed int32, or memory is not page-locked.
+        """
         self.rows = rows
         self.slots = 2 * top_k if slots is None else slots
         self.requests, columns = rows.pages.shape
@@ -59,12 +62,13 @@ class SparseLoader:
     def step(self, layer: int, topk: torch.Tensor, seq_len: torch.Tensor) -> torch.Tensor:
         """Load the selected tokens of a layer: return locs [R, k] int32, rows of `pool(layer)`.
 
-        topk:    [R, k] int32 positions; -1 for none. Duplicates get one loc.
+        topk:    [R, k] int32 positions; -1 for none. Equal positions get the same loc.
         seq_len: [R] int32, newest token included; 0 leaves a request unchanged.
 
         A loc is -1 if the position is outside the sequence or its page is absent. Up to seq_len N,
         each row is read from host memory only once. A sequence may be cut back to a length whose
-        rows the host has. Raises ValueError. Does not synchronise.
+        rows the host has. Raises ValueError if an argument has another shape, dtype or device. Does
+        not synchronise.
         """
         self._check_step(layer, topk, seq_len)
         state = (self.tokens[layer], self.lru[layer], self._loaded[layer])
@@ -77,7 +81,7 @@ class SparseLoader:
     def newest_locs(self, seq_len: torch.Tensor) -> torch.Tensor:
         """Return the locs of the newest tokens, the same in every layer: [R] int64.
 
-        Slot N of a request, outside the buffer, once its sequence is longer than N.
+        If a sequence is longer than N, its newest token is in slot N, behind the buffer.
         """
         requests = torch.arange(self.requests, device=seq_len.device)
         return requests * (self.slots + 1) + (seq_len.long() - 1).clamp(0, self.slots)
@@ -94,14 +98,14 @@ class SparseLoader:
 
     def _check_step(self, layer: int, topk: torch.Tensor, seq_len: torch.Tensor) -> None:
         if not 0 <= layer < self.rows.layers:
-            raise ValueError(f"layer {layer}: there are only {self.rows.layers} layers")
+            raise ValueError(f"layer {layer}: must be at least 0 and below {self.rows.layers}")
         for name, tensor, shape in (
             ("topk", topk, (self.requests, topk.shape[-1])),
             ("seq_len", seq_len, (self.requests,)),
         ):
             if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{name} is {tensor.dtype} {list(tensor.shape)}, not contiguous int32 "
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}; must be contiguous, int32 and "
                     f"{list(shape)}"
                 )
             if tensor.device != self.tokens.device:

@@ -1,10 +1,10 @@
 """BLAKE3 of many byte ranges of one device tensor; reference: the `blake3` package.
 
 A range is cut into chunks of 1024 bytes. Each lane compresses one chunk of any range, so one launch
-handles ranges of different lengths. Then neighbouring nodes are merged, level by level; the last of
-an odd number moves up. This yields the specified tree, whose left subtrees are the largest powers
-of two. One program merges up to 64 neighbours with one warp, because each level idles half of its
-lanes.
+handles ranges of different lengths. Then neighbouring nodes are merged, level by level; if their
+number is odd, the last node moves up. This yields the specified tree, whose left subtrees are the
+largest powers of two. One program merges up to 64 neighbours with one warp only, because half of
+its lanes become idle at each level.
 
 Source: the BLAKE3 paper, section 2.
 """
@@ -36,7 +36,7 @@ class Ranges:
     """Byte ranges, prepared for repeated digests without an upload.
 
     table: [3, n] int64 on the device: first chunk, offset in words, bytes.
-    chunks: of all ranges. most: of the longest.
+    chunks: number in all ranges. most: number in the longest range. lanes: chunks per program.
     """
 
     table: torch.Tensor
@@ -218,7 +218,7 @@ def _compress_chunks(
 def _merge_nodes(nodes, ranges, count, groups, distance, LANES: tl.constexpr):
     """Merge 2 * LANES neighbours of a range, `distance` rows apart, into the first one's row.
 
-    One program per range and group of neighbours, in rows of its own.
+    There is one program for each range and group of neighbours; programs share no rows.
     """
     at = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)
@@ -326,7 +326,7 @@ def _halves(w0, w1, w2, w3, w4, w5, w6, w7):
 
 @triton.jit
 def _load_word(at, left):
-    """Load 8 bytes; all after the first `left` count as zeros."""
+    """Load 8 bytes; those after the first `left` bytes become zero."""
     word = tl.load(at, mask=left > 0, other=0)
     few = tl.minimum(tl.maximum(left, 0), 7).to(tl.int64)
     kept = (tl.full([], 1, tl.int64) << (few * 8)) - 1

@@ -31,8 +31,8 @@ def strided_copy(
     """Carry out a plan for each pair of places, in one launch for up to MOST_AXES axes.
 
     source, destination: 1D uint8, contiguous, 16-byte aligned, not overlapping.
-    places:              [n] int64 on the same device. Destinations are distinct, since copies have
-                         no order.
+    places:              [n] int64 on the same device. Destinations must be distinct: copies run in
+                         no fixed order.
     Does not synchronise.
     """
     count = len(source_places)
@@ -106,7 +106,7 @@ def _copy_units(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one chunk of one object; everything except words is in units."""
+    """Copy one chunk of one object; offsets and steps count units."""
     place = tl.program_id(0) // CHUNKS
     unit = (tl.program_id(0) % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(source_places + place) * source_step
@@ -124,7 +124,7 @@ def _copy_units(
     i3 = i3.to(tl.int64)
     read = source_offset + first + i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3 + within
     write = destination_offset + last + i0 * d0 + i1 * d1 + i2 * d2 + i3 * d3 + within
-    # The inner axis makes a thread's words one access.
+    # With words as the inner axis, a thread reads the words of a unit in one access.
     word = tl.arange(0, WORDS)[None, :]
     mask = (unit < TOTAL)[:, None]
     values = tl.load(source + (read[:, None] * WORDS + word), mask=mask)

@@ -2,21 +2,21 @@
 
 A row is one token of one layer and head. A channel keeps its relative magnitude from token to
 token, and each (layer, head) has its own magnitudes. So rows of one layer and head resemble each
-other more than they resemble other rows. Reading in a wrong order loses this.
+other more than they resemble other rows. If rows are read in a wrong order, they do not.
 
-Each test compares sets of five rows. From a base row, in the profile's order:
-    near, far  are an adjacent token and another token of the same layer and head,
-    other      has the same layer and head in a *rival* order only, and another token,
-    control    has the same layer and head in no order.
+Each test compares sets of five rows, a base row and four others:
+    near, far  have the base's layer and head in the profile's order; near is the adjacent token,
+    other      has the base's layer and head in a *rival* order only, and another token,
+    control    has the base's layer and head in no order.
 Resemblance is the correlation of log magnitudes over channels, without the part that all rows
 share. Scales of rows, layers or heads do not matter. If the profile is right, `near` and `far`
 resemble the base, and `other` no more than `control`. If the rival is right, only `other` resembles
 the base. A finding needs both: the rival order shows, and the profile's does not. The test abstains
-if neither shows (noise, few layers or tokens) or both do (copies, smooth drifts, RoPE phases, which
-show at least in `near`).
+if neither order shows (noise, few layers or tokens). It also abstains if both show: then rows are
+copies, or drift smoothly, or have RoPE phases, and at least `near` resembles the base.
 
-The bits of a float, without its sign, are its logarithm to within a few percent. The test compares
-these bits, so any float format works.
+The bits of a float, without its sign, approximate its logarithm to within a few percent. The test
+compares these bits, so any float format works.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _ITEMS_AT_ONCE = 1 << 18
 
 _COPY = 0.95  # above this correlation, rows are copies and show no order
 NOTHING_LEFT = 0.05  # share of a row's length; with less left, the row is like all others
-FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean say only "near zero"
+FLOOR_SIGMA = 2.0  # log magnitudes further below their row's mean only show that numbers are small
 
 _BASE, _NEAR, _FAR, _OTHER, _CONTROL = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Order of a tensor's rows: `axes` is a permutation of layer and token, perhaps head."""
+    """Order of a tensor's rows: `axes` is a permutation of layer, token and, if present, head."""
 
     axes: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -98,9 +98,9 @@ class OrderVerdict:
     """Evidence of one page against the profile's order.
 
     rival: index of the better order.
-    own:   mean correlation of rows that the profile's order joins, minus the control's.
-    other: the same for the better order.
-    sigma: standard errors by which `other` exceeds the control and the profile's order.
+    own:   mean correlation of the base with `near` or `far`, the larger, minus that with `control`.
+    other: mean correlation of the base with `other`, minus that with `control`.
+    sigma: least number of standard errors by which `other` exceeds `control`, `near` and `far`.
     sets:  number of sets in the means.
     """
 
@@ -115,8 +115,8 @@ class OrderVerdict:
 class OrderLook:
     """Rows that a look compares: [base, one, another; sets] of each tensor.
 
-    Every `step`-th of the first `width` items of a row. If scaled, items are codes; their scales
-    (fp32, one per 128 codes) follow them.
+    A look reads every `step`-th of the first `width` items of a row. If `scaled`, items are codes;
+    their scales (fp32, one per 128 codes) follow the codes in the row.
     """
 
     layer: IntArray
@@ -142,11 +142,11 @@ class OrderTest:
 
     @property
     def decidable(self) -> bool:
-        """Whether any rival order can be told from the profile's."""
+        """Whether any rival order can be distinguished from the profile's."""
         return bool(self._sets)
 
     def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
-        """Return a verdict for each page, out of `pages`, that contradicts the profile."""
+        """Return the verdict of each page that contradicts the profile; pages: their number."""
         found: dict[int, OrderVerdict] = {}
         suspects = _filtered(np.arange(pages), self.unseen, read)
         for number, sets in self._sets.items():
@@ -165,7 +165,7 @@ class OrderTest:
         return is_unseen(own * np.float32(0.5), _filled(base))
 
     def hinted(self, read: ReadRows, pages: IntArray) -> BoolArray:
-        """Return which pages show any rival's order at a second look: [pages]."""
+        """Return which pages hint at any rival order at a second look: [pages]."""
         by_rival = [_is_hinted(sets, read, pages) for sets in self._sets.values()]
         return np.asarray(np.logical_or.reduce(by_rival))
 
@@ -181,7 +181,7 @@ class OrderTest:
 
 
 def is_unseen(own: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
-    """Return which pages do not show their order, from correlations of sets [pages, sets].
+    """Return which pages do not show the profile's order, from correlations [pages, sets].
 
     margin: rounding error of the correlations.
     """
@@ -207,7 +207,7 @@ def _is_hinted(sets: IntArray, read: ReadRows, pages: IntArray) -> BoolArray:
 
 
 def is_hinted(gain: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
-    """Return which pages hint at a rival's order, from correlation gains of sets [pages, sets].
+    """Return which pages hint at a rival order, from correlation gains [pages, sets].
 
     margin: as in `is_unseen`.
     """
@@ -219,7 +219,7 @@ def is_hinted(gain: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray
 def log_magnitudes(bits: npt.NDArray[Any]) -> Floats:
     """Return log magnitudes of floats of any format, given as unsigned integers.
 
-    Unit and zero depend on the format. NaN and infinity read as large numbers.
+    Scale and offset of the logarithm depend on the format. NaN and infinity give large numbers.
     """
     magnitudes = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
     logarithms: Floats = magnitudes.astype(np.float32)
@@ -254,8 +254,9 @@ def _draw(
         for row in (near, far, control):
             good &= _strangers(reading, base, row)
     # Rows of one token may resemble each other across layers, and so may rows a fixed number of
-    # tokens apart. If lengths divide each other, not all sets can avoid both: with as many layers
-    # as tokens, all of the same weights, a page would read as transposed.
+    # tokens apart. Both can imitate a rival order: a page with as many layers as tokens, and equal
+    # weights in all layers, would seem transposed. So sets avoid both where they can; if the
+    # lengths divide each other, not all sets can.
     elsewhere = other_token != token
     matched = control_token == other_token
     unlike = control_token != token
@@ -292,7 +293,7 @@ def _read_sets(read: ReadRows, pages: IntArray, sets: IntArray, channels: int) -
 
 
 def _standardised(rows: Floats) -> Floats:
-    """Subtract what rows share, and scale each to length 1, or to 0 if nothing is left.
+    """Subtract the mean of all rows, and scale each row to length 1; to 0 if nothing is left.
 
     rows: [n, tensors, rows, channels], overwritten.
     """
@@ -325,7 +326,7 @@ def _correlation(one: Floats, two: Floats) -> Floats:
 
 
 def _mean_and_error(values: Floats, usable: BoolArray, least: int) -> tuple[Floats, Floats]:
-    """Return mean and standard error of usable values: [pages]; below `least`, mean 0."""
+    """Return mean and standard error of usable values: [pages]; mean 0 for fewer than `least`."""
     count = np.maximum(usable.sum(axis=1), 2)
     mean = np.where(usable, values, 0).sum(axis=1) / count
     squares = np.where(usable, (values - mean[:, np.newaxis]) ** 2, 0).sum(axis=1)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     Pages = npt.NDArray[np.uint8]
     View = npt.NDArray[Any]
 
-# Copies that read the same cache lines take turns before the lines are evicted.
+# Bytes of a block of work. All copies of a block run before the next block, so that copies that
+# share cache lines find the lines in the cache.
 _CACHED_BYTES = 512 << 10
 _LONG_ITEM = 4096  # bytes; two such items share a cache line only at their ends
 _LONGEST_VOID = 1 << 16
@@ -26,9 +27,9 @@ _LONGEST_VOID = 1 << 16
 def relayout(unit: TransferUnit, sources: Sequence[Pages], destinations: Sequence[Pages]) -> None:
     """Fill the destination objects of a unit from its source objects, page by page.
 
-    sources, destinations: one array per object, [pages, object bytes] uint8. Bytes of a page are
-        contiguous; pages may lie apart. Every byte of a destination is written.
-    Raises ValueError if page counts differ, or if a copy leaves an array.
+    sources, destinations: one array per object, [pages, object bytes] uint8. A page's bytes are
+        contiguous; there may be gaps between pages. Every byte of a destination is written.
+    Raises ValueError if page counts differ, or if a copy reaches beyond an array.
     """
     for position in unit.padded:
         destinations[position][...] = 0
@@ -65,7 +66,7 @@ def _view(pages: Pages, plan: CopyPlan, *, to_destination: bool) -> View:
     )
     if not plan.axes or plan.run > _LONGEST_VOID:
         return items
-    # One move per item; bytes would need a loop per item.
+    # As void items, numpy copies each run at once; as bytes, numpy would loop over each run.
     return items.view(np.dtype((np.void, plan.run)))[..., 0]
 
 

@@ -1,11 +1,11 @@
 """Kernels of the sparse loader; tests compare a step with a model in plain Python.
 
 One program plans the step of one request, with a table over all its positions:
-1. Each top-k position is marked with its entry number.
-2. Slots are read, least recent first. A slot with a marked position is a hit; its number replaces
-   the mark. Other slots may be overwritten.
-3. Positions that still show an entry are missing and get slots to overwrite.
-4. The table is cleared, so layers share it.
+1. Each top-k position is marked with its index in the top-k, its entry.
+2. Slots are read, least recently used first. A slot with a marked position is a hit; the slot's
+   number replaces the mark. Other slots may be overwritten.
+3. Positions that are still marked with an entry are missing and get slots to overwrite.
+4. The table is cleared for the next layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HostRows:
 
     memory: 1D uint8 on the host; page-locked for a CUDA device, whose kernels read it in place.
     pages:  [R, pages] int64 on the device: number of each page in memory; below 0 or too large if
-            the page is absent. The caller may add pages; after other changes, `reset`.
+            the page is absent. The caller may add pages; after other changes, call `reset`.
 
     The row is at pages[request, position // page_size] * page_stride
     + position % page_size * token_stride + layer * layer_stride.
@@ -96,7 +96,7 @@ class HostRows:
 
     @property
     def page_limit(self) -> int:
-        """How many pages fit into the memory."""
+        """Number of pages that fit into the memory."""
         last = (self.page_size - 1) * self.token_stride + (self.layers - 1) * self.layer_stride
         room = len(self.memory) - last - self.row_bytes
         return room // self.page_stride + 1 if room >= 0 else 0
@@ -252,7 +252,7 @@ def _plan_step(
     order = tl.load(lru + slot, mask=in_n, other=0)
 
     if short:
-        # Each position has the slot of its number; all rows not yet loaded are loaded now.
+        # The slot of a position has the same number; all rows not yet loaded are loaded now.
         tl.store(tokens + slot, tl.where(slot < length, slot, -1), mask=in_n)
         begin = tl.load(loaded + request)
         count = tl.maximum(newest - begin, 0)
@@ -266,11 +266,11 @@ def _plan_step(
         want = there & (position != newest)
         tl.atomic_min(marks + position, entry, mask=want)
         tl.debug_barrier()
-        # After a cut, slots behind the cut hold other tokens' rows.
+        # If the sequence was cut back, slots of positions behind the cut have outdated rows.
         token = tl.load(tokens + order, mask=in_n, other=-1)
         token = tl.where(token < newest, token, -1)
         tl.store(tokens + order, token, mask=in_n)
-        # A short sequence longer than its pages leaves tokens that have no mark.
+        # While short, the sequence may have been longer than its pages; such tokens have no mark.
         marked = (token >= 0) & (token < page_columns * PAGE_SIZE)
         mark = tl.load(marks + token, mask=marked, other=0x7FFFFFFF)
         hit = mark != 0x7FFFFFFF
@@ -299,7 +299,7 @@ def _plan_step(
     loc = tl.where(loc >= 0, loc + (request * (N + 1)).to(tl.int32), -1)
     tl.store(locs + request * K + entry, loc, mask=in_k)
 
-    # Slots of this step become the most recent, by number.
+    # Slots of this step become the most recently used, in the order of their numbers.
     tl.store(used + slot, slot * 0, mask=in_n)
     tl.debug_barrier()
     tl.store(used + found, entry * 0 + 1, mask=want)
@@ -334,8 +334,8 @@ def _gather_rows(
 ):
     """Copy planned rows of one request; strides and offsets are in units of 16 bytes.
 
-    first_unit: where in a line the memory begins. Threads cover whole lines, so neighbours request
-        each line of a row once.
+    first_unit: unit of a line at which the memory begins. Threads cover whole lines, so that
+        neighbouring threads request each line of a row once.
     """
     request = tl.program_id(0).to(tl.int64)
     total = tl.load(counts + request) * WINDOW
@@ -356,6 +356,6 @@ def _gather_rows(
         live &= (within >= 0) & (within < ROW_UNITS)
         read = begin + within
         write = (request * (N + 1) + slot) * ROW_UNITS + within
-        # The inner axis makes a unit one access.
+        # With words as the inner axis, a thread reads a unit in one access.
         values = tl.load(memory + (read[:, None] * 4 + word), mask=live[:, None])
         tl.store(pool + (write[:, None] * 4 + word), values, mask=live[:, None])

@@ -138,7 +138,7 @@ def is_inf(bits: Bits, dtype: str) -> BoolArray:
 
 
 def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
-    """Mark fp32 scales, as uint32, that are not finite or over one ulp below the floor.
+    """Mark fp32 scales, as uint32, that are not finite, or more than one ulp below the floor.
 
     Without a floor, -0 and subnormal scales are legal. A floor is a normal number.
     """
@@ -192,7 +192,7 @@ def _items(block: Bytes, table: RowTable, column: Column) -> Bits:
 
 
 def _has_special(bits: Bits, dtype: str) -> bool:
-    """Return whether any code is special, by the maximum of each sign."""
+    """Return whether any number is NaN or infinite, from the maximum of each sign."""
     signed = bits.view(_SIGNED[bits.itemsize])
     if dtype == "float8_e4m3fnuz":
         return int(signed.min()) == -0x80
@@ -202,13 +202,13 @@ def _has_special(bits: Bits, dtype: str) -> bool:
 
 
 def _has_bad_scale(bits: Bits, floor: float) -> bool:
-    signed = bits.view(np.int32)  # orders positive floats; all negative ones are lower
+    signed = bits.view(np.int32)  # keeps the order of positive floats; negative ones are lower
     return int(signed.min()) < floor_bits(floor) or int(signed.max()) >= _INF_BITS32
 
 
 def floor_bits(floor: float) -> int:
     """Return the bits of the least legal scale, one ulp below a floor; 0 without a floor."""
-    # SGLang's kernels may round the quotient the other way.
+    # A floor is a quotient, which SGLang's kernels may round one ulp lower than Python does.
     return int(np.float32(floor).view(np.uint32)) - 1 if floor else 0
 
 

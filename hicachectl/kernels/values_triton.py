@@ -1,11 +1,12 @@
 """Count bad numbers in blocks of stored numbers, in one pass.
 
-One launch checks all fields of all blocks: fields of one row are read while it is in the cache, and
-small blocks share a program. All magnitudes of a 4-byte word are compared at once, by carries into
-their sign bits. NaN and infinity only set a flag; a program that sees the flag counts them in a
-second pass.
+One launch checks all fields of all blocks: fields of one row are read while the row is in the
+cache, and small blocks share a program. All magnitudes of a 4-byte word are compared at once, by
+carries into their sign bits. NaN and infinity only set a flag; if the flag is set, the program
+counts them in a second pass.
 
-Numbers are checked as stored: codes are not multiplied by scales, and count whatever their scale.
+Numbers are checked as stored: codes are not multiplied by scales, so a NaN code counts even if its
+scale is 0.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ NAN, INF, BAD_SCALE, ZERO_HEADS = range(len(COUNTS))
 HEAD_BYTES = 16  # of a row, read first to find rows of zero bytes
 
 _WORD = 4
-# Bytes per program. Large blocks of one field: many, for few reductions. Several fields: few enough
-# that a row is in the cache when its next field is read.
+# Bytes per program. Large blocks of one field need many bytes, for few reductions. Several fields
+# need few bytes, so that a row is still in the cache when its next field is read.
 _PROGRAM_BYTES = 128 << 10
 _SMALL_PROGRAM_BYTES = 16 << 10
 # Vectors that a program checks together, and its warps. One warp reduces without waiting for
@@ -47,7 +48,7 @@ class Field:
     rows, pitch: rows of a block, and bytes of each.
     scale_floor: for fp32 scales, the least legal one; None for ordinary numbers.
     leads:       whether rows begin with this field: its head then shows rows of zero bytes.
-    excusable:   whether NaN may be legal: codes under a scale of 0 mean nothing.
+    excusable:   whether NaN and infinity may be legal: codes under a scale of 0 mean nothing.
     """
 
     name: str
@@ -124,7 +125,7 @@ def block_statistics(
     """Check fields of blocks of a pool, in one launch.
 
     pool:   1D uint8, contiguous, 16-byte aligned.
-    blocks: [n] int64 on its device, numbers of blocks of `block_bytes` from the pool's start.
+    blocks: [n] int64 on the pool's device, block numbers; blocks have `block_bytes` each.
     lanes:  vectors that a program checks together; default: by the amount of work.
     Returns for each field counts [n, 4] int32 in the order of COUNTS. Does not synchronise.
     """
@@ -212,7 +213,7 @@ def _place(vector, LOOK: tl.constexpr):
     """Return the index of a vector of a field within its block."""
     if LOOK.pitch == LOOK.row_vectors:
         return vector
-    else:  # noqa: RET505 - the branch is the compiler's
+    else:  # noqa: RET505 - Triton chooses the branch when it compiles
         row = vector // LOOK.row_vectors
         return row * LOOK.pitch + LOOK.offset + vector % LOOK.row_vectors
 
