@@ -56,13 +56,14 @@ def load_catalog(path: Path) -> Catalog:
         with pa.memory_map(str(path)) as mapped:
             return read_catalog(mapped.read_buffer(), source=str(path))
     except OSError as error:
-        raise UsageError(failed(path, "read the catalog", error)) from error
+        next_step = "check --catalog, or create the file with --update-catalog"
+        raise UsageError(failed(path, "read the catalog", error, next_step)) from error
 
 
 def save_catalog(catalog: Catalog, path: Path, readable_by: Permissions | None = None) -> None:
     """Replace a catalog file atomically. Raises UsageError if the file cannot be written.
 
-    readable_by: who may list the store; a new catalog is no more readable.
+    readable_by: permissions to list the store; a new catalog gets no wider permissions.
     """
     with whole_file(path, durable=True, readable_by=readable_by) as stream:
         stream.write(write_catalog(catalog))

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 _WORDS = (
     (
         "missing-pool",
-        "object missing while the page's kv is present: servers would restore the page without it",
+        "object missing while the page's kv is present: servers would restore the page without "
+        "this object",
     ),
     ("missing-part", "object missing while other parts of the same pool and shard are present"),
     (
         "missing-rank",
-        "object missing while other ranks of the page are present: hits are lost, but no wrong "
-        "data is read",
+        "object missing while other ranks of the page are present: servers miss the page, but read "
+        "no wrong data",
     ),
 )
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class LayoutCheck:
     """Check for pages whose rows lie in the order of another layout.
 
-    rivals:  names of the layouts of each other order.
-    tensors: of the object, in one axis order.
-    widths:  channels to compare in each tensor.
-    scales:  of the codes that start each row of the only tensor; None for plain numbers.
+    rivals:  names of layouts with another row order; one text for each order.
+    tensors: tensors of the object, all in one axis order.
+    widths:  number of channels to compare in each tensor.
+    scales:  scales of the codes that begin each row of the only tensor; None for plain numbers.
     """
 
     layout: str
@@ -61,7 +61,7 @@ class LayoutCheck:
         return self.test.unseen(partial(self._read, objects), np.arange(len(objects)))
 
     def hinted(self, objects: Bytes) -> BoolArray:
-        """Return which pages [n, nbytes] show a rival's order at a first look."""
+        """Return which pages [n, nbytes] hint at a rival order at a second look."""
         return self.test.hinted(partial(self._read, objects), np.arange(len(objects)))
 
     @property
@@ -97,8 +97,8 @@ class LayoutCheck:
         return (
             f"rows lie in the order of {rival}, not of {self.layout}: tokens of one layer and "
             f"head correlate at {verdict.other:.2f} when read as {rival}, but at "
-            f"{verdict.own:.2f} when read as {self.layout}; {verdict.sigma:.0f} standard errors "
-            f"over {verdict.sets} sets of rows"
+            f"{verdict.own:.2f} when read as {self.layout}; the difference is {verdict.sigma:.0f} "
+            f"standard errors over {verdict.sets} sets of rows"
         )
 
 
@@ -143,7 +143,7 @@ def _read_floats(
 def _read_codes(
     objects: Bytes, tensor: TensorLayout, scales: Column, places: _Places, channels: int
 ) -> Floats:
-    """Read codes times scales, both with three mantissa bits, as fp8 has."""
+    """Read log magnitudes of codes times scales; scales keep three mantissa bits, as codes do."""
     stored = _rows(objects, tensor)
     codes = log_magnitudes(_spread(stored[..., : scales.offset], channels)[places])
     ends = scales.offset + scales.nbytes

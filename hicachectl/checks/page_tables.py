@@ -36,11 +36,13 @@ def check_page_tables(
 ) -> Iterator[pa.Table]:
     """Yield tables of findings about saved page tables, some of them empty.
 
-    earlier: states saved before. A page is leaked only if it is leaked in all of them; a server may
-    be writing other pages. Without any state, no page is reported as leaked; with None, all are.
+    earlier: states saved before. A page is reported as leaked only if these states agree: a server
+    may be writing the other pages. If empty, no page is reported as leaked; if None, `state` alone
+    decides.
 
-    On a live store page-index-free is only a suspicion: the server saves keys before free pages,
-    so a key deleted in between is in both. The finding holds if the key keeps that page.
+    On a live store page-index-free is only a suspicion: the server saves keys before free pages, so
+    the page of a key that is deleted in between is saved as held and as free. The finding is right
+    if the key still has the page later.
     """
     known = [{table.name: table for table in saved.tables} for saved in earlier or ()]
     for table in state.tables:
@@ -81,7 +83,7 @@ def out_of_range(table: PageTable) -> BoolArray:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Runs of consecutive pages, in order; small even if the table claims many pages."""
+    """Runs of consecutive pages, in order; they take little memory even for many pages."""
 
     starts: IntArray
     lengths: IntArray
@@ -154,7 +156,7 @@ def _leaked(table: PageTable, *before: PageTable) -> pa.Table:
     named = ", ".join(map(str, pages)) + (", …" if len(leaked) > len(pages) else "")
     detail = (
         f"{len(leaked)} of {table.num_pages} pages of {table.name} are neither free nor held by a "
-        f"key, so servers cannot use them until they are released: {named}"
+        f"key, so servers cannot use them until they are released; pages: {named}"
     )
     return _table_findings("page-leaked", table.namespace, [detail] if pages else [])
 
@@ -185,8 +187,8 @@ def _beyond_the_end(table: PageTable, file: DataFile, bytes_per_page: int) -> pa
     whole = file.nbytes // bytes_per_page
     rows = np.flatnonzero((table.indices >= whole) & ~out_of_range(table))
     ending = (
-        f" lies beyond the end of {file.path}: {file.nbytes} bytes, {whole} pages of "
-        f"{bytes_per_page} bytes"
+        f" lies beyond the end of {file.path}: the file has {file.nbytes} bytes, {whole} whole "
+        f"pages of {bytes_per_page} bytes"
     )
     return _key_findings("truncated", table, rows, "page ", table.indices[rows], ending)
 
@@ -194,8 +196,8 @@ def _beyond_the_end(table: PageTable, file: DataFile, bytes_per_page: int) -> pa
 def _wrong_stride(table: PageTable, file: DataFile, bytes_per_page: int) -> pa.Table:
     whole = file.nbytes // bytes_per_page
     detail = (
-        f"{table.name} has {table.num_pages} pages, but {file.path} has {whole} of "
-        f"{bytes_per_page} bytes: the file was written with another page size, or cut"
+        f"{table.name} has {table.num_pages} pages, but {file.path} has {whole} pages of "
+        f"{bytes_per_page} bytes: the file was written with another page size, or was truncated"
     )
     wrong = whole != table.num_pages
     return _table_findings("page-count-mismatch", table.namespace, [detail] if wrong else [])

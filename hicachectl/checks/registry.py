@@ -1,6 +1,7 @@
 """Registry of checks and their finding codes, for commands, reports and repair.
 
-Functions are named by module, so help imports none of them. Other packages can register checks:
+Functions are given as "package.module:name", so --help imports none of them. Other packages can
+register checks:
 
     register(ValueCheck(name=…, group=VALUES, codes=(Code("my-code", "warning"),), prepare=…))
 """
@@ -47,7 +48,7 @@ class Code:
     severity: one of SEVERITIES. rules: severity under each rule that changes it.
     structural: the page group lacks objects; no object is damaged.
     absent: the finding's key is of a missing object.
-    remedy: next step for a finding that is not about a page; repair does not act on such.
+    remedy: next step for a finding that is not about a page; repair does not act on such findings.
     """
 
     name: str
@@ -193,7 +194,7 @@ def unregister(name: str) -> None:
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
-    """Return the checks of some groups and those that always run; None: all."""
+    """Return the checks of some groups and those that always run; groups None: all checks."""
     return [
         check
         for check in _CHECKS.values()
@@ -303,7 +304,7 @@ PAGE_INDEX_CODES = (
     Code("page-index-free", "error"),
 )
 
-# In the order of codes in messages, and of findings with the same code and key.
+# Their order is the order of codes in messages, and of findings with the same code and key.
 for _check in (
     Check(
         name="stamp",

@@ -29,7 +29,8 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     inventory = given.inventory
     expected = expected_sizes(inventory.table)[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    for mix in inventory.table.mixes:  # an object of another size is compared with the first
+    # Objects of no common size are compared with the most common size.
+    for mix in inventory.table.mixes:
         established = np.isin(actual, [size.nbytes for size in mix.sizes])
         of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
         expected[of_mix & ~established] = mix.sizes[0].nbytes
@@ -70,7 +71,7 @@ def _described(mix: SizeMix) -> str:
     ]
     return (
         f"model {model!r} {shard.sizes_text()}: {'; '.join(texts)}; {_likely_reason(mix)}; "
-        "give --profile to judge the pages by the running servers"
+        "give --profile of the running servers to see which size is right"
     )
 
 

@@ -1,6 +1,6 @@
 """Tensors of objects as tables of rows, for value checks.
 
-Kinds (`formats.kinds`) define the columns of a row. Padding layers: SGLang
+Kinds (`formats.kinds`) define the columns of a row. Source of padding layers: SGLang
 srt/mem_cache/pool_host/.
 """
 
@@ -57,7 +57,7 @@ class Section:
 
 
 def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
-    """Return the tensors of an object as tables; none if the profile lacks its pool."""
+    """Return the tensors of an object as tables; empty if the profile lacks the object's pool."""
     pool = profile.pool(expected.coordinate.pool)
     if pool is None:
         return ()
@@ -67,7 +67,10 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
 
 
 def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, ...]:
-    """Return the model layer of each stored layer; padding, as None, lies before packed drafts."""
+    """Return the model layer of each stored layer, None for padding.
+
+    Padding lies before the layers of packed drafts.
+    """
     packed = 0
     if not pool_name(expected.pool).draft:
         total = model_layer_count(profile)
@@ -78,7 +81,7 @@ def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, .
 
 
 def _code_dtype(profile: Profile, pool: Pool) -> str:
-    """Return the fp8 dtype of quantised codes; SGLang's is_fp8_fnuz holds for a whole process."""
+    """Return the fp8 dtype of quantised codes: one per SGLang process (is_fp8_fnuz)."""
     fnuz = "float8_e4m3fnuz"
     return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"
 

@@ -2,9 +2,9 @@
 
 The checks do not need the model's weights. NaN, Inf and scales out of range are counted exactly.
 Zero bytes are reported for an object, a layer of a tensor, or a token's row in a layer: holes and
-unwritten pages read as zeros. A model computes no bf16 row of exact zeros, and underflowing codes
-in float8_e4m3fn and float8_e5m2 keep their signs. float8_e4m3fnuz has no -0, so only an object of
-zeros counts.
+unwritten pages read as zeros. Healthy rows have other bytes too: a model computes no bf16 row of
+exact zeros, and codes of float8_e4m3fn and float8_e5m2 that underflow keep their signs.
+float8_e4m3fnuz has no -0, so only a whole object of zeros is reported.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def _numbers(word: str, numbers: list[int]) -> str:
         return f"{word} {numbers[0]}"
     if len(numbers) <= _NAMED_NUMBERS:
         return f"{word}s {', '.join(map(str, numbers))}"
-    return f"{len(numbers)} {word}s from {numbers[0]} to {numbers[-1]}"
+    return f"{word}s {numbers[0]} to {numbers[-1]} ({len(numbers)} in all)"
 
 
 def _place(numbers: dict[str, int]) -> str:

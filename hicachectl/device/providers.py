@@ -211,7 +211,7 @@ def _indices(
 
 
 def best_provider(device: torch.device) -> Provider:
-    """Return the provider for a device: the server's kernels, ours, or torch."""
+    """Return the provider for a device: the server's kernels, Triton, or torch."""
     if device.type != "cuda":
         return TorchProvider()
     try:

@@ -32,7 +32,7 @@ def ambiguity_remark(inventory: Inventory) -> str:
 
 
 def split_remarks(inventory: Inventory) -> list[str]:
-    """Return lines about keys that two models share, and how many are of each."""
+    """Return lines about keys that two models share, and how many keys are of each model."""
     table, counts = inventory.table, _counts(inventory)
     said: dict[str, list[str]] = {}
     for number, is_split in enumerate(table.split):
@@ -42,7 +42,7 @@ def split_remarks(inventory: Inventory) -> list[str]:
                 f"{counts[number]} are {_words(coordinate)}"
             )
     return [
-        f"{example}: {', '.join(parts)}; pages and sizes tell them apart"
+        f"{example}: {', '.join(parts)}; pages and sizes distinguish them"
         for example, parts in said.items()
         if len(parts) > 1
     ]
@@ -54,7 +54,7 @@ def remedy(inventory: Inventory) -> str:
     if profile is None or profile.inferred:
         return "give --profile to decide"
     return (
-        "profile, pages and sizes do not decide; remove the keys with "
+        "the profile, the pages and the sizes do not decide; remove the keys with "
         "hicachectl rm STORE --state unknown"
     )
 

@@ -1,11 +1,12 @@
 """Decide, object by object, between two models whose keys look alike.
 
 `<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model
-m_0_2 (the narrow reading). If a store has both models, an object's size decides, and fellow ranks
-on its page, which only the wide reading explains. Otherwise the object stays ambiguous.
+m_0_2 (the narrow reading). If a store has both models, two facts decide: the object's size, and
+whether its page has other TP ranks, its fellows. Only the wide reading explains fellows. If neither
+fact decides, the object stays ambiguous.
 
-Lost ranks are far more common than such names. So a lone object of the wide size counts as a rank
-that lost its fellows, unless there are very many.
+Lost ranks are far more common than such model names. So an object of the wide size without fellows
+counts as a rank that lost its fellows, unless there are very many such objects.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ SizeCounts = dict[int, dict[int, int]]  # number of objects by affix id and size
 _WIDE, _NARROW, _OPEN, _NONE = range(4)
 
 _MANY = 3  # from this many objects on, a size is not damage
-# An affix may be another model's too, if this many and this share of its objects have no fellow
-# ranks, and this many times more than of any fellow.
+# An affix may be another model's too if at least _MANY_LONE of its objects, and a share of _SHARE,
+# have no fellows, and if no fellow rank has more than 1 / _TIMES_FELLOWS as many such objects.
 _MANY_LONE = 20
 _SHARE = 0.05
 _TIMES_FELLOWS = 3
@@ -58,8 +59,9 @@ _TIMES_FELLOWS = 3
 class _Contest:
     """An affix of anchors with a wide reading and narrow readings.
 
-    narrow: readings that explain less of the affix than `wide`, most first; if the table's reading
-    is narrow, only that. taken: the table's reading, _WIDE or _NARROW.
+    narrow: readings that explain less of the affix than `wide`, the one that explains most first.
+    If the table's reading is narrow, `narrow` has only that one. taken: the table's reading, _WIDE
+    or _NARROW.
     """
 
     affix: int
@@ -73,8 +75,8 @@ def decide_objects(
 ) -> tuple[AffixTable, Ids]:
     """Return a table and affix ids that give each object of a contested affix its reading.
 
-    nbytes: [objects], negative if not listed. Without contested affixes, return the arguments; no
-    memory per object is used.
+    nbytes: [objects], negative if not listed. Without contested affixes, returns the arguments, and
+    uses no memory per object.
     """
     readings = _Readings(table)
     if not readings.has_choice:
@@ -136,7 +138,8 @@ class _Readings:
 
     def __init__(self, table: AffixTable) -> None:
         self.table = table
-        self.anchors: list[list[Coordinate]] = []  # by affix id, most explaining first
+        # Readings by affix id; the one that explains most of the affix comes first.
+        self.anchors: list[list[Coordinate]] = []
         self.fellows: dict[object, list[int]] = defaultdict(list)  # affix ids by rank set
         self._sidecars: dict[object, dict[int, Coordinate]] = defaultdict(dict)
         self.sizes: SizeCounts = {}  # counted only if there is a choice
@@ -310,7 +313,8 @@ class _Pages:
         explains = set(self._readings.fellows[rank_set(narrow)])
         fellows = [affix for affix in self._anchors if affix not in explains]
         explained_here = [affix for affix in self._anchors if affix in explains]
-        beyond = self._wide > self._on_page(explained_here)  # [pages] with unexplained ranks
+        # Pages with ranks that the narrow reading does not explain: [pages].
+        beyond = self._wide > self._on_page(explained_here)
         mine = self._of_affix(contest.affix)
         choice = self._choose(contest, fellows, mine, beyond)
         self._note(decided, contest.affix, mine, choice, (contest.wide, narrow))
@@ -366,7 +370,7 @@ class _Pages:
         }
 
     def _narrow(self, contest: _Contest) -> Coordinate:
-        """Return the first narrow reading with ranks that a page has exactly, else the last."""
+        """Return the first narrow reading whose ranks are exactly a page's ranks, else the last."""
         for reading in contest.narrow[:-1]:
             own = self._on_page(self._readings.fellows[rank_set(reading)])
             if ((own == rank_count(reading)) & (own == self._wide)).any():
@@ -389,8 +393,8 @@ class _Pages:
         choice[tie] = contest.taken
         if (
             contest.taken == _WIDE
-            # On a live store one rank is ahead of the others, which only a profile tells from
-            # another model's pages.
+            # On a live store, one rank may have written pages before the others. Only a profile
+            # distinguishes such pages from another model's.
             and not self._is_profiled(contest)
             and has_fellows.any()
             and self._is_much(int(tie.sum()), len(sizes), fellows)
@@ -401,7 +405,7 @@ class _Pages:
     def _is_much(self, lone: int, count: int, fellows: list[int]) -> bool:
         """Return whether so many lone objects of an affix may be another model's.
 
-        Evictions and failed ranks cause lone objects too, but about as many of each fellow.
+        Evictions and failed ranks cause lone objects too, but about as many of each TP rank.
         """
         if lone < max(_MANY_LONE, _SHARE * count):
             return False

@@ -1,4 +1,4 @@
-"""Refuse a profile that contradicts the store, as opposed to damaged objects."""
+"""Refuse a profile that contradicts the store; a few damaged objects are no contradiction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def refuse_contradiction(
 ) -> None:
     """Raise ProfileError, with both numbers, if a profile contradicts the store.
 
-    That is, if the store has no object of the profile, or another size for all objects of a pool.
+    A profile contradicts the store if the store has no object of the profile, or has another size
+    for all objects of a pool.
     affix_ids, nbytes: [objects].
     """
     profiled = table.deployments[:1] if table.deployments else ()
@@ -43,8 +44,8 @@ def refuse_contradiction(
         wanted = _describe(profiled[0].specs[0])
         found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
         raise ProfileError(
-            f"The profile contradicts the store: the profile expects {wanted}, the store has "
-            f"{found}; check model, tag and TP, PP, CP sizes"
+            f"The profile contradicts the store: expected {wanted}, found {found}; check model, "
+            "tag, and TP, PP and CP sizes"
         )
 
 
@@ -56,14 +57,14 @@ def _refuse_sizes(deployment: Deployment, pool: str, specs: IntArray, nbytes: In
     if not len(found) or len(found) < _PAGES * of_pool.sum() or (wanted == found).any():
         return
     pairs, counts = np.unique(np.stack([wanted, found]), axis=1, return_counts=True)
-    # Sizes differ by stage and CP rank: as many pairs as distinct expected sizes.
+    # Expected sizes differ by stage and CP rank; each has one common pair.
     common = np.sort(counts)[::-1][: len(np.unique(wanted))].sum()
     if common >= _NEARLY_ALL * len(found):
         want, has = pairs[:, counts.argmax()].tolist()
         raise ProfileError(
-            f"The profile contradicts the store: the profile expects {want} bytes for {pool} "
-            f"objects, the store has {has} bytes ({common} of {len(found)} objects); check dtype, "
-            "page size, layers and TP size"
+            f"The profile contradicts the store: expected {want} bytes for {pool} objects, found "
+            f"{has} bytes ({common} of {len(found)} objects); check dtype, page size, layers and "
+            "TP size"
         )
 
 

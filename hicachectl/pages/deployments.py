@@ -1,7 +1,7 @@
 """Deployments of a store and their specs, from a profile or from keys.
 
-A deployment is one (model, tag, topology). It has a spec for each distinct affix, so later steps
-join on affix ids.
+A deployment is one (model, tag, topology). It has one spec for each distinct affix, so later steps
+find specs by affix id.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Deployment:
 
     @property
     def shard(self) -> Shard:
-        """The shard whose sizes `ls` shows: the first spec's, an anchor if there is one."""
+        """The shard whose sizes `ls` shows: the first spec's; anchors are the first specs."""
         return self.specs[0].coordinate.shard if self.specs else Shard()
 
     def label(self, codec: KeyCodec, specs: Iterable[ObjectSpec] | None = None) -> str:
@@ -120,7 +120,7 @@ class AffixTable:
 
     @cached_property
     def page_starts(self) -> IntArray:
-        """Bytes before a key's page hash, by affix id; -1 without a hash, and as last entry."""
+        """Bytes before a key's page hash, by affix id; -1 without a hash, and as the last entry."""
         known = np.array([*(bool(one.readings) for one in self.resolved), False])
         return np.where(known, page_starts(self.affixes), -1)
 
@@ -197,7 +197,7 @@ def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
 def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
     """Return the affixes of fellow TP ranks, under any reading of some affixes.
 
-    Objects with these show that keys of the given affixes belong to another deployment.
+    If the store has such objects, keys of the given affixes belong to another deployment.
     """
     readings = [reading for affix in affixes for reading in codec.readings(*affix)]
     ranks = {codec.affix(coordinate) for coordinate in _with_fellow_ranks(readings)}

@@ -33,9 +33,9 @@ _LOOKED_AT_ONCE = 1 << 24  # slots
 class SlotBlock:
     """Filled slots of one object set, ordered by group, then spec.
 
-    columns: [k] positions of the set's specs. spec: the first of them. groups: [n] groups with any
-    object of the set, ascending. starts: [n + 1] start of each group's slots. places: [slots]
-    index into `columns`. values: [slots].
+    columns: [k] positions of the set's specs. spec: the first spec of the set. groups: [n] groups
+    with any object of the set, ascending. starts: [n + 1] start of each group's slots. places:
+    [slots] index of each slot's spec in `columns`. values: [slots].
     """
 
     columns: IntArray
@@ -130,7 +130,7 @@ class GroupTable:
     """Slots of the groups of one deployment, one for each group and spec.
 
     A slot is ABSENT or has a value chosen by the caller: an object's row in a listing, or its
-    size. Only filled slots take memory, so an object that claims to be one of 4,096 takes one.
+    size. Only filled slots take memory: a stray object of a set of 4,096 ranks takes one slot.
     A spec's position is its index in `specs`.
 
     count: number of groups.
@@ -150,7 +150,7 @@ class GroupTable:
         for block in self.blocks:
             if block.spec.listed:
                 states[self._lacking(block)] = PARTIAL
-        # Without kv objects (DeepSeek-V4 on Mooncake) no group is an orphan.
+        # In a deployment without kv objects (DeepSeek-V4 on Mooncake) no group is an orphan.
         if all(spec.pool == "kv" for spec in self.specs if spec.anchor):
             states[~self.having(block for block in self.blocks if block.spec.anchor)] = ORPHAN
         return states
@@ -213,7 +213,7 @@ class GroupTable:
         return at[order], positions[order], values[order]
 
     def holders(self, positions: Sequence[int]) -> tuple[IntArray, BoolArray]:
-        """Return the groups with an object of any of the specs, ascending, and which have all."""
+        """Return the groups with any object of the specs, ascending, and whether each has all."""
         if not len(positions):
             return np.arange(self.count), np.ones(self.count, dtype=np.bool_)
         asked = self._mark(positions)
@@ -326,7 +326,7 @@ def fill_table(
 
 
 def _sorted(codes: IntArray, values: SlotArray, slots: int) -> tuple[IntArray, SlotArray]:
-    """Return the distinct codes, ascending, and the first value of each. slots: above all codes."""
+    """Return the distinct codes, ascending, and each one's first value. slots: above any code."""
     if slots <= _SPARSE * len(codes):  # mark the slots, without a sort
         dense = np.full(slots, ABSENT, dtype=values.dtype)
         dense[codes] = values

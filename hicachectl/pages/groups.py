@@ -64,7 +64,7 @@ class PageGroups:
         self.of_object: IntArray = np.full(len(in_group), -1, dtype=np.int64)
         self.of_object[in_group] = numbers
         self.page_ids: IntArray = ranks[first]
-        self._rows: IntArray = np.flatnonzero(in_group)[first]  # the first object of each
+        self._rows: IntArray = np.flatnonzero(in_group)[first]  # the first object of each group
         del numbers, ranks, in_group
         self.deployment_ids: IntArray = self._deployments_of(self._rows)
         self._starts: IntArray = np.searchsorted(
@@ -249,7 +249,7 @@ class PageGroups:
 def _numbered(codes: IntArray, limit: int) -> tuple[IntArray, IntArray]:
     """Return the rank of each row's code, and the first row of each distinct code.
 
-    limit: above all codes; codes are not negative.
+    limit: greater than every code. Codes are not negative.
     """
     if limit > _MOST_UNUSED * len(codes):
         _, first, numbers = np.unique(codes, return_index=True, return_inverse=True)

@@ -130,7 +130,7 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
 
 
 def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
-    """Return pages, objects and bytes by model, tag and pool; nulls stand for foreign objects.
+    """Return pages, objects and bytes by model, tag and pool; foreign objects have nulls there.
 
     Bytes are null if any size is not known.
     """

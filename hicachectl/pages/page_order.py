@@ -29,7 +29,7 @@ def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[In
     for word in range(1, _WORDS):
         words = page_words(chosen, word)[order]
         same &= words[1:] == words[:-1]
-    if (same != begins_alike).any():  # only the first words are equal: never with SHA-256
+    if (same != begins_alike).any():  # hashes share only their first word; never with SHA-256
         order, same = _by_all_words(page_words, chosen)
     numbers = np.zeros(len(order), dtype=np.int64)
     np.cumsum(~same, out=numbers[1:])

@@ -88,7 +88,7 @@ def _counted(kinds: IntArray, objects: pa.Table) -> pa.Table:
 
 
 def _common_sizes(counted: pa.Table) -> dict[int, int]:
-    """Return the size of more than half of a kind's objects, for kinds that have one."""
+    """Return the size that more than half of a kind's objects have, by kind; some have none."""
     totals: dict[int, int] = {}
     found = counted.select(["kind", "size", "count_all"]).to_pylist()
     for row in found:

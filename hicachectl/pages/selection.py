@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Selection:
     """Filters on page groups; None and "" select everything.
 
-    model: served name, "/" or "-" alike. page: a prefix of page hashes. since: Unix seconds, for a
-    group's newest object. pool: whole groups with an object of the pool. states: names in
-    `vocabulary.STATES`.
+    model: served name; "/" and "-" are equal. page: a prefix of page hashes. since: Unix seconds; a
+    group is selected if its newest object is not older. pool: selects whole groups with an object
+    of the pool. states: names in `vocabulary.STATES`.
     """
 
     model: str = ""
@@ -59,11 +59,11 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
     if selection.page:
         prefix = selection.page.lower()
         if not set(prefix) <= set("0123456789abcdef"):
-            raise UsageError(f"{selection.page!r}: not a prefix of a page hash (hexadecimal)")
+            raise UsageError(f"page prefix {selection.page!r}: must be hexadecimal digits")
         chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
     if selection.since is not None:
         if len(groups) and not groups.has_times:
-            raise UsageError("--since: the store keeps no write times")
+            raise UsageError("--since: the store keeps no write times; leave out --since")
         chosen &= groups.newest_ns >= int(selection.since * 1e9)
     if selection.states:
         wanted = [STATES.index(state) for state in selection.states]

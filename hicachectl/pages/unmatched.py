@@ -128,7 +128,7 @@ def _no_tags(store: Store, groups: PageGroups) -> str:
         return f"keys of {store.grammar} stores have no tag"
     if any(deployment.profile is not None for deployment in groups.deployments):
         return "no key in the store has a tag"
-    return "without a profile, tags cannot be told from model names; give --profile"
+    return "without a profile, tags cannot be distinguished from model names; give --profile"
 
 
 def _ages(groups: PageGroups) -> str:

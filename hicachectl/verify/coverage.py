@@ -63,7 +63,8 @@ def reading_gaps(
     if reached < rows:
         yield (
             "unread-objects",
-            f"{rows - reached} of {rows} objects were not read before --time-limit",
+            f"{rows - reached} of {rows} objects were not read before --time-limit; give a longer "
+            "--time-limit",
         )
 
 
@@ -89,7 +90,8 @@ def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> 
         )
     if not has_catalog and not store.traits.keeps_digests:
         unmet[Need.DIGESTS] = (
-            "no digests are recorded; give --catalog FILE and, to record them, --update-catalog"
+            "no recorded digests to compare with; give --catalog FILE and, to record digests, "
+            "--update-catalog"
         )
     return unmet
 
@@ -109,10 +111,10 @@ def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dic
 
 
 def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, str]]:
-    """Yield the dtypes of checked values that could be other dtypes of the same width.
+    """Yield the name and the reason if dtypes of checked values may be others of the same width.
 
     Random bits are finite numbers in most dtypes, so values alone do not show the dtype. Yields at
-    most one pair of name and reason, as `unjudged` does.
+    most one pair.
     """
     assumed: dict[str, set[str]] = {}
     for checker in checkers:
@@ -123,8 +125,8 @@ def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, s
         texts = [f"{pool} as {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
         yield (
             "dtypes",
-            f"{'; '.join(texts)}: values do not distinguish dtypes of the same width; compare the "
-            "profile with the servers' --kv-cache-dtype",
+            f"{'; '.join(texts)}: taken from the profile, because values do not distinguish dtypes "
+            "of the same width; compare the profile with the servers' --kv-cache-dtype",
         )
 
 
@@ -150,17 +152,18 @@ def unjudged(
     if profiled and (groups.deployment_ids > 0).any():
         others = sorted({deployment.model for deployment in table.deployments[1:]})
         why = f"objects of {', '.join(others)} that the profile does not describe: "
-        yield "other-deployments", why + "only their consistency was checked"
+        yield "other-deployments", why + "they were only compared with each other"
     unlisted = {s.pool for d in groups.deployments for s in d.specs if not s.listed}
     if unlisted:
         yield (
             "unlisted-pools",
-            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile",
+            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile; add the pools "
+            "to the profile if servers use them",
         )
     unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
     if SIZES.name in chosen:
         if sizeless := _pools_without_size(inventory):
-            yield SIZES.name, f"{', '.join(sizeless)}: most objects do not share one size"
+            yield SIZES.name, f"{', '.join(sizeless)}: no size is common to most objects"
         if known := int((unsized >= 0).sum()):
             yield SIZES.name, f"the store lists no size for {known} objects"
     unreadable = int((expected_sizes(table)[unsized] == UNKNOWN_SIZE).sum())

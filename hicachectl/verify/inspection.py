@@ -59,14 +59,16 @@ def inspect_page(
 ) -> PageReport:
     """Read and report on the page whose hash starts with the prefix.
 
-    Raises UsageError unless exactly one page does; StoreUnavailable.
+    Raises UsageError if no page or several pages match, and StoreUnavailable.
     """
     listed = take_inventory(store, profile, on_batch=on_batch)
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     pages = pc.unique(groups.pages).to_pylist()
     if not pages:
-        reason = explain_selection(store, listed, EVERYTHING) or f"no page begins with {prefix!r}"
+        reason = explain_selection(store, listed, EVERYTHING) or (
+            f"no page begins with {prefix!r}; hicachectl ls lists the pages"
+        )
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
@@ -93,7 +95,6 @@ def inspect_page(
 def _read(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> ReadingResult:
-
     expected = expected_sizes(inventory.table)
     sizes = readable_sizes(inventory, expected)
     huge = sizes > DEFAULT_BUFFER_BYTES
@@ -127,7 +128,6 @@ def _contents(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> Iterator[dict[str, Any]]:
     """Yield statistics of each tensor and layer of objects that have their expected size."""
-
     sizes = expected_sizes(inventory.table)[inventory.affix_ids]
     listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
     described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)

@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 _LEAKED = "page-leaked"
 _ONE_SNAPSHOT = (
-    "the metadata server saved only one snapshot during the run, in which pages being written "
-    "look leaked; run longer than its --save-interval, or give --grace 0s if no server writes"
+    "leaked pages were not judged: the metadata server saved only one snapshot during the run, and "
+    "pages being written look leaked in it; let the run last longer than the "
+    "server's --save-interval, or give --grace 0s if no server writes"
 )
 _NO_THIRD = (
-    "some pages look leaked in two snapshots, but no third was saved in time to confirm this; run "
-    "again, or give --grace 0s if no server writes"
+    "leaked pages were not judged: some pages look leaked in two snapshots, but no third snapshot "
+    "was saved in time; run again, or give --grace 0s if no server writes"
 )
 _LOOK_EVERY_S = 0.2
 _SAVING_S = 5.0  # a save may take this much longer than the one before
-_MOST_WAIT_S = 130.0  # twice SGLang's default --save-interval, and some more
+_MOST_WAIT_S = 130.0  # a little more than twice SGLang's default --save-interval
 
 
 def saved_tables(store: Store) -> TableState | None:
@@ -56,7 +57,8 @@ def check_tables(
 
     before: the tables at the start of the run. On a live store a writer may have just reserved a
     page that looks leaked. Such a page is leaked if an earlier snapshot, the latest and the next
-    agree; the next is waited for. Without a grace one snapshot decides. Raises StoreUnavailable.
+    agree; this function waits for the next. Without a grace one snapshot decides. Raises
+    StoreUnavailable.
     """
     if before is None or not isinstance(store, PageTables):
         return [], None
@@ -71,7 +73,8 @@ def check_tables(
     found = list(check_page_tables(now, grace_s=grace_seconds, earlier=earlier))
     why = None if at_once or saved_again else _ONE_SNAPSHOT
     if earlier and any(_LEAKED in table.column("code").to_pylist() for table in found):
-        # A save gathers keys, then free pages, so two saves can miss the same page in flight.
+        # A server saves keys, then free pages. A page being written can be absent from both, even
+        # in two snapshots.
         then = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
         before_then = [*earlier, now] if then else []
         found = list(check_page_tables(then or now, grace_s=grace_seconds, earlier=before_then))
@@ -105,7 +108,7 @@ def _suspicious(found: pa.Table) -> pa.ChunkedArray:
 def _confirmed(store: PageTables, found: pa.Table) -> pa.Table:
     """Return the findings without those about keys that have changed since the snapshot.
 
-    A snapshot is not of one moment, so suspicious keys are looked up again.
+    Keys may change while a snapshot is saved, so suspicious keys are looked up again.
     """
     doubtful = _suspicious(found).to_numpy()
     if not doubtful.any():

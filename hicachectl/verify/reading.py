@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.verify.reading_plan import ReadingPlan, Window
 
-_ASKED_OBJECTS = 4096  # objects per query whether they still exist
+_ASKED_OBJECTS = 4096  # objects per query for their existence
 # From this many objects on, and up to this mean size, forked processes read faster than threads.
-# Fewer objects do not pay for the forks. With larger ones, threads mostly copy and run BLAKE3,
-# without the GIL.
+# For fewer objects, forking takes longer than it saves. With larger objects, threads mostly copy
+# and run BLAKE3, without the GIL.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
 _MOST_PROCESSES = 8
@@ -51,7 +51,7 @@ _TELL_SECONDS = 0.05
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
-    Status.UNREACHABLE: ("no-replica", "no replica can be reached: a miss for servers"),
+    Status.UNREACHABLE: ("no-replica", "no replica can be reached, so servers miss the page"),
 }
 
 
@@ -84,7 +84,7 @@ class ReadingResult:
         return bool(self._issues)
 
     def take_notes(self) -> list[Any]:
-        """Return and clear all but the arrays, as JSON types: for `add_notes` elsewhere."""
+        """Return counts and findings as JSON types, for `add_notes` in a parent; reset them."""
         notes = [self.objects, self.bytes_read, self.gone, self.complete, self._issues]
         self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, []
         return notes
@@ -220,7 +220,7 @@ class _Reader:
     def processes(self) -> int:
         """Number of processes; 1 if threads are as fast.
 
-        Small objects cost more Python than copying, and threads take turns at Python.
+        Small objects need more Python than copying, and only one thread at a time runs Python.
         """
         count, nbytes = len(self._sizes), int(self._sizes.sum())
         if not self._store.limits.forkable or count < _FORK_OBJECTS:
@@ -250,7 +250,7 @@ class _Reader:
             tickets = SharedCounter()
         except OSError:
             return False
-        # Made before the fork, so all share its table of keys.
+        # Made before the fork, so that all processes share the table of keys.
         pipeline = self._pipeline(tickets.deal(windows), 1, share=processes)
 
         def work(send: Callable[[Any], None]) -> None:

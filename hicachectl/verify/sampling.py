@@ -28,9 +28,10 @@ class Sample:
 
     @classmethod
     def of(cls, percent: float, number: int | None = None) -> Sample:
-        """Return the slice for a share in percent; number defaults to the day: slices take turns.
+        """Return the slice for a share in percent.
 
-        Raises UsageError unless 0 < percent <= 100.
+        number: of the slice; default: the day number, so that slices take turns. Raises UsageError
+        unless 0 < percent <= 100.
         """
         if not 0 < percent <= 100:
             raise UsageError(f"--sample {percent:g}%: must be above 0% and at most 100%")

@@ -76,8 +76,8 @@ class VerifyRequest:
     """Options of a verification.
 
     checks: names of groups. identity: fields that must equal the recorded ones for an object to
-    count as not rewritten; empty: all fields of the store. time_limit_seconds: no read begins
-    later. repairs: note each object's version, for a repair. devices: from
+    count as not rewritten; empty: all fields of the store. time_limit_seconds: no read begins after
+    this time. repairs: note each object's version, for a repair. devices: from
     `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
 
@@ -291,7 +291,10 @@ class _Verification:
     def _look_again(
         self, inventory: Inventory, groups: PageGroups, on_wait: Callable[[float, int], None]
     ) -> tuple[BoolArray, int]:
-        """Wait out the grace; return which groups have changed, and how many objects are gone."""
+        """Wait until the grace has passed, and look up incomplete groups again.
+
+        Returns which groups have changed, and how many objects are gone.
+        """
         suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
         left = self.started + self.request.grace_seconds - time.monotonic()
         if suspects and left > 0:
@@ -307,7 +310,7 @@ class _Verification:
 
     @property
     def _own_digests(self) -> bool:
-        """Whether objects are read to let the store compare its own digests."""
+        """Whether objects are read so that the store compares its own digests."""
         return self.store.traits.keeps_digests and DIGESTS.name in self.request.checks
 
     @property
@@ -385,9 +388,13 @@ class _Verification:
             reading.replace(again.rows, read_objects(self.store, inventory, again))
         reading.objects += int(hollow.sum())
         for row in plan.rows[hollow].tolist():
-            reading.report("unwritten-page", row, "page never written: servers would read zeros")
+            why = "the page was never written: servers would read zeros"
+            reading.report("unwritten-page", row, why)
         for row in self.unread.tolist():
-            why = f"not read: larger than --buffer-bytes {self.request.buffer_bytes}"
+            why = (
+                f"not read: larger than --buffer-bytes {self.request.buffer_bytes}; give a larger "
+                "--buffer-bytes"
+            )
             reading.report("unreadable", row, why)
         return reading
 
@@ -512,7 +519,8 @@ class _Verification:
 def _found(given: CheckInput, reading: ReadingResult, able: list[Check]) -> pa.Table:
     """Return the findings of the checks and of the reading.
 
-    A check of page tables says more about an object than the reading, whose repeat is left out.
+    If a check of page tables and the reading report the same fault of an object, only the finding
+    of the check is kept: its detail is more precise.
     """
     found = {check: list(check.find(given)) for check in able}
     of_tables = [

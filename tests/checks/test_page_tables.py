@@ -174,9 +174,9 @@ def test_keys_beyond_the_end_of_the_file_are_truncated() -> None:
     }
     assert rows[0]["severity"] == "error"
     assert rows[0]["detail"] == (
-        "page 2 lies beyond the end of /d/p.0.bin: 25 bytes, 2 pages of 10 bytes"
+        "page 2 lies beyond the end of /d/p.0.bin: the file has 25 bytes, 2 whole pages of 10 bytes"
     )
-    assert "0:kv has 4 pages, but /d/p.0.bin has 2 of 10 bytes" in rows[2]["detail"]
+    assert "0:kv has 4 pages, but /d/p.0.bin has 2 pages of 10 bytes" in rows[2]["detail"]
 
 
 def test_what_is_left_of_a_file_that_is_no_whole_page_is_no_page() -> None:

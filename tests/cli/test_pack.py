@@ -89,7 +89,7 @@ def test_a_profile_that_is_given_wins(invoke: Invoke, pack: Path, tmp_path: Path
         invoke("profile", f"pack://{pack}").stdout.replace("head_dim = 64", "head_dim = 32")
     )
     refused = invoke("verify", f"pack://{pack}", "--profile", other, exit_code=2).stderr
-    assert "expects 8192 bytes for kv objects, the store has 16384 bytes" in refused
+    assert "expected 8192 bytes for kv objects, found 16384 bytes" in refused
 
 
 def test_damage_in_a_pack_is_found_by_verify(invoke: Invoke, pack: Path) -> None:
