@@ -145,7 +145,7 @@ def test_files_that_all_contradict_the_profile_alike_were_not_cut(
     (tmp_path / "profile.toml").write_text(dump_profile(replace(PROFILE, page_size=16)))
     profile = ("--profile", tmp_path / "profile.toml")
     said = invoke("verify", place.url, *profile, exit_code=2).stderr
-    assert f"0:kv has {NUM_PAGES} pages, but {NUM_PAGES // 2} of" in said
+    assert f"0:kv has {NUM_PAGES} pages, but {NUM_PAGES // 2} pages of" in said
 
 
 def test_pages_of_the_profile_that_are_too_small_are_refused(invoke: Invoke, place: Place) -> None:
