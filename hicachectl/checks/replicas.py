@@ -27,7 +27,7 @@ NO_REPLICAS = -1
 def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
     """Return the replica set of each affix, [affixes + 1].
 
-    NO_REPLICAS for affixes without replicas, and as the last entry, for foreign keys.
+    NO_REPLICAS for an affix without replicas. The last entry is for foreign keys.
 
     Objects of one page and set must be equal: with more TP ranks than KV heads, SGLang gives a
     head to several ranks (ModelConfig.get_num_kv_heads).

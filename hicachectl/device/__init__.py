@@ -1,7 +1,7 @@
 """Move page objects from the host arena into device pools, as a server does, and back.
 
-A server computes with the bytes in its device pools, not with those in host memory. So
-`verify --device` moves every object into such pools and checks the bytes there:
+A server computes with the bytes in its device pools. So `verify --device` moves every object into
+such pools and checks the bytes there:
 
     store ─► arena (page-locked once) ─► staging ─► layer-first pools ─► checks of values, order
                                             ▲              │

@@ -99,7 +99,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
             f"no usable CUDA device: triton {triton.__version__} does not compile the kernels; "
             "install triton>=3.4, which comes with torch>=2.8"
         )
-    # Triton's present default, set to silence its warning that the default will change.
+    # Silences Triton's warning that this default will change.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     with warnings.catch_warnings(record=True) as said:  # may name an old driver
         warnings.simplefilter("always")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Large enough for copies to outweigh launches, small enough for several lanes to overlap.
 SLAB_BYTES = 64 << 20
-MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer
+MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer lanes
 _FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes
 MOST_OBJECTS = 4096  # per task; a task groups small objects
 # Temporary results take up to a third of a slab, besides staging and pools: 32 bytes per KiB for

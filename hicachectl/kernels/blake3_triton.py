@@ -59,7 +59,7 @@ def ranges_of(
     offsets, lengths: [n], on the host; offsets are multiples of 8, ranges may overlap.
     lanes:            chunks per program, a power of two.
     upload:           copies the table to the device; default: through torch's pinned memory.
-    Raises ValueError. Does not synchronise.
+    Raises ValueError for other arguments. Does not synchronise.
     """
     starts = np.asarray(offsets, np.int64)
     sizes = np.asarray(lengths, np.int64)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     # which the caller may change
     ReadRows = Callable[[IntArray, IntArray, int], Floats]
 
-# All must hold to contradict the profile. Chance passes MIN_SIGMA less than once in 1e8 pages. The
-# others reject bytes that are neither random nor healthy rows of a model.
+# A page contradicts the profile if it passes all these limits. By chance, less than one page in 1e8
+# passes MIN_SIGMA. The other limits reject bytes that are neither random nor healthy rows.
 MIN_SIGMA = 8.0
 MIN_GAIN = 0.05  # least lead in correlation of the rival order over the control
 MAX_OWN_SHARE = 0.25  # largest part of that lead that the profile's order may have

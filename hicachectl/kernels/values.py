@@ -1,7 +1,7 @@
 """Find values that no healthy object holds: NaN, Inf, bad scales, rows of zero bytes.
 
 An object is cut into `RowTable`s. Each kernel takes a block: consecutive rows of several objects.
-`may_hold_bad_values` reads integer views, without conversion or copy; other kernels run only if it
+`may_hold_bad_values` reads integer views, without conversion or copy; `count_bad` runs only if that
 returns True.
 """
 

@@ -73,8 +73,8 @@ def check_tables(
     found = list(check_page_tables(now, grace_s=grace_seconds, earlier=earlier))
     why = None if at_once or saved_again else _ONE_SNAPSHOT
     if earlier and any(_LEAKED in table.column("code").to_pylist() for table in found):
-        # A server saves keys, then free pages. A page being written can be absent from both, even
-        # in two snapshots.
+        # A server saves keys, then free pages. A page being written can be absent from both lists,
+        # even in two snapshots.
         then = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
         before_then = [*earlier, now] if then else []
         found = list(check_page_tables(then or now, grace_s=grace_seconds, earlier=before_then))
