@@ -167,6 +167,9 @@ def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
+output_option = click.option(
+    "-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."
+)
 output_options = stack(
     click.option(
         "--format",
@@ -176,7 +179,7 @@ output_options = stack(
         show_default=True,
         help="Format of the result; see OUTPUT in hicachectl(1).",
     ),
-    click.option("-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."),
+    output_option,
 )
 
 allow_leases_option = click.option(

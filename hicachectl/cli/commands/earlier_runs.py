@@ -46,8 +46,8 @@ class EarlierRuns:
     def agreed(self, question: str | None) -> bool:
         """Ask whether to go on; if so, complete the removals and return True.
 
-        question: what this run will do itself, such as "remove 3 pages (1 KiB) from STORE"; None
-        if nothing. Returns True without asking if there is nothing to do at all.
+        question: the action of this run, such as "remove 3 pages (1 KiB) from STORE"; None if there
+        is none. Returns True without asking if there is nothing to do at all.
         """
         from hicachectl.text.units import counted
 

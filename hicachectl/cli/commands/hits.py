@@ -126,7 +126,7 @@ def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profi
 def _deployment(
     inventory: Inventory, profile: Profile | None, options: dict[str, Any]
 ) -> int | None:
-    """Return the index of the deployment to restore for; None if the store has no pages.
+    """Return the index of the deployment whose hits are counted; None if the store has no pages.
 
     The profile's deployment, or else the one that --model and the sizes choose.
     """

@@ -14,6 +14,7 @@ from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
+    FORMATS,
     Duration,
     Size,
     buffer_option,
@@ -21,7 +22,7 @@ from hicachectl.cli.options import (
     jobs_option,
     lease_wait_option,
     lock_option,
-    output_options,
+    output_option,
     profile_options,
     request_options,
     transform_options,
@@ -118,7 +119,14 @@ Examples:
 @buffer_option
 @bwlimit_option
 @lease_wait_option
-@output_options
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(FORMATS),
+    help="Format of the result; see OUTPUT in hicachectl(1).  [default: json; jsonl with "
+    "--dry-run]",
+)
+@output_option
 @profile_options
 @click.pass_context
 def command(
@@ -126,7 +134,7 @@ def command(
     /,
     destination: str | None,
     source: str | None,
-    output_format: str,
+    output_format: str | None,
     output: Path | None,
     **options: Any,
 ) -> None:
@@ -147,13 +155,15 @@ def command(
     With --through-server, live servers then load the prefixes that DST has. Without --from, this
     is all that prewarm does.
 
-    The result goes to stdout, as JSON unless --format is given; a summary goes to stderr.
+    The result goes to stdout, a summary to stderr.
 
     hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
-    one, pins, live servers, and usable tokens. For cron, systemd and Kubernetes, see
-    hicachectl-scheduling(7).
+    one, pins, live servers, and usable tokens.
+
+    hicachectl-scheduling(7) has jobs for cron, systemd and Kubernetes.
     """
-    output_format = _format(ctx, output_format)
+    if output_format is None:
+        output_format = "jsonl" if options["dry_run"] else "json"
     refuse_other_sources(options, _SOURCES)
     if options["trace"] and destination is None and source is None:
         _plan_trace(ctx, options, output_format, output)
@@ -200,14 +210,6 @@ def _write_lock_held(
     remark(ctx, lock_held(ctx.params["lock"]))
     origin = None if source is None else store_name(ctx, source)
     write_outcome(not_begun(origin, store_name(ctx, destination)), output_format, output)
-
-
-def _format(ctx: click.Context, output_format: str) -> str:
-    """Return the output format; default: json, jsonl for a plan."""
-    given = ctx.get_parameter_source("output_format")
-    if given is not click.core.ParameterSource.DEFAULT:
-        return output_format
-    return "jsonl" if ctx.params["dry_run"] else "json"
 
 
 def _plan_trace(
@@ -328,7 +330,7 @@ def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
 def _served(
     ctx: click.Context, request: PrewarmRequest, servers: dict[str, LiveServer]
 ) -> PrewarmRequest:
-    """Set the deployments to count usable tokens for, if the servers' answers describe them."""
+    """Return the request with the servers' deployments, for which usable tokens are counted."""
     from hicachectl.formats.models.server_info import served_profile
 
     served = {}

@@ -261,7 +261,10 @@ def _plan(
 
 
 def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
-    """Return for each filter whether it matches anything alone; --pages does unless it is alone."""
+    """Return for each filter, as text, whether it alone matches a group.
+
+    --pages counts as matching if there are other filters.
+    """
     from dataclasses import fields, replace
 
     from hicachectl.pages.unmatched import option_text

@@ -107,7 +107,7 @@ def write_repaired_snapshot(
 
 
 def release_leaked(ctx: click.Context, store: Store, options: dict[str, Any]) -> None:
-    """Free pages that are in no list, by comparing two snapshots of a server without writers."""
+    """Release the pages that are leaked in two snapshots of a server without writers."""
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.backends.hf3fs.snapshot import Snapshot
     from hicachectl.move.page_table_repair import releasable, release_pages
