@@ -70,7 +70,7 @@ from hicachectl.backends.file.listing import SkippedEntries, ask_each, names_in,
 from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
@@ -692,7 +692,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             return Status.GONE
         if error.errno == errno.EEXIST:
             return Status.EXISTS
-        errors[index] = _WORDS.get(error.errno or 0) or error.strerror or str(error)
+        errors[index] = _WORDS.get(error.errno or 0) or reason_of(error)
         return Status.FULL if error.errno in NO_ROOM else Status.ERROR
 
     def _removed(self, error: OSError) -> bool:

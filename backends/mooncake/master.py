@@ -236,7 +236,7 @@ class MasterAdmin:
             items = decode(_SEGMENTS, reply).segments
         except FormatError as error:
             raise self._http.lost(
-                f"the reply to /get_segments_detail is invalid: {error}"
+                f"its reply to /get_segments_detail is invalid: {error}"
             ) from None
         return [
             Segment(
@@ -305,18 +305,18 @@ class MasterAdmin:
             return _answer_batch([found[key] for key in keys])
         except KeyError:
             raise self._http.lost(
-                "the reply to /batch_query_keys lacks keys of the request"
+                "its reply to /batch_query_keys lacks keys of the request"
             ) from None
         except (OverflowError, ValueError) as error:
             raise self._http.lost(
-                f"the reply to /batch_query_keys has a number out of range: {error}"
+                f"its reply to /batch_query_keys has a number out of range: {error}"
             ) from None
 
     def _decoded(self, body: bytes) -> dict[str, _Item]:
         try:
             return decode(_BATCH, body).data
         except FormatError as error:
-            raise self._http.lost(f"the reply to /batch_query_keys is invalid: {error}") from None
+            raise self._http.lost(f"its reply to /batch_query_keys is invalid: {error}") from None
 
     def _ok(self, path: str) -> bytes:
         return self._checked(path, self._http.get(path))
@@ -333,7 +333,7 @@ class MasterAdmin:
             total += len(block)
             if total > MAX_LISTING_BYTES:
                 raise self._http.lost(
-                    f"the reply to {path} is longer than {MAX_LISTING_BYTES} bytes"
+                    f"its reply to {path} is longer than {MAX_LISTING_BYTES} bytes"
                 )
             head, newline, tail = block.rpartition(b"\n")
             if newline:
@@ -343,10 +343,10 @@ class MasterAdmin:
                 rest += tail
             if len(rest) > MAX_KEY_BYTES:
                 raise self._http.lost(
-                    f"the reply to {path} has a line longer than {MAX_KEY_BYTES} bytes"
+                    f"its reply to {path} has a line longer than {MAX_KEY_BYTES} bytes"
                 )
         if rest:
-            raise self._http.lost(f"the reply to {path} ends within a key; run again")
+            raise self._http.lost(f"its reply to {path} ends within a key; run again")
 
 
 # keys

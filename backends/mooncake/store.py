@@ -458,7 +458,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
 
     def _addresses(self, offsets: IntArray) -> list[int]:
         if self.arena is None:
-            raise ValueError("Attach an arena first")
+            raise ValueError("No arena is attached; call attach first")
         addresses: list[int] = (self.arena.address + offsets).tolist()
         return addresses
 

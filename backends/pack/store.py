@@ -50,7 +50,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.pack.index import column_of
 from hicachectl.formats.pack.records import DIGEST_BYTES, RECORD_BYTES
 from hicachectl.formats.profile import dump_profile, parse_profile
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
@@ -393,7 +393,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             raise StoreUnavailable(
                 failed(self.path, "read the pack", error, "check that the file system is mounted")
             ) from error
-        return error.strerror or str(error)
+        return reason_of(error)
 
     def _check_keys_parameter(self, url: StoreUrl) -> None:
         keys = url.params.get("keys", self.grammar)

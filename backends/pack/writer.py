@@ -50,7 +50,7 @@ from hicachectl.formats.pack.records import (
     build_metadata,
     build_record,
 )
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -206,7 +206,7 @@ class PackWriter:
                 if isinstance(answer, OSError):
                     full = answer.errno in NO_ROOM
                     statuses[index] = Status.FULL if full else Status.ERROR
-                    errors[index] = answer.strerror or str(answer)
+                    errors[index] = reason_of(answer)
                 else:
                     statuses[index] = answer
 

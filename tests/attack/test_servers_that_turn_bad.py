@@ -364,4 +364,4 @@ def test_an_endless_listing_is_given_up(
     script = Turning(filled.admin, 2, endless)
     found, address = turned(said, at_admin(filled, "ls", tmp_path), script)
     assert_refused(found, address)
-    assert "the reply to /get_all_keys is longer than 8388608 bytes" in found.stderr
+    assert "its reply to /get_all_keys is longer than 8388608 bytes" in found.stderr

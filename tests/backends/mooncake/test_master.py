@@ -425,7 +425,7 @@ def echo(fields: dict[str, object]) -> Script:
             ),
             r"does not serve \(role standby, state standby\); .*\(leader: 10\.0\.0\.2:50051\)",
         ),
-        (master(lambda call: call.answer(b"{}")), "the reply to /batch_query_keys is invalid"),
+        (master(lambda call: call.answer(b"{}")), "its reply to /batch_query_keys is invalid"),
         (
             master(lambda call: call.answer(b'{"error_message":"not active"}', 503)),
             "/batch_query_keys failed with HTTP 503: .*not active",
@@ -544,7 +544,7 @@ def test_a_million_keys_are_listed_in_bounded_memory() -> None:
 def test_garbage_about_segments_is_one_clear_line(body: bytes) -> None:
     with (
         scripted(lambda call: call.answer(body)) as admin,
-        pytest.raises(StoreUnavailable, match="the reply to /get_segments_detail is invalid"),
+        pytest.raises(StoreUnavailable, match="its reply to /get_segments_detail is invalid"),
     ):
         admin.free_bytes()
 
