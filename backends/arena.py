@@ -132,7 +132,7 @@ class Slab:
 
 
 class SlabAllocator:
-    """Reserves slabs of `nbytes` bytes of memory for threads, first fit.
+    """Allocator of slabs of one memory of `nbytes` bytes, first fit.
 
     Threads wait in order of arrival, so small requests cannot starve a large one. A thread must
     release its slab before it reserves another, or all threads can wait for ever.

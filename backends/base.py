@@ -162,7 +162,7 @@ class Store(ABC):
     A read-only store implements `from_url`, `grammar`, `scan`, `look` and `read_into`.
     `urls.register_scheme` gives the class a URL scheme; `testing.StoreSuite` checks it.
 
-    Calls are synchronous. Several threads call at once; `limits` states how many.
+    Calls are synchronous. Several threads may call at once; `limits` gives the best number.
 
     `rows` arguments are record batches or tables with columns of this store's scan: at least
     `key`, and `locator` if the store has one. `write_from` also takes rows of another store, and
@@ -172,7 +172,7 @@ class Store(ABC):
     traits: ClassVar[Traits]
     limits: Limits
 
-    url: str  # the store's name in messages and reports
+    url: str  # names the store in messages and reports
     arena: Arena | None = None
 
     @classmethod

@@ -95,7 +95,7 @@ class Confirm(Store):
 
     @abstractmethod
     def confirm(self, rows: Rows) -> StatusArray:
-        """Return whether objects are still where they were listed: [n] OK, CHANGED or GONE."""
+        """Return the status of each listed object now: [n] OK if unchanged, CHANGED or GONE."""
 
 
 class Profiled(Store):
@@ -133,7 +133,7 @@ class Archive(Profiled):
 
 
 class Resumable(Store):
-    """Store that marks unfinished writes with an owner, which can resume them."""
+    """Store that marks unfinished writes with an owner; a later run of that owner resumes them."""
 
     @abstractmethod
     def own_temporaries(self, owner: str, *, sweep: bool) -> None:
@@ -174,7 +174,7 @@ class SystemCopy(Store):
 
 
 class Mover(ABC):
-    """Renames objects between a store and one directory of the same file system.
+    """Mover of objects between a store and one directory of the same file system, by renames.
 
     A rename is atomic and keeps the modification time. Each call moves one object, so that
     the objects of a group can leave within microseconds. `flush` makes moves durable. `take` and
@@ -255,7 +255,7 @@ class SideFiles(Store):
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
         """Open the side directory; None if it is missing. Raises OSError, UntrustedError.
 
-        writes: files in the directory are changed. makes: create a missing directory.
+        writes: the caller changes files in it. makes: create a missing directory.
         """
 
     @abstractmethod

@@ -101,7 +101,7 @@ class HttpService:
         self._drop_idle()
 
     def get(self, path: str) -> Reply:
-        """Return the whole reply, whatever its status. A reset connection is tried again.
+        """Return the whole reply, whatever its status. If the connection is reset, send again.
 
         path: percent-encoded.
         """

@@ -153,7 +153,7 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
 def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's file if it exists.
 
-    The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml; the default directory is ~/.config.
+    The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml, in ~/.config by default.
     Raises UsageError if a requested file cannot be read, FormatError for its content.
     """
     asked = path or environ.get("HICACHECTL_CONFIG")

@@ -28,7 +28,7 @@ _MODE = 0o666  # less the umask, as SGLang creates files
 
 
 class TableMaker:
-    """Creates the tables that a server lacks; safe to use from several threads."""
+    """Maker of the tables that a server lacks; safe to use from several threads."""
 
     def __init__(self, server: MetadataClient, settings: Hf3fsSettings) -> None:
         self._server = server
@@ -94,4 +94,6 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise StoreUnavailable(failed(path, "create the data file", error)) from error
+        raise StoreUnavailable(
+            failed(path, "create the data file", error, "check the mount and the directory's mode")
+        ) from error

@@ -29,7 +29,7 @@ _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 class TableRows:
     """The rows of one table.
 
-    at:      [n] int64, indices among all rows.
+    at:      [n] int64, indices of these rows in the call.
     keys:    [n] whole keys; the server's names lack the first `skipped` bytes.
     """
 

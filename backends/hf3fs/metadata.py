@@ -66,7 +66,9 @@ class MetadataClient:
         if not host:
             raise UsageError(f"{url}: not an address; write http://HOST:18000")
         if parts.scheme != "http":
-            raise UnsupportedByBackend(f"{url}: a 3FS metadata server speaks plain http only")
+            raise UnsupportedByBackend(
+                f"{url}: a 3FS metadata server supports plain http only; write http://HOST:18000"
+            )
         self.url = url.rstrip("/")
         self._root = parts.path.rstrip("/")
         self._http = HttpService(host, port, who=_WHO, hint=_HINT, timeout_s=timeout_s)
@@ -137,7 +139,7 @@ class MetadataClient:
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
         """Delete keys in one step, and free their pages; missing keys are skipped.
 
-        A page shared with another key also becomes free: delete both together. The server
+        A page shared with another key also becomes free: delete both keys in one call. The server
         searches its whole list of free pages for each key, and blocks other requests meanwhile.
         The request is sent once: before a second one, a key could be stored again.
         """
@@ -179,14 +181,14 @@ class MetadataClient:
     def _values(
         self, reply: Reply, rank: int, verb: str, namespace: str, asked: int, kind: type[Any]
     ) -> list[Any]:
-        """Return the list in a reply, one value a key."""
+        """Return the list in a reply, one value per key."""
         body = self._checked(reply, rank, verb, namespace)
         try:
             (values,) = msgspec.structs.astuple(decode(msgspec.json.Decoder(kind), body))
         except FormatError as error:
-            raise self._http.lost(f"its reply to {verb} is invalid: {error}") from None
+            raise self._http.lost(f"the reply to {verb} is invalid: {error}") from None
         if len(values) != asked:
-            raise self._http.lost(f"its reply to {verb} has {len(values)} keys instead of {asked}")
+            raise self._http.lost(f"the reply to {verb} has {len(values)} keys instead of {asked}")
         found: list[Any] = values
         return found
 

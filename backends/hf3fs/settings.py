@@ -87,7 +87,8 @@ class _Config:
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     """Return the settings that a URL names.
 
-    Raises UsageError for the URL and its contradictions, FormatError for the JSON config.
+    Raises UsageError for an invalid URL or one that contradicts the JSON config, FormatError for an
+    invalid JSON config.
     """
     config = _config(url, environ)
     settings = Hf3fsSettings(

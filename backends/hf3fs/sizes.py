@@ -111,7 +111,8 @@ class PageSizes:
             nbytes = self.nbytes[table_of(affix[0])]
             if size != nbytes:
                 raise UnsupportedByBackend(
-                    f"{url}: {shown(key)} has {size} bytes, but its file has pages of {nbytes}"
+                    f"{url}: {shown(key)} has {size} bytes, but its file has pages of {nbytes} "
+                    "bytes; check the profile"
                 )
 
     def refuse_other_models(self, url: str, tables: Iterable[PageTable]) -> None:

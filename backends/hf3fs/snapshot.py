@@ -1,6 +1,7 @@
 """Snapshot of SGLang's 3FS metadata server: the page of each key, and the free pages.
 
-JSON, parsed as a stream: memory is little more than the resulting columns, about 90 bytes per key.
+The JSON text is parsed as a stream: memory is little more than the resulting columns, about 90
+bytes per key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """
@@ -118,7 +119,9 @@ def read_snapshot(path: Path | str) -> Snapshot:
             saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
             snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
     except OSError as error:
-        raise StoreUnavailable(failed(path, "read the snapshot", error)) from error
+        raise StoreUnavailable(
+            failed(path, "read the snapshot", error, "check the path and its permissions")
+        ) from error
     pa.default_memory_pool().release_unused()
     return snapshot
 
@@ -396,7 +399,9 @@ def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None
     except FileExistsError:
         raise FormatError(f"{path}: already exists; choose another name") from None
     except OSError as error:
-        raise StoreUnavailable(failed(path, "write the snapshot", error)) from error
+        raise StoreUnavailable(
+            failed(path, "write the snapshot", error, "check the directory and its free space")
+        ) from error
 
 
 def _document(snapshot: Snapshot) -> Iterator[bytes]:

@@ -340,7 +340,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages. With `identify`, rows are GONE whose keys the server no longer has.
+        """Read pages. With `identify`, a row is GONE if the server then lacks its key.
 
         If a key is evicted and stored again during the read, its row is OK although the bytes are
         wrong; `read_confirmed` detects this. SHORT: the data file ends within the page.
@@ -523,10 +523,10 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return self._server
 
     def delete(self, rows: Rows) -> Result:
-        """Delete keys through the server, which frees their pages even while they are being read.
+        """Delete keys through the server, which frees their pages even if a reader still uses them.
 
         All keys of a shared page must be in one call; else the page would be free while a key still
-        maps to it. If one of them is missing from the call, the others are ERROR and stay.
+        maps to it. If one of these keys is missing from the call, the others are ERROR and stay.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)

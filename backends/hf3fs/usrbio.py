@@ -56,7 +56,7 @@ def find_usrbio(prefix: str) -> Usrbio | None:
 
 
 class UsrbioReader:
-    """Reads pages into one named arena, with a ring for each reading thread.
+    """Reader of pages into one named arena, with a ring for each thread that reads.
 
     The arena's name is removed once the daemon has opened the memory.
     """
@@ -68,7 +68,9 @@ class UsrbioReader:
         try:
             self._iovec: Any = self._module.make_iovec(memory, self._mount)
         except OSError as error:
-            raise self._unavailable(f"cannot register a buffer: {error.strerror}") from error
+            raise self._unavailable(
+                f"cannot register the buffer for reads: {error.strerror}"
+            ) from error
         arena.forget_name()
         self._lock = threading.Lock()
         self._idle: queue.LifoQueue[Any] = queue.LifoQueue()

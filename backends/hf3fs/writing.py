@@ -53,7 +53,7 @@ class PageWrites:
 
 
 class PageWriter:
-    """Writes pages of any table; safe to use from several threads."""
+    """Writer of pages to any table; safe to use from several threads."""
 
     def __init__(self, server: MetadataClient, files: DataFiles) -> None:
         self._server = server
