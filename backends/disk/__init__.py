@@ -1,1 +1,1 @@
-"""Local files: durable writes, bounded reads, no links followed."""
+"""Local files: durable writes, bounded reads, directories below which no link is followed."""

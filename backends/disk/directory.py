@@ -1,8 +1,8 @@
 """Directories used through their descriptors, without following links.
 
 An option (STORE, --quarantine, the parent of --lock) may name a directory through links. Each
-level below is opened relative to the level above, without following links or waiting for a FIFO.
-Entries must be regular files or directories of trusted owners; any other entry raises
+directory or file below is opened relative to its parent, without following links or waiting for a
+FIFO. Entries must be regular files or directories of trusted owners; any other entry raises
 UntrustedError.
 """
 
@@ -96,7 +96,7 @@ class Directory:
     """
 
     def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
-        """Take over a descriptor, which `close` closes."""
+        """Take over the descriptor of a directory; `close` closes it."""
         self.descriptor = descriptor
         self.path = path
         self.trust = trust

@@ -42,7 +42,7 @@ def sync_directory(directory: int) -> None:
     try:
         os.fsync(directory)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:  # some network file systems need no sync
+        if error.errno not in UNSUPPORTED:  # network file systems that need no sync
             raise
 
 
@@ -137,7 +137,7 @@ def new_file(
     durable:   sync the bytes before the rename, and the name after it.
     Raises OSError.
     """
-    # Not derived from the file's name, which may already have the maximum length.
+    # Do not derive this name from the file's name, which may already have the maximum length.
     partial = partial or f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp"
     partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
     descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)

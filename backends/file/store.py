@@ -353,7 +353,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         if_absent: bool,
         preserve: bool = False,
     ) -> Result:
-        """Let the system copy files, with the steps of `write_from`."""
+        """Let the system copy files, then sync and rename them as `write_from` does."""
         if not isinstance(source, FileStore):
             raise UnsupportedByBackend(
                 f"{self.url}: cannot copy objects directly from {source.url}"
@@ -466,7 +466,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             raise self._unavailable(error) from error
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys are regular files, one stat each."""
+        """Return which keys are regular files, with one stat per key."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
 
@@ -488,7 +488,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return touched
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few files again, one stat each."""
+        """List a few files again, with one stat per file."""
         names = [os.fsdecode(key) for key in keys_of(rows) if is_file_name(key)]
         try:
             batch = ask_each(self._directory, scan_schema(columns), names)
@@ -639,7 +639,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
 
     def _sync_data(self, names: Collection[bytes]) -> None:
-        """Sync files, by one syncfs if possible: far cheaper than an fsync each."""
+        """Sync files by one syncfs if possible, which is far cheaper than an fsync per file."""
         if sync_file_system(self._directory):
             return
         for name in names:

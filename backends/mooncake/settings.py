@@ -82,7 +82,7 @@ class MooncakeSettings:
 
 
 class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
-    """Settings of one source, with SGLang's defaults; only types are checked."""
+    """Settings of one source, with SGLang's defaults. Decoding checks only the types."""
 
     master: str | None = None
     client: str | None = None
@@ -102,7 +102,7 @@ class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SettingsSource:
-    """Settings of one source, and its name in messages."""
+    """Settings of one source, with the source's names for messages."""
 
     where: str  # prefix of a setting's name
     error: type[HicacheError]
@@ -261,11 +261,13 @@ def _from_environment(environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
-    """Read SGLang's JSON config; missing settings get SGLang's defaults, not the variables."""
+    """Read SGLang's JSON config. Missing settings get SGLang's defaults.
+
+    Variables count only for the host name, and for the protocol if the config lacks one.
+    """
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:
-        # As in SGLang, the only setting that falls back to the environment.
         config["protocol"] = environ["MOONCAKE_PROTOCOL"]
     stated = convert(config, _SettingsForm, where)
     if "master_server_address" not in config and "client_server_address" not in config:

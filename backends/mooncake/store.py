@@ -88,7 +88,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         writes=True,
         deletes=True,
         evicts=True,
-        versions_recur=True,  # freed memory is reused
+        versions_recur=True,  # freed memory is reused, so a new object can get an old version
         logs_natively=True,
     )
     lease_wait_seconds: float = 2 * LEASE_SECONDS
@@ -211,7 +211,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return scan_batch(schema, columns, len(columns["key"]))
 
     def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
-        """Query sizes with one call each, which grants leases."""
+        """Query sizes with one call per key, which grants leases."""
         found = sizes.to_pylist()
         for place_ in places.tolist():
             key = _text(keys[place_].as_py())

@@ -46,7 +46,7 @@ _HEAD_BYTES = RECORD_BYTES + 256  # enough for one read of a record's head, unle
 
 
 class UnfinishedPackError(FormatError):
-    """A pack without a trailer: it is being written, or was cut off."""
+    """The pack has no trailer: it is being written, or was cut off."""
 
 
 class OtherContentError(FormatError):

@@ -99,7 +99,8 @@ class PackWriter:
         self._is_valid = False  # the file ends with an index of all objects
         self._written: Metadata | None = None  # metadata in the file
         self._has_tail = False  # bytes follow the last whole record
-        self.may_finish = False  # `close` finishes the file: this run wrote it or took it over
+        # Whether `close` finishes the file: this run has written to it or taken it over.
+        self.may_finish = False
         self._failed: OSError | None = None
         self._turn = threading.Lock()
         self._plans = PlanMemory()

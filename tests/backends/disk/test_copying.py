@@ -24,7 +24,7 @@ WAYS = ("whole", "in pieces", "nothing", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUP
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The system's answer to copy_file_range."""
+    """Replace copy_file_range by a function with this result or error; return its name."""
     system = os.copy_file_range
     answer: str = request.param
 

@@ -27,13 +27,13 @@ def reads(user: frozenset[int], bits: int, group: int | None) -> bool:
 def test_what_is_made_is_read_by_nobody_who_could_not_read_all_sources(
     sources: list[Permissions], group: int
 ) -> None:
-    """A source of no particular group is readable by everyone or only by its owner."""
+    """If a source has no group, its group bits equal the bits of everyone."""
     sources = [
         source
         if source.group is not None
         else Permissions(with_foreign_group(source.bits), source.group)
         for source in sources
-        # Leave out files that everyone except one group may read: such users have no name here.
+        # Leave out files that give everyone more rights than the group: USERS has no such users.
         if source.bits >> 3 & 0o7 | source.bits & 0o7 == source.bits >> 3 & 0o7
     ]
     made = reduce(Permissions.both, sources, Permissions()).for_group(group)

@@ -84,7 +84,7 @@ def put_pages(cluster: Cluster, pages: int, nbytes: int = OBJECT_BYTES) -> list[
 
 
 def evicted_after(cluster: Cluster, look: Look) -> list[int]:
-    """Fill the segment after a look; return the evicted objects, by age."""
+    """Fill the segment after a look; return the ages of the evicted objects: 0 is the oldest."""
     cluster.clear()
     keys = put_pages(cluster, PAGES)
     time.sleep(LEASE_S)
@@ -107,7 +107,7 @@ def settled_keys(cluster: Cluster) -> set[str]:
 
 
 def ask_with_leases(cluster: Cluster, keys: list[str]) -> None:
-    """Query half of the objects in the way that a look must avoid."""
+    """Query the older half of the objects with the client, which grants leases."""
     assert cluster.client().batch_is_exist(keys[: PAGES // 2]) == [1] * (PAGES // 2)
 
 
@@ -118,7 +118,7 @@ def test_the_same_objects_are_evicted_with_and_without_a_look(
     assert undisturbed == list(range(len(undisturbed)))  # the oldest
     assert undisturbed
     assert evicted_after(evicting, look) == undisturbed
-    # The comparison is able to fail: an ordinary query saves its objects from eviction.
+    # The test can fail: a query that grants leases saves its objects from eviction.
     assert not set(evicted_after(evicting, ask_with_leases)) & set(range(PAGES // 2))
 
 

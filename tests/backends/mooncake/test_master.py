@@ -222,7 +222,7 @@ def test_a_master_that_dies_is_one_clear_line(mooncake_package: None) -> None:
 def test_replicas_in_memory_and_on_disk_are_told_apart(
     mooncake_package: None, tmp_path: Path
 ) -> None:
-    """Evicted objects that remain on disk have no version: a new file would have the same name."""
+    """An evicted object on disk has no version: an object written later gets the same file name."""
     with (
         Cluster(16 << 20, stores=2, lease_ms=100, root_fs_dir=tmp_path) as cluster,
         closing(MasterAdmin(cluster.admin)) as admin,

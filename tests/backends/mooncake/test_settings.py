@@ -131,7 +131,7 @@ def test_the_config_file_says_everything(config_file: ConfigFile) -> None:
 def test_the_config_file_is_one_whole_and_leaves_only_the_protocol_to_the_environment(
     config_file: ConfigFile,
 ) -> None:
-    """This is SGLang's rule, which is not obvious."""
+    """As in SGLang: with a config file, only MOONCAKE_PROTOCOL of these variables counts."""
     others = {
         "MOONCAKE_MASTER": "other:1",
         "MOONCAKE_MASTER_METRICS_PORT": "2",

@@ -51,7 +51,7 @@ def brief_cluster(mooncake_package: None) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def brief_store(brief_cluster: Cluster) -> Iterator[MooncakeStore]:
-    """One for all tests: Mooncake's client takes a second to close."""
+    """One store for all tests of `brief_cluster`: Mooncake's client takes a second to close."""
     with opened(brief_cluster) as store:
         yield store
 
@@ -226,7 +226,7 @@ while True:
 
 
 def test_what_a_killed_writer_had_begun_is_not_called_ours(mooncake_package: None) -> None:
-    """A put of such a key also returns 0, until the master discards the other put."""
+    """A put of a key with an unfinished put also returns 0, until the master discards that."""
     with (
         Cluster(put_start_discard_timeout_sec=DISCARD_S) as cluster,
         opened(cluster) as store,

@@ -228,7 +228,7 @@ def test_there_is_one_writer(path: Path, arena: Arena) -> None:
 def test_a_pack_that_its_writer_removes_while_another_opens_it_is_not_written_to(
     path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer without objects removes the file: objects written now would be lost."""
+    """A writer that wrote no object removes the file: a later writer's objects would be lost."""
     first = opened(path, arena, create=True)
 
     def open_late(path: str, flags: int) -> int:
