@@ -24,7 +24,7 @@ from hicachectl.move.migration_plan import plan_migration
 from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.runs import CopyRun
 from hicachectl.move.survey import StorePair
-from hicachectl.text.units import human_size
+from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
@@ -232,8 +232,9 @@ class _Migration:
             remarks.append(self._place_remark)
         if self._progress is not None and earlier is None:
             remarks.append(
-                f"An earlier run of this migration was interrupted after {self._progress.pages} "
-                "pages; without --resume, this run did not use the journal of that run"
+                "An earlier run of this migration was interrupted after "
+                f"{counted(self._progress.pages, 'page')}; without --resume, this run did "
+                "not use the journal of that run"
             )
         return MigrationOutcome(document, problems, [*remarks, *self._source.remarks])
 

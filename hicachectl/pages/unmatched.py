@@ -18,7 +18,7 @@ from hicachectl.formats.wording import failed
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.listing import key_text
 from hicachectl.pages.selection import Selection, select
-from hicachectl.text.units import human_age
+from hicachectl.text.units import counted, human_age
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _listed(what: str, found: Iterable[tuple[Any, int]]) -> str:
     if not pages:
         return ""
     named = [
-        f"{name} ({count} pages)" if count else str(name)
+        f"{name} ({counted(count, 'page')})" if count else str(name)
         for name, count in sorted(pages.items(), key=lambda item: str(item[0]))
     ]
     more = [f"{len(named) - _NAMED} more"] if len(named) > _NAMED else []

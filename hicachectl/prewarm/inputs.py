@@ -69,6 +69,7 @@ def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) ->
     from hicachectl.prewarm.ranking import Ranker
     from hicachectl.requests.chains import chains_of_pages
     from hicachectl.requests.files import read_page_list
+    from hicachectl.text.units import counted
 
     listed = read_page_list(options["pages"])
     label = profiled_deployment(profile, codec_for(grammar)).label(codec_for(grammar))
@@ -78,8 +79,8 @@ def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) ->
         return WarmingInputs(pages=pages, in_others=others)
     if in_others:
         raise UsageError(
-            f"{listed.source}: {len(in_others)} rows name groups of deployments other than the "
-            f"profile's ({label}); remove these rows from a file with chains"
+            f"{listed.source}: {counted(len(in_others), 'row')} of other deployments than the "
+            f"profile's ({label}); remove such rows from a file with chains"
         )
     return WarmingInputs(chains_of_pages(listed.chains(), profile.page_size), Ranker())
 

@@ -13,6 +13,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.formats.wording import GIVE_PROFILE
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.group_table import UNKNOWN
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -45,7 +46,10 @@ def reading_gaps(
     of objects to read; reached: those tried before the time limit. groups: number of page groups.
     """
     if groups and in_flight == groups:
-        yield "in-flight", f"all {groups} page groups are younger than --grace; verify again later"
+        yield (
+            "in-flight",
+            f"every page group ({groups}) is younger than --grace; verify again later",
+        )
     for check, count in planned.items():
         if count:
             if not reached:
@@ -63,8 +67,8 @@ def reading_gaps(
     if reached < rows:
         yield (
             "unread-objects",
-            f"{rows - reached} of {rows} objects were not read before --time-limit; give a longer "
-            "--time-limit",
+            f"not read before --time-limit: {rows - reached} of {counted(rows, 'object')}; give a "
+            "longer --time-limit",
         )
 
 
@@ -146,7 +150,9 @@ def unjudged(
         )
     ambiguous = int((groups.states == UNKNOWN).sum())
     if ambiguous and GROUPS.name in chosen:
-        why = f"{ambiguous} page groups with ambiguous keys: {ambiguity_remark(inventory)}"
+        why = (
+            f"{counted(ambiguous, 'page group')} with ambiguous keys: {ambiguity_remark(inventory)}"
+        )
         yield "ambiguous-groups", why
     profiled = bool(table.deployments) and table.deployments[0].profile is not None
     if profiled and (groups.deployment_ids > 0).any():
@@ -165,12 +171,12 @@ def unjudged(
         if sizeless := _pools_without_size(inventory):
             yield SIZES.name, f"{', '.join(sizeless)}: no size is common to most objects"
         if known := int((unsized >= 0).sum()):
-            yield SIZES.name, f"the store lists no size for {known} objects"
+            yield SIZES.name, f"the store lists no size for {counted(known, 'object')}"
     unreadable = int((expected_sizes(table)[unsized] == UNKNOWN_SIZE).sum())
     if unreadable and not reading_groups().isdisjoint(chosen):
         yield (
             "unread-objects",
-            f"{unreadable} objects were not read, since the store lists no size for them; give "
+            f"not read, because the store lists no size: {counted(unreadable, 'object')}; give "
             "--profile or --allow-leases",
         )
 

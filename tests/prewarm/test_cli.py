@@ -379,7 +379,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
-    assert "1 rows name groups of deployments other than" in refused
+    assert "1 row of other deployments than the profile's" in refused
 
 
 @pytest.mark.parametrize("asked", ["--all", "--pages", "--token-ids"])
