@@ -160,7 +160,7 @@ class Workers:
 
     def _killed(self, child: _Worker) -> UsageError:
         """Return the error for a child that ended without a report."""
-        self._children.remove(child)  # after waitpid, its pid may be another process's
+        self._children.remove(child)  # after waitpid, another process may get the pid
         child.inbox.close()
         how = "ended without a result"
         with suppress(ChildProcessError):

@@ -293,7 +293,7 @@ class Pipeline(Generic[T]):
     def _one(self, upcoming: _Upcoming, arena: Arena, allocator: SlabAllocator) -> T:
         task, named = upcoming.task, upcoming.named  # read once: another thread may set `named`
         offsets, nbytes = place(task.capacities)
-        name = task.name or f"a task of {len(task.rows)} objects"
+        name = task.name or f"a task (objects: {len(task.rows)})"
         slab = allocator.reserve(max(nbytes + task.room, 1), name=name)
         try:
             offsets = np.asarray(offsets) + slab.offset

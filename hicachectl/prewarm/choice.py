@@ -1,4 +1,4 @@
-"""Choose the objects to copy: prefixes need them, and they fit into the budget."""
+"""Choose the objects to copy: objects that prefixes need, within the budget."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ def leave_too_large(
 def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
     """Leave out targets made from objects of a wrong size; return a problem for each group.
 
-    whole_groups: leave out every target of such a group. Groups that the destination already has
-    stay wanted; their objects there are compared with the expected sizes, not the source's.
+    whole_groups: leave out every target of a group with a wrong object. Groups that the destination
+    already has stay wanted: objects in the destination are compared with the expected sizes, not
+    with the source's.
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
     misfits = rows.where(

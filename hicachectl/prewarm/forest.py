@@ -1,4 +1,4 @@
-"""The prefix forest of a trace: every block and the block before it in its chain."""
+"""The prefix forest of a trace: each block with its parent, the previous block of its chain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Forest:
 
     names:   [blocks] int64, the trace's block ids; or [blocks, 32] uint8, page hashes.
     parents: [blocks] int32, -1 for the first block of a chain.
-    depths:  [blocks] int32, number of blocks before it in its chain.
+    depths:  [blocks] int32, number of blocks before the block in its chain.
     """
 
     names: npt.NDArray[np.int64] | npt.NDArray[np.uint8]
@@ -111,7 +111,7 @@ def _two_parents(forest: Forest, block: int, before: int) -> str:
 
 
 def name_of(forest: Forest, block: int) -> str:
-    """Return a block's name as plan files spell it."""
+    """Return a block's name as in plan files."""
     name = forest.names[block]
     return name.tobytes().hex() if forest.hashed else str(name)
 

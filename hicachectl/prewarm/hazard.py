@@ -93,7 +93,8 @@ def age_edges(durations: Floats) -> Floats:
     """Return the starts of age spans, which are short at ages with many next uses.
 
     durations: of the waits that ended; at least one is above 0. Up to the median, all spans have
-    equally many uses. Beyond it, each span is 1.5 times as long as the one before.
+    equally many uses. Beyond the median, each span is 1.5 times as long as the previous
+    span.
     """
     shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
     longest = float(durations.max())

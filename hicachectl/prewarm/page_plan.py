@@ -39,7 +39,7 @@ class PrewarmRequest:
     """Chains or pages to copy into a store, and limits on copying.
 
     profile: of the source. destination_profile: of the destination's servers; None: the same.
-    chains: None if prefixes are unknown; then whole pages are copied.
+    chains: None if prefixes are unknown; whole pages are then copied.
     pages: without chains, the pages to copy, best first; None: all pages, newest first.
     served: profile of each live server of the destination, by URL, to count usable pages for.
     in_others: pages that the request names only in groups of other deployments.
@@ -75,9 +75,9 @@ class PrewarmRequest:
 class PagePlan:
     """Pages to copy, best first.
 
-    wanted: survey rows of wanted pages, best first. items: those rows to copy. cost: bytes that
-    each item adds to the destination. actions: one for every survey row. parents, depths: of each
-    item in its chain; null and 0 if unknown.
+    wanted: survey rows of wanted pages, best first. items: the rows among these to copy. cost:
+    bytes that each item adds to the destination. actions: one for every survey row. parents,
+    depths: of each item in its chain; null and 0 if unknown.
     names: pages that servers could restore from the source. there: how many of these the
     destination has. missing: how many requested pages are not in `names`. cut: whether the budget
     excluded pages.
@@ -98,14 +98,14 @@ class PagePlan:
 
     @property
     def conflicts(self) -> IntArray:
-        """Survey rows of wanted pages of which the destination has an object of another size."""
+        """Survey rows of wanted pages with an object of another size in the destination."""
         found: IntArray = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
         return found
 
     def work(self) -> PageWork:
         """Return the work on the pages, best first.
 
-        COMPLETE also copies pages of which the destination has nothing.
+        The action COMPLETE also copies pages of which the destination has no object.
         """
         partly = (self.actions[self.items] == Action.COMPLETE).any()
         return PageWork(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)

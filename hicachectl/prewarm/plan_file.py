@@ -1,8 +1,8 @@
 """Plan files: JSON lines, best first.
 
-A row is {"page", "parent", "depth", "value", "requests", "last_seen"}. "parent" is the page before
-it in its chain, or null. Both are page hashes, or block ids if the trace has only these. Executing
-a plan needs only "page".
+A row is {"page", "parent", "depth", "value", "requests", "last_seen"}. "parent" is the previous
+page of the chain, or null. Both are page hashes, or block ids if the trace has no token ids.
+Executing a plan needs only "page".
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PlannedPages:
     """Pages of a plan file.
 
     hashes:  [pages, 32] uint8, best first, distinct.
-    parents: [pages] int64, index in the plan of the page before it in its chain; -1: none, or
-        not in the file.
+    parents: [pages] int64, index in the plan of the previous page of the chain; -1 if there is
+        none, or none in the file.
     """
 
     hashes: npt.NDArray[np.uint8]

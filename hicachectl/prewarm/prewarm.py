@@ -274,7 +274,7 @@ def touch_pages(
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
-    """Return what servers can restore from a store as it is, without copying."""
+    """Return the outcome without copying: the pages that servers can restore from a store now."""
     if request.chains is None:
         raise UsageError("--all needs a store to copy from; give --from SRC")
     started = time.monotonic()
@@ -371,7 +371,10 @@ def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
 
 def _conflicts(plan: PagePlan) -> list[Problem]:
     pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
-    why = "the destination has an object of another size under one of the page's keys"
+    why = (
+        "the destination has an object of another size under one of the page's keys; check both "
+        "stores with hicachectl verify"
+    )
     return [Problem(page, None, why) for page in pages]
 
 

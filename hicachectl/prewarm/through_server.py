@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Request
 
 REQUEST_TIMEOUT_S = 120.0
-BUSY_PATIENCE_S = 300.0  # how long a server may answer only that it is busy
+BUSY_PATIENCE_S = 300.0  # longest time for which a server may answer only "busy"
 
 _TRIES = 3  # of one request
 _GIVE_UP_AFTER = 3  # failed requests in a row
@@ -84,7 +84,10 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
     if len(token_ids) < wanted - 1:
-        raise FormatError(f"{request.where}: {len(token_ids)} tokens are too few for {pages} pages")
+        raise FormatError(
+            f"{request.where}: tokens ({len(token_ids)}) are too few for the pages to restore "
+            f"({pages}); if the file has changed, run again"
+        )
     token_ids += token_ids[-1:] * (wanted - len(token_ids))
     return Prefix(number, pages, token_ids, request.extra_key, request.cache_salt)
 
@@ -122,7 +125,7 @@ def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
-# Of each thread: its results, its error if it failed, and finally None.
+# Each thread puts its results, an error if the thread failed, and finally None.
 _Done = queue.SimpleQueue[PullResult | BaseException | None]
 
 
@@ -338,7 +341,7 @@ class _Backoff:
             self._next_s = self._pause_s
 
     def busy(self, retry_after: str) -> bool:
-        """Pause all requests as long as the server asks; return False if it was busy too long."""
+        """Pause all requests for the time that the server states; return False if busy too long."""
         now = time.monotonic()
         with self._lock:
             asked = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0

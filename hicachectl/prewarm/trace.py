@@ -93,7 +93,7 @@ class _Lines:
         """Add the request whose line begins at byte `start`. Raises FormatError."""
         tokens = request.tokens
         if (tokens is None) == (request.hash_ids is None):
-            raise FormatError('a request needs exactly one of "token_ids" and "hash_ids"')
+            raise FormatError('needs exactly one of "token_ids" and "hash_ids"')
         self.hashed = _same(self.hashed, tokens is not None, '"token_ids"', '"hash_ids"')
         self.timed = _same(self.timed, request.timestamp is not None, "a timestamp", "no timestamp")
         if request.timestamp is not None:
@@ -132,7 +132,7 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
     """Read a trace.
 
     profile: gives the page size and hash unit; needed for token ids only. Raises FormatError naming
-    the line; UsageError if the file cannot be read, or if token ids come without a profile.
+    the line; UsageError if the file cannot be read, or if token ids have no profile.
     """
     lines = _Lines(profile)
     end = 0
@@ -196,7 +196,7 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
 def _id_index(
     ids: array[int],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return the distinct ids, ascending, and the index of each id among these."""
+    """Return the distinct ids, ascending, and each id's index among the distinct ids."""
     flat = np.frombuffer(ids, np.int64) if ids else np.empty(0, np.int64)
     least, most = (int(flat.min()), int(flat.max())) if len(flat) else (0, -1)
     if least >= 0 and most < 4 * len(flat):  # mostly consecutive: a table instead of a sort

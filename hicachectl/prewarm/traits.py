@@ -50,7 +50,7 @@ class RequestFactors:
     ) -> Codes:
         """Return one small int for each block, from its last request, depth and number of uses.
 
-        left: whether its conversation continued without the block.
+        left: whether the conversation continued without the block.
         """
         use = _by_edges(_USES, uses)
         depth = _by_edges(_BLOCKS, depths)

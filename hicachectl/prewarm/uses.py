@@ -22,7 +22,7 @@ class Uses:
     previous: [references] int32, the last request before this one to use the block; -1: none.
     earlier:  [references] uint8, number of earlier uses, at most `MOST_COUNTED`.
     last:     [blocks] int32, the last request that used the block.
-    counts:   [blocks] int32, number of requests that used it.
+    counts:   [blocks] int32, number of requests that used the block.
     """
 
     previous: npt.NDArray[np.int32]
@@ -36,11 +36,11 @@ class Conversations:
     """Links between requests, as turns of conversations; all [requests].
 
     known:  int64, leading blocks that were used before.
-    source: int32, the request that this one continues; -1: none.
-    turns:  int32, requests before this one in its conversation.
-    first:  int32, the first request of its conversation.
-    left:   int32, the first request that continues this one, and leaves behind the blocks that it
-            does not use; if there is none, the number of requests.
+    source: int32, the earlier request that this request continues; -1: none.
+    turns:  int32, number of earlier requests of the conversation.
+    first:  int32, the first request of the conversation.
+    left:   int32, the first request that continues this request. Blocks that it does not use are
+            left behind. The number of requests if none continues.
     """
 
     known: npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ def walk_uses(trace: Trace) -> Uses:
 
 
 def link_requests(trace: Trace, uses: Uses) -> Conversations:
-    """Link each request to the last one before it that used its deepest known block.
+    """Link each request to the last earlier request that used the same deepest known block.
 
     If a block has more uses than the conversation has requests, several conversations share the
     block as a prompt; it then links no requests.

@@ -52,7 +52,7 @@ class Reuse:
     span: float
 
     def chances(self, horizons: Sequence[float]) -> Iterator[tuple[slice, Floats]]:
-        """Yield slices of groups, and their chances of a use: [horizons, these groups]."""
+        """Yield slices of groups, and the chances of a use: [horizons, groups of the slice]."""
         for start in range(0, len(self.groups), _GROUPS_AT_ONCE):
             piece = slice(start, start + _GROUPS_AT_ONCE)
             requests, block_codes = np.divmod(self.groups[piece], self.traits.block_levels)

@@ -12,6 +12,7 @@ from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +65,7 @@ def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
     deployments = inventory.table.deployments
     if not deployments:
         raise ProfileError(_nothing_seen(inventory))
-    # Deployments without kv count only if no matching one has kv.
+    # Deployments without kv count only if no matching deployment has kv.
     fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
     found = [number for number in fitting if _anchors(deployments[number])] or fitting
     if not found:
@@ -91,7 +92,7 @@ def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
 
 def _nothing_seen(inventory: Inventory) -> str:
     if not len(inventory.objects):
-        return "The store has no pages"
+        return f"The store has no pages to infer a profile from; {_OTHER_SOURCES}"
     ambiguous = [
         "<hash>".join(affix)
         for affix, found in zip(inventory.table.affixes, inventory.table.resolved, strict=True)
@@ -102,7 +103,10 @@ def _nothing_seen(inventory: Inventory) -> str:
             f"The store's keys, such as {ambiguous[0]}, can be read in several ways, so the "
             f"deployment is unknown; {_OTHER_SOURCES}"
         )
-    return f"None of the {len(inventory.objects)} keys of the store is a key that SGLang writes"
+    return (
+        f"The store has {counted(len(inventory.objects), 'key')}, but none that SGLang writes; "
+        "check the store's URL"
+    )
 
 
 def _listed(deployments: Iterable[Deployment]) -> str:
@@ -189,8 +193,8 @@ def _common_size(name: str, specs: list[ObjectSpec]) -> int:
         return next(iter(by_size))
     if UNKNOWN_SIZE in by_size:
         raise ProfileError(
-            f"{name} objects of one rank have several common sizes; run hicachectl ls --objects to "
-            f"see them, and {_OTHER_SOURCES}"
+            f"{name} objects of one rank have several sizes, and the usual size is unclear; run "
+            f"hicachectl ls --objects to see the sizes, and {_OTHER_SOURCES}"
         )
     shown = ", ".join(f"{size} bytes at {_place(found[0])}" for size, found in by_size.items())
     raise ProfileError(

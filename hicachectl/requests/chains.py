@@ -32,7 +32,7 @@ _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """How tokens become pages: tokens per page, and whether token pairs are hashed."""
+    """Rule that turns tokens into pages: tokens per page, and whether token pairs are hashed."""
 
     page_size: int
     bigram: bool = False

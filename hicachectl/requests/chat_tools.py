@@ -1,6 +1,6 @@
 """Tools of a chat as SGLang passes them to a chat template.
 
-Templates write them as JSON, so every member and the order of members count. Source: SGLang
+Templates write tools as JSON, so every member and the order of members count. Source: SGLang
 srt/entrypoints/openai/protocol.py :: Tool, Function; serving_chat.py :: _process_messages.
 """
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from hicachectl.requests.files import Chat
 
-_ALWAYS = ("description", "name", "parameters")  # null if a request omits them
+_ALWAYS = ("description", "name", "parameters")  # null if a request omits the member
 _WHERE_GIVEN = ("strict", "defer_loading")
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 _CHOICES = ("auto", "required", "none")
 
 
 def template_tools(chat: Chat) -> list[dict[str, Any]] | None:
-    """Return a chat's tools as its template gets them, or None.
+    """Return the tools that SGLang passes to a chat's template, or None.
 
     Raises FormatError for a malformed tool, an unknown choice, and types in JSON schemas that
     SGLang would replace.

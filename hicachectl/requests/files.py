@@ -53,7 +53,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PageList:
-    """Pages that a file names, in its order.
+    """Pages that a file names, in the file's order.
 
     source: the file, for messages. groups: for each page the label of one group (`ls` shows it as
     "group"); None: all groups. lengths: pages in each line; a line of several is a chain.

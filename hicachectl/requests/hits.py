@@ -1,6 +1,6 @@
-"""Hits: how much of each page chain a store can serve, and the object that stops the chain.
+"""Hits: the part of each page chain that a store can serve, and the object that stops the chain.
 
-An object is usable if it exists and has its expected size, where sizes are known. Reads of a
+An object is usable if it exists and has its expected size, if sizes are known. Reads of a
 shorter object fail (files) or return stale bytes (Mooncake).
 """
 
@@ -50,7 +50,7 @@ _FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """How much of each chain can be restored; arrays are [chains] unless stated.
+    """Restorable part of each chain; arrays are [chains] unless stated.
 
     deployment:   of the restoring servers; None if the store shows none.
     needs:        the object sets that servers need; slots are ABSENT, MISFIT or HELD for each of
@@ -79,13 +79,13 @@ class Hits:
     misfits: int
 
     def usable_within(self, lengths: IntArray) -> IntArray:
-        """Return the longest usable prefix of each chain within so many pages: [chains]."""
+        """Return the longest usable prefix of each chain within `lengths` pages: [chains]."""
         return longest(self.allowed, self.chains.offsets, lengths)
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
         """Return whether restoring prefixes needs each object set of a page: [page_names, needs].
 
-        prefix_pages: [chains]; default: the usable ones. Trailing pools are needed only in the
+        prefix_pages: [chains]; default: `usable_pages`. Trailing pools are needed only in the
         window at the end of a prefix.
         """
         offsets = self.chains.offsets
@@ -128,7 +128,7 @@ def inventory_of_chains(
 def find_hits(
     inventory: Inventory, deployment_id: int | None, chains: Chains, *, own: bool = False
 ) -> Hits:
-    """Return how much of chains the servers of a deployment can restore from a store.
+    """Return the part of each chain that servers of a deployment can restore from a store.
 
     deployment_id: index into the inventory's deployments; None: nothing can be restored. own:
     ignore objects that another model wrote under the same keys. Memory: one byte for each
@@ -174,7 +174,7 @@ def _held_objects(
 ) -> GroupTable:
     """Return the objects that servers of a deployment find for distinct pages: MISFIT or HELD.
 
-    Servers look at keys only, so objects of another model count as well. own: leave those out.
+    Servers look at keys only, so objects of another model count as well, except with `own`.
     """
     table = inventory.table
     specs = table.deployments[deployment_id].specs
@@ -252,7 +252,8 @@ def _at_fault(
 ) -> tuple[IntArray, BoolArray]:
     """Return the first spec at fault at each stop [stops], and whether its object is a misfit.
 
-    pages: [stops] page numbers. stops: their indices in their chains. runs: as in `_stop_pages`.
+    pages: [stops] page numbers. stops: indices of these pages in their chains. runs: as in
+    `_stop_pages`.
     """
     beyond = stops >= runs
     first = np.full(len(pages), np.iinfo(np.int64).max)

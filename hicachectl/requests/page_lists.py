@@ -84,7 +84,7 @@ class NamedGroups:
     def refuse_several(self, among: BoolArray, store: str) -> None:
         """Raise UsageError if a bare page names groups of several deployments.
 
-        among: [groups] those that other options select.
+        among: [groups] whether other options select the group.
         """
         count = len(self.groups.labels)
         codes = np.unique(self._codes[self.by_page & among])

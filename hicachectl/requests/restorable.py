@@ -35,7 +35,7 @@ _OPTIONS = {
     "page_size": "",
     "kv_cache_dtype": "",
 }
-# Keys do not show these: objects with other values have the server's keys as well.
+# Keys do not show these settings: objects written with other values have the server's keys too.
 _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Prompt
 
 _TOKENIZER_FILE = "tokenizer.json"
-_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known ones have about 40 MB
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest known file has about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
 # Classes whose add_bos_token (default true) overrides tokenizer.json's post-processor;
@@ -46,7 +46,7 @@ _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 
 
 def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
-    """Open the given directory's tokenizer, or that of the first place with one.
+    """Open the tokenizer of the given directory, else of the first place that has a tokenizer.
 
     places: directories, or files in them. Raises UsageError if no place has a tokenizer.
     """

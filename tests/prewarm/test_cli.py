@@ -379,7 +379,12 @@ def test_rows_of_ls_name_the_group_to_copy(
     listed.write_text(f"{json.dumps(HASHES[:2])}\n{json.dumps(rows[0])}\n")
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
-    assert "1 row of other deployments than the profile's" in refused
+    assert f"{listed}: 1 row of other deployments than the profile's" in refused
+    others = [row for row in rows[:3] if row["page"] not in HASHES[-1:]][:2]
+    listed.write_text("".join(f"{json.dumps(row)}\n" for row in ([HASHES[-1]] * 2, *others)))
+    refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
+                     exit_code=2).stderr  # fmt: skip
+    assert f"{listed}: 2 rows of other deployments than the profile's" in refused
 
 
 @pytest.mark.parametrize("asked", ["--all", "--pages", "--token-ids"])

@@ -350,5 +350,7 @@ def test_a_prefix_has_the_tokens_that_its_pages_need(bigram: bool) -> None:
 def test_the_token_beyond_the_last_page_may_be_any() -> None:
     request = Request("x", list(range(8)))
     assert list(prefix_of(0, request, 2, Hashing(4)).token_ids) == [*range(8), 7]
-    with pytest.raises(FormatError, match="8 tokens are too few for 3 pages"):
+    with pytest.raises(
+        FormatError, match=r"tokens \(8\) are too few for the pages to restore \(3\)"
+    ):
         prefix_of(0, request, 3, Hashing(4))

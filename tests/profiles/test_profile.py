@@ -218,8 +218,8 @@ def test_sidecars_without_kv_do_not_ask_for_a_choice(invoke: Invoke, tmp_path: P
 @pytest.mark.parametrize(
     ("stems", "message"),
     [
-        ([], "no pages"),
-        (["-foreign"], "None of the 4 keys"),
+        ([], "no pages to infer a profile from; give --profile"),
+        (["-foreign"], "The store has 4 keys, but none that SGLang writes; check the store's URL"),
         (["_m_1_2"], "several ways"),
         ([".swa_m_0_2", ".swa_m_1_2"], "no kv objects of model 'm'"),
         (["_m", *(f".mamba_m_{r}_{n}" for n in (2, 4) for r in range(n))], "TP sizes (2, 4)"),
@@ -247,7 +247,7 @@ def test_stages_of_unequal_size_are_refused_with_what_to_do(invoke: Invoke, tmp_
 def test_objects_of_no_usual_size_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     for number in range(4):
         put(tmp_path, f"{page(number)}_m.bin", 64 + number)
-    assert "several common sizes" in refused(invoke, tmp_path)
+    assert "several sizes, and the usual size is unclear" in refused(invoke, tmp_path)
 
 
 def test_empty_sidecars_are_refused(invoke: Invoke, tmp_path: Path) -> None:
