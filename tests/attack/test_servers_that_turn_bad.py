@@ -202,7 +202,7 @@ def test_a_page_that_is_given_to_several_keys_is_written_by_none(
     script = Turning(address, 0, altered(numbers(index)))
     found, at = turned(said, copying(place, source), script)
     assert_refused(found, at)
-    assert "gives one page to several keys" in found.stderr
+    assert "gave one page to several keys" in found.stderr
     assert "may stay reserved" in found.stderr
     place.save()
     assert place.pages() == []
@@ -225,7 +225,7 @@ def test_a_page_that_no_table_has_is_not_given_back(
 
     found, _ = turned(said, copying(place, source), Turning(address, 0, bad))
     assert found.status == 4, found
-    assert "page is beyond the end of its table" in found.stderr
+    assert "returned a page beyond the end of the table" in found.stderr
     place.save()
     for table in place.tables().values():
         assert all(page < table["num_pages"] for page in table["free_pages"])

@@ -107,8 +107,8 @@ def test_a_page_size_that_nothing_vouches_for_is_said_and_repairs_nothing(
     before = indices(place)
     profile = ("--profile", place.prefix.parent / "profile.toml")
     said = invoke("verify", place.url, *profile, "--grace", "0s", exit_code=4).stderr
-    assert f"0:kv has {NUM_PAGES} pages" in said
-    assert f"ends after {3 * PAGE_BYTES + 7} bytes" in said
+    assert f"0:kv: the table has {NUM_PAGES} pages" in said
+    assert f"the file has only {3 * PAGE_BYTES + 7} bytes" in said
     assert "file_size=" in said
     assert "file_size=" in invoke("ls", place.url, *profile).stderr
     said = invoke("verify", place.url, *profile, *REPAIR, exit_code=2).stderr
@@ -152,4 +152,4 @@ def test_pages_of_the_profile_that_are_too_small_are_refused(invoke: Invoke, pla
     profile = place.prefix.parent / "small.toml"
     profile.write_text(dump_profile(replace(ALONE, page_size=4)))
     said = invoke("verify", place.url, "--profile", profile, exit_code=2).stderr
-    assert f"0:kv has {NUM_PAGES} pages, but {2 * NUM_PAGES} of" in said
+    assert f"0:kv has {NUM_PAGES} pages, but {2 * NUM_PAGES} pages of" in said
