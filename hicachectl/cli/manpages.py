@@ -596,6 +596,12 @@ def _profile_file() -> list[str]:
         *map(_literal, PROFILE_EXAMPLE.splitlines()),
         ".Ed",
         ".Pp",
+        *_sentences(
+            "Further fields of the deployment: dcp (decode context parallel size), linear_tp (TP "
+            "size of the Mamba states; default: tp), tag (Mooncake's extra_backend_tag), "
+            "tp_lcm_size (Mooncake with split heads) and hash_unit (token or bigram)."
+        ),
+        ".Pp",
         "Fields of each kind of pool:",
         *_list(tuple((kind.name, kind.summary) for kind in kinds())),
         ".Pp",
