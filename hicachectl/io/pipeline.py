@@ -110,7 +110,7 @@ class Loaded:
 
 
 class Pipeline(Generic[T]):
-    """Run a function over tasks; iterate once for its results, in the order of completion.
+    """Results of a function over tasks, in the order of completion; iterate once.
 
     Iterating raises the first error of a reader, such as a lost store or a task larger than the
     buffer. If the iteration ends early, by `close` or an exception, the readers end after
@@ -135,7 +135,7 @@ class Pipeline(Generic[T]):
     ) -> None:
         """Prepare the run; the iteration starts the readers.
 
-        objects:  columns of a scan; the rows of tasks count in this table.
+        objects:  columns of a scan; the rows of tasks are indices into this table.
         work:     called in reader threads.
         deadline: `time.monotonic()` after which no task begins.
         identify: also read the versions of objects.

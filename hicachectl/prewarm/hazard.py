@@ -40,7 +40,8 @@ class Waits(NamedTuple):
     """Waits for a next use; arrays are [waits].
 
     cells: int64; waits of one cell have the same level in every factor.
-    durations: float64. used: bool, False if the trace ended first. weights: float64.
+    durations: float64. used: bool, False if the trace ended first. weights: float64; a negative
+    weight subtracts the wait.
     """
 
     cells: Codes

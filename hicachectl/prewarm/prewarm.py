@@ -91,7 +91,7 @@ def prewarm(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
 ) -> PrewarmOutcome:
-    """Copy the requested pages that the destination lacks and servers could restore.
+    """Copy the requested pages that servers could restore and the destination lacks.
 
     on_listed: called with the number of objects of each listed batch. on_copied: called with the
     bytes of each finished batch and the bytes of the plan. Raises UsageError, ProfileError and

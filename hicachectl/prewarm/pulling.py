@@ -81,8 +81,8 @@ def pull(
 ) -> None:
     """Request the prefixes that the store has, from each server and DP rank.
 
-    asked: yields the requests with their numbers, anew for each server. usable_pages: pages of each
-    number's request.
+    asked: yields the requests with their numbers, anew for each server. usable_pages: number
+    of pages for each request, by the request's number.
     deadline: `time.monotonic()` of the end. reports: receives a report for each server.
     """
     hashing = Hashing.of(profile)

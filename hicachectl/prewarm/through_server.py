@@ -276,7 +276,7 @@ class ThroughServer:
                 self._pauses.failed()
 
     def _refuse_for_all(self, reply: Reply) -> None:
-        """Raise if the server would refuse every request."""
+        """Raise StoreUnavailable if the server would refuse every request."""
         if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             what = f"HTTP {reply.status}: the server requires its API key"
             raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))

@@ -1,4 +1,4 @@
-"""Codes, small integers, for the known properties of blocks that wait for their next use."""
+"""Small integer codes for the known properties of blocks that wait for their next use."""
 
 from __future__ import annotations
 

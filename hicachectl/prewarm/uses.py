@@ -19,7 +19,7 @@ MOST_COUNTED = 255  # uses, in `Uses.earlier`
 class Uses:
     """Uses of blocks.
 
-    previous: [references] int32, the last request before this one to use the block; -1: none.
+    previous: [references] int32, the last earlier request that used the block; -1 if none did.
     earlier:  [references] uint8, number of earlier uses, at most `MOST_COUNTED`.
     last:     [blocks] int32, the last request that used the block.
     counts:   [blocks] int32, number of requests that used the block.
@@ -39,8 +39,8 @@ class Conversations:
     source: int32, the earlier request that this request continues; -1: none.
     turns:  int32, number of earlier requests of the conversation.
     first:  int32, the first request of the conversation.
-    left:   int32, the first request that continues this request. Blocks that it does not use are
-            left behind. The number of requests if none continues.
+    left:   int32, the first request that continues this request. Blocks that the later request does
+            not use are left behind. If no request continues, the number of requests.
     """
 
     known: npt.NDArray[np.int64]

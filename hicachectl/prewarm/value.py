@@ -40,7 +40,8 @@ _GROUPS_AT_ONCE = 1 << 17
 class Reuse:
     """Expected reuse of a trace's blocks after its end.
 
-    groups: keys of groups of blocks with equal chances. group_of: [blocks] the group of each.
+    groups: keys of groups of blocks with equal chances. group_of: [blocks] index of each
+    block's group.
     ages: [requests] float64, time since each request. span: time since the first request.
     """
 

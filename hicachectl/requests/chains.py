@@ -120,7 +120,7 @@ def hex_chains(requests: Iterable[Request], hashing: Hashing) -> Iterator[list[s
 
 
 def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
-    """Return raw page hashes [n, 32] in hex, as in keys."""
+    """Return the hex form, as in keys, of raw page hashes [n, 32]."""
     width = 2 * HASH_BYTES
     text = _HEX[pages]
     # Arrow's 32-bit offsets can address only 2 GiB of text.

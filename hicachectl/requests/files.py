@@ -75,7 +75,7 @@ class PageList:
         return (list(islice(pages, length)) for length in self.lengths)
 
     def only_in_others(self, label: str) -> list[str]:
-        """Return the pages that are named only in groups other than this one."""
+        """Return the pages that rows name only in groups other than `label`."""
         rows = list(zip(self.pages, self.groups, strict=True))
         named = {page for page, group in rows if group in (None, label)}
         return [page for page, _ in rows if page not in named]

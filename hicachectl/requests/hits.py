@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-MISFIT, HELD = range(2)  # values of a slot that is not ABSENT; MISFIT: another size
+MISFIT, HELD = range(2)  # values of a slot that is not ABSENT; MISFIT: an object of another size
 
 _FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
 

@@ -42,7 +42,7 @@ class NamedGroups:
 
     @cached_property
     def _rows(self) -> tuple[IntArray, IntArray]:
-        """Index of each row's page among the distinct pages, and its label: -1 bare, -2 unknown."""
+        """Indices of each row's distinct page and of its label; labels: -1 bare, -2 unknown."""
         numbers: dict[str | None, int] = {t: n for n, t in enumerate(self.groups.labels)}
         numbers[None] = -1
         labels = [numbers.get(group, -2) for group in self.listed.groups]

@@ -65,8 +65,8 @@ def count_usable(
 
     target: the deployment that pages are written for; its pages are returned if no server is known.
     served: the deployment of each live server, by URL; the pages of the server that can restore
-    the fewest are returned. Raises
-    StoreUnavailable, and ProfileError if the target contradicts the store.
+    the fewest are returned. Raises StoreUnavailable, and ProfileError if the target contradicts the
+    store.
     """
     hits = find_hits(inventory_of_chains(store, target, chains, on_batch=on_batch), 0, chains)
     counted = [] if served else [(hits.usable_pages, target)]

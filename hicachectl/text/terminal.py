@@ -54,7 +54,7 @@ class MessageFormatter(logging.Formatter):
     """Formatter that makes log records safe to show."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record, made safe except for its line breaks."""
+        """Return the message of a record, escaped except for line breaks."""
         return message_text(super().format(record), keep="\n")
 
 

@@ -42,7 +42,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
-    """Apply a text function to each distinct value of a column; nulls stay."""
+    """Return the text of each value of a column; `text` is called once per distinct value.
+
+    Nulls stay null.
+    """
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     distinct = pc.dictionary_encode(values)
