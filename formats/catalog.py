@@ -1,6 +1,6 @@
 """The catalog: recorded digests of a store's objects, in a Parquet file.
 
-Columns, one row per object, distinct keys:
+One row per object, with distinct keys. Columns:
 
     key            binary   the backend's name for the object
     page           string   page hash; null if the key has none
@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Bounds on a file's claims, before anything is allocated: a hundred million objects.
+# Bounds on the sizes that a file claims, checked before memory is allocated for them.
 _MOST_ROWS = 100_000_000
 _MOST_ROW_BYTES = 1024  # average over rows, all columns; keys have about 120 bytes
 
@@ -73,7 +73,7 @@ def write_catalog(catalog: Catalog) -> bytes:
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
-    """Parse a catalog. Raises FormatError on other data, before allocating for it."""
+    """Parse a catalog. Raises FormatError for other data, before allocating memory for the rows."""
     import pyarrow.parquet as pq
 
     try:
@@ -82,7 +82,7 @@ def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalo
         _check_claims(file, metadata, len(data), source)
         entries = file.read().replace_schema_metadata(None)
         entries.validate(full=True)
-    # ValueError: pyarrow decodes names of a damaged schema as UTF-8.
+    # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:120]
         raise FormatError(f"{source}: not a catalog, or damaged: {reason}") from error
@@ -98,9 +98,11 @@ def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalo
 def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, source: str) -> None:
     form = metadata.get(b"hicachectl.catalog")
     if form is None:
-        raise FormatError(f"{source}: a Parquet file, but not a hicachectl catalog")
+        raise FormatError(f"{source}: is a Parquet file, but not a hicachectl catalog")
     if form.decode("utf-8", "replace") != FORM:
-        raise FormatError(f"{source}: catalog form {form!r:.20}; this version reads form {FORM}")
+        raise FormatError(
+            f"{source}: is a catalog of form {form!r:.20}; this version reads form {FORM}"
+        )
     if not file.schema_arrow.equals(SCHEMA):  # type: ignore[attr-defined]
         raise FormatError(f"{source}: its columns are not the columns of a catalog")
     claimed = file.metadata  # type: ignore[attr-defined]

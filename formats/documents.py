@@ -1,8 +1,8 @@
 """Parse untrusted JSON and TOML, with bounds on the number of values and on their depth.
 
-The caller bounds the size of the text. These bounds keep parsing time and memory proportional to
-it: `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte for a table header
-of five bytes.
+The caller bounds the size of the text. The bounds here keep parsing time and memory proportional to
+that size. Without them, `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte
+for a table header of five bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three parts
 MAX_DEPTH = 64
 _MAX_REASON_CHARS = 200
 
-# Strings and comments, whose structural characters do not count. An unterminated string ends the
-# parse, so text after it does not matter.
+# Strings and comments: brackets, commas and dots in them are not structure. `tomllib` stops at an
+# unterminated string, so the text after one needs no match.
 _TOML_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
     r"|'''.*?'''"
@@ -110,7 +110,7 @@ def shown(value: Any) -> str:
     """Return a parsed value for a message, in at most 60 characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # over 4,300 digits (hexadecimal in TOML), or too deep
+    except (ValueError, RecursionError):  # an int over 4,300 digits (TOML: in hex), or too deep
         return "a huge value"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -124,7 +124,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in document if names.count(name) > 1)
-        raise ValueError(f"{twice!a:.60} appears twice")
+        raise ValueError(f"member {twice!a:.60} appears twice")
     return document
 
 

@@ -1,4 +1,4 @@
-"""Exception classes of all layers; `cli.exit_codes` maps each to an exit code."""
+"""Exception classes of all packages; `cli.exit_codes` maps each to an exit code."""
 
 
 class HicacheError(Exception):
@@ -29,7 +29,7 @@ class StoreUnavailable(HicacheError):
 
 
 class UntrustedError(StoreUnavailable):
-    """A link, a special file or another user's file in a place for this tool's own files."""
+    """A link, special file or other user's file where only files of this tool belong."""
 
 
 class DeviceError(HicacheError):

@@ -26,10 +26,10 @@ _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 def convert(
     document: Any, form: type[_T], source: str, *, refusal: type[HicacheError] = FormatError
 ) -> _T:
-    """Convert a parsed document to a struct, without coercion: true and 1.0 are not an int.
+    """Convert a parsed document to a struct without coercion: neither true nor 1.0 is an int.
 
-    source: names the document in messages. Raises `refusal`, which names each field of another
-    shape or type, the expected type and the value found.
+    source: names the document in messages. Raises `refusal`, whose message names each wrong field,
+    with the expected type and the value found.
     """
     try:
         return msgspec.convert(document, form)
@@ -73,7 +73,7 @@ def _field_problems(table: dict[str, Any], form: type[msgspec.Struct], path: str
     where = f"{path}: " if path else ""
     if form.__struct_config__.forbid_unknown_fields and not fields.keys() >= table.keys():
         yield from (f"{where}unknown field {shown(name)}" for name in table if name not in fields)
-        yield f"known: {', '.join(fields)}"
+        yield f"known fields: {', '.join(fields)}"
     for name, field in fields.items():
         if name in table:
             yield from _problems(table[name], field.type, f"{path}.{name}".removeprefix("."))

@@ -36,8 +36,9 @@ def page_hashes(
 
     token_ids: in 0..2^63-1; a token of several words is a tuple, or a row of a 2-D array.
     bigram:    hash pages of `page_size` pairs (t[i], t[i+1]), as servers with EAGLE do.
-    prior:     raw hash of the previous page, or a namespace seed. A chain continues at token
-               pages * page_size, also with bigrams, whose pages share one token.
+    prior:     raw hash of the previous page, or a namespace seed. To continue a chain of `pages`
+               pages, give the tokens from index pages * page_size on. This holds for bigrams,
+               too: their pages share one token with the next page.
 
     Raises FormatError naming the position of a bad token.
     """
@@ -86,7 +87,7 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return the tokens of the shortest prompt of which a server restores `pages` pages.
+    """Return how many tokens the shortest prompt has of which a server can restore `pages` pages.
 
     Inverse of `restorable_pages`; 0 for no pages.
     """
@@ -139,7 +140,7 @@ def _rows(array: npt.NDArray[np.integer]) -> Iterator[bytes]:
 
 
 def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Return [tokens, words per token], checked."""
+    """Return the checked tokens: [tokens, words per token]."""
     try:
         values = np.asarray(token_ids)
     except ValueError:  # rows of unequal length
@@ -156,7 +157,7 @@ def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
 
 
 def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert tokens that numpy cannot convert, mostly to name the bad one."""
+    """Convert tokens that numpy cannot convert; the error names the first bad one."""
     units = [_words_of(token, position) for position, token in enumerate(token_ids)]
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):

@@ -1,8 +1,9 @@
 """The order of the axes inside one stored object.
 
-An object does not state its order, and all layouts of a pool have the same size. An object holds
+An object does not record its order, and its size is the same in all layouts. An object holds
 tensors without gaps. `formats.kinds` defines a pool's tensors; `formats.pools` places them in
 objects.
+
 Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` (flat pages) and
 `get_page_buffer_meta` (objects of one part each).
 """
@@ -82,13 +83,13 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A run of equal items in each row of a tensor.
+    """A run of items of one dtype and meaning in each row of a tensor.
 
     offset:      bytes from the start of the row.
     axes, shape: of the items, outermost first.
-    scale_floor: lowest legal fp32 scale; None for ordinary numbers.
-    scales:      column of scales for these codes, each for an equal share. Codes under a legal
-                 scale of 0 are not judged.
+    scale_floor: lowest legal fp32 scale; None if the items are not scales.
+    scales:      column of the scales of these codes; each scale serves equally many codes. Codes
+                 with a legal scale of 0 are not judged.
     """
 
     name: str

@@ -49,7 +49,7 @@ class Shard:
         return tuple(zip(AXES, self.ranks, self.sizes, strict=False))
 
     def ranks_text(self) -> str:
-        """Return the ranks for messages: `tp 0/2 pp 1/4`; "" without ranks."""
+        """Return the ranks for messages: `tp 0/2 pp 1/4`; "" if none is stated."""
         return " ".join(
             f"{axis} {rank}/{'?' if size is None else size}"
             for axis, rank, size in self.axes
@@ -57,7 +57,7 @@ class Shard:
         )
 
     def sizes_text(self) -> str:
-        """Return the sizes for messages: `tp size 2`; "without TP ranks" without sizes."""
+        """Return the sizes for messages: `tp size 2`; "without TP ranks" if none is stated."""
         sizes = [f"{axis} size {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
 
@@ -70,7 +70,7 @@ class Coordinate:
     tag:   Mooncake `extra_backend_tag`; "" without one.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
     part:  piece of the pool in this object ("k", "temporal", ...); None for the whole page.
-           Exception: on Mooncake, SGLang names the MLA object of K and V together "k".
+           Exception: on Mooncake, an MLA object holds K and V together, and its part is "k".
     """
 
     model: str

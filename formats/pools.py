@@ -62,8 +62,8 @@ class PoolPiece:
         tensors = self._ordered(layout)
         if layout == "layer_first" and kind_of(self.pool).scattered:
             raise UnsupportedByBackend(
-                "layout layer_first: pages of this pool are scattered in host memory and cannot be "
-                "stored as parts; use page_first or page_first_direct"
+                f"pools[{self.pool.name}]: pages in layout layer_first are scattered in host "
+                "memory and cannot be stored as parts; use page_first or page_first_direct"
             )
         return tensors
 
@@ -85,7 +85,8 @@ class PoolPiece:
     def _ordered(self, layout: str) -> tuple[TensorLayout, ...]:
         if layout == "page_unified":
             raise UnsupportedByBackend(
-                "layout page_unified: only for the unified key scheme; no SGLang store supports it"
+                "layout page_unified: belongs to the unified key scheme, which no SGLang store "
+                "supports"
             )
         kind_of(self.pool).check_layout(self.pool, layout)
         return tuple(tensor.in_layout(layout) for tensor in self.tensors)
@@ -97,9 +98,10 @@ def pp_ranges(
     """Return the half-open layer range of each pipeline stage.
 
     Without `partition`, the last `num_layers % pp` stages have one more layer (get_pp_indices).
-    Raises ProfileError if a stage is empty or the partition does not sum to `num_layers`.
+    Raises ProfileError if a stage is empty, or if the partition does not have `pp` stages with
+    `num_layers` layers together.
     """
-    if pp == 1:  # SGLang ignores a partition then
+    if pp == 1:  # SGLang then ignores the partition
         return ((0, num_layers),)
     small = pp - num_layers % pp
     sizes = list(partition) or [num_layers // pp + (rank >= small) for rank in range(pp)]
@@ -122,7 +124,7 @@ def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
 
 
 def model_layer_count(profile: Profile) -> int:
-    """Return the target's number of layers: of all stages, else up to the pools' highest."""
+    """Return the target's number of layers: the sum of pp_partition, or the highest number + 1."""
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)
     return max(
@@ -159,8 +161,8 @@ def pool_piece(
     if pool.is_draft and kind.shards and profile.cp > 1:
         # runtime_context.py :: draft_attn_parallel_group also depends on DP attention.
         raise ProfileError(
-            f"pools[{pool.name}]: not supported with cp {profile.cp}: SGLang shards draft heads "
-            "over a group of ranks that a profile does not state"
+            f"pools[{pool.name}]: not supported with cp {profile.cp}, because SGLang shards draft "
+            "heads over a group of ranks that a profile does not state"
         )
     tp = profile.linear_tp if kind.linear and profile.linear_tp else profile.tp
     tensors = kind.tensors(pool, len(layers) + padding, tokens, tp)
@@ -171,7 +173,7 @@ def _piece_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
     """Return a rank's layers and the number of padding layers."""
-    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft), whole on each CP rank.
+    # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft). Each CP rank holds all of it.
     hosts_draft = pp_rank == profile.pp - 1
     if pool.is_draft:
         if not hosts_draft:
@@ -189,7 +191,7 @@ def _piece_layers(
 def _split_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the target's layers of a stage or of a CP rank's share, and the padding."""
+    """Return the target's layers of one stage and CP rank, and the number of padding layers."""
     layers = _stage_layers(profile, pool, pp_rank)
     if not profile.cp_layer_split or profile.cp == 1 or not pool_name(pool.name).cp_split:
         return layers, 0
@@ -212,13 +214,13 @@ def _stage_layers(profile: Profile, pool: Pool, pp_rank: int) -> tuple[int, ...]
     total = model_layer_count(profile)
     if isinstance(pool.layers, int) and pool.layers != total:
         raise ProfileError(
-            f"pools[{pool.name}].layers: the count {pool.layers} of {total} model layers does not "
-            "determine their stages; give a list of layer numbers"
+            f"pools[{pool.name}].layers: the count {pool.layers} does not show which of the "
+            f"model's {total} layers the pool has; give a list of layer numbers"
         )
     if max(pool.layer_numbers) >= total:
         raise ProfileError(
-            f"pools[{pool.name}].layers: {max(pool.layer_numbers)} is too large; the stages have "
-            f"{total} layers"
+            f"pools[{pool.name}].layers: there is no layer {max(pool.layer_numbers)}; the stages "
+            f"have {total} layers, counted from 0"
         )
     start, end = stage_ranges(profile)[pp_rank]
     return tuple(layer for layer in pool.layer_numbers if start <= layer < end)

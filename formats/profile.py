@@ -27,8 +27,8 @@ NEWEST_SGLANG = "0.5.23"
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
-# Bounds far above any deployment refuse mistyped and hostile profiles before anything of that
-# size is built.
+# Bounds far above any deployment. They refuse mistyped and hostile profiles before memory of such
+# sizes is allocated.
 MAX_RANKS = 4096  # along one axis
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
@@ -42,7 +42,7 @@ HASH_UNITS = ("token", "bigram")
 
 _NO_TEXT = "not valid Unicode (a lone surrogate)"
 
-# Fields of a pool that count from 0, with their bounds.
+# Fields of a pool that are numbers of at least 0, with their upper bounds.
 _COUNTS = {
     "packed_draft_layers": MAX_LAYERS,
     "kv_heads": MAX_LENGTH,
@@ -129,13 +129,13 @@ def profile_to_mapping(profile: Profile) -> dict[str, Any]:
 
 
 def validate_profile(profile: Profile) -> list[str]:
-    """Return a message for every problem of a profile; none if the profile is valid."""
+    """Return a message for every problem of a profile; an empty list if the profile is valid."""
     problems = [*_size_problems(profile)]
     if problems:
         return problems  # the other checks calculate with these numbers
     problems = [*_scalar_problems(profile), *_parallel_problems(profile)]
     if not profile.pools:
-        return [*problems, "pools: at least the kv pool must be stated"]
+        return [*problems, "pools: missing; a profile needs at least the kv pool"]
     anchor = profile.pools[0]
     if anchor.name != "kv":
         problems.append(f"pools: the first pool must be kv, but is {anchor.name!r}")
@@ -154,7 +154,13 @@ def validate_profile(profile: Profile) -> list[str]:
 def above(name: str, value: int, most: int) -> Iterator[str]:
     """Yield a message if a number is larger than its bound."""
     if value > most:
-        yield f"{name}: {shown(value)} is larger than {most}"
+        yield f"{name}: must be at most {most}, but is {shown(value)}"
+
+
+def too_many(name: str, things: str, count: int, most: int) -> Iterator[str]:
+    """Yield a message if a field has more things than its bound."""
+    if count > most:
+        yield f"{name}: has {count} {things}; at most {most} are allowed"
 
 
 def _size_problems(profile: Profile) -> Iterator[str]:
@@ -162,10 +168,10 @@ def _size_problems(profile: Profile) -> Iterator[str]:
         yield from above(name, getattr(profile, name), MAX_RANKS)
     sizes = (profile.tp, profile.pp, profile.cp)
     if all(0 < size <= MAX_RANKS for size in sizes) and prod(sizes) > MAX_ALL_RANKS:
-        yield f"tp: tp x pp x cp is {prod(sizes)} ranks; at most {MAX_ALL_RANKS} are allowed"
+        yield f"tp x pp x cp: {prod(sizes)} ranks; at most {MAX_ALL_RANKS} are allowed"
     yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
     yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
-    yield from above("pools: number of pools", len(profile.pools), _MAX_POOLS)
+    yield from too_many("pools", "pools", len(profile.pools), _MAX_POOLS)
     for pool in profile.pools[:_MAX_POOLS]:
         for problem in _pool_size_problems(pool):
             yield f"pools[{pool.name}].{problem}"
@@ -177,10 +183,10 @@ def _pool_size_problems(pool: Pool) -> Iterator[str]:
     yield from above("trailing_pages", pool.trailing_pages, MAX_LENGTH)
     for name, most in _COUNTS.items():
         yield from above(name, getattr(pool, name), most)
-    yield from above("conv: number of states", len(pool.conv), _MAX_STATES)
+    yield from too_many("conv", "states", len(pool.conv), _MAX_STATES)
     for where, state in _named_states(pool):
         yield from above(f"{where}.shard_axis", state.shard_axis, _MAX_AXES)
-        yield from above(f"{where}.shape: number of axes", len(state.shape), _MAX_AXES)
+        yield from too_many(f"{where}.shape", "axes", len(state.shape), _MAX_AXES)
         yield from above(f"{where}.shape", max(state.shape, default=0), MAX_LENGTH)
         yield from above(f"{where}.groups", max(state.groups, default=0), MAX_LENGTH)
 
@@ -193,7 +199,8 @@ def _object_problems(profile: Profile, pool: Pool) -> Iterator[str]:
     items = {name: profile.page_size * row for name, row in rows.items()}
     items |= {f"{where}.shape": prod(state.shape) for where, state in _named_states(pool)}
     if sum(items.values()) * layers * max(DTYPE_BYTES.values()) >= MAX_OBJECT_BYTES:
-        yield f"{max(items, key=lambda name: items[name])}: objects must be smaller than 2^62 bytes"
+        largest = max(items, key=lambda name: items[name])
+        yield f"{largest}: too large; an object must be smaller than 2^62 bytes"
 
 
 def _named_states(pool: Pool) -> Iterator[tuple[str, StateTensor]]:
@@ -285,7 +292,7 @@ def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text is without lone surrogates, which JSON allows."""
+    """Return whether a text can be encoded: JSON allows lone surrogates, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _FIXED = {
     "page_size": "page hashes depend on the page size",
     "hash_unit": "page hashes depend on the hash unit",
-    "cp": "pages cannot be converted to another number of context-parallel ranks",
-    "cp_layer_split": "pages cannot be converted to another layer split",
-    "dcp": "pages cannot be converted to another decode context parallelism",
+    "cp": "hicachectl cannot convert pages between numbers of context-parallel ranks",
+    "cp_layer_split": "hicachectl cannot convert pages between layer splits",
+    "dcp": "hicachectl cannot convert pages between sizes of decode context parallelism",
 }
-_GRAMMARS_WITHOUT_CP = ("mooncake", "hf3fs")
+_GRAMMARS_WITHOUT_CP = {"mooncake": "Mooncake", "hf3fs": "3FS"}
 
 
 class Side(NamedTuple):
@@ -44,8 +44,8 @@ def check_transfer(source: Side, destination: Side) -> None:
     for profile, grammar, _ in (source, destination):
         if profile.cp > 1 and profile.dcp == 1 and grammar in _GRAMMARS_WITHOUT_CP:
             raise UnsupportedByBackend(
-                f"cp {profile.cp}: {grammar} keys do not name the context-parallel rank, so "
-                "objects of ranks after the first are lost"
+                f"cp {profile.cp}: {_GRAMMARS_WITHOUT_CP[grammar]} keys do not name the cp rank, "
+                "so objects of ranks after the first are lost"
             )
     _check_pools(source.profile, destination.profile)
     for profile, _, specs in (source, destination):
@@ -60,16 +60,16 @@ def _check_profiles(source: Profile, destination: Profile) -> None:
     for name, reason in _FIXED.items():
         one, two = getattr(source, name), getattr(destination, name)
         if one != two:
-            raise UsageError(f"{name}: cannot change from {one} to {two}: {reason}")
+            raise UsageError(f"{name}: cannot change from {one} to {two}, because {reason}")
     if source.dcp > 1:
         for name in ("tp", "pp", "pp_partition"):
             if getattr(source, name) != getattr(destination, name):
-                raise UnsupportedByBackend(f"{name}: cannot change for pages under DCP")
+                raise UnsupportedByBackend(f"{name}: cannot change under dcp {source.dcp}")
     ours, theirs = ({pool.name: pool for pool in p.pools} for p in (source, destination))
     for name in (*ours, *theirs):
         if name not in ours or name not in theirs:
             which = "destination" if name in ours else "source"
-            raise ProfileError(f"pools[{name}]: the {which} has no such pool")
+            raise ProfileError(f"pools[{name}]: the {which} does not have this pool")
         _check_pool(ours[name], theirs[name])
 
 
@@ -79,8 +79,8 @@ def _check_pools(source: Profile, destination: Profile) -> None:
     for pool in destination.pools:
         if ordered and not kind_of(pool).has_form:
             raise UnsupportedByBackend(
-                f"pools[{pool.name}]: its byte order is unknown, so its layout cannot change from "
-                f"{source.layout} to {destination.layout}"
+                f"pools[{pool.name}]: the axis order of the bytes is unknown, so the layout cannot "
+                f"change from {source.layout} to {destination.layout}"
             )
     for profile in (source, destination):
         for pool in profile.pools:
@@ -88,8 +88,8 @@ def _check_pools(source: Profile, destination: Profile) -> None:
             kind.check_shards(pool, profile.tp)
             if kind.linear and not pool.replicated and profile.linear_tp not in (0, profile.tp):
                 raise ProfileError(
-                    f"linear_tp: {profile.linear_tp} differs from tp {profile.tp}; keys do not "
-                    "show which rank holds which state"
+                    f"linear_tp: {profile.linear_tp} differs from tp {profile.tp}, and keys do "
+                    "not show which rank holds which state"
                 )
 
 
@@ -97,13 +97,13 @@ def _check_pool(one: Pool, two: Pool) -> None:
     ours, theirs = _comparable(one), _comparable(two)
     for name in (n for n in one.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)):
         raise ProfileError(
-            f"pools[{one.name}].{name}: {getattr(ours, name)!r} in the source, "
-            f"{getattr(theirs, name)!r} in the destination; copying cannot convert one to the other"
+            f"pools[{one.name}].{name}: cannot change from {getattr(ours, name)!r} (source) to "
+            f"{getattr(theirs, name)!r} (destination)"
         )
 
 
 def _comparable(pool: Pool) -> Pool:
-    """Return a pool with explicit dtype, without its layers, which the objects determine."""
+    """Return a pool with explicit dtype and V width, without layers: each object states its own."""
     dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
 
@@ -117,6 +117,6 @@ def _check_shared_shard(profile: Profile, expected: ObjectSpec) -> None:
     shared = coordinate.shard.tp_rank is None and coordinate.shard.heads is None
     if profile.tp > 1 and shared:
         raise UnsupportedByBackend(
-            f"pools[{pool.name}]: beside an MLA target, its keys do not name the rank, and the "
-            f"store holds only the first of {profile.tp} shards"
+            f"pools[{pool.name}]: keys beside an MLA target do not name the TP rank, so the store "
+            f"holds only the first of {profile.tp} shards"
         )

@@ -1,7 +1,8 @@
-"""Which part of a page's content an object holds, independent of the deployment.
+"""The content of objects, as regions of a page that do not depend on the deployment.
 
 A pool's content is indexed by model layer, KV head, token, channel and so on. An object holds
-boxes of it: its layers, heads and state channels, at offsets given by its axis order.
+boxes of this content: some layers, heads and state channels. The axis order determines the offset
+of a box in the object.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def object_regions(
 ) -> tuple[Region, ...]:
     """Return the boxes that an object holds; none for an object without bytes.
 
-    order: layer order of the pool in the source deployment. Raises ProfileError if a layer is not
-    in it, or if the profile does not determine which heads or channels a rank has.
+    order: layer order of the pool in the source deployment. Raises ProfileError if the object has a
+    layer that `order` lacks.
     """
     if not expected.tensors:
         return _opaque_region(profile, pool, expected) if expected.nbytes else ()
@@ -77,7 +78,7 @@ def _tensor_regions(
 
 
 def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:
-    """Return the identity of the content that an object's indices count.
+    """Return the identity of the content to which an object's indices refer.
 
     DCP ranks hold different tokens of kv under equal indices. Contents of CP ranks may differ too,
     unless the ranks divide the layers.
@@ -107,7 +108,7 @@ def _layer_spans(pool: Pool, expected: ObjectSpec, order: LayerOrder) -> list[Sp
     spans: list[Span] = []
     for place, name in enumerate(names):
         if name not in order:
-            raise ProfileError(f"pools[{pool.name}]: the source stores no {_layer_text(name)}")
+            raise ProfileError(f"pools[{pool.name}]: the source does not store {_layer_text(name)}")
         at, number = place + (padding if place >= len(held) else 0), order[name]
         last = spans[-1] if spans else None
         if last is not None and (last[0] + last[2], last[1] + last[2]) == (at, number):

@@ -80,16 +80,16 @@ class ObjectSpec:
 
     @property
     def object_set(self) -> tuple[str, int | None, bool]:
-        """Identity of the object's set. A whole page has all of a set, or none if trailing.
+        """Identity of the object's set: pool, linear TP size of a trailing pool, listed or not.
 
-        A set is a pool; a trailing pool forms one set per linear TP size.
+        A whole page has all objects of each set; of a trailing set, it may also have none.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return self.pool, linear_tp, self.listed
 
     @property
     def awaited(self) -> bool:
-        """Whether a removal treats a page as whole again only with this object.
+        """Whether a removal treats a page as whole again only if it has this object.
 
         False for drafts, which servers without speculation do not write, and for trailing
         objects, which most pages lack.
@@ -98,11 +98,11 @@ class ObjectSpec:
 
     @property
     def costs_hits_only(self) -> bool:
-        """Whether servers read no wrong data if only this object is missing."""
+        """Whether only cache hits are lost if the object is missing: no server reads wrong data."""
         return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
-        """Return whether one rank writes both objects: all ranks stated in both keys are equal."""
+        """Return whether one rank may write both objects: ranks that both keys state are equal."""
         mine, theirs = self.coordinate.shard.ranks, other.coordinate.shard.ranks
         return all(a is None or b is None or a == b for a, b in zip(mine, theirs, strict=True))
 
@@ -145,9 +145,11 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     """Return the specs of a page's objects, anchors first, then by pool and rank.
 
     scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; if keys lack a rank (CP on
-    Mooncake and 3FS), the object of rank 0 stands for all ranks. Raises ProfileError if the
-    profile is contradictory or incomplete, UnsupportedByBackend if the backend has no such objects
-    or the scheme is "unified", which no server writes, UsageError if the scheme is unknown.
+    Mooncake and 3FS), the object of rank 0 stands for all ranks.
+
+    Raises ProfileError if the profile is contradictory or incomplete. Raises UnsupportedByBackend
+    if the backend has no such objects, or if the scheme is "unified", which no server writes.
+    Raises UsageError if the scheme is unknown.
     """
     if scheme == "unified":
         raise UnsupportedByBackend("A profile cannot describe objects of the unified key scheme")
@@ -223,10 +225,13 @@ def _check_dcp(profile: Profile) -> None:
     if not kind_of(anchor).stored_with_dcp(anchor):
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
     if profile.layout not in HEADLESS_LAYOUTS:
-        raise UnsupportedByBackend(f"dcp: SGLang has no DCP pages in layout {profile.layout}")
+        raise UnsupportedByBackend(
+            f"dcp: SGLang does not store DCP pages in layout {profile.layout}; use one of "
+            f"{', '.join(HEADLESS_LAYOUTS)}"
+        )
     for pool in profile.pools:
         if not pool_name(pool.name).dcp:
-            raise UnsupportedByBackend(f"dcp: SGLang stores no {pool.name} pool under DCP")
+            raise UnsupportedByBackend(f"dcp: SGLang does not store {pool.name} pools under DCP")
 
 
 # --- file ---
@@ -238,10 +243,10 @@ def _check_file(profile: Profile) -> None:
 
 
 def _file_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
-    """Yield the shards of file keys; their form follows the target, not the pool.
+    """Yield the shards of file keys. Their form depends on the target, not on the pool.
 
     Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
-    file, even for an MHA draft; the other ranks then read the wrong shard.
+    file, even for an MHA draft, of which the other ranks then read the wrong shard.
     """
     per_rank = not profile.rank_replicated
     if profile.rank_replicated and pool_name(pool.name).states:
@@ -293,7 +298,9 @@ def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
     """Return whether a pool's keys name the TP rank (_get_hybrid_page_component_keys)."""
     form = pool_name(pool.name).mooncake
     if not form:
-        raise UnsupportedByBackend(f"pools[{pool.name}]: SGLang stores no such pool on Mooncake")
+        raise UnsupportedByBackend(
+            f"pools[{pool.name}]: SGLang does not store this pool on Mooncake"
+        )
     if form in ("shared", "states"):
         return form == "states"
     return kind_of(pool).names_rank(pool, shared_anchor=profile.rank_replicated)
@@ -343,7 +350,7 @@ def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]
     if kind.shards not in (None, per_rank):  # MooncakeStore makes too few or too many keys
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: kind {pool.kind} does not fit the Mooncake keys of this pool "
-            "and target"
+            f"beside kv of kind {profile.pools[0].kind}"
         )
     kind.check_mooncake(pool)
     if not piece.tensors:
@@ -361,11 +368,11 @@ def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]
 def _check_hf3fs(profile: Profile) -> None:
     if profile.pp > 1:
         raise UnsupportedByBackend(
-            f"pp {profile.pp}: 3FS keys do not name the pipeline stage, so stages overwrite each "
-            "other's objects"
+            f"pp {profile.pp}: 3FS keys do not name the pp rank, so ranks overwrite each other's "
+            "objects"
         )
     if profile.dcp > 1:
-        raise UnsupportedByBackend("dcp: SGLang stores DCP pages on file and Mooncake stores only")
+        raise UnsupportedByBackend("dcp: SGLang stores DCP pages in file and Mooncake stores only")
     if profile.layout not in _HF3FS_LAYOUTS:
         raise UnsupportedByBackend(
             f"layout {profile.layout}: SGLang's 3FS backend supports "
@@ -402,7 +409,7 @@ def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
     elif not piece.tensors:
         yield from ((part, ()) for part in ("k", "v"))
     else:
-        kind.check_flat(pool)  # K and V have separate keys but must have the same size
+        kind.check_flat(pool)  # K and V have separate keys, but must be equally large
         yield from ((tensor.name, (tensor,)) for tensor in piece.parts(profile.layout))
 
 

@@ -32,7 +32,7 @@ class TransferUnit:
         A destination without sources is an empty object (a logical anchor).
     copies:   fill every byte of every destination once, except in `padded`.
     identity: one source and one destination with equal bytes.
-    trailing: absent from pages that lack the sources.
+    trailing: a page may lack the sources, and then lacks the destinations.
     padded:   destinations with bytes that no copy fills and that must be zero.
     """
 
@@ -84,7 +84,7 @@ def transfer_plan(
 
 
 def retargeted(profile: Profile, **changes: Any) -> Profile:
-    """Return the profile of a deployment that stores the same pages differently, unchecked.
+    """Return the profile of a deployment that stores the same pages differently; not validated.
 
     changes: fields of a profile; None keeps a value. A new pp gets SGLang's default partition if
     none is given. linear_tp follows tp if both were equal.
@@ -120,7 +120,7 @@ def _regions(side: Side, orders: dict[str, LayerOrder]) -> list[tuple[Region, ..
 
 
 class _Sources:
-    """Source objects by content: replicas together, boxes by space and layers."""
+    """Index of source objects: replicas by their content, boxes by space and layers."""
 
     def __init__(self, regions: Sequence[tuple[Region, ...]]) -> None:
         self._replicas: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -135,7 +135,10 @@ class _Sources:
                     self._boxes[region.space][_layers(region)].append((region, signature))
 
     def copies(self, wanted: Region, destination: int, replica: int) -> list[CopyPlan]:
-        """Return the copies that fill a box of a destination, from its own replica if possible."""
+        """Return the copies that fill a box of a destination.
+
+        replica: number of the destination among its replicas; source replicas are used in turn.
+        """
         first, end = _layers(wanted)
         found = []
         for (start, stop), boxes in self._boxes[wanted.space].items():
@@ -150,7 +153,7 @@ class _Sources:
 
 
 def _layers(region: Region) -> tuple[int, int]:
-    """Return the layer span of a box, the index for fast search by stage."""
+    """Return the layer span of a box, by which boxes of a stage are found fast."""
     span = next(((a.first, a.first + a.length) for a in region.extents if a.name == "layer"), None)
     return span or (0, 1)
 
@@ -160,7 +163,10 @@ def _copies(
     destinations: Sequence[tuple[Region, ...]],
     objects: Sequence[ObjectSpec],
 ) -> list[CopyPlan]:
-    """Return the copies for all destinations. Raises UnsupportedByBackend on a gap."""
+    """Return the copies for all destinations.
+
+    Raises UnsupportedByBackend if the sources lack content of a destination.
+    """
     held = _Sources(sources)
     seen: dict[tuple[object, ...], int] = defaultdict(int)
     found: list[CopyPlan] = []
@@ -181,8 +187,8 @@ def _gap_text(expected: ObjectSpec) -> str:
     ranks = coordinate.shard.ranks_text()
     what = f"pools[{coordinate.pool}]{part} of {ranks or 'all ranks'}"
     if not expected.tensors:
-        return f"{what}: the form of its bytes is unknown, so topology and layout cannot change"
-    return f"{what}: the source does not hold all of its content"
+        return f"{what}: the form of the bytes is unknown, so topology and layout cannot change"
+    return f"{what}: the source lacks a part of the content"
 
 
 def _empty_units(

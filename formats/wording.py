@@ -28,7 +28,7 @@ def failed(place: object, action: str, error: Exception, next_step: str = "") ->
 
 
 def with_next(problem: str, next_step: str) -> str:
-    """Append the next step, where there is one, to a problem."""
+    """Append the next step to a problem, unless it is empty."""
     return f"{problem}; {next_step}" if next_step else problem
 
 

@@ -30,7 +30,7 @@ def coordinate_columns(
 
     resolved: by affix id. affix_ids: [n] int32, negative for a foreign key.
     """
-    # A column has one value per affix, so dictionaries cost nothing per object.
+    # Values depend only on the affix, so a dictionary has at most one value per affix.
     indices = pa.array(affix_ids, mask=affix_ids < 0)
     known = [_known_fields(one) for one in resolved]
 
@@ -57,7 +57,7 @@ def shard_fields(shard: Shard) -> dict[str, str | int | None]:
 
 
 def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
-    """Return the certain fields of an affix; if ambiguous, those that all readings share."""
+    """Return the certain fields of an affix: if it is ambiguous, fields that all readings share."""
     readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
     values = [
         {

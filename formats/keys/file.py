@@ -74,7 +74,7 @@ class FileCodec:
 
 
 def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
-    """Yield (pool, text from the model on) for every pool that the start can name."""
+    """Yield (pool, text from the model on) for every pool that `stem` can begin with."""
     if stem.startswith("_"):
         yield "kv", stem[1:]
     for pool in pool_names():
@@ -94,7 +94,7 @@ def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
 
 
 def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """Yield the readings of a DCP part. The target is MLA: only states have a tp pair."""
+    """Yield the readings of a DCP part. DCP targets are MLA: only keys of states have a tp pair."""
     match = _DCP.search(text)
     if match is None:
         return

@@ -109,7 +109,7 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
     if match is None:
         return text, None
     tp, dcp, page_size, pp, cp = map(int, match.groups()[1:])
-    if dcp < 2 or tp % dcp or page_size % dcp:  # impossible sizes: text of the model name
+    if dcp < 2 or tp % dcp or page_size % dcp:  # impossible: part of the model's name
         return text, None
     return match[1] or "", Shard(
         tp_size=tp, dcp_size=dcp, dcp_page_size=page_size, pp_size=pp, cp_size=cp
@@ -117,7 +117,7 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
 
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (rank text, pool, part) for every component that the end can name."""
+    """Yield (rank text, pool, part) for every component that `suffix` can end with."""
     for name, pool, part in _components(pool_names()):
         if suffix.startswith("_") and suffix.endswith(f"_{name}"):
             yield suffix[1 : -len(name) - 1], pool, part
@@ -163,7 +163,7 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
 
 
 def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
-    """Yield the reading of a printed list of slices, with their stage if there are several."""
+    """Yield the reading of a printed list of slices, with the stage if the list names one."""
     ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
     found = [rank for rank in ranks if rank is not None]
     slices = [int(rank[1]) for rank in found]

@@ -77,7 +77,10 @@ def resolve_affixes(
 
 
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
-    """Choose the only reading with most rank pairs among those whose ranks all exist."""
+    """Choose the reading with the most rank pairs among readings whose ranks all exist.
+
+    Ambiguous if there is no such reading, or several.
+    """
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
     complete = [r for r in readings if explained(r) and _is_complete(r, ranks)]
@@ -101,7 +104,7 @@ def rank_count(reading: Coordinate) -> int:
 
 
 def _ranks_seen(readings: Iterable[Coordinate]) -> dict[object, set[object]]:
-    """Collect the rank tuples of each (model, tag, sizes), sidecars with anchors."""
+    """Collect the rank tuples of each (model, tag, sizes), of sidecars and anchors together."""
     seen: dict[object, set[object]] = defaultdict(set)
     for reading in readings:
         seen[rank_set(reading)].add(reading.shard.ranks)

@@ -49,5 +49,5 @@ class ByteRows:
         return cut
 
     def cut_bytes(self, rows: IntArray, at: IntArray | int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Copy the same bytes as an array: [rows, nbytes] uint8."""
+        """Copy the bytes like `cut`, but as an array: [rows, nbytes] uint8."""
         return self.cut(rows, at, nbytes).view(np.uint8).reshape(len(rows), nbytes)

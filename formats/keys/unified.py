@@ -46,8 +46,8 @@ class UnifiedCodec:
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """Return the affix of a coordinate; inverse of `readings`.
 
-        Raises UnsupportedByBackend if the scheme cannot name it: with a rank, a part, a pool other
-        than kv, or several head groups.
+        Raises UnsupportedByBackend if the scheme cannot name the coordinate: if it has a rank, a
+        part, a pool other than kv, or several head groups.
         """
         layers, heads = coordinate.shard.layers, coordinate.shard.heads
         suffix = f"_{coordinate.model}"

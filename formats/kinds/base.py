@@ -22,18 +22,19 @@ class PoolKind:
 
     name:     `kind` in a profile.
     summary:  required fields, for the manual.
-    words:    such a pool, in messages.
-    required: fields of `Pool` that must be stated.
+    words:    a pool of this kind, in messages: "an MHA pool".
+    required: fields of `Pool` that a profile must state.
     anchors:  whether a kv pool can have this kind.
-    shards:   True: each TP rank holds a share; False: all hold the same; None: unknown.
-    linear:   whether shards follow linear attention (a profile's linear_tp).
-    has_bytes, has_form: whether objects have bytes; whether their form is known.
-    scattered: whether SGLang cannot store layer_first pages as parts: their layers are scattered
-              in host memory, and MooncakeStore stores only those of MLA KV
-              (_get_mha_buffer_meta raises).
-    splits_layers: whether CP ranks can divide the layers of such an anchor.
-    hf3fs_sidecar: whether SGLang stores such a pool beside kv on 3FS.
-    hf3fs_parts: whether SGLang stores such a kv pool as parts on 3FS with zero-copy.
+    shards:   True: each TP rank holds a share; False: all hold equal bytes; None: unknown.
+    linear:   whether a profile's linear_tp, if stated, replaces tp as the number of shares.
+    has_bytes: whether objects have bytes.
+    has_form: whether the form of the bytes is known.
+    scattered: whether the layers of a layer_first page are scattered in host memory, so that
+              SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
+              pages of MLA KV (_get_mha_buffer_meta raises for others).
+    splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
+    hf3fs_sidecar: whether SGLang stores a pool of this kind beside kv on 3FS.
+    hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
     """
 
     name = ""
@@ -57,9 +58,9 @@ class PoolKind:
         yield from ()
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return the items per token and layer, before sharding, by field, to bound object sizes.
+        """Return the items per token and layer, before sharding, by the field that determines them.
 
-        Called for pools of every kind.
+        For bounds on object sizes. Also called for pools of other kinds.
         """
         return {}
 
@@ -68,7 +69,7 @@ class PoolKind:
         return pool.dtype
 
     def cache_dtype(self, pool: Pool) -> str:
-        """Return the value that corresponds to a server's --kv-cache-dtype."""
+        """Return the field (`dtype` or `row`) that a server's --kv-cache-dtype determines."""
         return pool.dtype
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
@@ -109,7 +110,7 @@ class PoolKind:
         return ()
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return how many leading channels of a row distinguish layers by magnitude; 0 if none."""
+        """Return how many leading channels of a row differ in magnitude by layer; 0 if none."""
         return 0
 
     def columns(
@@ -124,10 +125,10 @@ class PoolKind:
     # --- the shards ---
 
     def check_shards(self, pool: Pool, tp: int) -> None:
-        """Raise ProfileError if it is unknown which rank has which share of the pool."""
+        """Raise ProfileError if a profile does not determine each rank's share of the pool."""
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:
-        """Return the number of the share that a TP rank has in common with others, or None."""
+        """Return the index of the share that a TP rank has in common with others, or None."""
         return None
 
     def spans(
@@ -141,8 +142,8 @@ class PoolKind:
     def names_rank(self, pool: Pool, shared_anchor: bool) -> bool:
         """Return whether Mooncake keys name the TP rank, for pools that may have K and V.
 
-        shared_anchor: whether ranks share the anchor's objects. Draft keys follow the draft, all
-        other keys the target.
+        Draft keys name it if the draft's ranks hold shares, other keys if the target's ranks do.
+        shared_anchor: whether the target's ranks share the anchor's objects.
         """
         return bool(self.shards) if pool.is_draft else not shared_anchor
 

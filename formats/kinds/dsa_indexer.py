@@ -19,7 +19,8 @@ INDEXER_POOLS = (
     PoolName(name="draft_indexer", draft=True, dcp=True, mooncake="shared"),
 )
 
-# act_quant and fused_store_index_cache.cuh divide at least 1e-4 by the largest code, 448.
+# A scale is max(1e-4, largest magnitude) / 448, the largest code: act_quant,
+# fused_store_index_cache.cuh.
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
 
@@ -34,7 +35,7 @@ class DsaIndexer(PoolKind):
     shards = False
 
     def row_items(self, pool: Pool) -> dict[str, int]:
-        """Return an upper bound for a key with its scales."""
+        """Return an upper bound of the items of a key with its scales."""
         return {"index_head_dim": 2 * pool.index_head_dim}
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ class DsaIndexer(PoolKind):
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one block per layer, equal on all ranks: fp8 keys of all tokens, then scales.
 
-        Layer-major in every layout, so bytes do not depend on the layout.
+        Layers are outermost in every layout, so the bytes do not depend on the layout.
         """
         dim = pool.index_head_dim
         block_bytes = tokens * (dim + dim // QUANT_BLOCK * _SCALE_BYTES)

@@ -1,4 +1,7 @@
-"""Kind logical, an anchor without bytes (DeepSeek-V4): on file an empty file, else no object."""
+"""Kind logical, an anchor without bytes (DeepSeek-V4).
+
+Only file stores have an object for the anchor: an empty file.
+"""
 
 from __future__ import annotations
 

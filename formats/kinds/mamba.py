@@ -1,4 +1,6 @@
-"""Kind mamba, recurrent states of linear attention and state-space layers: per layer, not token.
+"""Kind mamba, recurrent states of linear attention and state-space layers.
+
+A page has one set of states per layer, not per token.
 
 Sources: SGLang srt/mem_cache/pool_host/mamba.py, srt/configs/mamba_utils.py.
 """
@@ -23,18 +25,19 @@ if TYPE_CHECKING:
 MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, mooncake="states"),)
 
 
-def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
-    """Return the shape of one rank's shard of a state.
+def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...]:
+    """Return the shape of one rank's shard of a state. place: names the state in the error.
 
-    Groups of the sharded axis are divided separately. Raises ProfileError if tp does not divide
-    one: SGLang then replicates groups, and the profile must state the widened shape.
+    Each group of the sharded axis is divided by tp. Raises ProfileError if a group is not a
+    multiple of tp: SGLang then replicates groups, and the profile must state the widened shape.
     """
     groups = state.groups or (state.shape[state.shard_axis],)
     for group in groups:
         if group % tp:
             raise ProfileError(
-                f"state {list(state.shape)}: {group} along axis {state.shard_axis} is not a "
-                f"multiple of tp {tp}; SGLang then replicates groups, so state the widened shape"
+                f"{place}: {group} along axis {state.shard_axis} of {list(state.shape)} is not a "
+                f"multiple of the linear TP size {tp}; SGLang then replicates groups, so give the "
+                "widened shape"
             )
     shape = list(state.shape)
     shape[state.shard_axis] = sum(group // tp for group in groups)
@@ -44,7 +47,7 @@ def local_state_shape(state: StateTensor, tp: int) -> tuple[int, ...]:
 def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
     """Return a rank's span in each group (q, k and v channels of a convolution).
 
-    held: indices along the sharded axis in the object.
+    held: length of the sharded axis in the object.
     """
     whole = state.shape[state.shard_axis]
     groups = state.groups or (whole,)
@@ -82,7 +85,8 @@ class Mamba(PoolKind):
         tensors = []
         for name, state in self.states(pool).items():
             axes = ("layer", *(f"state_{axis}" for axis in range(len(state.shape))))
-            shape = local_state_shape(state, 1 if pool.replicated else tp)
+            place = f"pools[{pool.name}], state {name}"
+            shape = local_state_shape(place, state, 1 if pool.replicated else tp)
             tensors.append(TensorLayout(name, axes, (layers, *shape), state.dtype))
         return tuple(tensors)
 

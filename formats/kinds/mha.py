@@ -54,23 +54,23 @@ class Mha(PoolKind):
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
         """Return the pool with another dtype."""
-        # ROCm servers say float8_e4m3fn for float8_e4m3fnuz.
+        # ROCm servers store float8_e4m3fnuz, but report float8_e4m3fn.
         return pool if pool.dtype.startswith(dtype) else structs.replace(pool, dtype=dtype)
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all page layouts; only the page-first two for different widths."""
+        """Return all page layouts, or the two page-first layouts if K and V differ in width."""
         return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
 
     def described(self, pool: Pool) -> str:
-        """Return the description, which states different widths."""
+        """Return the description, with a note if K and V differ in width."""
         return self.words + " with K and V of different width" * _is_asymmetric(pool)
 
     def check_flat(self, pool: Pool) -> None:
         """Refuse K and V of different width."""
         if _is_asymmetric(pool):
             raise UnsupportedByBackend(
-                f"pools[{pool.name}]: K and V of different width {_widths(pool)} have no flat "
-                "page; SGLang stores such models on Mooncake only"
+                f"pools[{pool.name}]: K and V of different width {_widths(pool)} cannot be stored "
+                "as one object; SGLang stores such models on Mooncake only"
             )
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
@@ -87,7 +87,7 @@ class Mha(PoolKind):
         )
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return all channels of a head."""
+        """Return the number of channels of a head."""
         return tensor.shape[-1]
 
     def check_shards(self, pool: Pool, tp: int) -> None:
@@ -95,8 +95,8 @@ class Mha(PoolKind):
         most, least = max(pool.kv_heads, tp), min(pool.kv_heads, tp)
         if not pool.replicated and most % least:
             raise ProfileError(
-                f"pools[{pool.name}].kv_heads: neither of {pool.kv_heads} heads and tp {tp} is a "
-                "multiple of the other, so SGLang cannot shard them"
+                f"pools[{pool.name}].kv_heads: SGLang cannot shard {pool.kv_heads} heads over tp "
+                f"{tp}, because neither number is a multiple of the other"
             )
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:

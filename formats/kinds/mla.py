@@ -36,8 +36,9 @@ _ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype,
 def mla_row(pool: Pool) -> tuple[int, str]:
     """Return channels and dtype of one token's row in one layer.
 
-    A scaled row has dtype uint8: fp8 codes, one fp32 scale per 128 codes, the bf16 rope part (656
-    bytes for 512 + 64 channels). Raises ProfileError if row and dtype contradict each other.
+    A scaled row has dtype uint8. It holds fp8 codes, one fp32 scale per 128 codes and the bf16
+    rope part: 656 bytes for 512 + 64 channels. Raises ProfileError if row and dtype contradict each
+    other.
     """
     if pool.row == "fp8_scaled":
         if pool.kv_lora_rank % QUANT_BLOCK:
@@ -50,7 +51,7 @@ def mla_row(pool: Pool) -> tuple[int, str]:
     default, width = _ROWS[pool.row]
     dtype = pool.dtype or default
     if DTYPE_BYTES[dtype] != width:
-        raise ProfileError(f"pools[{pool.name}]: dtype {dtype} contradicts row {pool.row!r}")
+        raise ProfileError(f"pools[{pool.name}].dtype: {dtype} contradicts row {pool.row!r}")
     return pool.kv_lora_rank + pool.qk_rope_head_dim, dtype
 
 
@@ -82,11 +83,11 @@ class Mla(PoolKind):
         return mla_row(pool)[1]
 
     def cache_dtype(self, pool: Pool) -> str:
-        """Return the form of the rows."""
+        """Return `row`."""
         return pool.row
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
-        """Return the pool with bf16 rows, or with fp8 rows of either form."""
+        """Return the pool with bf16 or fp8 rows; fp8 rows of either form stay as they are."""
         is_fp8 = dtype.startswith("float8")
         same = is_fp8 == (pool.row != "bf16")
         return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
@@ -106,7 +107,7 @@ class Mla(PoolKind):
         return (TensorLayout("kv", ("layer", "token", "channel"), shape, dtype),)
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return the latents only: in every layer, the rope part has other magnitudes."""
+        """Return the number of latents: the rope part differs from them in every layer."""
         return pool.kv_lora_rank
 
     def columns(
@@ -119,7 +120,7 @@ class Mla(PoolKind):
         tiles = rank // QUANT_BLOCK
         scales = Column("scales", rank, "float32", ("tile",), (tiles,), scale_floor=0.0)
         codes = Column("codes", 0, code_dtype, ("channel",), (rank,), scales=scales)
-        if not rope:  # models without positions in their latents
+        if not rope:  # a model without a rope part
             return codes, scales
         at = rank + scales.nbytes
         return codes, scales, Column("rope", at, "bfloat16", ("channel",), (rope,))

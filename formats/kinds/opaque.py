@@ -48,7 +48,7 @@ class Opaque(PoolKind):
             )
 
     def mooncake_parts(self, pool: Pool, names_rank: bool) -> tuple[str | None, ...]:
-        """Return k and v if keys name the rank; else one part: "k" for kv and draft, None else."""
+        """Return "k" and "v" if keys name the rank; else "k" for kv and draft, None for others."""
         if names_rank:
             return ("k", "v")
         return ("k",) if pool.name in ("kv", "draft") else (None,)

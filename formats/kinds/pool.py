@@ -12,16 +12,17 @@ from msgspec.structs import force_setattr
 class PoolName:
     """One of SGLang's `PoolName` values, with properties independent of the kind.
 
-    trailing: only the last pages of a node have the pool (hybrid_pool_assembler.py:
-              PoolHitPolicy.TRAILING_PAGES).
-    draft:    of a speculative draft model; layer numbers count the draft's layers.
+    trailing: only the last pages of a node of the radix tree have the pool
+              (hybrid_pool_assembler.py: PoolHitPolicy.TRAILING_PAGES).
+    draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
     dcp:      stored under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.
-    states:   recurrent states: servers need those of one page only, and keys name a TP rank even
-              if ranks share the anchor.
-    mooncake: Mooncake keys: "kv" (k and v), "parts" (name with k and v), "window" (as "parts", or
-              the name alone if all TP ranks share the pool), "shared" (name, always shared),
-              "states" (name of each state), "" (none).
+    states:   holds recurrent states. Servers need the states of one page only, and keys name a TP
+              rank even if ranks share the anchor.
+    mooncake: form of the Mooncake keys: "kv" (k and v), "parts" (pool name with k and v),
+              "window" (like "parts"; the pool name alone if all TP ranks share the pool), "shared"
+              (pool name; all TP ranks always share the pool), "states" (name of each state), ""
+              (SGLang stores no keys).
     """
 
     name: str
@@ -68,8 +69,8 @@ def default_hit_policy(name: str) -> str:
 class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One recurrent state of a Mamba-like layer, before sharding.
 
-    groups: lengths along `shard_axis` that are sharded separately (q, k, v of a convolution),
-    with sum shape[shard_axis]; empty for one group.
+    groups: lengths along `shard_axis` that are sharded separately (q, k, v of a convolution).
+    Their sum is shape[shard_axis]. Empty if the axis is one group.
     """
 
     shape: tuple[int, ...]
@@ -122,5 +123,5 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_draft(self) -> bool:
-        """Whether the pool is of a speculative draft and counts the draft's layers."""
+        """Whether the pool belongs to a speculative draft, so its layers are the draft's."""
         return pool_name(self.name).draft

@@ -95,7 +95,8 @@ def _served_name(model: HfConfig, flags: DeploymentFlags) -> str:
     name = flags.model or model.outer.get("_name_or_path")
     if not isinstance(name, str) or not name:
         raise ProfileError(
-            f"model: neither the flags nor {model.source} name it; give the served model name"
+            f"model: missing in the flags and in {model.source}; give the served model name "
+            "(--served-model-name)"
         )
     return name
 
@@ -109,15 +110,15 @@ def _page_size(model: HfConfig, flags: DeploymentFlags) -> int:
     if not is_dsa(model):
         if flags.page_size is None:
             raise ProfileError(
-                "page_size: missing; SGLang's default depends on the GPU and the attention "
-                "backend; give the server's page_size"
+                "page_size: missing, and SGLang's default depends on the GPU and the attention "
+                "backend; give the server's page size (--page-size)"
             )
         return flags.page_size
     forced = dsa_page_size(model)
     if flags.page_size not in (None, forced):
         raise ProfileError(
-            f"page_size: {flags.page_size} given, but on CUDA SGLang always sets {forced} for this "
-            "DSA model; leave page_size out, or write a profile file for another platform"
+            f"page_size: is {flags.page_size}, but on CUDA SGLang always sets {forced} for this "
+            "DSA model; leave out --page-size, or write a profile file for another platform"
         )
     return forced
 
@@ -136,8 +137,8 @@ def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Poo
         # CacheController._generate_storage_config uses the full TP rank, not the attention TP rank
         raise model.error(
             "cp",
-            "not supported without DP attention: keys name the full TP size, but heads are split "
-            "by the attention TP size",
+            "not supported without DP attention, because keys name the full TP size, but heads "
+            "are split by the attention TP size",
         )
 
 
@@ -147,7 +148,7 @@ def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None
     if page_first and layout not in PAGE_FIRST_LAYOUTS:
         raise model.error(
             "layout",
-            f"SGLang has no {layout} for this model; use page_first or page_first_direct",
+            f"SGLang does not build {layout} for this model; use page_first or page_first_direct",
         )
 
 
@@ -185,7 +186,7 @@ def _with_draft(target: _Target, algorithm: str) -> tuple[Pool, ...]:
         _check_packed(target, draft, draft_kv, nextn_layers)
         return _packed(target)
     if others:
-        raise draft.error("architectures", f"drafts with a pool {others[0].name} are not supported")
+        raise draft.error("architectures", f"drafts with a {others[0].name} pool are not supported")
     layers = draft.optional_integer("num_nextn_predict_layers")  # _compute_model_num_layers
     return (*target.pools, replace(draft_kv, name="draft", layers=layers or draft_kv.layers))
 
@@ -195,41 +196,45 @@ def _draft_config(target: _Target, algorithm: str) -> HfConfig:
         return open_config(target.flags.draft_model_config, source="draft config")
     if algorithm != "EAGLE" or not _nextn_layers(target.model, target.family):
         raise ProfileError(
-            f"draft_model_config: missing; {algorithm} needs a draft, and {target.model.source} "
-            "does not describe one"
+            f"draft_model_config: missing; {algorithm} needs a draft model, which "
+            f"{target.model.source} does not describe; give --draft-model-config"
         )
     return target.model
 
 
 def _nextn_layers(config: HfConfig, family: Family) -> int:
-    """Return a checkpoint's MTP layers, as SGLang counts them for a draft."""
+    """Return the number of a checkpoint's MTP layers, as SGLang counts them for a draft."""
     return 1 if family.own_mtp else config.optional_integer("num_nextn_predict_layers")
 
 
 def _check_packed(target: _Target, draft: HfConfig, draft_kv: Pool, nextn_layers: int) -> None:
-    """Refuse drafts that SGLang cannot append, or whose place is unknown."""
+    """Refuse drafts that SGLang cannot append, or whose place in objects is unknown."""
     if any(pool.name == "swa" for pool in target.pools):
         raise target.model.error(
             "speculative_algorithm", "packed drafts of sliding-window models are not supported"
         )
     if target.flags.enable_multi_layer_eagle and target.flags.speculative_num_steps < 1:
-        raise ProfileError("speculative_num_steps: enable_multi_layer_eagle needs at least 1")
+        raise ProfileError(
+            "speculative_num_steps: must be at least 1 with enable_multi_layer_eagle"
+        )
     if not target.flags.enable_multi_layer_eagle and nextn_layers != 1:
         raise draft.error(
             "num_nextn_predict_layers",
-            f"{nextn_layers} layers in one draft cannot be packed; SGLang packs one layer",
+            f"a draft of {nextn_layers} layers cannot be packed; SGLang packs drafts of one layer",
         )
     for name in _ROW_FIELDS:
         ours, theirs = getattr(target.pools[0], name), getattr(draft_kv, name)
         if ours != theirs:  # check_packed_kv_rows
-            raise draft.error(name, f"{theirs!r} differs from the target's {ours!r}")
+            raise draft.error(
+                name, f"{theirs!r} differs from the target's {ours!r}; packed rows must be equal"
+            )
 
 
 def _packed(target: _Target) -> tuple[Pool, ...]:
     """Append the draft's layers to the target's KV and indexer objects.
 
-    Linear states need no tail: an MTP layer has full attention and shares the target's state pool
-    (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has one runner and
+    State pools get no draft layers: an MTP layer has full attention and shares the target's state
+    pool (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has one runner and
     layer per speculative step.
     """
     flags = target.flags

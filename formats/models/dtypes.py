@@ -60,8 +60,8 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
         return "float8_e4m3fn" if quantised else model_dtype(config, flags)
     if name not in _KV_DTYPES:
         raise ProfileError(
-            f"kv_cache_dtype: {name!r} has an unknown object form; give one of auto, "
-            f"{', '.join(_KV_DTYPES)}"
+            f"kv_cache_dtype: {name!r} objects have a form that hicachectl cannot describe; "
+            f"supported are auto, {', '.join(_KV_DTYPES)}"
         )
     resolved = _KV_DTYPES[name]
     if dsa and resolved not in _DSA_KV_DTYPES:
@@ -70,7 +70,7 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
 
 
 def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
-    """Return the dtype of --dtype for a model. auto means the config's dtype, but never float32.
+    """Return the dtype of --dtype for a model. auto: the config's dtype, or 16 bits for float32.
 
     Source: srt/configs/model_config.py :: _get_and_verify_dtype, model_overrides/gpt_oss.py.
     """
@@ -88,7 +88,7 @@ def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
 def mla_row(dtype: str, flags: DeploymentFlags, *, dsa: bool) -> str:
     """Return the row form of an MLA pool.
 
-    DSA writes scaled rows with fp8, except if a stated backend reads raw rows.
+    DSA models with fp8 have scaled rows, unless a stated backend reads raw rows.
     """
     if not dtype.startswith("float8"):
         return "bf16"
@@ -131,7 +131,7 @@ def _known_dtype(name: str, field: str) -> str:
 
 
 def _quantisation(config: HfConfig) -> Mapping[str, Any]:
-    """Return the section, in SGLang's order of search (resolve_checkpoint_quant_spec)."""
+    """Return the quantisation section that SGLang reads (resolve_checkpoint_quant_spec)."""
     for source in (config.outer, config.text):
         section = source.get("quantization_config")
         if isinstance(section, Mapping):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.hf_config import HfConfig
 
-# Up to this version, HiCache stored indexer pages of layers that reuse another's top-k.
+# Up to this version, HiCache also stored index keys of layers that reuse another layer's top-k.
 _ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
 _DSA_PAGE_TOKENS = 64  # physical index page on CUDA (DSATokenToKVPool)
 
@@ -72,7 +72,7 @@ def dsa_page_size(config: HfConfig) -> int:
 
 
 def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the layers whose index keys are stored. The first field present decides.
+    """Return the layers whose index keys are stored. The first field that the config has decides.
 
     Source: srt/configs/model_config.py :: dsa_layer_skips_topk.
     """
@@ -107,7 +107,7 @@ def _mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     if not dsa:
         return (kv,)
     if config.optional_integer("index_kpool") > 1:
-        raise config.error("index_kpool", "the object form of pooled index keys is unknown")
+        raise config.error("index_kpool", "the form of pooled index keys is unknown to hicachectl")
     layers = dsa_indexer_layers(config, sglang_version(context.flags.sglang))
     indexer = Pool(
         name="indexer",
@@ -171,7 +171,7 @@ def _gpt_oss(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         return _mha(config, context)
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     full, window = _split(config, lambda layer: kinds[layer] == "full_attention")
-    # Without the token itself: models/gpt_oss.py :: get_attention_sliding_window_size.
+    # The window includes the token itself: models/gpt_oss.py :: get_attention_sliding_window_size.
     retained = config.integer("sliding_window") - 1
     return (
         _mha_pool("kv", config, context, full),
@@ -237,7 +237,7 @@ def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa:
 
 
 def _head_dim(config: HfConfig) -> int:
-    """Return the width of a K row; a quotient if the config may omit it.
+    """Return the head dim; hidden_size / num_attention_heads if the config may omit it and does.
 
     Source: ModelConfig._derive_model_shapes. Other defaults of transformers are not used.
     """
@@ -280,7 +280,7 @@ def _window_size(config: HfConfig) -> int:
 
 
 def _pages(tokens: int, context: Context) -> int:
-    """Return the pages of a retained window (SWAComponent.full_window_pages)."""
+    """Return the number of pages of a retained window (SWAComponent.full_window_pages)."""
     return max(1, -(-tokens // context.page_size))
 
 

@@ -14,6 +14,7 @@ from hicachectl.formats.profile import (
     MAX_RANKS,
     NEWEST_SGLANG,
     above,
+    too_many,
 )
 from hicachectl.formats.wording import not_one_of
 
@@ -38,7 +39,7 @@ class DeploymentFlags:
     """Flags of a server, with SGLang's names and values, before sharding.
 
     model: served model name; None means the config's `_name_or_path`.
-    page_size: --page-size in tokens, the physical page under DCP; None if SGLang chooses.
+    page_size: --page-size in tokens, of the physical page under DCP; None if SGLang chooses.
     layout: --hicache-mem-layout; None for the version's default.
     storage_backend, io_backend: with `layout`, determine the layout in use.
     tp: --tp-size, the ranks of a pipeline stage; not the attention TP size.
@@ -112,7 +113,7 @@ def attention_dp(flags: DeploymentFlags) -> int:
 def attention_tp(flags: DeploymentFlags) -> int:
     """Return the attention TP size (srt/runtime_context.py :: derive_attn_tp_size).
 
-    Raises ProfileError if tp is not divisible, or a size is out of bounds.
+    Raises ProfileError if tp is not a multiple of attention dp x cp, or a size is out of bounds.
     """
     for name in ("tp", "dp", "cp", "pp", "dcp"):
         if getattr(flags, name) < 1:
@@ -131,7 +132,7 @@ def attention_tp(flags: DeploymentFlags) -> int:
 def _beyond_belief(flags: DeploymentFlags) -> Iterator[str]:
     for name, most in _BOUNDS.items():
         yield from above(name, getattr(flags, name) or 0, most)
-    yield from above("pp_partition: number of stages", len(flags.pp_partition), MAX_RANKS)
+    yield from too_many("pp_partition", "stages", len(flags.pp_partition), MAX_RANKS)
     yield from above("pp_partition", max(flags.pp_partition, default=0), MAX_LAYERS)
 
 

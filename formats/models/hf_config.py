@@ -27,11 +27,11 @@ class HfConfig:
     source: str
 
     def integer(self, name: str) -> int:
-        """Return a whole number of at least 1."""
+        """Return a field, which must be a whole number of at least 1."""
         return self._positive(name, self._present(name))
 
     def optional_integer(self, name: str) -> int:
-        """Return a whole number; 0 if absent or null."""
+        """Return a field, which must be a whole number; 0 if it is absent or null."""
         value = self.text.get(name)
         return 0 if value is None or value == 0 else self._positive(name, value)
 

@@ -84,7 +84,10 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
     scheduler = states[0] if isinstance(states, list) and states else {}
     values = _Reply({**reply, **(scheduler if isinstance(scheduler, Mapping) else {})})
     if values.flag("enable_hisparse"):
-        raise ProfileError(f"{_SOURCE}: enable_hisparse: not supported; write a profile file")
+        raise ProfileError(
+            f"{_SOURCE}: enable_hisparse: not supported; write a profile file, see "
+            "hicachectl-profile(1)"
+        )
     model_path = values.text("model_path")
     if not model_path:
         raise ProfileError(f"{_SOURCE}: model_path: missing")
@@ -100,8 +103,8 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a server of the same model.
 
-    Fields that the reply lacks stay unchanged; all do if it lacks model_path, tp_size or
-    page_size. Raises ProfileError naming the field at fault.
+    Fields that the reply lacks stay unchanged. If it lacks model_path, tp_size or page_size, all
+    fields stay unchanged. Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
         return profile
@@ -140,7 +143,9 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
     """
     layout = reply.get("hicache_object_layout") if isinstance(reply, Mapping) else None
     if not isinstance(layout, Mapping) or not isinstance(layout.get("pools", []), list):
-        raise ProfileError("cache layout: hicache_object_layout: expected an object with pools")
+        raise ProfileError(
+            "get_hicache_l3_cache_layout: hicache_object_layout: expected an object with pools"
+        )
     expected = {
         "page_size": (profile.page_size // profile.dcp, reply.get("page_size")),
         "is_mla_backend": (profile.rank_replicated, layout.get("is_mla_backend")),
@@ -156,8 +161,8 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
 
 
 def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
-    # With attn_dp_size, dp_size counts replicas, which share keys, and enable_dp_attention adds
-    # nothing.
+    # In a reply with attn_dp_size, that is the attention DP size. dp_size then counts replicas,
+    # which share keys, and enable_dp_attention is redundant.
     attn_dp = reply.count("attn_dp_size", 0)
     dp = attn_dp or reply.count("dp_size", 1)
     extra = _extra_config(reply)
@@ -260,7 +265,9 @@ def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
     reported: dict[str, Mapping[str, Any]] = {}
     for pool in pools:  # one entry per pipeline stage; stages have equal policies
         if not isinstance(pool, Mapping) or not isinstance(pool.get("pool"), str):
-            raise ProfileError("cache layout: pools: expected objects with a pool name")
+            raise ProfileError(
+                "get_hicache_l3_cache_layout: pools: expected objects with a pool name"
+            )
         reported[pool["pool"]] = pool
     ours = {pool.name: pool for pool in profile.pools if kind_of(pool).has_bytes}
     found = [f"pools: only the server has {name}" for name in reported.keys() - ours]

@@ -58,7 +58,7 @@ ENTRY_FIELDS = (
     pa.field("digest", pa.binary(DIGEST_BYTES), nullable=False),
 )
 ENTRIES = pa.schema(ENTRY_FIELDS)
-# The coordinate of the key, for readers without its grammar.
+# Then the coordinate of the key, for readers that cannot parse keys.
 SCHEMA = pa.schema(
     [
         *ENTRY_FIELDS,
@@ -112,7 +112,7 @@ def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
 
 
 def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
-    """Return the affixes that the pack's profile describes; none if it does not fit."""
+    """Return the affixes that the pack's profile describes; none if it is for other stores."""
     if not metadata.profile:
         return {}
     codec = codec_for(metadata.grammar)
@@ -126,13 +126,13 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
 def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.Table, Metadata]:
     """Parse an index and check every row. Returns a table of ENTRIES and the pack's metadata.
 
-    end: byte offset in the file where its records end. Raises FormatError if `data` is not a valid
-    index of this file; allocates at most a few times the size of `data`.
+    end: byte offset in the file at which the records end. Raises FormatError if `data` is not a
+    valid index of this file. Allocates at most a few times the size of `data`.
     """
     try:
         table = _read_stream(data)
         table.validate(full=True)
-    # ValueError: pyarrow decodes names of a damaged schema as UTF-8.
+    # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:120]
         raise FormatError(f"{source}: cannot read its index: {reason}") from error

@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 PLANE_COUNTS = (1, 2, 4)
 
-# A plan is chosen from a sample of pieces.
+# A plan is chosen by compressing a sample: several pieces of an object.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
-_MEASURED_EVERY = 32  # objects of one kind share the plan of the last measured one
+_MEASURED_EVERY = 32  # objects with equal key pattern and size; 31 reuse the plan of the first
 _MOST_KINDS = 4096
-_WORTH = 0.97  # share of the bytes; a smaller gain does not pay for decompression
+_WORTH = 0.97  # compress only below this share; a smaller gain does not pay for decompression
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
 
 class Coding(IntEnum):
-    """Compression of a plane; a reader sees only whether there is any."""
+    """Compression of a plane. The record shows readers only whether a plane is compressed."""
 
     RAW = 0
     ENTROPY = 1  # Huffman codes, hardly any matches: fast, and enough for exponents
@@ -77,7 +77,7 @@ class Encoder:
         return [self._code(plane, coding) for plane, coding in zip(planes, plan, strict=True)]
 
     def measure(self, data: Bytes) -> Plan:
-        """Return the plan with the smallest sample; raw if the gain is too small."""
+        """Return the plan that makes a sample of the object smallest; raw if the gain is small."""
         sample = _sample(data)
         best: Plan = (Coding.RAW,)
         least = len(sample) * _WORTH
@@ -114,8 +114,8 @@ class Decoder:
     def decode(self, planes: Sequence[memoryview], out: memoryview) -> None:
         """Fill `out`, which has the size of the object, from its stored planes.
 
-        Uses the memory of one plane. Raises FormatError if a plane is not a frame of exactly the
-        expected bytes, before allocating memory for it.
+        Allocates the memory of one plane. Raises FormatError if a plane is not a frame of exactly
+        the expected size, before memory is allocated for it.
         """
         size = len(out) // len(planes)
         restored = (
@@ -147,7 +147,7 @@ class Decoder:
 
 @dataclass(slots=True)
 class PlanMemory:
-    """Plans by kind of object: equal size, and equal key except for the page hash.
+    """Plans by key pattern and size: the key without its page hash, and the bytes of the object.
 
     Threads may share an instance: at worst, they measure an object twice.
     """
@@ -155,7 +155,7 @@ class PlanMemory:
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)
 
     def plan(self, key: bytes, data: Bytes, encoder: Encoder) -> Plan:
-        """Return the plan for an object; measure again from time to time."""
+        """Return the plan for an object; every 32nd object of a pattern and size is measured."""
         kind = _PAGE_HASH.sub(b"", key), len(data)
         plan, uses_left = self._plans.get(kind, ((Coding.RAW,), 0))
         if not uses_left:

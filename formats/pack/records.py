@@ -87,8 +87,8 @@ class Record:
 class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl"}):
     """Content of a pack's metadata record.
 
-    grammar: of the keys, a scheme of formats.keys. profile: TOML text; "" without one. version:
-    of the hicachectl that wrote the pack.
+    grammar: key scheme of the objects (`formats.keys`). profile: TOML text; "" without a profile.
+    version: version of the hicachectl that wrote the pack.
     """
 
     grammar: str
@@ -172,7 +172,7 @@ def _check_sizes(nbytes: int, stored: list[int]) -> None:
 
 
 def build_trailer(index_offset: int, index_length: int, pack_id: bytes) -> bytes:
-    """Return the trailer, which makes a file valid."""
+    """Return the trailer. A file without a trailer is incomplete."""
     head = _TRAILER.pack(index_offset, index_length, pack_id)
     return head + _TRAILER_END.pack(zlib.crc32(head), TRAILER_MAGIC)
 

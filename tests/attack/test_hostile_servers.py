@@ -66,7 +66,7 @@ def test_a_server_of_too_many_dp_ranks_is_refused(name: str, value: int, tmp_pat
     with serving(info_server({**INFO, name: value})) as place:
         line = pulled_through(place, tmp_path).refusal
     assert name in line
-    assert f"{value} is larger than 4096" in line
+    assert f"must be at most 4096, but is {value}" in line
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def test_ranks_that_do_not_share_it_out_are_refused(
     said = invoke("migrate", store, tmp_path, *options, exit_code=2).stderr
     assert "pools[conv_state].conv: channels do not divide over 32 ranks" in said
     with pytest.raises(
-        UnsupportedByBackend, match=r"pools\[conv_state\]: SGLang stores no such pool on Mooncake"
+        UnsupportedByBackend,
+        match=r"pools\[conv_state\]: SGLang does not store this pool on Mooncake",
     ):
         object_specs(PROFILE, "mooncake")
 

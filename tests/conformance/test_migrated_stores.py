@@ -278,5 +278,5 @@ def test_states_of_an_older_release_that_kept_one_rank_of_two_are_refused(
     profile.write_text(json.dumps(manifest["profile"]))
     arguments = (directory, tmp_path / "new", "--profile", profile)
     refused = invoke("migrate", *arguments, "--to-sglang", "0.5.23", exit_code=2)
-    assert "pools[mamba]: beside an MLA target, its keys do not name the rank" in refused.stderr
+    assert "pools[mamba]: keys beside an MLA target do not name the TP rank" in refused.stderr
     assert not (tmp_path / "new").exists()

@@ -65,7 +65,7 @@ def test_every_problem_is_named_at_once() -> None:
     document = {"kind": "a", "inner": {"count": "1"}, "many": [{}, {"count": 10}]}
     assert problems(document) == [
         "unknown field 'kind'",
-        "known: type, inner, many, share",
+        "known fields: type, inner, many, share",
         "field 'type' is missing",
         "inner.count: expected int, found '1'",
         "many[0]: field 'count' is missing",
@@ -77,7 +77,7 @@ def test_the_known_fields_are_listed_once_for_all_unknown_ones() -> None:
     assert problems({"type": "a", "x": 1, "y": 2}) == [
         "unknown field 'x'",
         "unknown field 'y'",
-        "known: type, inner, many, share",
+        "known fields: type, inner, many, share",
     ]
 
 

@@ -150,15 +150,20 @@ def test_states_are_divided_along_their_axis() -> None:
     window_first = StateTensor(
         shape=(3, 96), dtype="bfloat16", shard_axis=1, groups=(32, 32, 32)
     )  # KDA
-    assert local_state_shape(TEMPORAL, 4) == (8, 128, 128)
-    assert local_state_shape(CONV, 4) == (2048, 3)
-    assert local_state_shape(window_first, 4) == (3, 24)
+    assert local_state_shape("state", TEMPORAL, 4) == (8, 128, 128)
+    assert local_state_shape("state", CONV, 4) == (2048, 3)
+    assert local_state_shape("state", window_first, 4) == (3, 24)
 
 
 def test_each_group_of_a_state_must_divide() -> None:
     state = StateTensor(shape=(12, 3), dtype="bfloat16", groups=(6, 6))
-    with pytest.raises(ProfileError, match="6 along axis 0 is not a multiple of tp 4"):
-        local_state_shape(state, 4)
+    mamba = replace(MAMBA, conv=(CONV, state))
+    with pytest.raises(
+        ProfileError,
+        match=r"^pools\[mamba\], state conv_1: 6 along axis 0 of \[12, 3\] is not a multiple of "
+        "the linear TP size 4;",
+    ):
+        pool_piece(Profile(model="m", tp=4, pools=(MHA, mamba)), mamba)
 
 
 def test_mamba_states_take_the_linear_tp_size() -> None:
@@ -188,7 +193,7 @@ def test_a_stage_holds_its_layers_of_each_pool() -> None:
 def test_a_count_of_some_layers_cannot_be_placed_on_stages() -> None:
     mamba = replace(MAMBA, layers=36)
     kv = replace(MHA, layers=12)
-    with pytest.raises(ProfileError, match=r"pools\[kv\].layers: the count 12 of 36"):
+    with pytest.raises(ProfileError, match=r"pools\[kv\].layers: the count 12 does not show"):
         pool_piece(Profile(model="m", pp=2, pools=(kv, mamba)), kv)
 
 

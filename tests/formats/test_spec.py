@@ -347,15 +347,18 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
         (profile(mha(), layout="page_unified"), "page_unified"),
         (
             profile(mha(), mha("auxiliary_swa")),
-            r"pools\[auxiliary_swa\]: SGLang stores no such pool",
+            r"pools\[auxiliary_swa\]: SGLang does not store this pool",
         ),
         (profile(mla(), mha("swa")), "kind mha does not fit"),
         (profile(mha(), mla("swa")), "kind mla does not fit"),
         (profile(mha(replicated=True)), "kind mha does not fit"),
         (profile(mha(), opaque("mamba")), "which kind opaque cannot name"),
         (profile(mha(), tp=2, dcp=2), "MLA models only"),
-        (profile(mla(), indexer(), tp=2, dcp=2), "no indexer pool under DCP"),
-        (profile(mla(), tp=2, dcp=2, layout="page_unified"), "no DCP pages in layout page_unified"),
+        (profile(mla(), indexer(), tp=2, dcp=2), "does not store indexer pools under DCP"),
+        (
+            profile(mla(), tp=2, dcp=2, layout="page_unified"),
+            "does not store DCP pages in layout page_unified",
+        ),
     ],
 )
 def test_what_mooncake_cannot_hold_is_refused(model: Profile, reason: str) -> None:
@@ -411,7 +414,7 @@ def test_opaque_kv_on_3fs_follows_zero_copy() -> None:
     [
         (profile(mla(), mha("draft")), "beside kv"),
         (profile(mha(), mha("swa")), "beside kv"),
-        (profile(mha(), pp=2), "do not name the pipeline stage"),
+        (profile(mha(), pp=2), "do not name the pp rank"),
         (profile(mla(), tp=2, dcp=2), "file and Mooncake stores only"),
         (profile(mha(), layout="page_head"), "layout page_head: SGLang's 3FS backend"),
     ],

@@ -381,7 +381,7 @@ def test_layers_that_a_later_release_leaves_out_are_left_behind() -> None:
     kv, unit = transfer_plan(old, "file", new, "file").units
     assert kv.identity
     assert [copy.source_offset for copy in unit.copies] == [0, 3 * 3 * 132]
-    with pytest.raises(ProfileError, match=r"pools\[indexer\]: the source stores no layer 1"):
+    with pytest.raises(ProfileError, match=r"pools\[indexer\]: the source does not store layer 1"):
         transfer_plan(new, "file", old, "file")
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_used_is_refused_by_name(
     [
         (
             {"master_server_address": "m:1", "master": "m"},
-            "unknown field 'master'; known: mas",
+            "unknown field 'master'; known fields: mas",
         ),
         (
             {"master_server_address": "m:1", "extra_backend_tag": "t"},

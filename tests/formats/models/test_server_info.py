@@ -288,7 +288,7 @@ def test_the_physical_page_is_compared_under_decode_context_parallelism() -> Non
      layout(inner={"pools": ["kv"]}), layout(inner={"pools": [{"pool": 1}]})],
 )  # fmt: skip
 def test_a_layout_of_another_form_is_refused(document: dict[str, Any]) -> None:
-    with pytest.raises(ProfileError, match="cache layout"):
+    with pytest.raises(ProfileError, match="get_hicache_l3_cache_layout"):
         contradictions_with_layout(deepseek(), document)
 
 
