@@ -55,7 +55,7 @@ def test_a_count_beyond_belief_is_refused_by_name(name: str) -> None:
         with serving(info_server({**INFO, name: value})) as place:
             line = profiled(place).refusal
         assert str(value) in line
-        assert "larger than" in line or "at least 1" in line
+        assert "must be at most" in line or "must be at least 1" in line
         field = name.removeprefix("attn_").removesuffix("_size")
         assert field in line
 

@@ -96,7 +96,11 @@ def test_what_no_copy_can_make_is_refused(
         (MHA_TWO, replace(MHA_TWO, hash_unit="bigram"), "depend on the hash unit"),
         (profile(mla(), cp=2), profile(mla()), "cp: cannot change from 2 to 1"),
         (profile(mla(), tp=2, page_size=4), DCP, "dcp: cannot change from 1 to 2"),
-        (profile(mha()), profile(mha(dtype="float16")), r"pools\[kv\].dtype: cannot change from 'bfloat16'"),
+        (
+            profile(mha()),
+            profile(mha(dtype="float16")),
+            r"pools\[kv\].dtype: cannot change from 'bfloat16' \(source\) to 'float16'",
+        ),
         (
             profile(mha()),
             profile(mha(kv_heads=8)),
