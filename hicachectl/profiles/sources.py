@@ -163,6 +163,6 @@ def _only_model(store: Store | None) -> str:
         table = assign_affixes(splitter.affixes, codec_for(store.grammar), None)
         models = {deployment.model for deployment in table.deployments}
     if len(models) != 1:
-        seen = f" (the store has {', '.join(sorted(models))})" if models else ""
+        seen = f" (the store has the models {', '.join(sorted(models))})" if models else ""
         raise UsageError(f"The model's name is unknown{seen}; give --served-model-name NAME")
     return models.pop()

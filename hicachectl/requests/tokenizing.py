@@ -72,8 +72,8 @@ class DirectoryTokenizer:
         file = directory / _TOKENIZER_FILE
         if not file.is_file():
             raise UsageError(
-                f"{directory}: has no {_TOKENIZER_FILE}; give a local directory, since hub names "
-                "are not downloaded"
+                f"{directory}: has no {_TOKENIZER_FILE}; give a local directory that has it, since "
+                "names on the Hugging Face Hub are not downloaded"
             )
         try:
             from tokenizers import Tokenizer
@@ -120,7 +120,7 @@ class DirectoryTokenizer:
         if token is None:
             raise FormatError(
                 f"{self._directory}: tokenizer_config.json names the bos_token {text!r:.40}, "
-                f"which {_TOKENIZER_FILE} lacks"
+                f"which {_TOKENIZER_FILE} lacks; check that both files are of the same model"
             )
         return [token]
 
