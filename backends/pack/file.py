@@ -209,7 +209,7 @@ def load_pack(descriptor: int, path: str) -> PackContents:
     trailer = parse_trailer(
         os.pread(descriptor, TRAILER_BYTES, max(0, size - TRAILER_BYTES)), pack_id
     )
-    remedy = f"run: hicachectl pack repair {path}"
+    remedy = f"run hicachectl pack repair {path}"
     if trailer is None:
         raise UnfinishedPackError(
             f"{path}: the pack is not finished: it is being written, or was cut off; "

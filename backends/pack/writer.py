@@ -266,7 +266,7 @@ class PackWriter:
                 Path(self.path).unlink(missing_ok=True)
         except OSError as error:
             next_step = (
-                f"its objects are safe; fix the cause, then run: hicachectl pack repair {self.path}"
+                f"the objects are safe; fix the cause, then run hicachectl pack repair {self.path}"
             )
             raise StoreUnavailable(
                 failed(self.path, "finish the pack", error, next_step)
@@ -402,7 +402,7 @@ class PackWriter:
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
-        next_step = f"fix the cause, then run: hicachectl pack repair {self.path}"
+        next_step = f"fix the cause, then run hicachectl pack repair {self.path}"
         return StoreUnavailable(failed(self.path, "write the pack", error, next_step))
 
 

@@ -196,7 +196,7 @@ def test_a_pack_that_was_cut_off_is_refused_with_the_remedy_that_mends_it(
     os.truncate(pack, pack.stat().st_size - 10)
     refused = invoke("ls", f"pack://{pack}", exit_code=2)
     assert refused.stderr.count("\n") == 1
-    remedy = refused.stderr.split("run: hicachectl ")[1].split()
+    remedy = refused.stderr.split("run hicachectl ")[1].split()
     said = invoke(*remedy, "--dry-run")
     assert f"{count} objects" in said.stdout
     assert "nothing was changed" in said.stderr
