@@ -636,7 +636,7 @@ def test_a_full_table_makes_room_and_more_keys_than_pages_do_no_harm(
     [
         (KEY, PAGE_BYTES - 1, "4095 bytes"),
         (f"2:kv:{PAGE_HASHES[0]}-k".encode(), PAGE_BYTES, "2:kv:"),
-        (f"0:kv:{PAGE_HASHES[0]}".encode(), PAGE_BYTES, "no object"),
+        (f"0:kv:{PAGE_HASHES[0]}".encode(), PAGE_BYTES, "is not a key of"),
         (f"0:draft:{PAGE_HASHES[0]}_draft".encode(), PAGE_BYTES, "draft"),
         (b"0:kv:short-k", PAGE_BYTES, "short-k"),
         (b"\xff", PAGE_BYTES, "xff"),
