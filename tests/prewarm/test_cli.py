@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def prompts(path: Path, *lengths: int) -> Path:
-    """A file with one request per length: the demo's chain, cut after so many pages."""
+    """Write a file with one request per length: the demo's chain, cut after that many pages."""
     cut = [[*tokens(), 1][: length * SIZE + 1] for length in lengths]
     path.write_text("".join(f"{json.dumps(ids)}\n" for ids in cut))
     return path

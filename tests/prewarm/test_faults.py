@@ -137,7 +137,7 @@ def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they
     assert (document["complete"], document["stopped_by"]) == (False, "destination full")
     assert document["usable_tokens"] == sum(usable) * SIZE
     in_batch = 300 // 32  # KiB
-    at_once = 2 * jobs  # batches begun before an unfinished one
+    at_once = 2 * jobs  # batches that may begin while an earlier batch is unfinished
     assert max(usable) >= len(held) - at_once * in_batch - 3
     assert len(held) > 80
 

@@ -54,7 +54,7 @@ HASHES = page_hashes_hex(np.array(tokens()), PROFILE.page_size)
 
 
 def chains(*lengths: int) -> Chains:
-    """Return prompts for the demo's chain, each cut one token after so many pages."""
+    """Return prompts for the demo's chain, each cut one token after the given number of pages."""
     prompts = [
         Prompt("test", [*tokens(), 1][: length * PROFILE.page_size + 1]) for length in lengths
     ]
@@ -291,7 +291,7 @@ def test_all_whole_pages_can_be_asked_for(source: Path, target: Path) -> None:
 
 
 def aged(store: Path, minutes: dict[str, int]) -> None:
-    """Make pages so many minutes old, each one second newer than the page before it."""
+    """Set the age of pages in minutes; each page is one second newer than its parent."""
     newest = time.time_ns() // MINUTE_NS * MINUTE_NS
     for name in contents(store):
         moment = newest - minutes[name[:64]] * MINUTE_NS + HASHES.index(name[:64]) * 10**9
