@@ -1,4 +1,4 @@
-"""Rectangular copies between two byte orders: for relayout, reshard, scatter and gather.
+"""Rectangular copies between two axis orders: for relayout, reshard, scatter and gather.
 
 A plan copies the overlap of two boxes of indices along named axes, each with its own axis order
 and strides. numpy executes plans in host memory (`kernels.relayout`); a Triton kernel executes them

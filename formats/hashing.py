@@ -87,7 +87,7 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return how many tokens the shortest prompt has of which a server can restore `pages` pages.
+    """Return the number of tokens of the shortest prompt of which `pages` pages can be restored.
 
     Inverse of `restorable_pages`; 0 for no pages.
     """
@@ -103,7 +103,7 @@ def _require_page_size(page_size: int) -> None:
 def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
     if prior is not None and len(prior) != HASH_BYTES:
         raise FormatError(f"prior: must be {HASH_BYTES} bytes, but has {len(prior)}")
-    # A page can be one token, so this loop uses local names and avoids calls.
+    # A page can have one token, so this loop must be fast: it uses local names and few calls.
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
     append = hashes.append

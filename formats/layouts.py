@@ -45,8 +45,8 @@ QUANT_BLOCK = 128  # codes per fp32 scale: DSATokenToKVPool.quant_block_size
 class TensorLayout:
     """One dense tensor of an object.
 
-    axes:   byte order, outermost first: "layer", "token", "head", "channel", "block" (bytes),
-            "state_0", "state_1", ...
+    axes:   in the order of the bytes, outermost first: "layer", "token", "head", "channel",
+            "block" (bytes), "state_0", "state_1", ...
     dtype:  a name of TENSOR_DTYPE_BYTES.
     offset: bytes from the start of the object.
     """

@@ -103,7 +103,7 @@ def _check_pool(one: Pool, two: Pool) -> None:
 
 
 def _comparable(pool: Pool) -> Pool:
-    """Return a pool with explicit dtype and V width, without layers: each object states its own."""
+    """Return a pool with explicit dtype and V width, without layers: regions compare the layers."""
     dtype, v_head_dim = kind_of(pool).dtype(pool), pool.v_head_dim or pool.head_dim
     return replace(pool, layers=0, packed_draft_layers=0, dtype=dtype, v_head_dim=v_head_dim)
 

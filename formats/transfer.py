@@ -1,6 +1,6 @@
 """Plan the copies that convert a page's objects from one deployment to another.
 
-Keys, byte order and ranks change; the page's content does not. Objects are boxes of content
+Keys, axis order and ranks change; the page's content does not. Objects are boxes of content
 (`formats.regions`). One strided copy (`formats.copyplan`) moves the overlap of two boxes.
 """
 

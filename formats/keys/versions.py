@@ -42,7 +42,7 @@ def mooncake_keys_name_model(profile: Profile) -> bool:
 
 
 def mooncake_keys_place_rank(profile: Profile) -> bool:
-    """Return whether Mooncake keys of MLA have a field for the stage: `__k`, not `_k`."""
+    """Return whether Mooncake keys of MLA have a (possibly empty) rank field: `__k`, not `_k`."""
     return _is_since(profile, _MOONCAKE_STAGE_SINCE)
 
 

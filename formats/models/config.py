@@ -154,7 +154,7 @@ def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None
 
 def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
     layers = model.integer("num_hidden_layers")
-    if flags.pp == 1:  # get_pp_indices ignores it then
+    if flags.pp == 1:  # get_pp_indices then ignores the partition
         return ()
     if flags.pp > layers:
         raise ProfileError(f"pp: {layers} layers cannot fill {flags.pp} stages")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Up to this version, HiCache also stored index keys of layers that reuse another layer's top-k.
 _ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
-_DSA_PAGE_TOKENS = 64  # physical index page on CUDA (DSATokenToKVPool)
+_DSA_PAGE_TOKENS = 64  # in a physical index page on CUDA (DSATokenToKVPool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The index of a pack: an Arrow IPC stream with one row per object, in the order of the file.
 
 Its schema metadata repeats the pack's metadata record, for programs that read only the index.
-Bodies are not compressed, so readers allocate nothing larger than the stream.
+Message bodies are not compressed, so readers allocate nothing larger than the stream.
 """
 
 from __future__ import annotations

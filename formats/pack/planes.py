@@ -147,7 +147,7 @@ class Decoder:
 
 @dataclass(slots=True)
 class PlanMemory:
-    """Plans by key pattern and size: the key without its page hash, and the bytes of the object.
+    """Plans by key pattern and size: the key without its page hash, and the size of the object.
 
     Threads may share an instance: at worst, they measure an object twice.
     """

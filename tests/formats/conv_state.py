@@ -1,4 +1,4 @@
-"""A pool kind as another package would add one: no file of the product changes.
+"""A pool kind, added as another package would add it: without a change to the product.
 
 A page holds the last inputs of each layer's short convolution: [layers, channels, width], sharded
 by channels, one object of each page and TP rank.

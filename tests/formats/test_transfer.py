@@ -177,7 +177,7 @@ def check_form(plan: TransferPlan) -> None:
         assert unit.trailing == any(plan.sources[number].trailing for number in unit.sources)
 
 
-# --- what is the same bytes ---
+# --- objects with equal bytes ---
 
 
 def identities(plan: TransferPlan) -> bool:

@@ -187,7 +187,7 @@ def test_arbitrary_bytes_are_no_index(data: bytes) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damage_is_refused_or_leaves_rows_that_can_be(seed: int) -> None:
-    """Digests are no help here, because an attacker can recompute them."""
+    """Digests do not help here, because an attacker can recompute them."""
     rng = np.random.default_rng(seed)
     for _ in range(200):
         damaged = bytearray(SOUND)
