@@ -70,7 +70,7 @@ class Coordinate:
     tag:   Mooncake `extra_backend_tag`; "" without one.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
     part:  piece of the pool in this object ("k", "temporal", ...); None for the whole page.
-           Exception: on Mooncake, an MLA object holds K and V together, and its part is "k".
+           Exception: on Mooncake, SGLang names the part of an MLA object, K and V together, "k".
     """
 
     model: str

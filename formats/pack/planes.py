@@ -31,7 +31,8 @@ _PIECES = 4
 _PIECE_BYTES = 16 << 10
 _MEASURED_EVERY = 32  # objects with equal key pattern and size; 31 reuse the plan of the first
 _MOST_KINDS = 4096
-_WORTH = 0.97  # compress only below this share; a smaller gain does not pay for decompression
+# Largest share of the bytes that compression may leave: less gain does not pay for decompression.
+_WORTH = 0.97
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
