@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
 
-MEMORY_BYTES = 512 << 20  # address space; objects use as much of it as they need
+MEMORY_BYTES = 512 << 20  # address space, used as needed
 _BATCH_BYTES = 64 << 20  # in memory, including the bytes read back
 
 
 @contextmanager
 def copy_memory(store: Store, nbytes: int = MEMORY_BYTES) -> Iterator[Arena]:
-    """Attach an arena to a store once, for many calls of `copy_groups`."""
+    """Attach an arena to a store, for many calls of `copy_groups`."""
     with Arena(nbytes) as arena:
         store.attach(arena)
         try:
@@ -51,14 +51,14 @@ def copy_groups(
 ) -> MoveResult:
     """Copy objects of groups to unused keys; read back and compare each copy.
 
-    rows, targets: [n] the objects as rows of the source and of the destination.
-    objects: their groups, and keys for messages. sizes: [n] bytes. pages: [k] hashes of the groups.
-    on_gone: message that fails a group if a source object vanished; None: skip the object.
-    arena: from `copy_memory`, attached to one of the stores. The arena holds each object twice, to
-    write and as read back. A group that does not fit is copied one object at a time; an object that
-    does not fit fails.
+    rows, targets: [n] objects as rows of source and destination.
+    objects: groups and keys. sizes: [n] bytes. pages: [k] page hash of each group.
+    on_gone: message that fails a group whose source object vanished; None: skip the object.
+    arena: from `copy_memory`, attached to one store. Each object takes room twice, to write and to
+    read back. A group that does not fit is copied object by object; an object that does not fit
+    fails.
 
-    Return the groups as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
+    Return each group as DONE, FAILED or CONFLICT. Raises StoreUnavailable.
     """
     result = MoveResult.of(pages, objects=len(objects))
 
@@ -110,7 +110,7 @@ def _copy_by_object(
     undo: Callable[[IntArray], Result],
     failures: Failures,
 ) -> None:
-    """Publish groups that do not fit into memory, one object at a time.
+    """Publish groups that do not fit into memory, object by object.
 
     chosen: indices of their objects. copy_alone: copies each object as a separate group.
     """
@@ -130,7 +130,7 @@ def _copy_by_object(
 
 
 def _failures(on_gone: str | None) -> Failures:
-    """Return the rules of a backup: an existing object is a conflict, even with equal bytes."""
+    """Return the rules of a backup: existing objects are conflicts, even with equal bytes."""
     changed = (Status.SHORT, Status.OVERSIZED, Status.CHANGED)
     gone = GroupStatus.DONE if on_gone is None else GroupStatus.FAILED
     return Failures(
@@ -145,9 +145,9 @@ def _failures(on_gone: str | None) -> Failures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch(CopyBatch):
-    """A batch of a backup. groups: [k], places: [n] indices of its groups and objects.
+    """Batch of a backup: the same objects are read and written, in the same order.
 
-    The same objects are read and written, in the same order.
+    groups: [k], places: [n] indices of groups and objects.
     """
 
     groups: IntArray = field(kw_only=True)
@@ -167,7 +167,6 @@ def _batches(
     fitting: IntArray,
     buffer_bytes: int,
 ) -> Iterator[_Batch]:
-    """Yield batches of the fitting groups."""
     order = np.argsort(objects.owners, kind="stable")
     order = order[np.isin(objects.owners[order], fitting)]
     groups, starts, counts = np.unique(objects.owners[order], return_index=True, return_counts=True)
@@ -216,9 +215,9 @@ def same_bytes(
 ) -> BoolArray:
     """Return which objects have the same bytes in two stores: [n].
 
-    rows, other_rows: [n] the objects as rows of each store. sizes: [n] bytes.
-    arena: from `copy_memory`, attached to one of the stores. An object counts as different if the
-    arena does not have room for both copies.
+    rows, other_rows: [n] objects as rows of each store. sizes: [n] bytes.
+    arena: from `copy_memory`, attached to one store. An object counts as different if both copies
+    do not fit.
     """
     same = np.zeros(len(sizes), dtype=np.bool_)
     with ExitStack() as exits:

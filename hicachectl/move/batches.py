@@ -30,8 +30,8 @@ class Action(IntEnum):
     NOTHING = 0  # nothing to copy, or not chosen
     SKIP = 1  # the destination has the whole group
     COPY = 2
-    COMPLETE = 3  # the destination has some objects of the group: if equal, add the others
-    COMPARE = 4  # the destination has the whole group: read and compare both
+    COMPLETE = 3  # the destination has part of the group: if equal, add the rest
+    COMPARE = 4  # the destination has the whole group: compare bytes
     REPLACE = 5  # remove from the destination, then copy
     CONFLICT = 6  # the destination has another object under one of the keys
 
@@ -44,8 +44,8 @@ READS_BACK = (Action.COMPLETE, Action.COMPARE)
 class CopyOptions:
     """Options of a copy.
 
-    jobs: number of batches copied at a time. verify: read back and compare each copy. move: then
-    remove the original. pin: protect copies from eviction, for pin_seconds or the store's default.
+    verify: read back and compare each copy. move: then remove the original.
+    pin: protect copies from eviction, for pin_seconds or the store's default.
     deadline: `time.monotonic()` after which no batch is begun.
     """
 
@@ -66,10 +66,10 @@ class CopyOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transform:
-    """Objects of `count` groups that one unit makes from source objects.
+    """Objects that one unit makes for `count` groups.
 
-    sources, destinations: (offset, step, nbytes) of each source and destination of the unit: the
-    first group's offset in the batch's memory, and the distance to the next group's.
+    sources, destinations: (offset, step, nbytes) of each: the first group's offset in the batch's
+    memory, and the distance to the next group's.
     """
 
     unit: TransferUnit
@@ -88,21 +88,21 @@ class Transform:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyBatch(Task):
-    """Page groups that are copied together, all with one action.
+    """Page groups copied together, with one action.
 
     Memory of a batch: the source objects, each 4 KiB-aligned in the order of `rows`; then the
-    transformed objects; then, with read-back, the destination's objects. Objects that are a run of
-    source bytes stay in place. Offsets count from the batch's memory.
+    transformed objects; then the objects read back. Objects that are a run of source bytes stay in
+    place. Offsets count from the batch's memory.
 
     pages:      [k] page hash of each group.
     owners:     [rows] group of each source object.
-    objects:    [n] objects of the destination, with keys for messages.
+    objects:    [n] objects of the destination.
     targets:    [n] `key` and `mtime_ns` of the same objects.
     sizes, offsets: [n] bytes and offset of each object.
-    there:      [n] bytes of the object that the destination has under the key, or ABSENT.
-    origins:    [n] row of the first source object of each, or ABSENT.
-    by_system:  whether the destination copies the objects from the source by itself.
-    back:       offset of the objects that are read back.
+    there:      [n] bytes of the destination's object under the key, or ABSENT.
+    origins:    [n] row of each object's first source, or ABSENT.
+    by_system:  whether the destination copies the objects by itself.
+    back:       offset of the objects read back.
     """
 
     action: Action = field(kw_only=True)
@@ -119,13 +119,13 @@ class CopyBatch(Task):
     back: int = field(kw_only=True)
 
     def key_read(self, index: int, listed: pa.Table) -> bytes:
-        """Return the key of a source object, for messages. listed: the source's rows."""
+        """Return the key of a source object. listed: the source's rows."""
         key: bytes = listed.column("key")[int(self.rows[index])].as_py()
         return key
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the batch reads or copies from the source."""
+        """Bytes read or copied from the source."""
         return int((self.capacities if len(self.rows) else self.sizes).sum())
 
 
@@ -134,8 +134,8 @@ def cut(
 ) -> Iterator[slice]:
     """Yield slices of groups, in order, each within the limits or of a single group.
 
-    nbytes, objects: [groups] demand of each group. first_bytes: limit of the first batch, small
-    to begin writing soon; the limit then doubles up to most_bytes.
+    nbytes, objects: [groups] demand. first_bytes: limit of the first batch, small to begin writing
+    soon; the limit then doubles up to most_bytes.
     """
     by_bytes, by_objects = np.cumsum(nbytes), np.cumsum(objects)
     start, limit = 0, min(first_bytes, most_bytes)
@@ -153,6 +153,6 @@ def cut(
 def _strided(
     memory: npt.NDArray[np.uint8], count: int, offset: int, step: int, nbytes: int
 ) -> npt.NDArray[np.uint8]:
-    """Return a view of equal-sized objects at equal steps: [count, nbytes] uint8."""
+    """Return a view of objects at equal steps: [count, nbytes] uint8."""
     whole = memory[offset : offset + step * (count - 1) + nbytes]
     return np.lib.stride_tricks.as_strided(whole, shape=(count, nbytes), strides=(step, 1))

@@ -1,7 +1,6 @@
 """Copy page groups from one store to another: read, transform, publish, read back, roll back.
 
-A batch lists its source objects, its destination objects, and their places in memory. `Executor`
-runs batches in the threads of a pipeline, independent of surveys and commands.
+`Executor` runs batches in the threads of a pipeline, independent of surveys and commands.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.move.batches import CopyOptions
 
-_HEAD_BYTES = 1024  # for an object's key and index row, which usually need less
+_HEAD_BYTES = 1024  # for an object's key and index row; usually enough
 
 B = TypeVar("B", bound=CopyBatch)
 
 
 class Executor(Generic[B]):
-    """Executor of batches that are copied from one store to another.
+    """Executor of copies from one store to another.
 
-    full:   set once the destination had no room for an object.
+    full:   whether the destination had no room for an object.
     copies: whether the destination copies objects of the source by itself.
-    racy:   the destination if another writer may win the race for a key, else None.
-    read_back: function that reads objects of the destination.
+    racy:   the destination, if another writer may win the race for a key.
+    read_back: reads objects of the destination.
     """
 
     def __init__(
@@ -59,11 +58,10 @@ class Executor(Generic[B]):
         """Prepare; nothing is read before `run`.
 
         objects: the source's listing; batches refer to its rows.
-        settle:  called with each batch's result in the thread of the batch, even if `run` ends
-            early.
-        arena:   memory to use, from `copy_memory`.
-        failures: rules for the groups of failed objects. If objects may be left out, a batch must
-            have its source and destination objects in the same order.
+        settle:  called in the batch's thread, even if `run` ends early.
+        arena:   from `copy_memory`.
+        failures: if these rules leave objects out, a batch must have its source and destination
+            objects in the same order.
         preserve: keep owner and mode of the source files in system copies.
         """
         self.destination = destination
@@ -83,10 +81,10 @@ class Executor(Generic[B]):
         if not preserve:
             keep_as_private(destination, source, listing=True)
             if self.racy is not None:
-                # Another writer's object under the same key belongs to the same page, so losing a
+                # Another writer's object under the same key belongs to the same page, so a lost
                 # race does no harm.
                 self.racy.confirms_writes = False
-        # The new objects are not in the destination's listing, so the server must locate them.
+        # The destination's listing lacks new objects: the server must locate them.
         self.read_back = destination.read_into
         if isinstance(destination, Confirm):
             self.read_back = destination.read_confirmed
@@ -111,7 +109,7 @@ class Executor(Generic[B]):
         jobs: int | None = None,
         on_done: Callable[[B, MoveResult], None] = lambda batch, result: None,
     ) -> bool:
-        """Copy batches, begun in order; return whether all were begun.
+        """Copy batches in order; return whether all were begun.
 
         on_done: called in the thread that calls `run`. On an exception, begun batches finish
         first. Raises StoreUnavailable, and UsageError if a batch is larger than the buffer.
@@ -137,7 +135,6 @@ class Executor(Generic[B]):
         return pipeline.complete and not self.stopped
 
     def _copy(self, loaded: Loaded) -> tuple[B, MoveResult]:
-        """Copy a loaded batch in a thread of the pipeline."""
         batch: B = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages, objects=len(batch.objects))
         stops = self.failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
@@ -168,7 +165,7 @@ class Executor(Generic[B]):
                     )
 
     def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
-        """Settle groups with an unread object; return the indices of objects to leave out."""
+        """Settle groups with an unread object; return indices of objects to leave out."""
         read = loaded.read
         unread = np.flatnonzero(read.statuses)
         for index in unread.tolist():
@@ -181,7 +178,7 @@ class Executor(Generic[B]):
     def _room_for(self, batch: B) -> Iterator[bool]:
         """Reserve a batch's room during its write; yield whether there is enough.
 
-        Only append-only stores are checked, because rolled-back writes never free their room.
+        Only append-only stores are checked: their rolled-back writes never free room.
         """
         new = (batch.there == ABSENT) | (batch.action is Action.REPLACE)
         nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
@@ -197,7 +194,7 @@ class Executor(Generic[B]):
                 self._promised -= has_room * nbytes
 
     def write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
-        """Write objects of a batch, or let the system copy them. offsets: [places] in the arena."""
+        """Write objects, or let the system copy them. offsets: [places] in the arena."""
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
@@ -215,7 +212,7 @@ class Executor(Generic[B]):
 
 
 class _BatchCopy:
-    """Write of one loaded batch into the destination."""
+    """Write of a loaded batch."""
 
     def __init__(
         self, executor: Executor[Any], batch: CopyBatch, arena: Arena, base: int, result: MoveResult
@@ -287,7 +284,7 @@ class _BatchCopy:
         return self._batch.targets.take(pa.array(places))
 
     def _compare(self, places: IntArray, *, ours: bool = False) -> None:
-        """Read objects of the destination and compare them with the bytes to write.
+        """Compare the destination's objects with the bytes to write.
 
         ours: whether this run wrote the objects; a difference then is a failure, not a conflict.
         """
@@ -328,7 +325,7 @@ class _BatchCopy:
             self._fail(at, failed, self._executor.failures.differs)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
-        """Call within the destination's batch limits; return the results as one."""
+        """Call within the destination's batch limits; return one result."""
         statuses = np.zeros(len(places), dtype=np.uint8)
         errors: dict[int, str] = {}
         for span in batch_spans(self._batch.sizes[places], self._store.limits):

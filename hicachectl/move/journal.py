@@ -3,8 +3,7 @@
 The first line identifies the migration and is durable before the others. The reader drops a cut-off
 last line (a crash) and lines with NUL bytes (a power failure); a resumed run finds the pages of
 these lines at the destination. Each line has a digest of its text, its offset and the journal's
-owner. The reader refuses altered and foreign lines, because a move deletes the pages that the
-journal lists as copied. Form 1, of earlier releases, has no digests.
+owner. Altered and foreign lines are refused, because a move deletes pages listed as copied.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class JournalHeld(UsageError):
 class Progress:
     """Pages that earlier runs completed, by the name of their route.
 
-    owner: mark on the unfinished writes of those runs; "" if the journal has no whole line.
-    copied: whole at the destination. verified: copied and compared there.
-    removed: copied and then removed from the source.
+    owner: mark on those runs' unfinished writes; "" if the journal has no whole line.
+    copied: whole at the destination. verified: also compared.
+    removed: copied, then removed from the source.
     """
 
     owner: str = ""
@@ -69,12 +68,12 @@ class Progress:
         return sum(map(len, self.copied.values()))
 
     def unremoved(self, route: str) -> set[str]:
-        """Return the pages that were copied but not yet removed from the source."""
+        """Return pages copied but not removed from the source."""
         return self.copied[route] - self.removed[route]
 
 
 def profile_text(profile: Profile) -> str:
-    """Return a profile's text in the identity of a journal, the same in all releases.
+    """Return a profile's text in a journal's identity, the same in all releases.
 
     The identity names the journal, so the text keeps two fields of earlier profiles.
     """
@@ -91,8 +90,8 @@ def journal_path(
 ) -> tuple[Path, str]:
     """Return the path of a migration's journal in the user's state directory (XDG), and a remark.
 
-    Without a writable home, the path is in a private directory below TMPDIR, and the remark says
-    so. Otherwise the remark is "". Raises UsageError if others can open that directory.
+    Without a writable home, the path is in a private directory below TMPDIR, as the remark says;
+    otherwise the remark is "". Raises UsageError if others can open that directory.
     """
     text = json.dumps(identity, sort_keys=True)
     name = Path("migrations", hashlib.sha256(text.encode()).hexdigest()[:32] + ".jsonl")
@@ -128,7 +127,7 @@ def journal_path(
 
 
 def _can_be_written_to(directory: Path) -> bool:
-    """Return whether a directory, or its nearest existing parent, can be written to."""
+    """Return whether a directory, or its nearest existing parent, is writable."""
     while not os.path.lexists(directory):
         directory = directory.parent
     return os.access(directory, os.W_OK | os.X_OK) and directory.is_dir()
@@ -137,8 +136,7 @@ def _can_be_written_to(directory: Path) -> bool:
 def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
     """Return the progress of earlier runs; None if there is no journal.
 
-    Raises FormatError if the journal is damaged or another migration's, UsageError if it cannot be
-    read.
+    Raises FormatError if the journal is damaged or another migration's, UsageError if unreadable.
     """
     try:
         descriptor = _opened(path, os.O_RDONLY)
@@ -149,7 +147,7 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
     progress, form = Progress(), None
     with os.fdopen(descriptor, "rb") as stream:
         for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
-            if b"\0" in line:  # torn by a power failure, perhaps joined to the next line
+            if b"\0" in line:  # torn by a power failure, maybe joined to the next line
                 if number == 1:
                     return progress
                 continue
@@ -170,7 +168,7 @@ def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a journal. Raises OSError, also if it is not a regular file; never waits for a FIFO."""
+    """Open a journal, never waiting for a FIFO. Raises OSError, also if not a regular file."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -191,7 +189,7 @@ def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> str:
-    """Return the owner in the first line. Raises FormatError for another migration's journal."""
+    """Return the first line's owner. Raises FormatError for another migration's journal."""
     owner = head.get("owner")
     is_ours = head.get("migration") in (FORM, _UNDIGESTED) and head.get("identity") == identity
     if not is_ours or not isinstance(owner, str) or not _OWNER.fullmatch(owner):
@@ -200,7 +198,6 @@ def _owner(head: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> 
 
 
 def _digest(entry: Mapping[str, Any], owner: str, start: int) -> str:
-    """Return the digest of a line's entry, its offset and the journal's owner."""
     text = json.dumps([owner, start, entry])
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
 
@@ -235,10 +232,10 @@ def _pages(entry: Mapping[str, Any], path: Path, number: int) -> list[str]:
 
 
 class Journal:
-    """Journal open for writing, from several threads. A killed process loses no line.
+    """Journal for writing from several threads. A killed process loses no line.
 
-    One process at a time holds the lock. `close` removes a journal without entries.
-    owner: 16 hex digits, the same in all runs of the migration.
+    One process at a time holds the lock.
+    owner: 16 hex digits, the same in all runs.
     """
 
     def __init__(
@@ -253,10 +250,9 @@ class Journal:
         """Open a journal; fresh: empty it first.
 
         earlier: result of `read_journal`. durable: sync each line; otherwise a power failure may
-        lose all lines except the first, and a resumed run reads their pages again.
+        lose all lines except the first; a resumed run reads their pages again.
 
-        Raises UsageError if the journal cannot be written, JournalHeld if another process holds the
-        lock.
+        Raises UsageError if the journal cannot be written, JournalHeld if locked.
         """
         self.path = path
         self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
@@ -282,11 +278,11 @@ class Journal:
             raise
 
     def copied(self, route: str, pages: pa.StringArray, *, verified: bool) -> None:
-        """Write that pages were copied. verified: also compared at the destination."""
+        """Record copied pages. verified: also compared at the destination."""
         self._note(route, pages.to_pylist(), "verified" if verified else "copied")
 
     def removed(self, route: str, pages: Sequence[str]) -> None:
-        """Write that pages were removed from the source."""
+        """Record pages removed from the source."""
         self._note(route, pages, "removed")
 
     def _note(self, route: str, pages: Sequence[str], what: str) -> None:
@@ -313,7 +309,7 @@ class Journal:
                 ) from error
 
     def _cut_torn_line(self) -> None:
-        """Drop a cut-off last line: the next line would join it."""
+        """Drop a cut-off last line, which the next would join."""
         size = os.lseek(self._file, 0, os.SEEK_END)
         end = size
         while end:
@@ -327,7 +323,7 @@ class Journal:
             os.ftruncate(self._file, end)
 
     def end(self) -> None:
-        """Remove the journal when it is closed: the migration is complete."""
+        """Mark the migration as complete: `close` then removes the journal."""
         self._noted = False
 
     def close(self) -> None:
@@ -344,7 +340,7 @@ class Journal:
 
 
 def _held(path: Path) -> int:
-    """Open and lock a journal. Raises OSError, JournalHeld if another process holds the lock."""
+    """Open and lock a journal. Raises OSError, JournalHeld."""
     while True:
         descriptor = _opened(path, os.O_RDWR | os.O_CREAT)
         try:

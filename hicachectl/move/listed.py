@@ -33,7 +33,7 @@ _BATCH_SLOTS = 1 << 18  # slots that are looked up for a batch, filled or empty
 class ListedGroups:
     """Groups of a plan, with their objects as listed.
 
-    If an object was listed twice, only its last row counts.
+    If an object was listed twice, the last row counts.
     """
 
     def __init__(self, inventory: Inventory, groups: PageGroups, plan: RepairPlan) -> None:
@@ -57,18 +57,18 @@ class ListedGroups:
 
     @property
     def counts(self) -> IntArray:
-        """Objects of each group: [groups of the plan]."""
+        """Objects of each group of the plan: [groups]."""
         return np.diff(self._starts)
 
     @property
     def nbytes(self) -> pa.Int64Array:
-        """Bytes of each group: [groups of the plan], null if a size is unknown."""
+        """Bytes of each group: [groups], null if a size is unknown."""
         sizes = self._inventory.take(self._rows, ["nbytes"]).column("nbytes")
         return sums_by_group(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
     @property
     def names(self) -> tuple[pa.StringArray, pa.StringArray]:
-        """Model and tag of each group: [groups of the plan], "" if the keys show none."""
+        """Model and tag of each group: [groups], "" if the keys show none."""
         return self._names_of(self._plan.groups)
 
     def batches(self) -> Iterator[RecordedGroups]:
@@ -123,7 +123,7 @@ class ListedGroups:
         return found
 
     def _reasons_of(self, numbers: IntArray) -> tuple[pa.Table, IntArray]:
-        """Return the reasons to remove groups, and the index in `numbers` of each reason's group.
+        """Return the reasons to remove groups, and the index in `numbers` of each one's group.
 
         numbers: ascending if there are reasons.
         """
@@ -145,9 +145,9 @@ class ListedGroups:
     def _shaped(
         self, numbers: IntArray, rows: IntArray, owners: IntArray, lost: IntArray, gaps: IntArray
     ) -> tuple[tuple[Shape, ...], IntArray, IntArray]:
-        """Return the shapes of some groups, the shape of each group, and the slot of each object.
+        """Return some groups' shapes, each group's shape, and each object's slot.
 
-        lost, gaps: [m] groups, ascending, and their slots that belong to another model.
+        lost, gaps: [m] groups, ascending, and slots that belong to another model.
         """
         ids = self._groups.deployment_ids[numbers]
         affix_ids = self._inventory.affix_ids[rows]
@@ -179,7 +179,7 @@ class ListedGroups:
         return self._shapes[number]
 
     def _unread_shape(self, pattern: tuple[int, ...]) -> Shape:
-        """Return the shape of a group of ambiguous keys: all its objects belong together."""
+        """Return the shape of a group of ambiguous keys: all objects belong together."""
         if pattern not in self._shapes:
             table = self._inventory.table
             affixes = [table.affixes[number] for number in pattern[1:]]
@@ -195,8 +195,8 @@ class ListedGroups:
     def _slots_of_others(self) -> tuple[IntArray, IntArray]:
         """Return slots whose key belongs to an object of another group of the page.
 
-        Such slots exist only if two models share keys. Return the index in the plan of each slot's
-        group, ascending, and the slot.
+        Such slots exist only if two models share keys. Return each slot's group (index in the plan,
+        ascending), and the slot.
         """
         nothing = np.zeros(0, dtype=np.int64)
         if not any(self._inventory.table.split):
@@ -238,10 +238,10 @@ def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
 def _blamed(
     keys: pa.BinaryArray, about: IntArray, counts: BoolArray, objects: pa.Table, owners: IntArray
 ) -> tuple[BoolArray, IntArray]:
-    """Return the objects that reasons name, [n], and the groups blamed as a whole.
+    """Return objects that reasons name, [n], and groups blamed as a whole.
 
-    keys, about: [reasons] key and group of each reason. counts: [reasons] whether the reason blames
-    objects, that is, is not structural. A reason without a key blames the whole group.
+    keys, about: [reasons] key and group. counts: [reasons] whether the reason blames objects (is
+    not structural). A reason without a key blames the whole group.
     """
     keyless = keys.is_null().to_numpy(zero_copy_only=False)
     at = pc.index_in(keys, value_set=objects.column("key").combine_chunks(), skip_nulls=True)
@@ -264,7 +264,7 @@ def _by_group(reasons: pa.Table, about: IntArray, count: int) -> pa.ListArray:
 def _alike(
     groups: IntArray, owners: IntArray, values: npt.NDArray[Any], firsts: IntArray
 ) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-    """Yield each distinct pattern (first value, values) with the groups that have it.
+    """Yield each distinct pattern (first value, values) with its groups.
 
     groups, firsts: [m], ascending. owners, values: [n] group of each value, ascending.
     """

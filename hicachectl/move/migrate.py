@@ -45,10 +45,10 @@ _SAMPLE_OBJECTS = 1024
 
 @dataclass(slots=True)
 class MigrationOutcome:
-    """Outcome of a migration or of its dry run.
+    """Outcome of a migration or dry run.
 
-    document: the JSON document of the command. problems: conflicts and failures. remarks: other
-    messages. journal: path of the journal if the migration is incomplete.
+    document: the command's JSON. problems: conflicts and failures. remarks: other messages.
+    journal: path, if the migration is incomplete.
     """
 
     document: dict[str, Any]
@@ -75,12 +75,12 @@ def migrate(
 ) -> MigrationOutcome:
     """Copy page groups from one store to another.
 
-    on_listed: called with the number of objects listed. on_begun: called before the first write.
-    on_moved: called after each batch with its bytes written, and the bytes of the whole migration.
+    on_begun: called before the first write. on_moved: called with each batch's bytes written, and
+    the bytes of the whole migration.
 
     Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
-    StoreUnavailable if a store is lost. After an interrupt, begun batches are finished or rolled
-    back, and the journal lists the completed groups.
+    StoreUnavailable if a store is lost. An interrupt finishes or rolls back begun batches; the
+    journal lists completed groups.
     """
     migration = _Migration(source, destination, request)
     plan = migration.plan(on_listed)
@@ -90,7 +90,7 @@ def migrate(
 
 
 def not_begun(source: str, destination: str) -> MigrationOutcome:
-    """Return the outcome of a migration between two URLs that found the lock held."""
+    """Return the outcome of a migration between two URLs whose lock is held."""
     document: dict[str, Any] = {"source": source, "destination": destination}
     counts = ("pages", "objects", "bytes", "skipped", "gone", "conflicts", "failed", "moved")
     document |= dict.fromkeys(counts, 0)
@@ -100,7 +100,7 @@ def not_begun(source: str, destination: str) -> MigrationOutcome:
 
 class _Migration:
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
-        """Check the request and read the journal, before any listing."""
+        """Check the request; read the journal."""
         self._started = time.monotonic()
         self._source = source
         self._destination = destination
@@ -196,7 +196,7 @@ class _Migration:
         return outcome
 
     def _lacking(self, nbytes: int) -> str | None:
-        """Return a message if the destination has too little room."""
+        """Return a message if the destination lacks room."""
         free = self._destination.free_bytes()
         if free is None or nbytes <= free:
             return None
@@ -244,8 +244,7 @@ def _estimated_seconds(
 ) -> float | None:
     """Return the seconds to read `nbytes`, from a sample; None if reading has side effects.
 
-    Writing overlaps with reading and is not measured. With a slower destination, the migration
-    takes longer.
+    Writing overlaps with reading and is not measured; a slower destination takes longer.
     """
     if options.bytes_per_second is not None:
         return nbytes / options.bytes_per_second

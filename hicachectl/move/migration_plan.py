@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.requests.files import PageList
 
-# Groups that an earlier run left incomplete at the destination come first.
+# Groups left incomplete by an earlier run come first.
 _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
 
 
@@ -50,11 +50,10 @@ _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
 class MigrationRequest:
     """Pages to copy, and options of the migration.
 
-    profile: of the source's deployment; None: only its keys are known, so every object keeps key
-        and bytes.
+    profile: of the source; None: only its keys are known, so every object keeps key and bytes.
     destination_profile: of the new deployment; None: the same as `profile`. pages: only these.
     partial, damaged: include groups that are not whole, or have findings of severity error.
-    resume: continue from the journal of an earlier run.
+    resume: continue from an earlier run's journal.
     """
 
     profile: Profile | None = None
@@ -76,7 +75,7 @@ class MigrationPlan:
     """Page groups of a source, with an action for each.
 
     actions:  for each survey, [n] the action of each group.
-    remarks:  which groups are not copied, and why.
+    remarks:  groups not copied, and why.
     too_large: number of groups that do not fit into the buffer. problems: the first of them.
     """
 
@@ -89,14 +88,13 @@ class MigrationPlan:
     problems: list[Problem] = field(default_factory=list)
 
     def count(self, *wanted: Action) -> int:
-        """Return the number of groups with one of some actions."""
+        """Return the number of groups with these actions."""
         return sum(int(np.isin(actions, wanted).sum()) for actions in self.actions)
 
     def works(self) -> Iterator[PageWork]:
-        """Yield the work of all groups, groups left incomplete by an earlier run first.
+        """Yield the work of all groups, one action after another.
 
-        Within one action, the oldest groups come first, because servers write parents before
-        children.
+        Within an action, the oldest groups come first: servers write parents before children.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             first_rows = np.full(survey.rows.count, np.iinfo(np.int64).max)
@@ -121,7 +119,7 @@ class MigrationPlan:
         return objects, nbytes
 
     def leave_too_large(self, options: CopyOptions) -> None:
-        """Leave out groups that need more memory than --buffer-bytes; add a problem for each."""
+        """Leave out groups larger than --buffer-bytes; add a problem for each."""
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             for action in _ORDER:
                 work = PageWork(survey, np.flatnonzero(actions == action), action)
@@ -139,10 +137,9 @@ class MigrationPlan:
     def settle_existing(self, request: MigrationRequest, earlier: Progress | None) -> None:
         """Settle the actions of groups that the destination has whole.
 
-        Groups that the journal lists as copied are not replaced again; groups that it lists as
-        verified are not compared again. A move compares all other groups before it removes them
-        from the source. A resumed run with --verify compares the groups that may not have been read
-        back.
+        Groups that the journal lists as copied are not replaced again; verified groups are not
+        compared again. A move compares all others before it removes them from the source. A resumed
+        run with --verify compares groups that may not have been read back.
         """
         options = request.options
         compares = options.move or (options.verify and request.resume)
@@ -161,10 +158,10 @@ class MigrationPlan:
                 actions[skipped] = Action.COMPARE
 
     def left_in_source(self, earlier: Progress) -> Iterator[tuple[Survey, IntArray]]:
-        """Yield the groups that an interrupted run compared and partly removed from the source.
+        """Yield groups that an interrupted run compared and partly removed from the source.
 
-        Their remaining objects may be removed if the destination still has all targets in the
-        right size.
+        Their other objects may be removed if the destination still has all targets in the right
+        size.
         """
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             unfinished = _among(survey, earlier.unremoved(survey.route.name))
@@ -225,7 +222,7 @@ def _reasons(
     request: MigrationRequest,
     deployments: Collection[int],
 ) -> Iterator[tuple[BoolArray, str]]:
-    """Yield the groups not to copy, [groups] each, and the reason. deployments: to copy."""
+    """Yield groups not to copy, [groups], and the reason. deployments: to copy."""
     ambiguous = groups.deployment_ids == UNRESOLVED
     others = ~np.isin(groups.deployment_ids, list(deployments)) & ~ambiguous
     yield others, "written by another deployment than the profile's"
@@ -240,7 +237,7 @@ def _reasons(
 
 
 def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
-    """Return which groups a server may be writing: the young groups that are not whole.
+    """Return which groups a server may be writing: young and not whole.
 
     A store without times has no young groups.
     """
@@ -252,7 +249,7 @@ def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
 def _damaged(
     source: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
 ) -> BoolArray:
-    """Return which groups have errors that a listing alone shows: [groups]."""
+    """Return which groups have errors visible in a listing: [groups]."""
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
     given = CheckInput(store=source, inventory=inventory, groups=groups, in_flight=in_flight)
     found = combine([*check_groups(given), *check_sizes(given), *tables])

@@ -4,9 +4,9 @@ A server treats a page as present once the page's anchor exists. SGLang's file b
 sidecars before the anchor and never overwrites an object. This module alone sets the order:
 
 - `publish` writes sidecars, then anchors. A reader finds each group whole or without its anchor.
-- `withdraw` removes anchors, then sidecars, and tries again while a server rewrites the group, at
-  most five times. Then each group is gone, whole or FAILED.
-- `roll_back` removes objects of this run only, never those of another writer.
+- `withdraw` removes anchors, then sidecars, up to five times if a server rewrites the group. Then
+  each group is gone, whole or FAILED.
+- `roll_back` removes objects of this run only, never another writer's.
 
 If an anchor cannot be removed, its group keeps its sidecars.
 """
@@ -39,8 +39,7 @@ class GroupObjects:
     """Objects of page groups that are copied, removed or restored together.
 
     keys:    [n] binary.
-    owners:  [n] group of each object, an index into the `MoveResult`. If a group has no
-        room, the groups after it stop, too.
+    owners:  [n] group of each object, an index into the `MoveResult`.
     anchors: [n] whether the object is an anchor of its group.
     """
 
@@ -54,12 +53,12 @@ class GroupObjects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Rules for a group with an object that cannot be read or written.
+    """Rules for groups with an object that cannot be read or written.
 
-    statuses: status of the group, by status of the object; FAILED if not listed. DONE leaves the
-        object out and keeps the group open. NO_ROOM also stops the groups after this one.
-    details: message by status of the object, used instead of the store's message.
-    differs: message for an object that reads back with other bytes.
+    statuses: the group's status by the object's; FAILED if not listed. DONE leaves the object out
+        and keeps the group open. NO_ROOM also stops later groups.
+    details: messages by the object's status, instead of the store's.
+    differs: message if other bytes are read back.
     """
 
     statuses: Mapping[Status, GroupStatus]
@@ -69,12 +68,12 @@ class Failures:
     def settle(
         self, result: MoveResult, group: int, key: bytes | None, status: Status, message: str
     ) -> None:
-        """Set the status of an open group from the status of one of its objects."""
+        """Set an open group's status from the status of one object."""
         became = self.statuses.get(status, GroupStatus.FAILED)
         result.fail(group, became, key, self.details.get(status, message))
 
 
-# EXISTS is not a failure: another writer's object under the same key belongs to the same page.
+# EXISTS is not a failure: another writer's object of this key belongs to the same page.
 OF_MIGRATION = Failures(
     statuses={
         Status.FULL: GroupStatus.NO_ROOM,
@@ -100,11 +99,10 @@ def publish(
     flush: Callable[[], None] = lambda: None,
     failures: Failures = OF_MIGRATION,
 ) -> BoolArray:
-    """Write objects of open groups, sidecars first; roll back the groups that did not succeed.
+    """Write objects of open groups, sidecars first; roll back unsuccessful groups.
 
-    chosen: indices of the objects to write. write, undo: write or remove objects by index.
-    flush: makes writes durable; called after the sidecars and after the anchors.
-    failures: rules for the groups of failed writes.
+    chosen: indices of objects to write. write, undo: write or remove objects by index.
+    flush: makes writes durable, after the sidecars and after the anchors.
     Return which objects were written and not rolled back: [n].
     """
     written = np.zeros(len(objects), dtype=np.bool_)
@@ -152,10 +150,10 @@ def remove_once(
     remove: Callable[[IntArray], Result],
     on_error: Callable[[int, str], None],
 ) -> None:
-    """Remove objects, anchors first; if an anchor cannot be removed, keep its group's sidecars.
+    """Remove objects, anchors first.
 
     chosen: indices of the objects. remove: removes objects by index. on_error: called with the
-    index of each object that could not be removed, and the reason.
+    index of each object not removed, and the reason.
     """
     believed = np.zeros(int(objects.owners.max(initial=-1)) + 1, dtype=np.bool_)
     for stage in (objects.anchors, ~objects.anchors):
@@ -171,10 +169,7 @@ def remove_once(
 
 
 def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
-    """Remove objects one by one, group by group. If an anchor stays, skip its group's sidecars.
-
-    Skipped objects have the status CHANGED.
-    """
+    """Remove objects one by one, group by group; skipped sidecars get the status CHANGED."""
     statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
     errors: dict[int, str] = {}
     order = np.lexsort((~objects.anchors, objects.owners))
@@ -196,11 +191,11 @@ def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sighting:
-    """Objects of the groups to remove, as one look at the store found them.
+    """Objects of groups to remove, as one look at the store found them.
 
-    objects:  all objects present; the sidecars of a group in removal order.
-    rows:     [n] the same objects as rows of a listing.
-    recorded: [n] index of the same object in the record; -1 if the object is new or rewritten.
+    objects:  all present objects; a group's sidecars in removal order.
+    rows:     [n] the objects as rows of a listing.
+    recorded: [n] index of the object in the record; -1 if new or rewritten.
     """
 
     objects: GroupObjects
@@ -217,18 +212,16 @@ def withdraw(
     take: Callable[[Sighting], Callable[[int], Status]] | None = None,
     note: Callable[[Sighting, IntArray, Result], None] = lambda seen, places, found: None,
 ) -> None:
-    """Remove groups until each is gone, or is whole again without its fault.
+    """Remove groups until each is gone, or whole again without its fault.
 
     A server that reads a half-removed group can write a new anchor beside an old sidecar. Each
     attempt therefore looks again, and removes groups that are neither whole nor gone.
 
     pending: groups, as indices into `result`.
-    look: looks up groups in the store; returns the objects to remove, without those of settled
-        groups.
+    look: returns the objects to remove, except those of settled groups.
     remove: removes objects of a sighting by index.
     take: for stores that remove one object a call: returns a function that removes an object by
-        index and may raise OSError. Groups then leave one after the other, each within
-        microseconds.
+        index, or raises OSError. Groups then leave one by one, each within microseconds.
     note: called with the sighting, the indices of the objects tried, and their result.
     """
     for _ in range(_ROUNDS):
@@ -266,7 +259,7 @@ def withdraw(
 
 
 def _stop_behind(objects: GroupObjects, chosen: IntArray, result: MoveResult) -> None:
-    """Set NO_ROOM for the groups after a group without room: they would lack their prefix."""
+    """Set NO_ROOM for groups after one without room: they would lack their prefix."""
     full = np.flatnonzero(result.statuses == GroupStatus.NO_ROOM)
     if len(full):
         behind = np.unique(objects.owners[chosen])

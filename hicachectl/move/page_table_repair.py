@@ -2,8 +2,8 @@
 
 When the metadata server deletes a key, it frees the key's page for the next writer, even if another
 key still maps to that page. All keys of a page are therefore deleted in one call, and only while
-they map to the page of the snapshot. If the page was free already, another key may own it by now:
-its bad keys are first mapped to new pages.
+they map to the snapshot's page. If the page was free, another key may own it by now: its bad keys
+are first mapped to new pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
 PAUSE_S = 0.02  # least pause after a call
 # Free pages that the server may search in one call, which blocks all engines. The server searches
-# all free pages for each freed page: measured 12 ms for 2,000,000 free pages, 1.6 s for a call with
-# 128 keys.
+# all free pages for each freed page: 12 ms for 2,000,000 free pages, 1.6 s for a call with 128 keys
+# (measured).
 _LOOKED_AT = 4_000_000
 _MOST_LEAKED = 1 << 28  # leaked pages to list: 2 GiB of int64
 
 
 @dataclass(frozen=True, slots=True)
 class BadPage:
-    """A page to free, with all its keys in the order of the snapshot.
+    """A page to free, with all its keys in snapshot order.
 
-    free: whether the page was also free; another key may own the page by now.
+    free: whether the page was also free.
     """
 
     index: int
@@ -59,8 +59,8 @@ class BadPage:
 class TableRepair:
     """Repair of one table through its server.
 
-    left: keys of pages outside the table, which stay: deleting one would free its page, and the
-        next writer would write past the end of the file. A repaired snapshot omits them.
+    left: keys of pages outside the table. They stay, because a writer of the freed page would write
+        past the end of the file. A repaired snapshot omits them.
     """
 
     table: PageTable
@@ -108,9 +108,8 @@ def delete_keys(
 ) -> Iterator[TableRepairResult]:
     """Delete the keys of a plan in small batches with pauses; yield each result.
 
-    Each batch first looks up its keys, which marks them as recently used and keeps them from being
-    evicted meanwhile. stopped: if set, no further batch is begun. Raises StoreUnavailable; batches
-    yielded before are done.
+    Each batch first looks up its keys: recent use keeps them from being evicted meanwhile. stopped:
+    if set, no further batch is begun. Raises StoreUnavailable; yielded batches are done.
     """
     most = _batch_size(repair.table)
     for batch in _batches(repair.pages, most):
@@ -125,8 +124,8 @@ def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: 
     """Return the leaked pages of a table without writers: int64, ascending.
 
     Both snapshots must be newer than `stopped_at_ns`, when the engines stopped. A snapshot's time
-    is its end, so only the later snapshot is sure to have begun after the stop. Raises UsageError
-    if a snapshot is older, or more than `_MOST_LEAKED` pages are leaked.
+    is its end, so only the later one surely began after the stop. Raises UsageError if a snapshot
+    is older, or more than `_MOST_LEAKED` pages are leaked.
     """
     if not stopped_at_ns < earlier.saved_at_ns < later.saved_at_ns:
         raise UsageError(
@@ -169,10 +168,10 @@ def release_pages(
 
 
 def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = False) -> PageTable:
-    """Return the table without the keys found by `bad_rows`, each page in at most one list.
+    """Return the table without keys found by `bad_rows`, each page in at most one list.
 
-    release_leaked: also free leaked pages; only safe if no engine will still confirm reserved
-        pages. Raises UsageError if more than `_MOST_LEAKED` are leaked.
+    release_leaked: also free leaked pages; only safe if no engine will confirm reserved pages.
+        Raises UsageError if more than `_MOST_LEAKED` are leaked.
     """
     kept = ~bad & ~out_of_range(table)
     indices = table.indices[kept]
@@ -196,7 +195,7 @@ def _texts(table: PageTable, rows: IntArray) -> list[str]:
 
 
 def _listed(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return the numbers of the pages in runs, in the same order."""
+    """Return the page numbers of runs, in order."""
     before = np.cumsum(lengths) - lengths
     listed: IntArray = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
     return listed
@@ -207,7 +206,7 @@ def _batch_size(table: PageTable) -> int:
 
 
 def _batches(pages: Sequence[BadPage], most: int) -> Iterator[list[BadPage]]:
-    """Yield batches of at most `most` keys, or of a single page."""
+    """Yield batches of at most `most` keys, or one page."""
     batch: list[BadPage] = []
     keys = 0
     for page in pages:
@@ -238,7 +237,7 @@ def _delete(
 
 
 def _move(client: MetadataClient, table: PageTable, keys: Sequence[str]) -> None:
-    """Map keys to newly reserved pages: deleting the keys then frees only these pages."""
+    """Map keys to newly reserved pages; deleting the keys then frees only these."""
     place = table.rank, table.namespace
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]

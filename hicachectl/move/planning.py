@@ -33,7 +33,7 @@ _NOBODY = -1
 class RepairPlan:
     """Groups to remove.
 
-    groups: numbers, ascending. outright: numbers of the groups that are removed even if whole.
+    groups: numbers, ascending. outright: numbers of groups removed even if whole.
     reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
     unplaced: number of findings without a group, by code: about foreign keys or the whole store.
         Removing groups does not repair them.
@@ -50,10 +50,10 @@ class RepairPlan:
 class Criteria:
     """Filters of `rm`; a group must match all that are given.
 
-    model: with "/" or "-". tp, pp, cp: sizes as in `ls`. pages: a list of pages or groups.
-    all_deployments: a row of `pages` without a group names the groups of all deployments.
+    model: with "/" or "-". tp, pp, cp: sizes as in `ls`. pages: pages or groups.
+    all_deployments: a row of `pages` without a group names groups of all deployments.
     before: Unix seconds; the last write must be earlier. Groups of ambiguous keys match only the
-    state "unknown" or a list of pages.
+    state "unknown" or `pages`.
     """
 
     model: str | None = None
@@ -67,10 +67,10 @@ class Criteria:
     states: Collection[str] | None = None
 
     def chosen(self, groups: PageGroups, store: str = "STORE") -> IntArray:
-        """Return the numbers of the matching groups. A group without times never matches `before`.
+        """Return the numbers of matching groups; without times, a group never matches `before`.
 
-        Raises UsageError if a row of `pages` without a group names several groups. store: for the
-        message.
+        Raises UsageError, naming the store, if a row of `pages` without a group names several
+        groups.
         """
         keep = np.append([self._fits(d) for d in groups.deployments], self._fits_any)
         keep = keep.astype(np.bool_)[groups.deployment_ids]
@@ -133,7 +133,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
 
 
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
-    """Plan to remove the chosen groups, even if they are whole."""
+    """Plan to remove the chosen groups, even whole ones."""
     numbers = np.unique(chosen)
     return RepairPlan(numbers, numbers, _outright(groups, numbers, "removed", why), numbers)
 
@@ -141,9 +141,9 @@ def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
 def with_descendants(
     plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]]
 ) -> RepairPlan:
-    """Add the groups of pages after a removed page in a chain: no request can hit them any more.
+    """Add groups of pages after a removed page in a chain: no request can hit them.
 
-    chains: page hashes of each chain, in order.
+    chains: page hashes, in order.
     """
     removed = _pages_by_deployment(groups, plan.groups)
     unreachable: dict[int, set[str]] = defaultdict(set)
@@ -183,8 +183,8 @@ def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
             homes[spec.affix].add(number)
     keyed = affix_ids != FOREIGN
     keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
-    # Two models can share a key. A finding is then about the group of the object with the key, or,
-    # if the finding is that an object is missing, about the groups without that object.
+    # Two models can share a key. A finding is then about the group of the object with the key; a
+    # finding that the object is missing, about the groups without it.
     owners = groups.owners(keys)
     lacks = pc.is_in(found.column("code"), value_set=pa.array(absent_codes())).to_numpy()
     owned = np.flatnonzero((owners != _NOBODY) & ~lacks)

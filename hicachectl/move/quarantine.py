@@ -1,4 +1,4 @@
-"""The quarantine on disk: objects removed from a store, with records of their origin.
+"""Quarantine on disk: objects removed from a store, with records of their origin.
 
     DIR/RUN/000000.begun    record of a batch being removed
     DIR/RUN/000000.json     record of a completed batch: the groups in quarantine
@@ -46,21 +46,20 @@ if TYPE_CHECKING:
 _MAX_RECORD_BYTES = 64 << 20  # a thousand objects take half a megabyte
 _LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
 _OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
-# Not kept: objects that a server wrote during the removal, and unfinished copies.
+# Not kept: objects written by a server during the removal, and unfinished copies.
 _PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")
 
 
 class Quarantine:
-    """Place of a store's quarantine, which need not exist yet.
+    """Place of a store's quarantine, which need not exist. path: for messages.
 
-    path: for messages.
     own: whether the quarantine lies in the store's directory, and moves with the store.
     """
 
     def __init__(self, store: Store, path: Path | None = None) -> None:
-        """Use a given path, or the store's own quarantine. Raises UsageError if there is neither.
+        """Use a path, or the store's own quarantine. Raises UsageError if there is neither.
 
-        Links in the path are followed down to the store's directory, but not below that directory.
+        Links in the path are followed down to the store's directory, not below it.
         """
         self._beside = store if isinstance(store, SideFiles) else None
         side = None if self._beside is None else self._beside.side_directory()
@@ -73,7 +72,7 @@ class Quarantine:
 
     @classmethod
     def of(cls, store: Store, quarantine: str | None) -> Self | None:
-        """Return the named quarantine, else the store's own; None if there is neither.
+        """Return the named quarantine, else the store's own, else None.
 
         Raises UsageError if the name cannot be a quarantine.
         """
@@ -138,7 +137,7 @@ class Quarantine:
         return here
 
     def _named(self, writes: bool, makes: bool) -> tuple[Directory | None, Sequence[str]]:
-        """Open the deepest existing directory of the path; also return the missing names."""
+        """Open the path's deepest existing directory; also return the missing names."""
         found, missing = self.path.absolute(), list[str]()
         while not found.is_dir() and found != found.parent:
             missing.insert(0, found.name)
@@ -164,7 +163,7 @@ def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
 
 
 class Batch:
-    """Record of a batch, and the folder with its objects, which is opened at its first use."""
+    """Record of a batch, and its folder of objects, opened at first use."""
 
     def __init__(
         self, run: Directory, number: int, record: Record | None = None, *, done: bool = False
@@ -184,7 +183,7 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """Name of the batch's folder in the run."""
+        """Name of the folder."""
         return f"{self.number:06d}"
 
     @property
@@ -219,8 +218,8 @@ class Batch:
     def held(self) -> dict[int, int]:
         """Return the bytes of each object in the folder, by number.
 
-        Raises UntrustedError for a link, a special file, or a file of an untrusted owner. A file
-        with the inode in the record may have any owner, because objects keep their owners.
+        Raises UntrustedError for a link, a special file, or an untrusted owner. A file with the
+        record's inode may have any owner, because objects keep their owners.
         """
         groups = self.record.groups
         versions = groups.facts.column("version").to_pylist()
@@ -242,7 +241,7 @@ class Batch:
             return {}
 
     def write(self, groups: RecordedGroups) -> None:
-        """Write the done record, which lists the objects of these groups that the folder has.
+        """Write the done record, which lists these groups' objects in the folder.
 
         If the folder has none of them, discard the batch.
         """
@@ -263,7 +262,7 @@ class Batch:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Mark the folder as filled with copies, whose originals are still in the store.
+        """Mark the folder as filled with copies of originals in the store.
 
         The body copies and writes the record; the mark is then removed.
         """
@@ -295,7 +294,7 @@ class Batch:
         self.run.sync()
 
     def clear(self, keep: Container[int] = ()) -> None:
-        """Delete temporary files, and objects that are not in `keep`. Other files stay."""
+        """Delete temporary files, and objects not in `keep`. Other files stay."""
         for name in self._entries():
             if _PASSING.fullmatch(name) or (_OBJECT.fullmatch(name) and int(name) not in keep):
                 _remove(self.folder, name)
@@ -346,7 +345,7 @@ class Run:
 def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
     """Yield name and open directory of each run of a quarantine, oldest first.
 
-    If the directory is itself the folder of a run, yield only that run, with the name "". Raises
+    If the directory is itself a run's folder, yield only that run, with the name "". Raises
     OSError, and UntrustedError if an entry is a link, a special file or of an untrusted owner.
     """
     found = quarantine.checked_entries()
@@ -362,11 +361,10 @@ def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
 def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True) -> Iterator[Batch]:
     """Yield the batches of a run whose record has a wanted suffix.
 
-    Raises OSError, FormatError if a record is damaged, and UntrustedError if an entry is a link, a
-    special file or of an untrusted owner.
+    Raises OSError, FormatError if a record is damaged, and UntrustedError as `runs` does.
     """
     numbers: dict[str, str] = {}
-    # A killed run may leave both records of a batch: the done record sorts last, and counts.
+    # A killed run may leave both records: the done record sorts last, and counts.
     for name in run.checked_entries():
         if match := RECORD.fullmatch(name):
             numbers[match[1]] = match[2]
@@ -384,8 +382,8 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
     """Delete the leftovers of a killed run, and the run's folder once empty.
 
     Leftovers are empty folders without a record, unrecorded copies, half-written records, and begun
-    records of completed batches. Folders with objects but no record stay, because the objects may
-    be the only copies. Return the paths of these folders. Raises UntrustedError.
+    records of completed batches. Return the paths of folders with objects but no record, which
+    stay. Raises UntrustedError.
     """
     stay: list[str] = []
     with suppress(OSError):
@@ -408,7 +406,7 @@ def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
 
 
 def _swept_folder(run: Directory, name: str, *, copied: bool) -> list[str]:
-    """Remove a folder without a record if it is empty, else return its path.
+    """Remove a folder without a record if empty, else return its path.
 
     copied: the folder has only copies of originals in the store.
     """

@@ -42,7 +42,7 @@ class Record:
 
 
 class _ObjectForm(Struct):
-    """An object in JSON. key: must equal the key of the slot. version: hexadecimal."""
+    """An object in JSON. key: must equal the slot's key. version: hexadecimal."""
 
     key: str
     slot: Count
@@ -154,7 +154,7 @@ def parse_record(text: bytes, *, source: str) -> Record:
 
 
 def _record(form: _RecordForm) -> Record:
-    """Return the record in parsed JSON. Raises ValueError if its parts contradict one another."""
+    """Return the record. Raises ValueError if its parts contradict one another."""
     msgspec.json.encode(form)  # raises UnicodeEncodeError for text that is not valid UTF-8
     for shape in form.shapes:
         if len(shape) > _MOST_SLOTS:
@@ -190,7 +190,7 @@ def _check_slots(group: _GroupForm, slots: int) -> None:
 
 
 def _recorded(form: _RecordForm, taken: list[_ObjectForm]) -> RecordedGroups:
-    """Return the groups of a record as columns. taken: all objects."""
+    """Return a record's groups as columns. taken: all objects."""
     groups = form.groups
     shape_ids = np.array([group.shape for group in groups], dtype=np.int64)
     widths = np.array([len(shape) for shape in form.shapes], dtype=np.int64)

@@ -49,9 +49,9 @@ class Slot(Struct, frozen=True):
     """An object that a page of a deployment can have. Its key: prefix, page hash, suffix.
 
     required: whether a whole page has the object.
-    trailing: number of the object's set, which a page has completely or not at all; None if the
-        object is in no set.
-    sidecars: for an anchor: the slots that a server writes before the anchor.
+    trailing: number of the object's set, which a page has completely or not at all; None: in no
+        set.
+    sidecars: for an anchor: slots that a server writes before the anchor.
     """
 
     prefix: str
@@ -64,13 +64,13 @@ class Slot(Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Slots of a deployment's pages, with their fields as arrays: [slots] each."""
+    """Slots of a deployment's pages, with their fields as arrays: [slots]."""
 
     slots: tuple[Slot, ...]
 
     @classmethod
     def of(cls, specs: Sequence[ObjectSpec]) -> Shape:
-        """Return the shape of a deployment's pages: a slot for each spec."""
+        """Return the shape with a slot for each spec."""
         sets: dict[object, int] = {}
         sidecars = [n for n, spec in enumerate(specs) if spec.awaited and not spec.anchor]
         return cls(
@@ -96,7 +96,7 @@ class Shape:
 
     @classmethod
     def of_unread(cls, affixes: Sequence[Affix], anchors: Sequence[bool]) -> Shape:
-        """Return the shape of a group with ambiguous keys: all objects are required."""
+        """Return the shape of a group of ambiguous keys: all objects are required."""
         pairs = zip(affixes, anchors, strict=True)
         return cls(tuple(Slot(*affix, anchor, True, None, ()) for affix, anchor in pairs))
 
@@ -104,7 +104,7 @@ class Shape:
         return len(self.slots)
 
     def without(self, lost: Sequence[int]) -> tuple[Shape, IntArray]:
-        """Return the shape without some slots, and each slot's new number, or ABSENT: [slots]."""
+        """Return the shape without some slots, and each slot's new number or ABSENT: [slots]."""
         stays = np.ones(len(self), dtype=np.bool_)
         stays[list(lost)] = False
         places: IntArray = np.where(stays, np.cumsum(stays) - 1, ABSENT)
@@ -127,12 +127,12 @@ class Shape:
 
     @cached_property
     def required(self) -> BoolArray:
-        """Whether a whole page fills each slot."""
+        """Whether a whole page has each slot's object."""
         return np.array([slot.required for slot in self.slots], dtype=np.bool_)
 
     @cached_property
     def trailing(self) -> IntArray:
-        """Number of each slot's trailing set, from 0 without gaps; ABSENT if there is none."""
+        """Number of each slot's trailing set, from 0 without gaps, or ABSENT."""
         numbers: dict[int, int] = {}
         found = (slot.trailing for slot in self.slots)
         return np.array(
@@ -142,7 +142,7 @@ class Shape:
 
     @cached_property
     def sidecars(self) -> tuple[IntArray, IntArray]:
-        """Pairs of an anchor and a sidecar written before it: [pairs] slots each."""
+        """Pairs of an anchor and a sidecar written before: [pairs] slots each."""
         pairs = [(n, other) for n, slot in enumerate(self.slots) for other in slot.sidecars]
         both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
@@ -152,15 +152,15 @@ class Shape:
 class RecordedGroups:
     """Page groups and their objects, from a listing or a record.
 
-    A cell is one slot of one group. Cells are ordered by group, then as in the group's shape.
+    A cell is one slot of one group. Cells are ordered by group, then as in the shape.
 
     pages, models, tags: [k] strings.
-    shapes: distinct shapes. shape_ids: [k] the shape of each group.
+    shapes: distinct shapes. shape_ids: [k] shape of each group.
     findings: [k] of FINDINGS: why a group is removed.
-    absent: [cells] whether the slot was empty, and this is not a reason for the removal.
+    absent: [cells] whether the slot was empty, and this is not a reason for removal.
     owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
-    files: [n] number of the object in the folder of its batch.
-    unwanted: [n] whether the object is a reason for the removal.
+    files: [n] number of the object in the batch's folder.
+    unwanted: [n] whether the object is a reason for removal.
     facts: [n] rows of FACTS.
     """
 
@@ -182,7 +182,7 @@ class RecordedGroups:
 
     @cached_property
     def starts(self) -> IntArray:
-        """First cell of each group, and the number of cells: [k + 1]."""
+        """First cell of each group, then the number of cells: [k + 1]."""
         widths = np.array([len(shape) for shape in self.shapes], dtype=np.int64)
         return np.append(0, np.cumsum(widths[self.shape_ids]))
 
@@ -224,11 +224,11 @@ class RecordedGroups:
 
     @property
     def nbytes(self) -> pa.Int64Array:
-        """Bytes of each group's objects, null if a size is unknown: [k]."""
+        """Bytes of each group, null if a size is unknown: [k]."""
         return sums_by_group(self.facts.column("nbytes"), self.owners, len(self))
 
     def labels(self, scheme: str) -> list[str]:
-        """Return the "group" text of `ls` for each group: [k]. scheme: of the store's keys."""
+        """Return each group's "group" text in `ls`: [k]. scheme: of the keys."""
         codec, found = codec_for(scheme), []
         affixes = [shape.affixes for shape in self.shapes]
         ends = np.searchsorted(self.owners, np.arange(len(self) + 1)).tolist()
@@ -240,7 +240,7 @@ class RecordedGroups:
         return found
 
     def take(self, groups: IntArray) -> RecordedGroups:
-        """Return some of the groups. groups: ascending."""
+        """Return some groups. groups: ascending."""
         places = np.full(len(self), ABSENT, dtype=np.int64)
         places[groups] = np.arange(len(groups))
         kept = places[self.owners] != ABSENT
@@ -257,7 +257,7 @@ class RecordedGroups:
         )
 
     def with_objects(self, kept: BoolArray) -> RecordedGroups:
-        """Return the groups with some of their objects. kept: [n]."""
+        """Return the groups with some objects. kept: [n]."""
         return replace(
             self,
             owners=self.owners[kept],
@@ -281,11 +281,11 @@ class RecordedGroups:
         )
 
     def judge(self, present: BoolArray, known: BoolArray) -> npt.NDArray[np.uint8]:
-        """Return the status of each group if nothing more is removed: [k] GroupStatus.
+        """Return each group's status if nothing more is removed: [k] GroupStatus.
 
-        GONE: no object exists. KEPT: whole, without unwanted objects. IN_FLIGHT: all objects are
-        new, and no anchor lacks a sidecar, so a server is writing the group. DONE: the group must
-        be removed.
+        GONE: no object exists. KEPT: whole, without unwanted objects. IN_FLIGHT: a server is
+        writing the group, because all objects are new and no anchor lacks a sidecar. DONE: the
+        group must be removed.
 
         present: [cells] whether an object exists. known: [n] whether the object is unchanged.
         """
@@ -312,7 +312,7 @@ class RecordedGroups:
         return found
 
     def _whole(self, present: BoolArray) -> BoolArray:
-        """Return which groups are whole, not counting absent slots: [k]."""
+        """Return which groups are whole, ignoring absent slots: [k]."""
         required = np.concatenate([np.zeros(0, np.bool_), *(s.required for s in self.shapes)])
         trailing = np.concatenate([np.zeros(0, np.int64), *(s.trailing for s in self.shapes)])
         asked = present | ~self.absent
@@ -329,7 +329,7 @@ class RecordedGroups:
         return ~lacks & ~self._groups_with(owners[first[some]])
 
     def _overtaken(self, present: BoolArray) -> BoolArray:
-        """Return which groups have an anchor but lack one of its sidecars: [k]."""
+        """Return which groups have an anchor without one of its sidecars: [k]."""
         found = np.zeros(len(self), dtype=np.bool_)
         for number, shape in enumerate(self.shapes):
             anchors, sidecars = shape.sidecars
@@ -344,9 +344,9 @@ class RecordedGroups:
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Objects of some groups, as one look at the store found them.
+    """Objects of groups, as one look at the store found them.
 
-    rows: with the columns of a scan. at: [cells] row of each cell, or ABSENT.
+    rows: with a scan's columns. at: [cells] row of each cell, or ABSENT.
     """
 
     rows: pa.Table
@@ -385,7 +385,7 @@ def look(store: Store, groups: RecordedGroups, pending: IntArray | None = None) 
 
 
 def facts_of(rows: pa.Table) -> pa.Table:
-    """Return the columns of FACTS of listed rows; missing columns are null."""
+    """Return the FACTS of listed rows; missing columns are null."""
     names = rows.column_names
     columns = [
         rows.column(field.name) if field.name in names else pa.nulls(len(rows), field.type)
@@ -397,7 +397,7 @@ def facts_of(rows: pa.Table) -> pa.Table:
 def same_objects(one: pa.Table, other: pa.Table, *, versions: bool = True) -> BoolArray:
     """Return which rows of two tables of facts are the same objects: [n].
 
-    Two rows with versions are the same object if the versions are equal. Without versions, or if
+    Rows with versions are the same object if the versions are equal. Without versions, or if
     `versions` is False, size and time decide.
     """
     alike = pc.and_(*(_equal(one.column(n), other.column(n)) for n in ("nbytes", "mtime_ns")))

@@ -1,4 +1,4 @@
-"""Reports of runs that remove or restore page groups: a row for each group, and sums."""
+"""Reports of removals and restores: a row for each group, and sums."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ ROWS = pa.schema(
 class GroupReport:
     """Report of a run that removes or restores page groups.
 
-    rows: one for each group that was tried, or would be; `state` is one of the words above.
+    rows: one for each group tried, or to be tried; `state` is one of the words above.
     moved: number of objects quarantined or restored. deleted: number of objects deleted.
     gone: number of objects that had vanished before.
-    nbytes: bytes of the groups moved or deleted; None if a size is unknown.
+    nbytes: bytes of groups moved or deleted; None if a size is unknown.
     failures: (key or path, message). untried: number of groups not begun, because the quarantine
         cannot be written to.
     place: the quarantine; None if nothing is kept.
-    busy: number of the quarantine's runs that another process has locked.
+    busy: number of the quarantine's runs locked by another process.
     unrecorded: the quarantine's folders with objects but no record. They stay, because the objects
         may be the only copies.
     """
@@ -73,13 +73,13 @@ class GroupReport:
     busy: int = 0
 
     def count(self, *states: str) -> int:
-        """Return the number of rows in some states."""
+        """Return the number of rows in these states."""
         found: int = pc.sum(pc.is_in(self.rows.column("state"), pa.array(states))).as_py() or 0
         return found
 
     @property
     def groups(self) -> int:
-        """Number of page groups removed or restored."""
+        """Number of groups removed or restored."""
         pages = self.rows.filter(self.rows.column("page").is_valid())
         return GroupReport(rows=pages).count(*_DONE)
 
@@ -90,7 +90,7 @@ class GroupReport:
 
     @property
     def conflicts(self) -> int:
-        """Number of groups not restored, because the store has another object under a key."""
+        """Number of groups not restored: the store has another object under a key."""
         return self.count(CONFLICT)
 
     @property
@@ -105,7 +105,7 @@ class GroupReport:
 
 
 def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
-    """Return the state of each status. done: the state for DONE."""
+    """Return each status's state. done: the state for DONE."""
     texts = [_TEXTS.get(status, FAILED) for status in GroupStatus]
     texts[GroupStatus.DONE] = done
     return pa.array(texts).take(pa.array(statuses))

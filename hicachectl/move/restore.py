@@ -72,7 +72,7 @@ def starting_with(prefix: str) -> Wanted:
 
 
 def listed_groups(listed: PageList) -> Wanted:
-    """Choose the groups in a page list; a row without a label names all groups of its page."""
+    """Choose groups in a page list; a row without a label names all groups of its page."""
     named: dict[str, set[str | None]] = {}
     for page, label in zip(listed.pages, listed.groups, strict=True):
         named.setdefault(page, set()).add(label)
@@ -100,9 +100,9 @@ def restore_groups(
 ) -> GroupReport:
     """Restore the wanted groups of a quarantine, and remove them from its records.
 
-    A group is a conflict and stays if the store has another object under one of its keys. A group
-    whose removal was interrupted becomes complete again. The result's rows also have `codes`, of
-    the findings that caused the removal, and `detail`.
+    A group is a conflict and stays if the store has another object under a key. A group whose
+    removal was interrupted becomes complete again. Rows also have `codes`, of the findings that
+    caused the removal, and `detail`.
 
     Raises, before any change: UsageError if the quarantine is missing or its records are from
     another kind of store, FormatError if a record is damaged, UntrustedError if an entry is a link
@@ -170,15 +170,12 @@ def _chosen(store: Store, batch: Batch, wanted: Wanted) -> IntArray:
 
 
 class _Restore:
-    """Restore of groups of one batch.
-
-    lost: number of objects missing from both the quarantine and the store.
-    """
+    """Restore of one batch's groups. lost: objects in neither quarantine nor store."""
 
     def __init__(
         self, store: Store, batch: Batch, chosen: IntArray, memory: Callable[[], Arena]
     ) -> None:
-        """Locate the objects. chosen: groups, as indices into the record."""
+        """Locate the objects. chosen: indices of groups in the record."""
         self._memory = memory
         self._store = store
         self._batch = batch
@@ -194,10 +191,10 @@ class _Restore:
         self._refused = ~self._result.open  # first in the rows
 
     def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
-        """Locate the objects, and fail the groups that cannot be restored.
+        """Locate the objects; fail groups that cannot be restored.
 
-        Return which objects are only in the quarantine, [n]; which are also in the store, because
-        an earlier run was interrupted, [n]; and the number of objects in neither.
+        Return which objects are only in the quarantine, [n]; which are also in the store after an
+        interrupted run, [n]; and the number of objects in neither.
         """
         groups, objects = self._groups, self._objects
         sight = look(self._store, groups)
@@ -234,7 +231,7 @@ class _Restore:
             return same_bytes(self._store, rows, folder, names, sizes, arena=self._memory())
 
     def put_back(self) -> None:
-        """Restore the groups, and remove the restored groups from the record."""
+        """Restore the groups, and remove the restored ones from the record."""
         if not self._result.open.any():
             return
         if self._batch.has_folder():  # missing if an earlier restore was interrupted at its end

@@ -26,7 +26,7 @@ class GroupStatus(IntEnum):
     FAILED = 2
     CONFLICT = 3  # the destination has another object under one of the group's keys
     NO_ROOM = 4  # not written: the destination is full
-    RACED = 5  # another writer wrote one of the group's objects; a retry compares and completes
+    RACED = 5  # another writer wrote an object of the group; a retry compares and completes
     KEPT = 6  # not removed: a server has rewritten the faulty objects
     IN_FLIGHT = 7  # a server is writing the group
     SAME = 8  # compared and equal: nothing was written
@@ -36,7 +36,7 @@ class GroupStatus(IntEnum):
 class Problem:
     """Reason why a group was not copied, removed or restored completely.
 
-    key: of the object at fault, if any. group: index of the group in the `MoveResult`, or -1.
+    key: of the object at fault. group: index in the `MoveResult`, or -1.
     """
 
     page: str
@@ -47,12 +47,12 @@ class Problem:
 
 @dataclass(slots=True, eq=False)
 class MoveResult:
-    """Statuses of k page groups that are copied, removed or restored together.
+    """Statuses of k page groups copied, removed or restored together.
 
-    pages:    [k] page hash of each group.
-    statuses: [k] uint8 of GroupStatus. A group is open while its status is DONE.
-    objects, nbytes: number and bytes of the objects written and not rolled back, or removed.
-    written:  [n] which objects of a batch were written and not rolled back.
+    pages:    [k] page hashes.
+    statuses: [k] uint8 of GroupStatus. A group is open while DONE.
+    objects, nbytes: number and bytes of objects removed, or written and not rolled back.
+    written:  [n] which objects were written and not rolled back.
     full:     whether a backup's destination had no room for an object.
     """
 
@@ -66,25 +66,25 @@ class MoveResult:
 
     @classmethod
     def of(cls, pages: pa.StringArray, *, objects: int = 0) -> MoveResult:
-        """Return a result with all groups open. objects: number of objects in the batch."""
+        """Return a result with all groups open. objects: number in the batch."""
         statuses = np.full(len(pages), GroupStatus.DONE, dtype=np.uint8)
         return cls(pages, statuses, written=np.zeros(objects, dtype=np.bool_))
 
     @property
     def open(self) -> BoolArray:
-        """Which groups have no problem so far: [k]."""
+        """Which groups are open: [k]."""
         is_open: BoolArray = self.statuses == GroupStatus.DONE
         return is_open
 
     def include(self, groups: IntArray, part: MoveResult) -> None:
-        """Add the result of some of the groups. groups: their indices in this result."""
+        """Add the result of some groups. groups: indices in this result."""
         self.statuses[groups] = part.statuses
         self.problems += [replace(p, group=int(groups[p.group])) for p in part.problems]
         self.objects += part.objects
         self.nbytes += part.nbytes
 
     def fail(self, group: int, status: GroupStatus, key: bytes | None, detail: str) -> None:
-        """Set the status of a group if the group is open: only the first reason counts."""
+        """Set the status of an open group: the first reason counts."""
         if self.statuses[group] != GroupStatus.DONE:
             return
         self.statuses[group] = status
@@ -102,10 +102,10 @@ MOST_PROBLEMS = 1000  # remembered by a run
 
 @dataclass(slots=True, eq=False)
 class RunResult:
-    """Sum of the results of batches.
+    """Sum of batch results.
 
-    counts:   [GroupStatus] how many groups ended with each status.
-    objects, nbytes: number and bytes of the objects written and not rolled back.
+    counts:   [GroupStatus] number of groups with each status.
+    objects, nbytes: number and bytes of objects written and not rolled back.
     moved:    number of groups removed from the source after the copy.
     full:     whether the destination had no room. complete: whether every batch was begun.
     problems: the first MOST_PROBLEMS.

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class Route:
     """Route of the pages of one deployment.
 
-    sources:  source objects of a page: the first specs of the deployment. Objects of its other
-        specs are not copied.
+    sources:  source objects of a page: the deployment's first specs. Objects of other specs are not
+        copied.
     targets:  destination objects of a page; a target of UNKNOWN_SIZE is as large as its source.
     units:    transfers of some sources to some targets, with indices into `sources` and `targets`.
-    verbatim: whether every object keeps its bytes.
+    verbatim: whether all objects keep their bytes.
     """
 
     deployment_id: int
@@ -71,7 +71,7 @@ class Route:
 
     @cached_property
     def expected_bytes(self) -> IntArray:
-        """Bytes that each target should have: [targets], UNKNOWN_SIZE if unknown."""
+        """Expected bytes of each target: [targets], or UNKNOWN_SIZE."""
         expected, sizes = self.target_bytes.copy(), self.sizes
         for unit in self.units:
             for target, source in zip(unit.destinations, unit.sources, strict=False):

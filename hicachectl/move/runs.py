@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
-# Large enough to share calls and syncs, small enough that several batches run at once.
+# Large enough to share calls and syncs, small enough to run several at once.
 _BATCH_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
 _LAST_BYTES = 256 << 10  # of a batch, when the destination is nearly full
@@ -41,7 +41,7 @@ _LEASE_SECONDS = 15.0  # usually longer than the leases that reading grants
 
 
 class CopyRun:
-    """Copy of page groups from one store to another; `move` also removes them from the source.
+    """Copy of page groups; `move` also removes them from the source.
 
     result: sum of all batches so far.
     """
@@ -82,7 +82,7 @@ class CopyRun:
         *,
         on_done: Callable[[PageBatch, MoveResult], None] = lambda batch, result: None,
     ) -> RunResult:
-        """Copy the groups of some works, in order; return the sum of the results.
+        """Copy groups in order; return the sum of the results.
 
         on_done: called in the thread that calls `copy`. On an exception, begun batches finish
         first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
@@ -115,7 +115,7 @@ class CopyRun:
         *,
         alone: bool = False,
     ) -> None:
-        """Copy the groups of some works. alone: in small batches, one at a time."""
+        """Copy groups. alone: in small batches, one at a time."""
         options = self._options
         jobs = 1 if alone else options.job_count
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
@@ -196,7 +196,7 @@ class CopyRun:
         return found
 
     def _settle(self, batch: PageBatch, result: MoveResult) -> None:
-        """Count the result of a batch, and note completed groups in the journal."""
+        """Count a batch's result; record completed groups in the journal."""
         survey, options = batch.survey, self._options
         done = batch.items[np.isin(result.statuses, (GroupStatus.DONE, GroupStatus.SAME))]
         if options.move:

@@ -46,12 +46,12 @@ _Objects = tuple["IntArray", "IntArray", "IntArray"]  # group, target and bytes 
 class Survey:
     """The n groups of one route, with their objects in both stores.
 
-    groups: [n] group numbers of the source. pages: [n] their hashes.
-    rows:   table of the route's sources; a slot has the object's row in the source's inventory.
+    groups: [n] group numbers of the source. pages: [n] page hashes.
+    rows:   table of the route's sources; a slot has the object's row in the inventory.
     sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile has them.
-    wanted: table of the targets to write; a slot has the target's bytes, or UNSIZED if the size of
-        one of its sources is unknown or not the expected size.
-    there:  table of the targets that the destination has; a slot has the bytes, or UNSIZED.
+    wanted: table of targets to write; a slot has the target's bytes, or UNSIZED if a source's size
+        is unknown or not as expected.
+    there:  table of targets in the destination; a slot has the bytes, or UNSIZED.
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
     """
@@ -78,7 +78,7 @@ class Survey:
 
     @cached_property
     def left_over(self) -> BoolArray:
-        """Which groups have objects that are not copied, except replicas of copied objects: [n]."""
+        """Which groups have uncopied objects, except replicas of copied ones: [n]."""
         left = self.strays.copy()
         for unit in self.route.units:
             groups, complete = self.rows.holders(unit.sources)
@@ -106,8 +106,8 @@ class Survey:
 class StorePair:
     """A source, a destination, and the transfer between them.
 
-    profile: of the source; None: only the keys describe the source.
-    target:  profile of the destination; None: the same as the source's.
+    profile: of the source; None: only its keys are known.
+    target:  profile of the destination; None: the source's.
     grammar: of the keys to write: the destination's, or the source's for a new pack.
     """
 
@@ -132,7 +132,7 @@ class StorePair:
             destination.use_profile(target)
 
     def _planned(self) -> TransferPlan | None:
-        """Return the transfer of a page; None if all objects keep key and bytes."""
+        """Return a page's transfer; None if all objects keep key and bytes."""
         source, profile = self.source, self.profile
         same = source.url == self.destination.url
         if self.target in (None, profile) and self.grammar == source.grammar:
@@ -160,7 +160,7 @@ class StorePair:
         first_only: bool = False,
         on_batch: Callable[[int], None] = lambda objects: None,
     ) -> list[Survey]:
-        """Survey the groups of each deployment in both stores. first_only: of the first one only.
+        """Survey the groups of each deployment in both stores, or of the first only.
 
         Raises ProfileError if the destination has objects of another topology under the same keys,
         StoreUnavailable.
@@ -207,10 +207,9 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
 
 
 def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = False) -> GroupTable:
-    """Return the table of targets that the route makes from sources, like `Survey.wanted`.
+    """Return the targets that the route makes from sources, like `Survey.wanted`.
 
-    rows, sizes: as in a survey. partly: include targets that lack sources, and ignore the sizes of
-    sources.
+    rows, sizes: as in a survey. partly: include targets that lack sources; ignore sizes of sources.
     """
     found: list[_Objects] = []
     for unit in route.units:
@@ -293,7 +292,7 @@ def survey_destination(
 
 
 class _SeenSizes:
-    """Counts of the objects of each affix by size."""
+    """Numbers of objects by affix and size."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], int] = {}
@@ -331,7 +330,7 @@ class _TargetFinder:
         affix_ids: npt.NDArray[np.int32],
         sizes: IntArray,
     ) -> None:
-        """Look through a batch of the listing."""
+        """Search a batch of the listing."""
         if len(affixes) >= len(self._target_of):
             targets = (self._targets.get(affix, ABSENT) for affix in affixes)
             self._target_of = np.array([*targets, ABSENT])
@@ -343,7 +342,7 @@ class _TargetFinder:
             self.found.append((at, target[mine], sizes[mine]))
 
     def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
-        """Return the survey's row of each page, or ABSENT: [mine]. mine: rows of the batch."""
+        """Return each page's row in the survey, or ABSENT: [mine]. mine: rows of the batch."""
         wanted = pages.take(pa.array(mine))
         if self._alike:
             known: IntArray = (
@@ -363,7 +362,7 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
 
 
 def _asked(store: Store, survey: Survey) -> GroupTable:
-    """Return the targets that the store has, looked up by key: its listing lags behind."""
+    """Look up a store's targets by key, because its listing lags behind."""
     at, targets, _ = survey.touched.objects(np.arange(len(survey.groups)))
     objects = []
     for start in range(0, len(at), _ASKED_AT_ONCE):
@@ -379,7 +378,7 @@ def _asked(store: Store, survey: Survey) -> GroupTable:
 
 
 def _targets(route: Route, count: int, objects: Iterable[_Objects]) -> GroupTable:
-    """Return a table of `count` groups with targets; if a slot has several, the first counts."""
+    """Return a table of `count` groups; if a slot has several targets, the first counts."""
     nothing = np.zeros(0, dtype=np.int64)
     columns = zip((nothing, nothing, nothing), *objects, strict=True)
     return fill_table(route.targets, count, *(np.concatenate(column) for column in columns))

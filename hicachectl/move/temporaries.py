@@ -1,4 +1,4 @@
-"""Remove temporary files of unfinished writes from a file store."""
+"""Remove a file store's temporary files of unfinished writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_temporaries(
     before: float | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
-    """Return the temporary files that `verify` calls stale: key, nbytes, mtime_ns.
+    """Return temporary files that `verify` calls stale: key, nbytes, mtime_ns.
 
     before: Unix seconds; only files last written earlier. Files younger than GRACE_SECONDS are
     never listed. Raises StoreUnavailable.
@@ -64,8 +64,7 @@ def remove_temporaries(
 ) -> GroupReport:
     """Delete temporary files, except files written since the listing.
 
-    The rows of the result have the columns of reports.ROWS (page, model and tag are null) and
-    `key`.
+    The result's rows have the columns of reports.ROWS (page, model and tag null) and `key`.
     Raises StoreUnavailable.
     """
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)

@@ -72,11 +72,9 @@ def remove_groups(
 
     inventory: with the column `version` if the store has versions, to detect objects rewritten
     since the scan.
-    mode: "delete" keeps no objects; the quarantine then only has the records of unfinished batches.
-    settle_seconds: how long to watch a live store afterwards for pages that servers half wrote.
+    mode: "delete" keeps no objects, only records of unfinished batches in the quarantine.
+    settle_seconds: how long to watch a live store afterwards for pages half written by servers.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
-    on_progress: called with the number of groups processed.
-
     Raises UsageError if the quarantine is unusable, StoreUnavailable. Failures of objects are in
     the result.
     """
@@ -105,7 +103,7 @@ def withdraw_listed(
     """Delete listed groups from a store, without a record.
 
     A group that a server has made whole again stays.
-    inventory: with the column `version` if the store has versions.
+    inventory: as in `remove_groups`.
     numbers: [k] groups. Return a status for each: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
     """
@@ -123,11 +121,11 @@ def withdraw_listed(
 
 
 def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
-    """Finish the batches that killed runs began on this store.
+    """Finish the batches that killed runs began on this store; skip those of running processes.
 
-    Every run that removes groups calls this before its scan. Batches of running processes are
-    skipped. Raises, before any change, FormatError if a record is damaged, UntrustedError if an
-    entry is a link or of an untrusted owner. Raises StoreUnavailable.
+    Every run that removes groups calls this before its scan. Raises, before any change, FormatError
+    if a record is damaged, UntrustedError if an entry is a link or of an untrusted owner. Raises
+    StoreUnavailable.
     """
     place, unrecorded = Quarantine.of(store, quarantine), list[str]()
     if place is None:
@@ -161,8 +159,8 @@ def count_unfinished(store: Store, quarantine: str | None = None) -> int:
 def _begun(run: Directory, store: Store, place: Quarantine) -> Iterator[Batch]:
     """Yield the batches of a run that were begun on this store.
 
-    A store's own quarantine lies in the store's directory. If that directory was moved, the records
-    have an earlier URL, so the URL is not compared.
+    In the store's own quarantine, the URL is not compared: the store's directory may have been
+    moved.
     """
     for batch in batches(run, lambda suffix: suffix == BEGUN):
         record = batch.record
@@ -177,7 +175,7 @@ def _rehearsed(
     mode: Mode,
     place: Quarantine | None,
 ) -> GroupReport:
-    """Return the result of a dry run, in which every removal succeeds."""
+    """Return the report of a dry run, in which every removal succeeds."""
     objects, nbytes = int(listed.counts.sum()), listed.nbytes
     keeps = mode == "quarantine"
     models, tags = listed.names
@@ -195,11 +193,10 @@ def _rehearsed(
 class _Removal:
     """Page groups of one batch while they leave a store.
 
-    groups: as they were at the start.
-    touched: [k] whether objects of the group were removed.
+    groups: as at the start. touched: [k] whether objects were removed.
     standing: [k] status at the last look; in the end, the result of untouched groups.
-    removed, new: [k] number of removed objects that were recorded, and that were not.
-    gone: [k] number of objects that vanished before they were removed.
+    removed, new: [k] number of removed objects, recorded and unrecorded.
+    gone: [k] number of objects that vanished before their removal.
     sight: the last look, while it is fresh.
     """
 
@@ -215,7 +212,7 @@ class _Removal:
 
     @classmethod
     def of_listed(cls, store: Store, listed: RecordedGroups) -> Self:
-        """Look up listed groups again: a finding no longer counts if its object has changed."""
+        """Look up listed groups again: findings about changed objects no longer count."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
@@ -238,7 +235,7 @@ class _Removal:
         return np.flatnonzero(~self.touched & (self.standing == GroupStatus.KEPT))
 
     def fail(self, place: int, detail: str) -> None:
-        """Fail a group because of one of its objects. place: index of the object."""
+        """Fail the group of an object. place: index of the object."""
         groups = self.groups
         (key,) = groups.keys_of(groups.cells[place : place + 1]).to_pylist()
         self.result.fail(int(groups.owners[place]), GroupStatus.FAILED, key, detail)
@@ -248,9 +245,9 @@ class _Removal:
 
         Renames remove a group within microseconds; one sync follows the whole batch. A sync between
         anchors and sidecars would give a server milliseconds to write an anchor beside a damaged
-        sidecar. Without that sync, a power failure may bring an anchor back without its sidecar.
-        The record is durable before the first rename, so the next run removes such a page. Removal
-        by key also removes objects that a server rewrites right after the look.
+        sidecar. Without it, a power failure may bring back an anchor without its sidecar; the next
+        run removes such a page, because the record is durable before the first rename. Removal by
+        key also removes objects that a server rewrites right after the look.
         """
         self._left = np.zeros(len(self.groups.owners), dtype=np.bool_)
 
@@ -274,7 +271,7 @@ class _Removal:
         self.result.statuses[settled] = self.standing[settled]
 
     def _key_of(self, group: int) -> bytes:
-        """Return the key of a group's anchor, or of another object; recorded objects first."""
+        """Return the key of a group's anchor or another object; recorded objects first."""
         groups = self.groups
         cells = np.arange(groups.starts[group], groups.starts[group + 1])
         recorded = np.isin(cells, groups.cells)
@@ -292,7 +289,7 @@ class _Removal:
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
         recorded[groups.cells[known]] = np.flatnonzero(known)
-        # Unwanted objects leave right after the anchors, before a server can write a new anchor.
+        # Unwanted objects leave right after the anchors, before servers can write new anchors.
         unwanted = np.append(groups.unwanted, False)[recorded[cells]]
         cells = cells[np.lexsort((~unwanted, owners[cells]))]
         objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
@@ -347,7 +344,7 @@ class _Worker:
         watches: bool = False,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        self.full = False  # the quarantine cannot be written to: no further batch is begun
+        self.full = False  # the quarantine cannot be written to: begin no further batch
         self.tried = 0
         self._store = store
         self._place = place
@@ -372,7 +369,7 @@ class _Worker:
                 self._run.close()
 
     def work(self, listed: RecordedGroups) -> None:
-        """Remove a batch of listed groups, and close its record."""
+        """Remove a batch of listed groups; close its record."""
         removal = _Removal.of_listed(self._store, listed)
         settled = removal.standing != GroupStatus.DONE
         if not settled.all():
@@ -381,7 +378,7 @@ class _Worker:
         self._note(removal, self._mode)
 
     def finish(self, batch: Batch) -> None:
-        """Remove the rest of a batch that a killed run began."""
+        """Finish a killed run's batch."""
         batch.take_up()
         removal = _Removal(self._store, batch.record.groups)
         groups = removal.groups
@@ -484,7 +481,7 @@ class _Worker:
     def _copy(self, removal: _Removal, batch: Batch) -> None:
         """Copy the objects of the pending groups into the folder of the batch.
 
-        If an object fails, its group stays in the store, without copies.
+        If an object fails, its group stays in the store without copies.
         """
         from hicachectl.backends.file.store import FileStore
 
@@ -515,7 +512,7 @@ class _Worker:
         self._forget_changed(removal, batch, copied)
 
     def _forget_changed(self, removal: _Removal, batch: Batch, copied: BoolArray) -> None:
-        """Keep only the copies of unchanged or vanished objects; delete the other copies."""
+        """Keep only copies of unchanged or vanished objects; delete the others."""
         groups, pending = removal.groups, removal.pending
         sight = look(self._store, groups, pending)
         unchanged = sight.known(groups) | ~sight.present[groups.cells]
@@ -527,7 +524,7 @@ class _Worker:
         removal.groups = groups.with_objects(kept | ~chosen)
 
     def _refuse(self, removal: _Removal, error: OSError) -> None:
-        """Fail a batch whose record or copies cannot be written; its objects stay in the store."""
+        """Fail a batch whose record or copies cannot be written; its objects stay."""
         where = str(self._place.path) if self._place is not None else ""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             why = failed(where, "write to the quarantine", error, "check its owner and permissions")

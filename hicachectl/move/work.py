@@ -39,7 +39,7 @@ class PageWork:
     action: Action
 
     def only(self, chosen: BoolArray | slice) -> PageWork:
-        """Return the work for some of the groups. chosen: of the items."""
+        """Return the work for some groups. chosen: of the items."""
         return replace(self, items=self.items[chosen])
 
     def bytes_in_memory(self, *, verify: bool) -> IntArray:
@@ -51,7 +51,6 @@ class PageWork:
     ) -> Iterator[PageBatch]:
         """Yield batches of the groups, in order, each within the limits or of a single group.
 
-        The first batches are smaller, to begin writing soon.
         verify: also read back written objects. copies: whether the destination can copy source
         objects by itself.
         """
@@ -68,7 +67,7 @@ class PageWork:
             yield _Layout(self.only(span)).batch(back=back, by_system=by_system)
 
     def _demand(self, back: bool) -> tuple[IntArray, IntArray]:
-        """Return each group's bytes of memory and objects to read or write: [items]."""
+        """Return each group's bytes of memory, and objects to read or write: [items]."""
         route, wanted = self.survey.route, self.survey.wanted
         times, beside, counts = np.zeros((3, len(route.targets)), dtype=np.int64)
         for unit in route.units:
@@ -92,13 +91,13 @@ class PageWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageBatch(CopyBatch):
-    """A batch of groups of one survey. items: [k] rows of the survey."""
+    """Batch of groups of one survey. items: [k] rows of the survey."""
 
     survey: Survey = field(kw_only=True)
     items: IntArray = field(kw_only=True)
 
     def work(self, chosen: BoolArray) -> PageWork:
-        """Return the work for some of the groups. chosen: [k]."""
+        """Return the work for some groups. chosen: [k]."""
         return PageWork(self.survey, self.items[chosen], self.action)
 
 
@@ -234,7 +233,7 @@ class _Layout:
 def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
     """Return each destination of a unit as an aligned run of source bytes.
 
-    None if a destination is not such a run, and must be transformed.
+    None if a destination must be transformed.
     """
     runs = sorted(unit.copies, key=lambda copy: copy.destination)
     whole = [copy.destination for copy in runs] == list(range(len(unit.destinations))) and all(
