@@ -34,7 +34,7 @@ class Announces(Store):
 
     @abstractmethod
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Announce the objects that the caller will read next. Problems with an object are ignored.
+        """Announce the objects that the caller reads next. Never raises for a single object.
 
         capacities: [n] int64, expected bytes of each.
         """

@@ -116,7 +116,7 @@ class Config:
     """The URLs of the named stores in the config file."""
 
     stores: Mapping[str, str] = field(default_factory=dict)
-    source: str = "config"
+    source: str = "the config file"
 
 
 def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:

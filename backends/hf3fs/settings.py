@@ -100,9 +100,10 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     )
     if settings.server is None and settings.snapshot is None:
         raise UsageError(
-            f"{settings}: the URL names no metadata; give server=http://HOST:18000, and "
-            "snapshot=FILE, the file that this server saves its tables to (without a server, "
-            "SGLang keeps the tables in its own process, and no other program can read its pages)"
+            f"{settings}: the URL names neither a metadata server nor a snapshot; give "
+            "server=http://HOST:18000, and snapshot=FILE, the file that this server saves its "
+            "tables to (without a server, SGLang keeps the tables in its own process, and no other "
+            "program can read its pages)"
         )
     return settings
 

@@ -354,8 +354,8 @@ class _Parser:
             self._cut_short()
         byte = self._dropped + self._at if at is None else at
         raise FormatError(
-            f"{self._path}: not a snapshot of a 3FS metadata server: "
-            f"{self._place}, near byte {byte}: {what}"
+            f"{self._path}: not a valid snapshot of a 3FS metadata server: {self._place}, near "
+            f"byte {byte}: {what}; check that the server's --persistence-path is this file"
         )
 
     def _cut_short(self) -> NoReturn:

@@ -85,7 +85,7 @@ def test_an_empty_file_url_is_the_directory_of_sglang(monkeypatch: pytest.Monkey
         ("file:///d%00", "zero byte"),
         ("/d\0", "zero byte"),
         ("redis://host/0", r"unknown store scheme 'redis'; known: .*file"),
-        ("prod:", r"no store 'prod' in config \(it names none\).*file"),
+        ("prod:", r"no store 'prod' in the config file \(it names none\).*file"),
         ("a:b", r"with a colon as \./a:b"),
         (":", "no store ''"),
     ],
