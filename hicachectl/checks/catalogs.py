@@ -144,7 +144,7 @@ def _places(catalog: Catalog, keys: pa.BinaryArray) -> IntArray:
 def _same_object(
     catalog: Catalog, recorded: pa.Table, digested: Digested, fields: tuple[str, ...]
 ) -> npt.NDArray[np.bool_]:
-    """Return which objects have the recorded values in the identity fields, [n]."""
+    """Return which objects have the recorded identity fields, [n]."""
     used = [f for f in fields if f in catalog.identity_fields and f in digested.identity_fields]
     if not used:
         return np.ones(len(digested), dtype=np.bool_)

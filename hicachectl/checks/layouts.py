@@ -57,11 +57,11 @@ class LayoutCheck:
             yield ValueIssue(index, "layout-mismatch", self._describe(verdict))
 
     def unseen(self, objects: Bytes) -> BoolArray:
-        """Return which pages [n, nbytes] do not show the profile's order at a first look."""
+        """Apply `OrderTest.unseen` to pages [n, nbytes]."""
         return self.test.unseen(partial(self._read, objects), np.arange(len(objects)))
 
     def hinted(self, objects: Bytes) -> BoolArray:
-        """Return which pages [n, nbytes] hint at a rival order at a second look."""
+        """Apply `OrderTest.hinted` to pages [n, nbytes]."""
         return self.test.hinted(partial(self._read, objects), np.arange(len(objects)))
 
     @property
@@ -85,7 +85,7 @@ class LayoutCheck:
         )
 
     def _read(self, objects: Bytes, pages: IntArray, rows: IntArray, channels: int) -> Floats:
-        """Return log magnitudes of some channels: [pages, tensors, rows, channels]."""
+        """Implement `kernels.layout.ReadRows`."""
         places = (pages[:, np.newaxis], rows)
         if self.scales is not None:
             return _read_codes(objects, self.tensors[0], self.scales, places, channels)[:, None]

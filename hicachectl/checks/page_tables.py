@@ -37,12 +37,11 @@ def check_page_tables(
     """Yield tables of findings about saved page tables, some of them empty.
 
     earlier: states saved before. A page is reported as leaked only if these states agree: a server
-    may be writing the other pages. If empty, no page is reported as leaked; if None, `state` alone
-    decides.
+    may be writing the other pages. If empty, no page is reported; if None, `state` alone decides.
 
     On a live store page-index-free is only a suspicion: the server saves keys before free pages, so
-    the page of a key that is deleted in between is saved as held and as free. The finding is right
-    if the key still has the page later.
+    the page of a key deleted in between is saved as held and as free. The finding is right if the
+    key still has the page later.
     """
     known = [{table.name: table for table in saved.tables} for saved in earlier or ()]
     for table in state.tables:
@@ -83,7 +82,7 @@ def out_of_range(table: PageTable) -> BoolArray:
 
 @dataclass(frozen=True, slots=True)
 class PageRuns:
-    """Runs of consecutive pages, in order; they take little memory even for many pages."""
+    """Runs of consecutive pages, in order; compact even for many pages."""
 
     starts: IntArray
     lengths: IntArray
@@ -245,7 +244,6 @@ def _key_findings(code: str, table: PageTable, rows: IntArray, *detail: str | In
 
 
 def _table_findings(code: str, namespace: str, details: Sequence[str]) -> pa.Table:
-    """Return a finding about a whole table for each detail."""
     return findings(
         code,
         keys=pa.nulls(len(details), pa.string()),

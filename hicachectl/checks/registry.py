@@ -1,4 +1,4 @@
-"""Registry of checks and their finding codes, for commands, reports and repair.
+"""Registry of checks and their finding codes.
 
 Functions are given as "package.module:name", so --help imports none of them. Other packages can
 register checks:
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SEVERITIES = ("info", "warning", "error")
 
-# Rules that change the severity of a finding. The check chooses the rule.
+# Rules that change a finding's severity. The check chooses the rule.
 COSTS_HITS_ONLY = "costs-hits-only"  # a draft or a trailing pool: no server reads wrong data
 POOLS_APART = "pools-apart"  # the store evicts each pool separately: orphans are normal
 REFUSED_WHOLE = "refused-whole"  # the store refuses to read an object of another size: a miss
@@ -48,7 +48,7 @@ class Code:
     severity: one of SEVERITIES. rules: severity under each rule that changes it.
     structural: the page group lacks objects; no object is damaged.
     absent: the finding's key is of a missing object.
-    remedy: next step for a finding that is not about a page; repair does not act on such findings.
+    remedy: next step if the finding is not about a page; repair ignores such findings.
     """
 
     name: str
@@ -83,11 +83,10 @@ class Need(Enum):
 class CheckInput:
     """Input of checks: the listing and, if objects were read, their digests.
 
-    in_flight: [groups] bool. profile: None if none was given. now_ns: Unix time of the run's
-    start, ns. tables: page tables at that time, if the store has them. digests: [objects, 32]
-    uint8, valid where digested: [objects] bool. compared: `checks.catalogs.compare` of the
-    digested objects; None without a comparison. remark: takes a text for the user. skip: takes a
-    name and a reason for `skipped_checks`.
+    in_flight: [groups] bool. profile: None if not given. now_ns: start of the run, Unix ns. tables:
+    page tables at that time, if any. digests: [objects, 32] uint8, valid where digested: [objects]
+    bool. compared: `checks.catalogs.compare` of the digested objects; None without a comparison.
+    remark: takes a text for the user. skip: takes a name and a reason for `skipped_checks`.
     """
 
     store: Store
@@ -110,8 +109,8 @@ class CheckInput:
 class Check:
     """A check.
 
-    group: None for a check that always runs. function: yields tables of findings; may be given
-    as "package.module:name"; None if the findings are noted while objects are read.
+    group: None if the check always runs. function: yields tables of findings; may be given as
+    "package.module:name"; None if findings are noted while objects are read.
     """
 
     name: str
@@ -194,7 +193,7 @@ def unregister(name: str) -> None:
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
-    """Return the checks of some groups and those that always run; groups None: all checks."""
+    """Return the checks of some groups and those that always run; None: all checks."""
     return [
         check
         for check in _CHECKS.values()
@@ -203,17 +202,17 @@ def checks(groups: Collection[str] | None = None) -> list[Check]:
 
 
 def group_names() -> tuple[str, ...]:
-    """Return the names of the groups that `--checks` accepts."""
+    """Return the groups that `--checks` accepts."""
     return tuple(_groups())
 
 
 def value_groups() -> frozenset[str]:
-    """Return the names of the groups with value checks."""
+    """Return the groups with value checks."""
     return frozenset(check.group.name for check in checks() if isinstance(check, ValueCheck))
 
 
 def reading_groups() -> frozenset[str]:
-    """Return the names of the groups with checks that read objects."""
+    """Return the groups with checks that read objects."""
     return frozenset(
         check.group.name for check in checks() if check.group and Need.BYTES in check.needs
     )
@@ -244,7 +243,7 @@ def page_codes() -> tuple[str, ...]:
 
 
 def remedies() -> dict[str, str]:
-    """Return the remedy of each code that is not about a page."""
+    """Return the remedy of each code that is not about pages."""
     return {code.name: code.remedy for code in codes() if code.remedy}
 
 
@@ -259,7 +258,7 @@ def is_structural(code: str) -> bool:
 
 
 def groups_help(width: int = 92) -> str:
-    """Return the lines that describe the groups in a help text."""
+    """Return the help lines about the groups."""
     groups = _groups().values()
     column = max(len(group.name) for group in groups) + 2
     return "\n".join(

@@ -25,12 +25,10 @@ NO_REPLICAS = -1
 
 
 def replica_sets(table: AffixTable) -> npt.NDArray[np.int64]:
-    """Return the replica set of each affix, [affixes + 1].
+    """Return the replica set of each affix, or NO_REPLICAS: [affixes + 1].
 
-    NO_REPLICAS for an affix without replicas. The last entry is for foreign keys.
-
-    Objects of one page and set must be equal: with more TP ranks than KV heads, SGLang gives a
-    head to several ranks (ModelConfig.get_num_kv_heads).
+    The last entry is for foreign keys. Objects of one page and set must be equal: with more TP
+    ranks than KV heads, SGLang gives a head to several ranks (ModelConfig.get_num_kv_heads).
     """
     numbers: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for affix, (deployment, spec) in enumerate(zip(table.deployment_ids, table.specs, strict=True)):

@@ -86,7 +86,6 @@ def _written(oldest_ns: int | None, newest_ns: int | None) -> str:
 
 
 def _likely_reason(mix: SizeMix) -> str:
-    """Return a likely reason for the ratio of the two most common sizes."""
     one, two = (size.nbytes for size in mix.sizes[:2])
     ratio = Fraction(max(one, two), min(one, two))
     if ratio == 2:
@@ -104,7 +103,7 @@ def oversized_rule(grammar: str) -> str | None:
 
 
 def expected_sizes(table: AffixTable) -> IntArray:
-    """Return the expected bytes of an object, [affixes + 1]; UNKNOWN_SIZE if not known.
+    """Return the expected bytes of an object by affix, [affixes + 1]; UNKNOWN_SIZE if not known.
 
     The last entry is for foreign keys.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.values import IntArray
 
-_ROW_BYTES = 64 << 10  # longer rows (recurrent states) are cut along their next axis
+_ROW_BYTES = 64 << 10  # longer rows (recurrent states) are cut along the next axis
 _ROW_AXES = ("layer", "token")
 
 
@@ -108,7 +108,7 @@ def _section(
 
 
 def _row_axes(tensor: TensorLayout) -> int:
-    """Return how many leading axes number rows: layer and token, more for long rows."""
+    """Return how many leading axes number rows: layer, token, more for long rows."""
     cut = 1 + max(i for i, axis in enumerate(tensor.axes) if axis in _ROW_AXES)
     while len(tensor.axes) - cut > 1 and prod(tensor.shape[cut:]) * tensor.itemsize > _ROW_BYTES:
         cut += 1

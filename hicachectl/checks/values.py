@@ -1,10 +1,10 @@
 """Check `values`: run the checks of bytes, and find numbers that no healthy object has.
 
-The checks do not need the model's weights. NaN, Inf and scales out of range are counted exactly.
-Zero bytes are reported for an object, a layer of a tensor, or a token's row in a layer: holes and
-unwritten pages read as zeros. Healthy rows have other bytes too: a model computes no bf16 row of
-exact zeros, and codes of float8_e4m3fn and float8_e5m2 that underflow keep their signs.
-float8_e4m3fnuz has no -0, so only a whole object of zeros is reported.
+The checks need no model weights. NaN, Inf and scales out of range are counted exactly. Zero bytes
+are reported for an object, a layer of a tensor, or a token's row in a layer: holes and unwritten
+pages read as zeros. Healthy rows have other bytes: a model computes no bf16 row of exact zeros, and
+underflowing codes of float8_e4m3fn and float8_e5m2 keep their signs. float8_e4m3fnuz has no -0, so
+only a whole object of zeros is reported.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ValueChecker:
 
     @property
     def groups(self) -> frozenset[str]:
-        """Names of the groups of the prepared checks."""
+        """Groups of the prepared checks."""
         return frozenset(check.group.name for check in self.prepared)
 
     def check(
@@ -108,7 +108,7 @@ class ValueChecker:
 
         rows: objects to check, ascending. checks: checks to run. None: all. An object's bytes must
         be contiguous; objects may lie apart. Needs a few MB of memory. Raises ValueError if nbytes
-        is not the expected size, or a check does not declare its issue's code.
+        is not the expected size, or a check reports an undeclared code.
         """
         _refuse(objects, self.expected.nbytes)
         if rows is None:
@@ -137,7 +137,6 @@ class ValueChecker:
 
 
 def _declared(check: ValueCheck, issues: Iterable[ValueIssue]) -> list[ValueIssue]:
-    """Return a check's issues. Raises ValueError on an undeclared code."""
     found = list(issues)
     for name in {issue.code for issue in found}.difference(code.name for code in check.codes):
         raise ValueError(f"{check.name}: the check does not declare code {name}")
@@ -158,7 +157,6 @@ def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
 
 
 def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueIssue]:
-    """Return one issue for each object and code."""
     damages: dict[int, _Damage] = {}
     for number, section in enumerate(sections):
         _scan(objects, number, section.table, damages)
@@ -209,7 +207,6 @@ def _scan(objects: Bytes, number: int, table: RowTable, damages: dict[int, _Dama
 def _describe(
     sections: tuple[Section, ...], content: Bytes, damage: _Damage
 ) -> Iterator[tuple[str, str]]:
-    """Yield the codes and details of one object."""
     for code in _COUNTED:
         found = [
             _describe_items(sections[number], content, code, counts)
@@ -235,7 +232,6 @@ def _describe(
 
 
 def _describe_items(section: Section, content: Bytes, code: str, counts: IntArray) -> str:
-    """Return the number of bad items, their layers and tokens, and the first as text."""
     rows = np.flatnonzero(counts)
     where = section.coordinates(rows)
     first = {axis: int(numbers[0]) for axis, numbers in where.items()}
@@ -249,7 +245,7 @@ def _describe_items(section: Section, content: Bytes, code: str, counts: IntArra
 def _first_item(
     section: Section, content: Bytes, row: int, code: str
 ) -> tuple[str, dict[str, int], float]:
-    """Return the first bad item of a row: its column, indices and value."""
+    """Return the column, indices and value of a row's first bad item."""
     table = section.table
     block = table.block(content, row, row + 1)
     for column in table.columns:
@@ -263,7 +259,6 @@ def _first_item(
 
 
 def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
-    """Yield the zero layers and the zero token rows of a tensor as text."""
     if section.dtype == "float8_e4m3fnuz":
         return
     name = section.table.name
@@ -282,7 +277,7 @@ def _describe_zero_rows(section: Section, zero: BoolArray) -> Iterator[str]:
 
 
 def _zero_units(section: Section, zero: BoolArray) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the zero layers, and (layer, token) of the zero token rows in other layers."""
+    """Return the zero layers, and (layer, token) of zero token rows in other layers."""
     axes, shape = section.table.axes, section.table.shape
     units = [axis for axis in ("layer", "token") if axis in axes]
     pieces = zero.reshape(shape).transpose(
@@ -343,7 +338,6 @@ def _statistics(section: Section, objects: Bytes) -> Iterator[TensorStats]:
             continue
         block = content[stored == number].reshape(1, -1)
         for column in table.columns:
-            # Dequantised codes have the tensor's own name.
             part = f".{column.name}" if column.name and column.scales is None else ""
             yield _summary(table.name + part, layer, *_values(block, table, column))
 

@@ -35,8 +35,8 @@ def locked(path: Path | None) -> Iterator[bool]:
     """Hold the flock(2) lock of a file during the block; yield False if another process holds it.
 
     Without a path, nothing is locked. A missing file is created, and never removed. Raises
-    UsageError if the file cannot be opened or locked, UntrustedError if the file is a link, a
-    special file, or owned by an untrusted user.
+    UsageError if the file cannot be opened or locked, UntrustedError if it is a link, a special
+    file, or owned by an untrusted user.
     """
     if path is None:
         yield True

@@ -100,7 +100,7 @@ def fill(store: Store, pages: int) -> None:
 
 
 def _values(member: ObjectSpec, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Return the bytes of an object, with a plausible distribution of values in each tensor."""
+    """Return an object's bytes, with plausible values in each tensor."""
     return np.concatenate([_tensor_values(tensor, rng) for tensor in member.tensors])
 
 

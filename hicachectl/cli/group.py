@@ -1,4 +1,4 @@
-"""The command group: global options, and commands that are imported only when they run."""
+"""The command group and its global options."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ClosedPipeError(Exception):
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command only when it is called."""
+    """A group that imports a command only when called."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; raise ClosedPipeError for a closed pipe (click would exit with 1)."""

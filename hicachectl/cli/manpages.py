@@ -1,6 +1,6 @@
 """Build man/*.1 from the click commands: `python -m hicachectl.cli.manpages DIRECTORY`.
 
-Background that would be too long for `--help` is in the texts below.
+The texts below are too long for `--help`.
 """
 
 from __future__ import annotations
@@ -520,7 +520,7 @@ def _head(name: str, summary: str) -> list[str]:
 
 
 def _without_pointer(text: str, name: str) -> str:
-    """Return a help text without the paragraph that refers to the man page itself."""
+    """Return a help text without the paragraph about the man page itself."""
     paragraphs = cleandoc(text).split("\n\n")
     own = f"hicachectl-{name}(1) "
     return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(own))
@@ -539,7 +539,6 @@ def _description(text: str) -> list[str]:
 
 
 def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
-    """Yield the descriptions and options of a command's subcommands."""
     if not isinstance(command, click.Group):
         return
     yield ".Sh COMMANDS"

@@ -74,7 +74,7 @@ def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: b
 
 
 def _write(path: Path, prefix: str, store: dict[str, str], found: dict[str, Gauge]) -> None:
-    """Write the gauges and the end time of the run."""
+    """Write the gauges and the run's end time."""
     ended = "Time when a run last ended.", [(store, time.time())]
     found["last_run_timestamp_seconds"] = ended
     with whole_file(path, "w", permissions=0o644) as stream:  # the collector runs as another user
@@ -91,7 +91,7 @@ def _escaped(value: str) -> str:
 
 
 def _last_success(path: Path) -> float:
-    """Return the time of the last success in the replaced file; 0 if it states none."""
+    """Return the last success in the replaced file; 0 if not stated."""
     try:
         data = read_bounded(path, _MAX_BYTES, what="metrics", regular=True)
         text = data.decode()

@@ -42,7 +42,7 @@ class Duration(click.ParamType[Any]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the seconds of a text; pass a number through."""
+        """Parse a text; pass a number through."""
         if isinstance(value, (int, float)):
             return float(value)
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
@@ -62,7 +62,7 @@ class PointInTime(click.ParamType[Any]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the Unix seconds of a text; pass a number through."""
+        """Parse a text; pass a number through."""
         if isinstance(value, float):
             return value
         if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", value):
@@ -85,7 +85,7 @@ class Size(click.ParamType[Any]):
         self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes of a text; pass a number through."""
+        """Parse a text; pass a number through."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?i?B?)", value)

@@ -2,7 +2,7 @@
 
 No work has begun then, so no cleanup is needed. An exception would print a traceback, and the
 import of an extension module can lose it. Importing this module sets signal handlers: import it
-first, and only in the process of the command line.
+first, and only for the command line.
 """
 
 import os

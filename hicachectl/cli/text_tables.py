@@ -75,7 +75,7 @@ def contents_for_people(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _object_ends(keys: list[str]) -> pa.Array:
-    """Return the keys with "…" for the page hash, which all objects of one page share."""
+    """Return the keys with "…" for the page hash that objects of a page share."""
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 
@@ -149,7 +149,7 @@ def restored_for_people(rows: pa.Table) -> pa.Table:
 
 
 def _ages(mtimes: pa.Array) -> pa.StringArray:
-    """Return the ages of times in Unix seconds, as texts."""
+    """Return ages of Unix times, in seconds, as texts."""
     elapsed = pc.floor(pc.subtract(time.time(), mtimes))  # fewer distinct values than mtimes
     return human_column(elapsed, human_age)
 
@@ -180,7 +180,7 @@ def _ranks_text(rows: pa.Table) -> pa.StringArray:
 
 
 def _by_axis(texts: list[pa.StringArray]) -> pa.StringArray:
-    """Join the texts of all axes; null if no axis has a text."""
+    """Join the texts of all axes; null without any."""
     joined = join_present(texts, " ")
     return pc.if_else(pc.equal(joined, ""), None, joined)
 

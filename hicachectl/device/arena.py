@@ -54,7 +54,7 @@ class HostBuffer:
         self._arena: Arena | None = None
 
     def room(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor, in place of the previous tensor.
+        """Return memory for a tensor, in place of the previous one.
 
         Copies from and to the previous tensor must be complete.
         """

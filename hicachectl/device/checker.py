@@ -1,8 +1,4 @@
-"""Check objects on devices instead of the CPU, for `verify --device`.
-
-Reading threads call `examine` with objects in the arena and wait for the results; several threads
-keep several lanes busy.
-"""
+"""Check objects on devices instead of the CPU, for `verify --device`."""
 
 from __future__ import annotations
 
@@ -49,8 +45,7 @@ class DeviceChecker:
 
     slab_bytes: most bytes of a task, with the gaps between its objects in the arena.
     most_objects: most objects of a task.
-    failure: message of the first device failure; None if there was none. After a failure, `examine`
-        returns None.
+    failure: message of the first device failure; None without one.
     """
 
     def __init__(
@@ -98,13 +93,13 @@ class DeviceChecker:
         """Send a task's objects through a device: return digests [n, 32] and issues.
 
         wanted:   which objects to digest.
-        expected: spec of all objects; the digested bytes are gathered from the pools. None if the
-            form of the bytes is unknown; the digested bytes are then the staged ones.
+        expected: spec of all objects, digested as gathered from the pools. None if the form of the
+            bytes is unknown; objects are then digested as staged.
         checker:  None to check no values. Unreadable objects get no issues.
 
-        Return None if the CPU must examine the objects in the arena: a kernel does not support
-        them, the device has nothing to do, or it failed and `falls_back` is set. Without
-        `falls_back`, a device failure raises DeviceError.
+        Returns None if the CPU must examine the objects in the arena: a kernel does not support
+        them, the device has nothing to do, or it failed and `falls_back` is set. Raises DeviceError
+        on a device failure without `falls_back`.
         """
         if self.failure is not None or not loaded.task.capacities[0]:
             return None
@@ -258,7 +253,7 @@ _DEVICE_SIGNS = ("CUDA", "C compiler", "ptxas", "libcuda")
 
 @contextmanager
 def _named_errors(lane: Lane) -> Iterator[None]:
-    """Raise DeviceError for errors of a lane's device, except for lack of memory."""
+    """Raise DeviceError for errors of a lane's device, except lack of memory."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -279,7 +274,7 @@ def _named_errors(lane: Lane) -> Iterator[None]:
 
 
 def _step(loaded: Loaded) -> int:
-    """Return the bytes between a task's objects, which are of equal size."""
+    """Return the bytes between a task's objects, which have equal sizes."""
     offsets = loaded.offsets
     if len(offsets) > 1:
         return int(offsets[1] - offsets[0])
@@ -291,10 +286,9 @@ def _issues(
 ) -> list[ValueIssue]:
     """Run the checks that the device leaves to the CPU, on the bytes in the arena.
 
-    on_device: checks that ran on the device. The CPU repeats these on suspects, and runs all other
-        checks on every object.
-    flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue. Raises
-        DeviceError if the CPU finds none.
+    on_device: checks that ran on the device. The CPU repeats these on suspects only.
+    flags: [n, 2], whether an object is suspect, and whether the CPU must find an issue.
+    Raises DeviceError if the CPU finds none.
     """
     others = checker.prepared.keys() - on_device
     every = np.flatnonzero(loaded.read.ok) if others else np.zeros(0, dtype=np.int64)

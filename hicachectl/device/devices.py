@@ -1,4 +1,4 @@
-"""Devices that `--device` names, and the errors if they cannot be used."""
+"""Devices that `--device` names."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def open_checker(
     """Open a checker on the named devices; None for the CPU, or if `auto` finds no device.
 
     remark: receives why `auto` fell back.
-    Raises UsageError and DeviceError if a named device cannot be used or an object does not fit
-    into `device_bytes`.
+    Raises UsageError and DeviceError if a named device cannot be used or an object exceeds
+    `device_bytes`.
     """
     if names == (CPU,):
         return nullcontext()
@@ -66,7 +66,7 @@ def refuse_missing(names: tuple[str, ...]) -> None:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Return the device names in a value of --device. Raises UsageError if the value is invalid."""
+    """Return the device names in a value of --device. Raises UsageError if invalid."""
     names = tuple(text.split(","))
     if names in ((AUTO,), (CPU,)):
         return names
@@ -118,7 +118,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
 
 
 def _touch(device: torch.device) -> None:
-    """Start using a device. Raises DeviceError if the device is busy or broken."""
+    """Start using a device. Raises DeviceError if busy or broken."""
     import torch
 
     try:

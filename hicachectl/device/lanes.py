@@ -1,4 +1,4 @@
-"""The device memory of a run: a fixed number of lanes, each for one slab at a time."""
+"""The device memory of a run, as lanes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Lane:
         return buffer.room(result.shape, result.dtype).copy_(result, non_blocking=True)
 
     def to_device(self, table: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a host table to the device, after all launches so far; return the copy."""
+        """Begin to copy a host table to the device, as `to_host` does; return the copy."""
         if self.device.type == "cpu":
             return table
         if self._uploaded is not None:
@@ -129,10 +129,10 @@ def allocate_lanes(
 ) -> list[Lane]:
     """Allocate up to MOST_LANES lanes on each device, within `device_bytes` of each.
 
-    Allocates at least one lane, even if torch's segments then exceed a small budget. A device with
-    less free memory gets fewer lanes. If no lane fits, slabs shrink by halves down to `least`
-    bytes, in multiples of ALIGNMENT, as the arena needs. Raises UsageError if a lane for `least`
-    bytes does not fit either.
+    Allocates at least one lane, even if torch's segments exceed a small budget. A device with less
+    free memory gets fewer lanes. If no lane fits, slabs shrink by halves down to `least` bytes, in
+    multiples of ALIGNMENT, as the arena needs. Raises UsageError if a lane for `least` bytes does
+    not fit either.
     """
     least = _aligned(least)
     while True:

@@ -45,7 +45,7 @@ class NumberKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return whether the kernel supports every field of such objects."""
+        """Return whether the kernel supports every field."""
         return all(supports(f) for _, fields in fields_of(spec, profile, pools) for f in fields)
 
     def launch(self, count: int) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ class OrderKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return True: the kernel supports every object that the check applies to."""
+        """Return True: every object that the check applies to is supported."""
         return True
 
     def launch(self, count: int) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ class PoolForm:
 
 
 def pool_form(tensors: Sequence[TensorLayout]) -> PoolForm:
-    """Return the pools for objects that consist of these tensors."""
+    """Return the pools for objects of these tensors."""
     pieces: list[DevicePool] = []
     offset = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Providers that carry out copy plans on a device: SGLang's own kernels, Triton, plain torch.
+"""Providers of copies on a device: SGLang's own kernels, Triton, plain torch.
 
 All write the same bytes. `best_provider` returns the first that can run.
 """
@@ -192,8 +192,8 @@ def _indices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return row indices of one layer of K, or of the only tensor: in objects, and in pools.
 
-    Indices in objects count units; indices in pools count rows. Other layers have the same indices
-    at other offsets.
+    Indices in objects count units; those in pools count rows. Other layers have equal indices at
+    other offsets.
     """
     axes = [axis for axis in plan.axes if axis.name not in ("kv", "layer")]
     sides = (
@@ -211,7 +211,7 @@ def _indices(
 
 
 def best_provider(device: torch.device) -> Provider:
-    """Return the provider for a device: the server's kernels, Triton, or torch."""
+    """Return the first provider that can run on a device."""
     if device.type != "cuda":
         return TorchProvider()
     try:

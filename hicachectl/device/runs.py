@@ -52,9 +52,7 @@ class DeviceKernel(Protocol):
     def launch(self, count: int) -> Sequence[torch.Tensor]:
         """Check the first `count` objects in the pools; return results [count, width].
 
-        Does not synchronise.
-
-        Launches are captured in a CUDA graph and replayed, so they depend only on `count`.
+        Does not synchronise. Launches are captured and replayed, so they depend only on `count`.
         """
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> BoolArray:
@@ -75,9 +73,9 @@ def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
 
 
 class ObjectForm:
-    """Properties of objects of one form, `step` bytes apart. Thread-safe.
+    """Objects of one form, `step` bytes apart. Thread-safe.
 
-    kernels: the kernel of each check that has a kernel; empty without a checker.
+    kernels: of each check that has one; empty without a checker.
     supported: whether all kernels support such objects.
     """
 
@@ -100,11 +98,11 @@ class DeviceRun:
     """Inputs, kernels and captured launches of a lane for slabs of one form. One thread at a time.
 
     most: number of objects that fit into the lane. slots: [most] int64 on the device, the page slot
-        of each object. pools: the pools that `lane.pools` is divided into.
+        of each object. pools: parts of `lane.pools`.
 
     On a CUDA device, launches are captured once, for `most` objects, and replayed for every slab;
     results of unused slots are dropped. On other devices, each slab launches the kernels for its
-    own objects only.
+    own objects.
     """
 
     def __init__(self, form: ObjectForm, lane: Lane, provider: Provider) -> None:
@@ -152,7 +150,7 @@ class DeviceRun:
         return self.lane.to_host("digests", results[:count])
 
     def suspects(self, seen: torch.Tensor, count: int) -> BoolArray:
-        """Return flags [count, 2] from the results of the checks; see `DeviceKernel`."""
+        """Return flags [count, 2] from results of the checks; see `DeviceKernel`."""
         found = np.zeros((count, 2), dtype=np.bool_)
         launched = count if self._checking is None else self.most
         packed, start = seen.numpy(), 0
@@ -197,8 +195,8 @@ class DeviceRun:
     def _captured(self, launch: Callable[[int], T]) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """Capture launches for all slots, after a first run that compiles them.
 
-        Return None if capture is impossible or memory is short: launches for a slab's own objects
-        need less memory. No other thread may use the device during a capture.
+        Returns None if capture is impossible or memory is short: launches for a slab's own objects
+        need less. No other thread may use the device during a capture.
         """
         lane = self.lane
         if lane.stream is None or not self._provider.capturable:

@@ -1,10 +1,9 @@
 """BLAKE3 of many byte ranges of one device tensor; reference: the `blake3` package.
 
-A range is cut into chunks of 1024 bytes. Each lane compresses one chunk of any range, so one launch
-handles ranges of different lengths. Then neighbouring nodes are merged, level by level; if their
-number is odd, the last node moves up. This yields the specified tree, whose left subtrees are the
-largest powers of two. One program merges up to 64 neighbours with one warp only, because half of
-its lanes become idle at each level.
+Each lane compresses one chunk of 1024 bytes of any range, so one launch handles ranges of different
+lengths. Then neighbouring nodes are merged, level by level; an odd last node moves up. This yields
+the specified tree, whose left subtrees are the largest powers of two. One program merges up to 64
+neighbours with one warp, because half of its lanes become idle at each level.
 
 Source: the BLAKE3 paper, section 2.
 """
@@ -218,7 +217,7 @@ def _compress_chunks(
 def _merge_nodes(nodes, ranges, count, groups, distance, LANES: tl.constexpr):
     """Merge 2 * LANES neighbours of a range, `distance` rows apart, into the first one's row.
 
-    There is one program for each range and group of neighbours; programs share no rows.
+    One program for each range and group of neighbours; programs share no rows.
     """
     at = tl.program_id(0) // groups
     group = (tl.program_id(0) % groups).to(tl.int64)
@@ -303,7 +302,7 @@ def _rotate(x, BITS: tl.constexpr):
 
 @triton.jit
 def _halves(w0, w1, w2, w3, w4, w5, w6, w7):
-    """Split 8 int64 words into the 16 words of a block."""
+    """Split 8 int64 words into a block's 16 words."""
     return (
         w0.to(tl.uint32),
         (w0 >> 32).to(tl.uint32),

@@ -2,7 +2,7 @@
 
 A row is one token of one layer and head. A channel keeps its relative magnitude from token to
 token, and each (layer, head) has its own magnitudes. So rows of one layer and head resemble each
-other more than they resemble other rows. If rows are read in a wrong order, they do not.
+other more than they resemble other rows, unless rows are read in a wrong order.
 
 Each test compares sets of five rows, a base row and four others:
     near, far  have the base's layer and head in the profile's order; near is the adjacent token,
@@ -12,11 +12,11 @@ Resemblance is the correlation of log magnitudes over channels, without the part
 share. Scales of rows, layers or heads do not matter. If the profile is right, `near` and `far`
 resemble the base, and `other` no more than `control`. If the rival is right, only `other` resembles
 the base. A finding needs both: the rival order shows, and the profile's does not. The test abstains
-if neither order shows (noise, few layers or tokens). It also abstains if both show: then rows are
-copies, or drift smoothly, or have RoPE phases, and at least `near` resembles the base.
+if neither shows (noise, few layers or tokens) or both do: then rows are copies, or drift smoothly,
+or have RoPE phases, and at least `near` resembles the base.
 
-The bits of a float, without its sign, approximate its logarithm to within a few percent. The test
-compares these bits, so any float format works.
+Float bits without the sign approximate the logarithm to within a few percent. The test compares
+these bits, so any float format works.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def _draw(
             good &= _strangers(reading, base, row)
     # Rows of one token may resemble each other across layers, and so may rows a fixed number of
     # tokens apart. Both can imitate a rival order: a page with as many layers as tokens, and equal
-    # weights in all layers, would seem transposed. So sets avoid both where they can; if the
-    # lengths divide each other, not all sets can.
+    # weights in all layers, would seem transposed. So sets avoid both, except some sets if the
+    # lengths divide each other.
     elsewhere = other_token != token
     matched = control_token == other_token
     unlike = control_token != token

@@ -106,7 +106,7 @@ def _floored(numbers, inside, CHANNELS: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def _unit(numbers, live, common, NOTHING: tl.constexpr):
-    """Subtract the mean of all rows and scale each row to length 1; to 0 if nothing is left."""
+    """Standardise rows as `kernels.layout` does."""
     before = tl.sqrt(tl.sum(numbers * numbers, 1))
     rest = numbers - common[None, :]
     length = tl.sqrt(tl.sum(rest * rest, 1))

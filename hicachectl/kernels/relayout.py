@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Pages = npt.NDArray[np.uint8]
     View = npt.NDArray[Any]
 
-# Bytes of a block of work: copies that share cache lines then find the lines in the cache.
+# Bytes of a block of work: copies that share cache lines then find them in the cache.
 _CACHED_BYTES = 512 << 10
 _LONG_ITEM = 4096  # bytes; two such items share a cache line only at their ends
 _LONGEST_VOID = 1 << 16

@@ -2,9 +2,9 @@
 
 One program plans the step of one request, with a table over all its positions:
 1. Each top-k position is marked with its index in the top-k, its entry.
-2. Slots are read, least recently used first. A slot with a marked position is a hit; the slot's
-   number replaces the mark. Other slots may be overwritten.
-3. Positions that are still marked with an entry are missing and get slots to overwrite.
+2. Slots are read, least recently used first. A slot with a marked position is a hit; its number
+   replaces the mark. Other slots may be overwritten.
+3. Positions still marked with an entry are missing and get slots to overwrite.
 4. The table is cleared for the next layer.
 """
 
@@ -334,7 +334,7 @@ def _gather_rows(
 ):
     """Copy planned rows of one request; strides and offsets are in units of 16 bytes.
 
-    first_unit: unit of a line at which the memory begins. Threads cover whole lines, so that
+    first_unit: unit of a line at which the memory begins. Threads cover whole lines, so
         neighbouring threads request each line of a row once.
     """
     request = tl.program_id(0).to(tl.int64)

@@ -119,7 +119,7 @@ def zero_rows(block: Bytes, table: RowTable) -> tuple[IntArray, IntArray]:
 
 
 def is_nan(bits: Bits, dtype: str) -> BoolArray:
-    """Mark NaN among items given as unsigned integers."""
+    """Mark NaN among items."""
     if dtype == "float8_e4m3fnuz":
         nan: BoolArray = bits == FIRST_SPECIAL[dtype]
     elif dtype in INFINITY:
@@ -130,7 +130,7 @@ def is_nan(bits: Bits, dtype: str) -> BoolArray:
 
 
 def is_inf(bits: Bits, dtype: str) -> BoolArray:
-    """Mark infinities among items given as unsigned integers."""
+    """Mark infinities among items."""
     if dtype not in INFINITY:
         return np.zeros(bits.shape, np.bool_)
     inf: BoolArray = _magnitudes(bits) == INFINITY[dtype]
@@ -150,7 +150,7 @@ def is_bad_scale(bits: Bits, floor: float) -> BoolArray:
 
 
 def to_float32(bits: Bits, dtype: str) -> npt.NDArray[np.float32]:
-    """Convert items given as unsigned integers to fp32; exact for every dtype."""
+    """Convert items to fp32; exact for every dtype."""
     if dtype == "float32":
         values: npt.NDArray[np.float32] = bits.view(np.float32)
     elif dtype == "float16":

@@ -2,8 +2,8 @@
 
 One launch checks all fields of all blocks: fields of one row are read while the row is in the
 cache, and small blocks share a program. All magnitudes of a 4-byte word are compared at once, by
-carries into their sign bits. NaN and infinity only set a flag; if the flag is set, the program
-counts them in a second pass.
+carries into their sign bits. NaN and infinity set a flag; if set, the program counts them in a
+second pass.
 
 Numbers are checked as stored: codes are not multiplied by scales, so a NaN code counts even if its
 scale is 0.
@@ -31,12 +31,12 @@ NAN, INF, BAD_SCALE, ZERO_HEADS = range(len(COUNTS))
 HEAD_BYTES = 16  # of a row, read first to find rows of zero bytes
 
 _WORD = 4
-# Bytes per program. Large blocks of one field need many bytes, for few reductions. Several fields
-# need few bytes, so that a row is still in the cache when its next field is read.
+# Bytes per program. Large blocks of one field need many bytes, for few reductions; several fields
+# need few, so that a row is still in the cache for its next field.
 _PROGRAM_BYTES = 128 << 10
 _SMALL_PROGRAM_BYTES = 16 << 10
-# Vectors that a program checks together, and its warps. One warp reduces without waiting for
-# others; in a small program such waits would dominate.
+# Vectors that a program checks together, and its warps. One warp reduces without waits, which
+# would dominate in a small program.
 _LARGE = (256, 4)
 _SMALL = (128, 1)
 
@@ -194,7 +194,7 @@ def _look(field: Field, splits: int, most_lanes: int) -> _Look:
 
 
 def _shared_out(total: int, splits: int, most: int) -> tuple[int, int, int]:
-    """Return a program's share of `total` items, and the lanes and rounds for it."""
+    """Return a program's share of `total` items, and its lanes and rounds."""
     share: int = triton.cdiv(total, splits)
     lanes: int = min(most, triton.next_power_of_2(max(1, share)))
     return share, lanes, triton.cdiv(share, lanes)
@@ -210,7 +210,7 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _place(vector, LOOK: tl.constexpr):
-    """Return the index of a vector of a field within its block."""
+    """Return the index of a field's vector within its block."""
     if LOOK.pitch == LOOK.row_vectors:
         return vector
     else:  # noqa: RET505 - Triton chooses the branch when it compiles
@@ -258,7 +258,6 @@ def _first_pass(start, split, LOOK: tl.constexpr):
 
 @triton.jit
 def _second_pass(start, split, LOOK: tl.constexpr):
-    """Count NaN and infinities."""
     nans = tl.zeros([LOOK.lanes], tl.int32)
     infs = tl.zeros([LOOK.lanes], tl.int32)
     for step in range(LOOK.rounds):

@@ -32,7 +32,7 @@ def ambiguity_remark(inventory: Inventory) -> str:
 
 
 def split_remarks(inventory: Inventory) -> list[str]:
-    """Return lines about keys that two models share, and how many keys are of each model."""
+    """Return lines about keys that two models share, with the number of each model."""
     table, counts = inventory.table, _counts(inventory)
     said: dict[str, list[str]] = {}
     for number, is_split in enumerate(table.split):

@@ -1,12 +1,12 @@
 """Decide, object by object, between two models whose keys look alike.
 
-`<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model
-m_0_2 (the narrow reading). If a store has both models, two facts decide: the object's size, and
-whether its page has other TP ranks, its fellows. Only the wide reading explains fellows. If neither
-fact decides, the object stays ambiguous.
+`<hash>_m_0_2.bin` is TP rank 0 of 2 of model m (the wide reading), or the whole page of model m_0_2
+(the narrow reading). If a store has both models, two facts decide: the object's size, and whether
+its page has other TP ranks (fellows), which only the wide reading explains. If neither fact
+decides, the object stays ambiguous.
 
 Lost ranks are far more common than such model names. So an object of the wide size without fellows
-counts as a rank that lost its fellows, unless there are very many such objects.
+counts as a rank that lost its fellows, unless there are very many.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ _TIMES_FELLOWS = 3
 class _Contest:
     """An affix of anchors with a wide reading and narrow readings.
 
-    narrow: readings that explain less of the affix than `wide`, the one that explains most first.
-    If the table's reading is narrow, `narrow` has only that one. taken: the table's reading, _WIDE
-    or _NARROW.
+    narrow: readings that explain less of the affix than `wide`, the one that explains most first;
+    if the table's reading is narrow, only that one. taken: the table's reading, _WIDE or _NARROW.
     """
 
     affix: int
@@ -227,7 +226,6 @@ class _Readings:
         return self._alike[key]
 
     def stated_size(self, affix: int) -> int:
-        """Return the affix's size in the table, or UNKNOWN_SIZE."""
         spec = self.table.spec(affix)
         return UNKNOWN_SIZE if spec is None else spec.nbytes
 
@@ -241,7 +239,6 @@ class _Decided:
         self._numbers: dict[tuple[int, Resolved], int] = {}
 
     def set(self, affix: int, rows: IntArray, resolved: Resolved) -> None:
-        """Record the resolution of some objects of an affix."""
         if not len(rows):
             return
         if not self._numbers:
@@ -287,7 +284,6 @@ class _Listing:
         self._starts = np.searchsorted(affix_ids[self.rows], affixes)
 
     def places(self, affix: int) -> IntArray:
-        """Return the indices of an affix's objects."""
         return np.arange(self._starts[affix], self._starts[affix + 1])
 
 
@@ -354,7 +350,7 @@ class _Pages:
         return self._spans.get(affix, slice(0, 0))
 
     def _on_page(self, affixes: list[int]) -> IntArray:
-        """Return how many objects of some affixes each page has: [pages]."""
+        """Return the number of objects of some affixes on each page: [pages]."""
         pages = [self._pages[self._of_affix(affix)] for affix in affixes]
         counts: IntArray = np.bincount(
             np.concatenate([np.zeros(0, dtype=np.int64), *pages]), minlength=self._count
@@ -370,7 +366,7 @@ class _Pages:
         }
 
     def _narrow(self, contest: _Contest) -> Coordinate:
-        """Return the first narrow reading whose ranks are exactly a page's ranks, else the last."""
+        """Return the first narrow reading whose ranks are exactly a page's, else the last."""
         for reading in contest.narrow[:-1]:
             own = self._on_page(self._readings.fellows[rank_set(reading)])
             if ((own == rank_count(reading)) & (own == self._wide)).any():
@@ -432,7 +428,6 @@ class _Pages:
         return common
 
     def _is_profiled(self, contest: _Contest) -> bool:
-        """Return whether the profile names the affix."""
         table = self._readings.table
         return table.profile is not None and table.deployment_ids[contest.affix] == 0
 

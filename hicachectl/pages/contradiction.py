@@ -1,4 +1,4 @@
-"""Refuse a profile that contradicts the store; a few damaged objects are no contradiction."""
+"""Refuse a profile that contradicts the store."""
 
 from __future__ import annotations
 

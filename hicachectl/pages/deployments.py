@@ -77,8 +77,8 @@ class SeenSize:
 class SizeMix:
     """A kind of object with several common sizes, none stated by a profile.
 
-    coordinate: of one of the affixes. sizes: the common ones, most pages first. pages: number of
-    pages with an object of the kind.
+    coordinate: of one of the affixes. sizes: the common ones, most pages first. pages: number with
+    an object of the kind.
     """
 
     affix_ids: tuple[int, ...]
@@ -120,7 +120,7 @@ class AffixTable:
 
     @cached_property
     def page_starts(self) -> IntArray:
-        """Bytes before a key's page hash, by affix id; -1 without a hash, and as the last entry."""
+        """Bytes before a key's page hash, by affix id; -1 without one, and as the last entry."""
         known = np.array([*(bool(one.readings) for one in self.resolved), False])
         return np.where(known, page_starts(self.affixes), -1)
 
@@ -153,7 +153,7 @@ def make_table(
 ) -> AffixTable:
     """Assign affixes to deployments by their resolved coordinates.
 
-    affixes, resolved: [ids]. An affix can occur several times with different resolutions.
+    affixes, resolved: [ids]. An affix may recur with different resolutions.
     """
     read = zip(affixes, (one.coordinate for one in resolved), strict=True)
     rest = dict.fromkeys((affix, c) for affix, c in read if c is not None)
@@ -220,7 +220,7 @@ def _unlisted_specs(
 
 
 def _owners(coordinate: Coordinate) -> set[tuple[str, str, Sizes]]:
-    """Return the identities of the anchors that a sidecar can belong to."""
+    """Return the identities of anchors that may own a sidecar."""
     model, tag, own = deployment_of(coordinate)
     # Keys of Mamba states have a TP size even if the anchor's have none (MLA on file).
     shared = {(model, tag, rankless(own))} if pool_name(coordinate.pool).states else set()

@@ -1,4 +1,4 @@
-"""Slots of a deployment's page groups, one for each group and spec."""
+"""Tables of the objects of page groups."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _LOOKED_AT_ONCE = 1 << 24  # slots
 class SlotBlock:
     """Filled slots of one object set, ordered by group, then spec.
 
-    columns: [k] positions of the set's specs. spec: the first spec of the set. groups: [n] groups
-    with any object of the set, ascending. starts: [n + 1] start of each group's slots. places:
-    [slots] index of each slot's spec in `columns`. values: [slots].
+    columns: [k] positions of the set's specs. spec: the first spec. groups: [n] groups with any
+    object of the set, ascending. starts: [n + 1] start of each group's slots. places: [slots] index
+    of each slot's spec in `columns`. values: [slots].
     """
 
     columns: IntArray
@@ -91,7 +91,7 @@ class SlotBlock:
         return np.repeat(found, counts), slots
 
     def of(self, groups: IntArray) -> SlotArray:
-        """Return the slots of some groups: [groups, k], ABSENT if the group lacks the object."""
+        """Return the slots of some groups: [groups, k], ABSENT without the object."""
         dense = np.full((len(groups), len(self.columns)), ABSENT, dtype=self.values.dtype)
         at, slots = self.find(groups)
         dense[at, self.places[slots]] = self.values[slots]
@@ -129,9 +129,9 @@ class SlotBlock:
 class GroupTable:
     """Slots of the groups of one deployment, one for each group and spec.
 
-    A slot is ABSENT or has a value chosen by the caller: an object's row in a listing, or its
-    size. Only filled slots take memory: a stray object of a set of 4,096 ranks takes one slot.
-    A spec's position is its index in `specs`.
+    A slot is ABSENT or has a value chosen by the caller: an object's row in a listing, or its size.
+    Only filled slots take memory: a stray object of a set of 4,096 ranks takes one. A spec's
+    position is its index in `specs`.
 
     count: number of groups.
     """
@@ -172,14 +172,14 @@ class GroupTable:
         return sums
 
     def having(self, blocks: Iterable[SlotBlock] | None = None) -> BoolArray:
-        """Return which groups have an object, of any block or of the given ones: [groups]."""
+        """Return which groups have an object, of any or of the given blocks: [groups]."""
         found = np.zeros(self.count, dtype=np.bool_)
         for block in self.blocks if blocks is None else blocks:
             found[block.groups] = True
         return found
 
     def used(self, groups: IntArray) -> IntArray:
-        """Return the positions of specs with an object in any of some groups, ascending."""
+        """Return the positions of specs with an object in some groups, ascending."""
         found = np.zeros(len(self.specs), dtype=np.bool_)
         for block in self.blocks:
             _, slots = block.find(groups)
@@ -296,8 +296,8 @@ def fill_table(
 ) -> GroupTable:
     """Return a table of `count` groups with some objects.
 
-    groups, positions, values: [objects] the group, spec and value of each; values are not ABSENT.
-    Of several objects for one slot the first is kept.
+    groups, positions, values: [objects]; values are not ABSENT. Of several objects for one slot the
+    first is kept.
     """
     sets = object_sets(specs)
     set_of = np.zeros(len(specs), dtype=np.int16 if len(sets) < _MANY_SETS else np.int32)

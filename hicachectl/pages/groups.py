@@ -44,8 +44,7 @@ class PageGroups:
     """Objects of an inventory, grouped by page and deployment.
 
     Groups are numbered from 0, by deployment, then page; arrays are indexed by group unless stated
-    otherwise. A page's ambiguous keys form a group in state unknown; foreign objects are in no
-    group (-1).
+    otherwise. A page's ambiguous keys form a group in state unknown; foreign objects have group -1.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -84,7 +83,7 @@ class PageGroups:
         return self._inventory.pages(self._rows[groups]).combine_chunks()
 
     def find(self, deployment_id: int, pages: pa.StringArray) -> IntArray:
-        """Return a deployment's group of each page; -1 if none, or if the page is null."""
+        """Return a deployment's group of each page; -1 if none or the page is null."""
         span = self.span(deployment_id)
         at = pc.index_in(pages, value_set=self.pages_at(span), skip_nulls=True)
         known = at.is_valid().to_numpy(zero_copy_only=False)
@@ -97,7 +96,7 @@ class PageGroups:
     def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Return the rows of some groups' objects, group by group.
 
-        Also returns the start of each group's rows and the end of the last: [groups + 1].
+        Also the start of each group's rows and the end of the last: [groups + 1].
         """
         order, starts = self._by_group
         lengths = starts[groups + 1] - starts[groups]
@@ -107,7 +106,7 @@ class PageGroups:
 
     @cached_property
     def _by_group(self) -> tuple[IntArray, IntArray]:
-        """Rows by group, then in listing order, and the start of each group."""
+        """Rows by group, then in listing order, and each group's start."""
         order = np.argsort(self.of_object, kind="stable")
         starts = np.searchsorted(self.of_object[order], np.arange(len(self) + 1))
         return order, starts
@@ -186,7 +185,7 @@ class PageGroups:
 
     @property
     def has_times(self) -> bool:
-        """Whether the store lists write times."""
+        """Whether the store keeps write times."""
         times = self._inventory.objects.column("mtime_ns")
         return bool(times.null_count < len(times))
 

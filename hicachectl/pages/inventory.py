@@ -35,8 +35,7 @@ class Inventory:
 
     objects: columns key binary, nbytes and mtime_ns int64, and the requested ones, all in many
              chunks: use `take`.
-    affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign key. An affix
-             whose objects are decided one by one (`contested`) has several ids.
+    affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign key.
     """
 
     objects: pa.Table
@@ -78,12 +77,12 @@ class Inventory:
 
     @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
-        """[objects] bool: keys that are not SGLang's, with or without a hash in the key."""
+        """[objects] bool: keys that are not SGLang's, with or without a hash."""
         return ~self.by_affix([bool(one.readings) for one in self.table.resolved], False)
 
     @property
     def split_rows(self) -> IntArray:
-        """Rows of objects whose affix two models share, decided one by one."""
+        """Rows of objects decided one by one (`contested`)."""
         return np.flatnonzero(self.by_affix(self.table.split, False))
 
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
@@ -105,9 +104,9 @@ def take_inventory(
 ) -> Inventory:
     """Scan a store and parse its keys.
 
-    columns: of the scan, besides key, nbytes and mtime_ns. on_batch: called with the number of
-    objects of each batch. Memory: about 120 bytes per object. Raises StoreUnavailable, and
-    ProfileError if the profile contradicts the store.
+    columns: of the scan, besides key, nbytes and mtime_ns. on_batch: takes the number of objects of
+    each batch. Memory: about 120 bytes per object. Raises StoreUnavailable, and ProfileError if the
+    profile contradicts the store.
     """
     wanted = {"key", "nbytes", "mtime_ns", *columns}
     if "locator" in store.traits.columns:  # makes reads faster
@@ -127,7 +126,6 @@ def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) 
 
 
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
-    """Yield the chunks of a column with their rows."""
     start = 0
     for chunk in column.chunks:
         yield chunk, slice(start, start + len(chunk))

@@ -159,7 +159,7 @@ def summary_rows(inventory: Inventory, *, pool: str = "") -> pa.Table:
 
 
 def _kinds(inventory: Inventory) -> tuple[pa.Table, npt.NDArray[np.int32]]:
-    """Return the distinct kinds of objects, in the columns _KIND, and each row's kind number."""
+    """Return the distinct kinds of objects, in the columns _KIND, and each row's kind."""
     resolved = inventory.table.resolved
     ids = np.arange(-1, len(resolved), dtype=np.int32)  # -1: foreign keys
     said = coordinate_columns(resolved, ids)

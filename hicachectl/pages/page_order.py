@@ -1,4 +1,4 @@
-"""Number the pages of many objects, without a copy of their hashes as text."""
+"""Number the pages of many objects, without copying their hashes as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[In
 def _by_all_words(
     page_words: PageWords, chosen: npt.NDArray[np.bool_]
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the order by whole hashes, and which hashes equal the one before."""
+    """Return the order by whole hashes, and which equal the one before."""
     words = [page_words(chosen, word) for word in range(_WORDS)]
     order = np.lexsort(words[::-1])
     same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)

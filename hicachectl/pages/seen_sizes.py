@@ -29,7 +29,7 @@ _FIRST_WORD = 0  # of a page hash; 64 bits distinguish the pages of a store
 def with_seen_sizes(
     table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32], page_words: PageWords
 ) -> AffixTable:
-    """Return the table with sizes for specs without one: the size of most objects of their kind.
+    """Return the table with missing sizes filled in: the size of most objects of the kind.
 
     A kind with several common sizes gets a `SizeMix` instead.
     """
@@ -88,7 +88,7 @@ def _counted(kinds: IntArray, objects: pa.Table) -> pa.Table:
 
 
 def _common_sizes(counted: pa.Table) -> dict[int, int]:
-    """Return the size that more than half of a kind's objects have, by kind; some have none."""
+    """Return the size that more than half of a kind's objects have, by kind, if any."""
     totals: dict[int, int] = {}
     found = counted.select(["kind", "size", "count_all"]).to_pylist()
     for row in found:

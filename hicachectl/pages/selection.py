@@ -1,4 +1,4 @@
-"""Filters on page groups, shared by the commands."""
+"""Filters on page groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explain why a command found no page: no pages in the store, or no match."""
+"""Explain why a command found no page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EMPTY = "the store is empty"
 
 
 def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]) -> str:
-    """Return the reason why no page was chosen, in one line.
+    """Return why no page was chosen, in one line.
 
     listed: the whole store. filters: given options, such as "--model a/b", and whether each alone
     matches a page.
@@ -54,7 +54,7 @@ def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]
 
 
 def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
-    """Return the reason why a selection matches no page, in one line."""
+    """Return why a selection matches no page, in one line."""
     parts = {
         field.name: value
         for field in fields(selection)
@@ -73,7 +73,7 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
 
 
 def option_text(name: str, value: Any) -> str:
-    """Return a filter as on the command line; times without their value."""
+    """Return a filter as on the command line; times without value."""
     option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
     if name in ("since", "before"):
         return option
@@ -108,7 +108,6 @@ def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: 
 
 
 def _listed(what: str, found: Iterable[tuple[Any, int]]) -> str:
-    """Return the values as text, with their page counts if known."""
     pages: Counter[Any] = Counter()
     for name, count in found:
         if name or name == 0:

@@ -42,8 +42,8 @@ def reading_gaps(
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of each check that judged nothing, and of unread objects.
 
-    planned: number of objects to read, by check; an object can serve several checks. rows: number
-    of objects to read; reached: those tried before the time limit. groups: number of page groups.
+    planned: number of objects to read, by check; one object can serve several. rows: number of
+    objects to read; reached: those tried before the time limit. groups: number of page groups.
     """
     if groups and in_flight == groups:
         yield (
@@ -73,7 +73,7 @@ def reading_gaps(
 
 
 def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> dict[Need, str]:
-    """Return the needs that a store or a request does not meet, with the reason and the next step.
+    """Return the needs that a store or request does not meet, with reason and next step.
 
     has_catalog: a catalog is compared with the store, or recorded.
     """
@@ -101,7 +101,7 @@ def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> 
 
 
 def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dict[str, str]:
-    """Return the reason and the next step for each group without a check that can run."""
+    """Return the reason and next step for each group without a check that can run."""
     impossible = {}
     for group in groups:
         reasons = [
@@ -115,10 +115,9 @@ def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dic
 
 
 def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the reason if dtypes of checked values may be others of the same width.
+    """Yield at most one name and reason if dtypes of checked values may be others of equal width.
 
-    Random bits are finite numbers in most dtypes, so values alone do not show the dtype. Yields at
-    most one pair.
+    Random bits are finite numbers in most dtypes, so values alone do not show the dtype.
     """
     assumed: dict[str, set[str]] = {}
     for checker in checkers:
@@ -139,7 +138,7 @@ def unjudged(
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of everything that the chosen groups of checks cannot judge.
 
-    profile: a given profile; None if expectations come from the store.
+    profile: None if expectations come from the store.
     """
     table = inventory.table
     if profile is None and len(groups):

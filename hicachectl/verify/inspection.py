@@ -127,7 +127,7 @@ def _with_digests(objects: pa.Table, reading: ReadingResult) -> pa.Table:
 def _contents(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> Iterator[dict[str, Any]]:
-    """Yield statistics of each tensor and layer of objects that have their expected size."""
+    """Yield statistics of each tensor and layer of objects of the expected size."""
     sizes = expected_sizes(inventory.table)[inventory.affix_ids]
     listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
     described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)

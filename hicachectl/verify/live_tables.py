@@ -37,12 +37,12 @@ _MOST_WAIT_S = 130.0  # a little more than twice SGLang's default --save-interva
 
 
 def saved_tables(store: Store) -> TableState | None:
-    """Return a store's page tables as last saved; None if the store has none."""
+    """Return a store's page tables as last saved; None without any."""
     return store.table_state() if isinstance(store, PageTables) else None
 
 
 def check_tables_of(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield the findings about the page tables of the checked store."""
+    """Yield the findings about page tables."""
     grace_seconds = given.grace_ns / 1e9
     found, unsure = check_tables(given.store, given.tables, grace_seconds=grace_seconds)
     if unsure is not None:
@@ -55,10 +55,9 @@ def check_tables(
 ) -> tuple[list[pa.Table], str | None]:
     """Return the findings about page tables, and the reason if leaked pages cannot be judged.
 
-    before: the tables at the start of the run. On a live store a writer may have just reserved a
-    page that looks leaked. Such a page is leaked if an earlier snapshot, the latest and the next
-    agree; this function waits for the next. Without a grace one snapshot decides. Raises
-    StoreUnavailable.
+    before: the tables at the start of the run. On a live store a page is leaked only if an earlier
+    snapshot, the latest and the next agree; this function waits for the next. Without a grace one
+    snapshot decides. Raises StoreUnavailable.
     """
     if before is None or not isinstance(store, PageTables):
         return [], None

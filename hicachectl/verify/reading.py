@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 _ASKED_OBJECTS = 4096  # objects per query for their existence
 # From this many objects on, and up to this mean size, forked processes read faster than threads.
-# For fewer objects, forking takes longer than it saves. With larger objects, threads mostly copy
-# and run BLAKE3, without the GIL.
+# For fewer objects, forking takes longer than it saves. Small objects take mostly Python,
+# which one thread at a time runs; larger ones mostly copies and BLAKE3, without the GIL.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
 _MOST_PROCESSES = 8
@@ -60,8 +60,8 @@ class ReadingResult:
     """Digests and findings of a reading.
 
     digests: [objects, 32] uint8, versions: [objects, fields] uint64, of the whole inventory, valid
-    where `digested`. gone: objects that vanished since the listing. objects: number of objects
-    tried; bytes_read: of objects read whole. complete: all were tried before the deadline.
+    where `digested`. gone: objects that vanished since the listing. objects: number tried;
+    bytes_read: of objects read whole. complete: all were tried before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -165,8 +165,8 @@ def read_objects(
 ) -> ReadingResult:
     """Read, digest and check the planned objects.
 
-    Many small objects are read in forked processes, if the store allows that. on_read: called with
-    bytes done. Raises StoreUnavailable, and UsageError if an object is larger than the buffer.
+    Many small objects are read in forked processes, if the store allows that. on_read: takes bytes
+    done. Raises StoreUnavailable, and UsageError if an object exceeds the buffer.
     """
     count = len(inventory.objects)
     result = ReadingResult(
@@ -186,7 +186,7 @@ def read_objects(
 def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
     """Return the bytes to read of each object: the listed size, else the expected one.
 
-    With UNKNOWN_SIZE, neither is known, and the object cannot be read.
+    UNKNOWN_SIZE: neither is known, and the object cannot be read.
     """
     listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     sizes: IntArray = np.where(
@@ -218,10 +218,7 @@ class _Reader:
 
     @property
     def processes(self) -> int:
-        """Number of processes; 1 if threads are as fast.
-
-        Small objects need more Python than copying, and only one thread at a time runs Python.
-        """
+        """Number of processes; 1 if threads are as fast."""
         count, nbytes = len(self._sizes), int(self._sizes.sum())
         if not self._store.limits.forkable or count < _FORK_OBJECTS:
             return 1
@@ -349,12 +346,11 @@ class _Reader:
         return _Done(loaded, _digests(loaded, np.flatnonzero(wanted)), issues)
 
     def _known_affix(self, loaded: Loaded, index: int) -> int:
-        """Return the affix id of an object of a task; -1 if its size is not the expected one."""
+        """Return the affix id of a task's object; -1 if its size is not the expected one."""
         affix = int(self._inventory.affix_ids[loaded.task.rows[index]])
         return affix if loaded.task.capacities[index] == self._plan.sizes[affix] else -1
 
     def _gather(self, done: _Done) -> None:
-        """Add a task's results to the overall result."""
         result, rows, read = self._result, done.loaded.task.rows, done.loaded.read
         ok = read.ok
         result.objects += len(rows)
@@ -370,7 +366,6 @@ class _Reader:
             self._report_unread(done.loaded, index)
 
     def _report_unread(self, loaded: Loaded, index: int) -> None:
-        """Report an object that could not be read whole."""
         row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
         if status in _FAILED:
             code, why = _FAILED[status]
@@ -385,7 +380,7 @@ class _Reader:
 
 
 def _digests(loaded: Loaded, wanted: IntArray) -> npt.NDArray[np.uint8]:
-    """Return the digests of some objects of a task: [n, 32], zeros for the others."""
+    """Return the digests of some objects of a task: [n, 32], zeros for others."""
     from blake3 import blake3
 
     digests = np.zeros((len(loaded.task.rows), DIGEST_BYTES), dtype=np.uint8)

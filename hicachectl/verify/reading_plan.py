@@ -43,10 +43,10 @@ class ReadingPlan:
     """Objects to read, digest and check.
 
     rows: [n] int64, objects to read. capacities: [n] int64, bytes to read of each. digest: [n]
-    bool, objects to digest. expected, checkers: by affix id, known specs and value checkers, for
-    objects of `sizes[affix]` bytes; the last of sizes is for foreign keys. jobs: number of reading
-    threads or processes. confirm: rule out writers that interfere, see `Confirm.read_confirmed`.
-    device: digests and checks in place of the CPU.
+    bool. expected, checkers: by affix id, known specs and value checkers, for objects of
+    `sizes[affix]` bytes; the last of sizes is for foreign keys. jobs: number of reading threads or
+    processes. confirm: rule out writers that interfere, see `Confirm.read_confirmed`. device:
+    digests and checks in place of the CPU.
     """
 
     rows: IntArray
@@ -102,7 +102,7 @@ def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDAr
 def windows_of(count: int, *, readers: int = 1) -> list[Window]:
     """Cut the listing into windows.
 
-    For several readers the last windows are smaller, so that all readers finish together.
+    For several readers the last windows are smaller, so all finish together.
     """
     least = _WINDOW_OBJECTS if readers == 1 else _LEAST_WINDOW_OBJECTS
     windows = []

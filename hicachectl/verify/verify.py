@@ -75,9 +75,9 @@ if TYPE_CHECKING:
 class VerifyRequest:
     """Options of a verification.
 
-    checks: names of groups. identity: fields that must equal the recorded ones for an object to
-    count as not rewritten; empty: all fields of the store. time_limit_seconds: no read begins after
-    this time. repairs: note each object's version, for a repair. devices: from
+    checks: names of groups. identity: fields; an object counts as not rewritten if all equal the
+    recorded ones; empty: all fields of the store. time_limit_seconds: no read begins after this
+    time. repairs: note each object's version. devices: from
     `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
 
@@ -137,7 +137,7 @@ class VerifyReport:
 
 
 def not_begun(store: str) -> dict[str, Any]:
-    """Return the document of a verification that did nothing because of a lock."""
+    """Return the document of a verification that a lock prevented."""
     return {
         "store": store,
         "profile": None,
@@ -173,18 +173,15 @@ def verify_store(
     """Scan a store, run the checks, and return their report.
 
     Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
-    incomplete groups are looked up again after the grace. on_listed: called with objects listed;
-    on_read: with bytes read and their total; on_wait: with the seconds to wait and the number of
-    incomplete groups. Raises StoreUnavailable, and ProfileError if the profile contradicts the
-    store.
+    incomplete groups are looked up again after the grace. on_listed takes objects listed; on_read,
+    bytes read and their total; on_wait, seconds to wait and number of incomplete groups. Raises
+    StoreUnavailable, and ProfileError if the profile contradicts the store.
     """
     return _Verification(store, request).report(on_listed, on_read, on_wait)
 
 
 @dataclass(slots=True)
 class _Verification:
-    """State of one verification."""
-
     store: Store
     request: VerifyRequest
     started: float = field(default_factory=time.monotonic)
@@ -277,7 +274,6 @@ class _Verification:
         )
 
     def _columns(self) -> list[str]:
-        """Return the columns of the scan that checks and repairs need."""
         replicas = any(Need.REPLICAS in check.needs for check in checks(self.request.checks))
         wanted = {"version": self.request.repairs, "replicas": replicas}
         return [
@@ -310,7 +306,7 @@ class _Verification:
 
     @property
     def _own_digests(self) -> bool:
-        """Whether objects are read so that the store compares its own digests."""
+        """Whether objects are read so that the store compares its digests."""
         return self.store.traits.keeps_digests and DIGESTS.name in self.request.checks
 
     @property
@@ -319,7 +315,6 @@ class _Verification:
 
     @property
     def _value_groups(self) -> tuple[str, ...]:
-        """Names of the groups with value checks; none without a given profile."""
         if self.request.real_profile is None:
             return ()
         return tuple(group for group in self.request.checks if group in value_groups())
@@ -402,7 +397,7 @@ class _Verification:
     def _device(
         self, inventory: Inventory, plan: ReadingPlan, remarks: list[str]
     ) -> Iterator[DeviceChecker | None]:
-        """Open the device that digests and checks; yield None for the CPU."""
+        """Open the device; yield None for the CPU."""
         if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
             yield None
             return
@@ -423,7 +418,7 @@ class _Verification:
     def _compared(
         self, inventory: Inventory, reading: ReadingResult
     ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int64]]:
-        """Return the change of each digested object since the catalog, and the objects' rows."""
+        """Return each digested object's change since the catalog, and its row."""
         rows = np.flatnonzero(reading.digested) if self._digests else np.zeros(0, dtype=np.int64)
         if self.request.catalog is None:
             return np.zeros(len(rows), dtype=np.int8), rows
@@ -510,7 +505,7 @@ class _Verification:
         }
 
     def _ran(self, check: str, impossible: dict[str, str], skipped: dict[str, str]) -> bool:
-        """Return whether a check ran; one that reads objects must not be in `skipped`."""
+        """Return whether a check ran; a reading check must not be in `skipped`."""
         if check in reading_groups():
             return bool(self.planned.get(check)) and check not in skipped
         return check not in impossible
@@ -519,8 +514,8 @@ class _Verification:
 def _found(given: CheckInput, reading: ReadingResult, able: list[Check]) -> pa.Table:
     """Return the findings of the checks and of the reading.
 
-    If a check of page tables and the reading report the same fault of an object, only the finding
-    of the check is kept: its detail is more precise.
+    If a check of page tables and the reading report the same fault of an object, only the check's
+    finding is kept: its detail is more precise.
     """
     found = {check: list(check.find(given)) for check in able}
     of_tables = [

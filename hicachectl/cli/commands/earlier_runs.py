@@ -19,7 +19,7 @@ class EarlierRuns:
     """Unfinished removals of killed runs on a store.
 
     quarantine: the directory from the command line; None for the store's own. pages: number of
-    page groups still to complete.
+    groups still to complete.
     """
 
     ctx: click.Context

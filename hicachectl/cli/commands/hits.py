@@ -99,7 +99,6 @@ def command(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Raise UsageError for contradicting options."""
     from hicachectl.profiles.sources import states_source
 
     refuse_other_sources(options, _SOURCES)

@@ -111,7 +111,7 @@ def repair(
 
 
 def _path(ctx: click.Context, pack: str) -> str:
-    """Return the path of a pack, from a path or a URL."""
+    """Return the path from a pack's path or URL."""
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(pack, config_of(ctx))

@@ -204,7 +204,7 @@ def _write_lock_held(
     output_format: str,
     output: Path | None,
 ) -> None:
-    """Write the document of a run that another process's lock prevented."""
+    """Write the document of a run that a lock prevented."""
     from hicachectl.prewarm.prewarm import not_begun
 
     remark(ctx, lock_held(ctx.params["lock"]))
@@ -215,7 +215,6 @@ def _write_lock_held(
 def _plan_trace(
     ctx: click.Context, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
-    """Plan from a trace, without stores."""
     from hicachectl.cli.output import write_json_lines
     from hicachectl.prewarm.plan import pages_within, plan_order
     from hicachectl.prewarm.plan_file import plan_rows
@@ -321,7 +320,7 @@ def _request(
 
 
 def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
-    """Return the deployments of the servers that will pull, before anything is copied."""
+    """Return the deployments of the pulling servers, before any copy."""
     from hicachectl.prewarm.pulling import live_servers
 
     return {} if options["dry_run"] else live_servers(options["servers"])

@@ -151,7 +151,6 @@ def command(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Raise UsageError for contradicting options."""
     given = [name for name in _SELECTORS if options[name] is not None]
     if options["temporaries"]:
         others = [
@@ -325,7 +324,7 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
 
 
 def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
-    """Write the document of a run that another process's lock prevented."""
+    """Write the document of a run that a lock prevented."""
     from hicachectl.move.reports import GroupReport
 
     outcome = GroupReport()

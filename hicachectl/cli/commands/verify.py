@@ -236,7 +236,7 @@ def command(
 def _write_lock_held(
     store: str, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
-    """Write the document of a run that another process's lock prevented."""
+    """Write the document of a run that a lock prevented."""
     from hicachectl.checks.findings import SCHEMA
     from hicachectl.cli.output import write_document
     from hicachectl.verify.verify import not_begun
@@ -255,7 +255,6 @@ def _write_lock_held(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    """Raise UsageError for contradicting options."""
     from hicachectl.device.devices import parse_devices
 
     parse_devices(options["device"])
@@ -268,7 +267,6 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 
 def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyRequest) -> None:
-    """Raise UsageError for a check that --checks names and that cannot run."""
     if ctx.get_parameter_source("checks") is click.core.ParameterSource.DEFAULT:
         return
     for check, why in request.impossible(store).items():
@@ -276,7 +274,6 @@ def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyR
 
 
 def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[str, Any]) -> None:
-    """Raise UsageError for options that the store does not support."""
     unknown = sorted(set(request.identity) - set(store.traits.version_fields))
     if unknown:
         known = ", ".join(store.traits.version_fields) or "none"
@@ -413,7 +410,7 @@ def _lines(report: VerifyReport, colour: bool) -> Iterator[str]:
 
 
 def _verdict(document: dict[str, Any]) -> str:
-    """Return the number of findings per code, and the checks that did not run."""
+    """Return finding counts per code, and the checks that did not run."""
     found = ", ".join(f"{count} {code}" for code, count in document["counts"].items())
     skipped = document["skipped_checks"]
     if skipped == ["everything"]:

@@ -101,10 +101,7 @@ def repaired(
     options: dict[str, Any],
     earlier: EarlierRuns | None,
 ) -> tuple[VerifyReport, bool]:
-    """Repair the groups of a report; return the report with counts, and whether all succeeded.
-
-    earlier: from `earlier_runs`.
-    """
+    """Repair the groups of a report; return the report with counts, and whether all succeeded."""
     from hicachectl.move.planning import plan_repair
     from hicachectl.move.withdrawal import remove_groups
 
