@@ -116,7 +116,7 @@ class Config:
     """The URLs of the named stores in the config file."""
 
     stores: Mapping[str, str] = field(default_factory=dict)
-    source: str = "the config file"
+    source: str = "the config file, by default ~/.config/hicachectl/config.toml"
 
 
 def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
@@ -225,7 +225,7 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
         raise UsageError(f"{text}: unknown store scheme {name!r}; known: {schemes}")
     stores = ", ".join(sorted(config.stores)) or "none"
     raise UsageError(
-        f"{text}: no store {name!r} in {config.source} (it names {stores}); "
+        f"No store {name!r} in {config.source} (it names {stores}); "
         f"URL schemes: {schemes}; write a directory with a colon as ./{text}"
     )
 
@@ -271,7 +271,7 @@ def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[s
         name, equals, value = pair.partition("=")
         if name not in known:
             allowed = ", ".join(sorted(known)) or "none"
-            raise UsageError(f"{text}: unknown parameter {name!r}; {scheme} accepts: {allowed}")
+            raise UsageError(f"{text}: unknown parameter {name!r}; known: {allowed}")
         if name in params:
             raise UsageError(f"{text}: parameter {name!r} is given twice")
         if not equals:

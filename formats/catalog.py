@@ -27,6 +27,7 @@ from hicachectl.formats.errors import FormatError
 
 FORM = "1"
 DIGEST_BYTES = 32
+_RIGHT_FILE = "give a file that hicachectl verify --update-catalog wrote"
 
 SCHEMA = pa.schema(
     [
@@ -85,7 +86,9 @@ def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalo
     # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise FormatError(f"{source}: not a catalog, or damaged: {reason}") from error
+        raise FormatError(
+            f"{source}: not a catalog, or damaged: {reason}; {_RIGHT_FILE}"
+        ) from error
     _check_rows(entries, source)
     fields = metadata.get(b"hicachectl.identity", b"").decode("utf-8", "replace")
     return Catalog(
@@ -98,10 +101,11 @@ def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalo
 def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, source: str) -> None:
     form = metadata.get(b"hicachectl.catalog")
     if form is None:
-        raise FormatError(f"{source}: is a Parquet file, but not a hicachectl catalog")
+        raise FormatError(f"{source}: a Parquet file, but not a hicachectl catalog; {_RIGHT_FILE}")
     if form.decode("utf-8", "replace") != FORM:
         raise FormatError(
-            f"{source}: is a catalog of form {form!r:.20}; this version reads form {FORM}"
+            f"{source}: has catalog form {form!r:.20}, but this version reads form {FORM}; record "
+            "a new catalog with --update-catalog"
         )
     if not file.schema_arrow.equals(SCHEMA):  # type: ignore[attr-defined]
         raise FormatError(f"{source}: its columns are not the columns of a catalog")
@@ -121,4 +125,4 @@ def _check_rows(entries: pa.Table, source: str) -> None:
         if not field.nullable and entries.column(field.name).null_count:
             raise FormatError(f"{source}: column {field.name} has nulls")
     if pc.count_distinct(entries.column("key")).as_py() != len(entries):
-        raise FormatError(f"{source}: a key is recorded twice")
+        raise FormatError(f"{source}: a key occurs twice; record a new catalog")

@@ -124,7 +124,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in document if names.count(name) > 1)
-        raise ValueError(f"member {twice!a:.60} appears twice")
+        raise ValueError(f"member {twice!a:.60} occurs twice")
     return document
 
 

@@ -108,7 +108,7 @@ def pp_ranges(
     if len(sizes) != pp or sum(sizes) != num_layers:
         raise ProfileError(f"pp_partition: {sizes} does not split {num_layers} layers over pp {pp}")
     if min(sizes) < 1:
-        raise ProfileError(f"pp: {num_layers} layers cannot fill {pp} stages")
+        raise ProfileError(f"pp: {num_layers} layers cannot fill {pp} stages; give a smaller pp")
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends], ends, strict=False))
 

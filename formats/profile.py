@@ -144,7 +144,7 @@ def validate_profile(profile: Profile) -> list[str]:
         problems.append(not_one_of("pools[kv].kind", anchor.kind, known))
     names = [pool.name for pool in profile.pools]
     twice = sorted({name for name in names if names.count(name) > 1})
-    problems += [f"pools: {name!r} appears twice" for name in twice]
+    problems += [f"pools: {name!r} occurs twice" for name in twice]
     for pool in profile.pools:
         own = [*_pool_problems(pool)] or [*_object_problems(profile, pool)]
         problems += [f"pools[{pool.name}].{problem}" for problem in own]

@@ -30,6 +30,7 @@ from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, Ten
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.pools import PoolPiece, pool_piece
 from hicachectl.formats.profile import Profile, validate_profile
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,7 +155,7 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     if scheme == "unified":
         raise UnsupportedByBackend("A profile cannot describe objects of the unified key scheme")
     if scheme not in _SCHEMES:
-        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(_SCHEMES)}")
+        raise UsageError(not_one_of("Key scheme", scheme, _SCHEMES))
     problems = validate_profile(profile)
     if problems:
         raise ProfileError("profile: " + "; ".join(problems))

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 GIVE_PROFILE = "give --profile, --model-config or --server"
+PAGES_COMPARED = (
+    "pages are compared with each other, so a pool, part or rank missing everywhere goes "
+    f"unnoticed; {GIVE_PROFILE}"
+)
 
 
 def reason_of(error: Exception) -> str:
@@ -40,6 +44,19 @@ def not_one_of(name: str, value: object, choices: Iterable[object]) -> str:
 def lock_held(path: object) -> str:
     """Return the message for a run that did nothing because of a lock."""
     return f"{path}: another process holds this lock; nothing was done"
+
+
+def over_buffer(nbytes: int, buffer_bytes: int) -> str:
+    """Return the reason why something does not fit into the buffer of --buffer-bytes."""
+    return (
+        f"needs {nbytes} bytes of memory, but --buffer-bytes is {buffer_bytes}; give a larger "
+        "--buffer-bytes"
+    )
+
+
+def no_quarantine(url: str) -> str:
+    """Return the message for a store without a default quarantine."""
+    return f"{url}: no default quarantine; give --quarantine DIR"
 
 
 def needs_profile(what: str) -> str:

@@ -142,10 +142,10 @@ def _unexpected(error: Exception) -> int:
         place = place.tb_next
     echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
     if isinstance(error, OSError) and echoing:
-        _say(f"Cannot write output: {reason_of(error)}")
+        _say(f"Cannot write to stdout: {reason_of(error)}")
         return BAD_INPUT
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        _say("Cannot start another thread; raise the limit (ulimit -u) or lower --jobs")
+        _say("Cannot start another thread; raise the limit (ulimit -u) or give fewer --jobs")
         return BAD_INPUT
     _say("This is a bug. Please report it with the lines below.")
     raise error

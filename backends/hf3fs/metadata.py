@@ -31,7 +31,7 @@ KEYS_PER_CALL = 4096
 
 _WHO = "3FS metadata server"
 _HINT = (
-    "check that the server runs, and that the address is SGLang's metadata_server_url "
+    "check that the server is running, and that the address is SGLang's metadata_server_url "
     "(default port 18000)"
 )
 _NO_TABLE = b"not initialized"
@@ -116,7 +116,8 @@ class MetadataClient:
         if reply.status == http.client.INTERNAL_SERVER_ERROR:
             raise self._http.lost(
                 f"cannot reserve {len(keys)} pages of {rank}:{namespace}",
-                "probably no page is free and no key can be dropped",
+                "probably no page is free and no key can be dropped; remove pages with "
+                "hicachectl rm",
             )
         return self._values(reply, rank, verb, namespace, len(keys), _ReserveReply)
 

@@ -445,7 +445,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
             _fail(
                 result,
                 at[unknown],
-                "newer than the snapshot, so its page is unknown; try again after the server's "
+                "newer than the snapshot, so its page is unknown; run again after the server's "
                 "next save",
             )
             at = at[~unknown]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from hicachectl.formats.objects import Coordinate
@@ -38,5 +39,5 @@ def codec_for(scheme: str) -> KeyCodec:
         "unified": UnifiedCodec,
     }
     if scheme not in codecs:
-        raise UsageError(f"unknown key scheme {scheme!r}; known: {', '.join(codecs)}")
+        raise UsageError(not_one_of("Key scheme", scheme, codecs))
     return codecs[scheme]()

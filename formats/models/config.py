@@ -157,7 +157,7 @@ def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
     if flags.pp == 1:  # get_pp_indices then ignores the partition
         return ()
     if flags.pp > layers:
-        raise ProfileError(f"pp: {layers} layers cannot fill {flags.pp} stages")
+        raise ProfileError(f"pp: {layers} layers cannot fill {flags.pp} stages; give a smaller pp")
     if flags.pp_partition and sum(flags.pp_partition) != layers:
         raise ProfileError(
             f"pp_partition: {list(flags.pp_partition)} sums to {sum(flags.pp_partition)}, but the "
@@ -211,7 +211,8 @@ def _check_packed(target: _Target, draft: HfConfig, draft_kv: Pool, nextn_layers
     """Refuse drafts that SGLang cannot append, or whose place in objects is unknown."""
     if any(pool.name == "swa" for pool in target.pools):
         raise target.model.error(
-            "speculative_algorithm", "packed drafts of sliding-window models are not supported"
+            "speculative_algorithm",
+            "packed drafts of sliding-window models are not supported; write a profile file",
         )
     if target.flags.enable_multi_layer_eagle and target.flags.speculative_num_steps < 1:
         raise ProfileError(

@@ -293,7 +293,10 @@ def _split(
     others = tuple(layer for layer in layers if not is_full(layer))
     if not full or not others:
         missing = "window or linear" if full else "full-attention"
-        raise config.error("num_hidden_layers", f"this hybrid model has no {missing} layers")
+        raise config.error(
+            "num_hidden_layers",
+            f"this hybrid model has no {missing} layers; check the config, or write a profile file",
+        )
     return full, others
 
 

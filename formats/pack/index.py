@@ -206,8 +206,10 @@ def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
         raise FormatError(f"{source}: its index lacks the metadata {error}") from error
     except UnicodeDecodeError as error:
         raise FormatError(f"{source}: the metadata of its index is not valid UTF-8") from error
-    if texts.pop("form") != str(FORM):
-        raise FormatError(f"{source}: its index does not have form {FORM}")
+    if (form := texts.pop("form")) != str(FORM):
+        raise FormatError(
+            f"{source}: its index has form {form:.20}, but this version reads form {FORM}"
+        )
     if sum(map(len, found.values())) > MOST_METADATA_BYTES:
         raise FormatError(
             f"{source}: the metadata of its index has more than {MOST_METADATA_BYTES} bytes"
@@ -249,7 +251,7 @@ def _check_values(entries: pa.Table, end: int, source: str) -> None:
             source, "a record that overlaps its neighbour", int(np.argmax(overlaps)), offset
         )
     if pc.count_distinct(entries.column("key")).as_py() != len(entries):
-        raise FormatError(f"{source}: its index has a repeated key")
+        raise FormatError(f"{source}: its index has a key that occurs twice")
 
 
 def _refuse_row(source: str, text: str, row: int, offset: IntArray) -> None:

@@ -135,14 +135,14 @@ class Decoder:
         try:
             claimed = zstandard.get_frame_parameters(plane).content_size
             if claimed != size:
-                raise FormatError(f"a zstd frame has {claimed} bytes; expected {size}")
+                raise FormatError(f"a zstd frame has {claimed} bytes, expected {size}")
             data: bytes = self._decompressor.decompress(
                 plane, max_output_size=size, allow_extra_data=False
             )
         except zstandard.ZstdError as error:
             raise FormatError(f"a zstd frame is damaged: {error}") from error
         if len(data) != size:
-            raise FormatError(f"a zstd frame has {len(data)} bytes; expected {size}")
+            raise FormatError(f"a zstd frame has {len(data)} bytes, expected {size}")
         return data
 
 

@@ -105,12 +105,12 @@ def build_header(pack_id: bytes) -> bytes:
 def parse_header(data: bytes) -> bytes:
     """Parse the header of a file and return the pack's id. Raises FormatError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
-        raise FormatError("is not a pack")
+        raise FormatError("not a pack; check the path")
     _, form, pack_id = _HEADER.unpack_from(data)
     if _SUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
         raise FormatError("its header is damaged")
     if form != FORM:
-        raise FormatError(f"is a pack of form {form}; this version reads form {FORM}")
+        raise FormatError(f"has pack form {form}, but this version reads form {FORM}")
     return bytes(pack_id)
 
 

@@ -48,7 +48,8 @@ def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterato
     yield findings(
         "stale-temporary",
         keys=key_text(keys.filter(stale_temporaries(objects, settled_ns))),
-        detail="left by an unfinished write; no server reads the file, so deleting it is safe",
+        detail="temporary file of an unfinished write; no server reads the file, so removing it "
+        "is safe",
     )
     yield findings(
         "foreign-object",

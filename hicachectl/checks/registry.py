@@ -441,7 +441,7 @@ for _check in (
             Code(
                 "snapshot-stale",
                 "warning",
-                remedy="wait until the metadata server has saved its tables, then verify again",
+                remedy="wait until the metadata server has saved its tables, then run again",
             ),
             Code(
                 "page-leaked",

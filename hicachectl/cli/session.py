@@ -130,6 +130,6 @@ def remark_unrecorded(ctx: click.Context, folders: Iterable[str]) -> None:
     for folder in folders:
         remark(
             ctx,
-            f"{folder}: objects without a record, left alone because they may be the only copies; "
-            f"put {folder}.json back to restore them, or delete the folder",
+            f"{folder}: has objects without a record, left alone because they may be the only "
+            f"copies; put {folder}.json back to restore them, or delete the folder",
         )

@@ -298,7 +298,7 @@ def _issues(
     for index in np.flatnonzero(flags.all(axis=1) & loaded.read.ok).tolist():
         if index not in found:
             raise DeviceError(
-                f"Object {index} of a batch is healthy in host memory but not on the device: the "
+                f"Object {index} of a batch: correct in host memory, but not on the device, so the "
                 "device or the transfer damages data; test the device, and use --device cpu"
             )
     return issues + checker.check(loaded.block(), every, others)

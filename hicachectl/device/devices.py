@@ -88,15 +88,17 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         import torch
     except ImportError as error:
         raise UsageError(
-            f"no usable CUDA device: {error}; install the extra hicachectl[gpu]"
+            f"CUDA: no usable device: {error}; run pip install 'hicachectl[gpu]'"
         ) from error
     try:
         import triton
     except ImportError as error:
-        raise UsageError(f"no usable CUDA device: {error}; install triton") from error
+        raise UsageError(
+            f"CUDA: no usable device: {error}; run pip install 'hicachectl[gpu]'"
+        ) from error
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
         raise UsageError(
-            f"no usable CUDA device: triton {triton.__version__} does not compile the kernels; "
+            f"CUDA: no usable device: triton {triton.__version__} does not compile the kernels; "
             "install triton>=3.4, which comes with torch>=2.8"
         )
     # Silences Triton's warning that this default will change.
@@ -108,7 +110,7 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         reasons = [str(warning.message).partition("\n")[0] for warning in said]
         if not torch.version.cuda:
             reasons = ["this torch is built without CUDA; install a build with CUDA"]
-        raise UsageError(": ".join(["no usable CUDA device", *reasons[:1]]))
+        raise UsageError(": ".join(["CUDA: no usable device", *reasons[:1]]))
     devices = [torch.device("cuda", _index(name)) for name in names]
     for device in devices:
         if device.index >= count:

@@ -320,7 +320,7 @@ class _BatchCopy:
         elif self._executor.racy is not None:
             self._written[at] = False  # another writer's object: must not be rolled back
             raced = self._executor.failures.statuses[Status.EXISTS]
-            self._fail(at, raced, "another writer has written this key")
+            self._fail(at, raced, "another writer has written this key; run again to compare")
         else:
             self._fail(at, failed, self._executor.failures.differs)
 

@@ -346,7 +346,8 @@ def _held(path: Path) -> int:
         try:
             if not lock(descriptor, optional=True):
                 raise JournalHeld(
-                    f"{path}: another process is running this migration; nothing was done"
+                    f"{path}: another process is running this migration; run again after it has "
+                    "ended"
                 )
             if is_named(descriptor, str(path)):  # else the previous holder has removed it
                 return descriptor

@@ -107,10 +107,13 @@ class _Migration:
         self._request = request
         if not destination.traits.writes:
             raise UsageError(
-                f"{destination.url}: this store cannot be written to; give another destination"
+                f"{destination.url}: objects cannot be written to this store; give another "
+                "destination"
             )
         if request.options.move and not source.traits.deletes:
-            raise UsageError(f"{source.url}: this store cannot delete objects; leave out --move")
+            raise UsageError(
+                f"{source.url}: objects cannot be deleted from this store; leave out --move"
+            )
         target = request.destination_profile or request.profile
         self._stores = StorePair(source, destination, request.profile, target)
         self._identity = {

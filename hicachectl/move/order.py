@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import Result, Status
+from hicachectl.formats.wording import reason_of
 from hicachectl.move.results import GroupStatus
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def publish(
         for index in np.flatnonzero(~found.ok).tolist():
             group, key = int(objects.owners[some[index]]), objects.keys[int(some[index])].as_py()
             status = Status(int(found.statuses[index]))
-            why = found.errors.get(index, "cannot be written")
+            why = found.errors.get(index, "cannot be written: the store gives no reason")
             failures.settle(result, group, key, status, why)
         flush()
         _stop_behind(objects, chosen, result)
@@ -182,7 +183,7 @@ def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
         try:
             status = take(place)
         except OSError as error:
-            errors[place] = error.strerror or str(error)
+            errors[place] = reason_of(error)
         statuses[place] = status
         if is_anchor and status is not Status.OK and status is not Status.GONE:
             believed = owner

@@ -34,7 +34,7 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import VERSION
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN, COPYING, DONE, FOLDER, RECORD, RUN
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, no_quarantine
 from hicachectl.move.record_file import Record, dump_record, parse_record
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Quarantine:
         side = None if self._beside is None else self._beside.side_directory()
         default = None if side is None else side / "quarantine"
         if path is None and default is None:
-            raise UsageError(f"{store.url}: no default quarantine; give --quarantine DIR")
+            raise UsageError(no_quarantine(store.url))
         self.path: Path = path or default  # type: ignore[assignment]
         self._below = None if side is None else _parts_below(self.path, side.parent)
         self.own = side is not None and self._below == (side.name, "quarantine")
@@ -84,7 +84,7 @@ class Quarantine:
         url = parse_url(quarantine)
         path = Path(url.path)
         if url.scheme != "file" or (path.exists() and not path.is_dir()):
-            raise UsageError(f"--quarantine {quarantine}: must be a local directory")
+            raise UsageError(f"--quarantine {quarantine}: not a local directory; give another path")
         if beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
             raise UsageError(
                 f"--quarantine {quarantine}: is the store itself; give another directory"

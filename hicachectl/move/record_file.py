@@ -143,7 +143,7 @@ def parse_record(text: bytes, *, source: str) -> Record:
         document = parse_json_object(text, "JSON", refusal=_DamagedError, max_values=_MAX_VALUES)
         form = document.get("quarantine")
         if form != FORM:
-            raise ValueError(f"form {form!r:.60}; this release reads {FORM}")
+            raise ValueError(f"has form {form!r:.60}, but this version reads form {FORM}")
         return _record(convert(document, _RecordForm, "JSON", refusal=_DamagedError))
     except (_DamagedError, ValueError) as error:
         raise FormatError(

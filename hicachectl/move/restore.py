@@ -14,6 +14,7 @@ from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import open_mover
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.wording import reason_of
 from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
 from hicachectl.move.order import Failures, GroupObjects, publish
 from hicachectl.move.quarantine import Batch, Quarantine, batches, runs, sweep
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
     Wanted = Callable[[RecordedGroups, str], BoolArray]
 
 _NO_MORE = "missing from the quarantine"
-_IN_STORE = "already exists in the store"
+_IN_STORE = (
+    "already exists in the store; to restore this page, first remove the page from the store with "
+    "hicachectl rm"
+)
 
 _COLUMNS = pa.schema(
     [
@@ -312,7 +316,7 @@ class _Restore:
             try:
                 statuses[index] = call(place, key)
             except OSError as error:
-                statuses[index], errors[index] = Status.ERROR, error.strerror or str(error)
+                statuses[index], errors[index] = Status.ERROR, reason_of(error)
         return Result(statuses, errors)
 
     def _explained(self, places: IntArray, found: Result) -> Result:

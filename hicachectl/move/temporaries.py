@@ -84,7 +84,7 @@ def remove_temporaries(
         for row, status in zip((start + rows).tolist(), result.statuses.tolist(), strict=True):
             states[row] = {Status.OK: REMOVED, Status.GONE: GONE}.get(Status(status), FAILED)
         failed += [
-            (texts[start + int(rows[number])].as_py(), f"cannot be deleted: {message}")
+            (texts[start + int(rows[number])].as_py(), f"cannot be removed: {message}")
             for number, message in result.errors.items()
         ]
         on_progress(len(some))

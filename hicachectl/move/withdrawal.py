@@ -22,7 +22,7 @@ from hicachectl.backends.capabilities import open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN
-from hicachectl.formats.wording import failed, reason_of
+from hicachectl.formats.wording import failed, no_quarantine, reason_of
 from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
@@ -80,7 +80,7 @@ def remove_groups(
     """
     place = Quarantine.of(store, quarantine)
     if place is None and mode == "quarantine":
-        raise UsageError(f"{store.url}: no default quarantine; give --quarantine DIR")
+        raise UsageError(no_quarantine(store.url))
     listed = ListedGroups(inventory, groups, plan)
     if dry_run:
         return _rehearsed(groups, plan, listed, mode, place)

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
+from hicachectl.formats.wording import over_buffer
 from hicachectl.move.batches import READS_BACK, Action, CopyBatch, Transform, cut
 from hicachectl.move.order import GroupObjects
 from hicachectl.move.results import Problem
@@ -106,8 +107,7 @@ def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
     return Problem(
         page,
         None,
-        f"not copied: needs {need} bytes of memory, but --buffer-bytes is {buffer_bytes}; raise "
-        "--buffer-bytes",
+        f"not copied: {over_buffer(need, buffer_bytes)}",
     )
 
 

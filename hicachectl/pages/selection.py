@@ -63,7 +63,7 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
         chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
     if selection.since is not None:
         if len(groups) and not groups.has_times:
-            raise UsageError("--since: the store keeps no write times; leave out --since")
+            raise UsageError("--since: the store keeps no timestamps; leave out --since")
         chosen &= groups.newest_ns >= int(selection.since * 1e9)
     if selection.states:
         wanted = [STATES.index(state) for state in selection.states]

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _NAMED = 8
 _OPTIONS = {"states": "state"}  # filters whose option has another name
-_EMPTY = "the store is empty"
 
 
 def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]) -> str:
@@ -45,7 +44,7 @@ def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]
         return ""
     alone = [text for text, matches in filters.items() if not matches]
     if not alone and len(filters) > 1:
-        return f"{', '.join(filters)}: no page matches all of these"
+        return f"{', '.join(filters)}: no page matches all of these; leave out one of them"
     alone = alone or list(filters)
     known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
     return "; ".join(
@@ -136,7 +135,8 @@ def _ages(groups: PageGroups) -> str:
         return ""
     now = time.time()
     oldest, newest = (human_age(max(now - ns / 1e9, 0)) for ns in (times.min(), times.max()))
-    return f"pages in the store were written {oldest} to {newest} ago"
+    span = newest if oldest == newest else f"{oldest} to {newest}"
+    return f"pages in the store were written {span} ago"
 
 
 # stores without pages
@@ -146,9 +146,12 @@ def _describe_place(store: Store, listed: Inventory) -> str:
     if not isinstance(store, FileStore):
         count = len(listed.objects)
         if not count:
-            return _EMPTY
+            return f"{store.url} is empty; check the URL"
         first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
-        return f"the store has no pages, only other objects ({count}); the first: {first}"
+        return (
+            f"{store.url} has no pages, only other objects ({count}), such as {first}; hicachectl "
+            "verify describes them"
+        )
     directories, others = _entries(store.path)
     if is_quarantine(store.path, [*directories, *others], os.path.lexists):
         return (
@@ -157,7 +160,7 @@ def _describe_place(store: Store, listed: Inventory) -> str:
         )
     first = sorted(directories)[:1] or sorted(others)[:1]
     if not first:
-        return _EMPTY
+        return f"{store.url} is empty; check the URL"
     kinds = (
         (len(directories), "sub-directory", "sub-directories"),
         (len(others), "other file", "other files"),

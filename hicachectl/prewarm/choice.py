@@ -159,7 +159,10 @@ def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
     problems = []
     for page, source, nbytes in zip(*columns, strict=True):
         before, after = route.sources[source].affix
-        why = f"{nbytes} bytes, expected {route.sizes[source]}; the page is not copied"
+        why = (
+            f"{nbytes} bytes, expected {route.sizes[source]}, so the page is not copied; run "
+            "hicachectl verify"
+        )
         problems.append(Problem(page, f"{before}{page}{after}", why))
     return problems
 

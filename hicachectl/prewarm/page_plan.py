@@ -176,8 +176,8 @@ def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> P
     else:
         if not groups.has_times and request.has_budget:
             raise UsageError(
-                "--all with a budget copies the newest pages, but the source stores no times; "
-                "give --pages, or remove --budget and --budget-pages"
+                "--all with a budget copies the newest pages, but the source keeps no timestamps; "
+                "give --pages, or leave out --budget and --budget-pages"
             )
         turn = _newest_minute_first(groups.newest_ns[survey.groups])
     actions = decide(survey, whole, "skip")

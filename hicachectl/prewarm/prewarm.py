@@ -100,7 +100,7 @@ def prewarm(
     started = time.monotonic()
     if request.options.pin:
         if not isinstance(destination, Pins):
-            raise UnsupportedByBackend(f"{destination.url}: cannot pin objects; remove --pin")
+            raise UnsupportedByBackend(f"{destination.url}: cannot pin objects; leave out --pin")
         destination.pin_writes(request.options.pin_seconds)
     stores = StorePair(source, destination, request.profile, request.target)
     inventory = (
@@ -339,7 +339,8 @@ def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome
     outcome.remarks += remarks
     if unseen:
         outcome.remarks.append(
-            f"{destination.url}: listing took too long; usable tokens are unknown and reported as 0"
+            f"{destination.url}: listing took too long; usable tokens are unknown and reported as "
+            "0; count them with hicachectl hits"
         )
     return outcome
 

@@ -31,7 +31,9 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     if options["to_profile"]:
         if changes:
             name = next(iter(changes)).replace("_", "-")
-            raise UsageError(f"--to-{name} cannot be combined with --to-profile; remove one")
+            raise UsageError(
+                f"--to-{name} cannot be combined with --to-profile; leave out one of them"
+            )
         return read_profile(options["to_profile"])
     if not changes:
         return None

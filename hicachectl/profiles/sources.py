@@ -74,7 +74,9 @@ def _asked_for(
     if options.get("profile_file"):
         others = [*sources[1:], *given]
         if others:
-            raise UsageError(f"{_option(others[0])} cannot be combined with --profile; remove one")
+            raise UsageError(
+                f"{_option(others[0])} cannot be combined with --profile; leave out one of them"
+            )
         return read_profile(options["profile_file"])
     if not sources:
         if given:
@@ -95,7 +97,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return parse_profile(data.decode("utf-8-sig"), source=str(path))
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: is not UTF-8 text") from error
+        raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
 
 
 def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Profile:

@@ -180,7 +180,7 @@ def _parse(data: bytes, path: str) -> Stamp:
         document = parse_json(data[:_MAX_BYTES], path)
         stamp = convert(document, _StampForm, path)
     except FormatError as error:
-        raise FormatError(f"{path}: is not a stamp, or is damaged; remove the file") from error
+        raise FormatError(f"{path}: not a stamp, or damaged; remove the file") from error
     if stamp.form != _FORM:
         raise FormatError(
             f"{path}: has stamp form {stamp.form}, but this version reads form {_FORM}"

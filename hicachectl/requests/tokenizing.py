@@ -78,7 +78,7 @@ class DirectoryTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise UsageError(f"Prompts need the package tokenizers; run {_INSTALL}") from error
+            raise UsageError(f"The tokenizers package is missing; run {_INSTALL}") from error
         data = read_bounded(file, _MAX_TOKENIZER_BYTES, what="a tokenizer", regular=True)
         try:
             self._fast: Any = Tokenizer.from_buffer(data)
@@ -151,7 +151,7 @@ class DirectoryTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise UsageError(f"Chats need the package transformers; run {_INSTALL}") from error
+            raise UsageError(f"The transformers package is missing; run {_INSTALL}") from error
         architectures = _read_json(self._directory / "config.json").get("architectures") or [""]
         if str(architectures[0]).startswith(_OWN_RENDERERS):
             raise UsageError(

@@ -10,7 +10,7 @@ from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.checks.registry import GROUPS, SIZES, Need, checks, reading_groups, value_groups
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
-from hicachectl.formats.wording import GIVE_PROFILE
+from hicachectl.formats.wording import GIVE_PROFILE, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.group_table import UNKNOWN
 from hicachectl.text.units import counted
@@ -48,7 +48,8 @@ def reading_gaps(
     if groups and in_flight == groups:
         yield (
             "in-flight",
-            f"every page group ({groups}) is younger than --grace; verify again later",
+            f"every page group ({groups}) is younger than --grace; run again later, or give a "
+            "shorter --grace",
         )
     for check, count in planned.items():
         if count:
@@ -144,8 +145,7 @@ def unjudged(
     if profile is None and len(groups):
         yield (
             "absent-pools",
-            "without a given profile, pages are compared with each other: a pool, part or rank "
-            f"missing everywhere goes unnoticed; {GIVE_PROFILE}",
+            f"without a given profile, {PAGES_COMPARED}",
         )
     ambiguous = int((groups.states == UNKNOWN).sum())
     if ambiguous and GROUPS.name in chosen:

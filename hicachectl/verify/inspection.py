@@ -111,7 +111,10 @@ def _read(
     of_each = expected[inventory.affix_ids]
     unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports the others
     for row in np.flatnonzero(huge & unjudged).tolist():
-        why = f"not read: {sizes[row]} bytes exceed the buffer of {DEFAULT_BUFFER_BYTES} bytes"
+        why = (
+            f"not read: needs {sizes[row]} bytes of memory, but the buffer has "
+            f"{DEFAULT_BUFFER_BYTES}; run hicachectl verify with a larger --buffer-bytes"
+        )
         reading.report("unreadable", row, why)
     return reading
 

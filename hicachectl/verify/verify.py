@@ -32,6 +32,7 @@ from hicachectl.checks.replicas import NO_REPLICAS, replica_sets
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.device.devices import DEFAULT_DEVICE_BYTES, open_checker, refuse_missing
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.wording import over_buffer
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.pages.group_table import ORPHAN, PARTIAL
 from hicachectl.pages.groups import PageGroups
@@ -386,10 +387,8 @@ class _Verification:
             why = "the page was never written: servers would read zeros"
             reading.report("unwritten-page", row, why)
         for row in self.unread.tolist():
-            why = (
-                f"not read: larger than --buffer-bytes {self.request.buffer_bytes}; give a larger "
-                "--buffer-bytes"
-            )
+            nbytes = inventory.objects.column("nbytes")[row].as_py()
+            why = f"not read: {over_buffer(nbytes, self.request.buffer_bytes)}"
             reading.report("unreadable", row, why)
         return reading
 
@@ -413,7 +412,7 @@ class _Verification:
         ) as device:
             yield device
             if device is not None and device.failure is not None:
-                remarks.append(f"{device.failure}; the CPU did the rest")
+                remarks.append(f"The CPU did the rest: {device.failure}")
 
     def _compared(
         self, inventory: Inventory, reading: ReadingResult

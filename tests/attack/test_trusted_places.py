@@ -551,7 +551,7 @@ def test_objects_whose_record_is_lost_stay(
     before = state(store)
     outcome = invoke(*writers(store)[command])
     assert state(store) == before
-    assert f"{path.with_suffix('')}: objects without a record" in outcome.stderr
+    assert f"{path.with_suffix('')}: has objects without a record" in outcome.stderr
 
 
 ALTERATIONS: list[Callable[[Any], object]] = [
@@ -649,7 +649,7 @@ def test_a_record_of_a_later_form_is_said(invoke: Invoke, store: Path) -> None:
     path, document = document_of(store)
     path.write_text(json.dumps({**document, "quarantine": 2}))
     message = invoke(*writers(store)["restore"], exit_code=2).stderr
-    assert "form 2; this release reads 1" in message
+    assert "form 2, but this version reads form 1" in message
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "rm", "migrate"])

@@ -79,15 +79,19 @@ def test_an_empty_file_url_is_the_directory_of_sglang(monkeypatch: pytest.Monkey
         ("", "empty"),
         ("file:cache", r"absolute, as in file:///cache"),
         ("file://data/hicache", r"no host; write file:///data/hicache"),
-        ("file:///d?size=1", r"unknown parameter 'size'; file accepts: none"),
+        ("file:///d?size=1", r"unknown parameter 'size'; known: none"),
         ("file:///d?", None),
         ("file:///d%zz", r"'%zz' is not a percent escape"),
         ("file:///d%00", "zero byte"),
         ("/d\0", "zero byte"),
         ("redis://host/0", r"unknown store scheme 'redis'; known: .*file"),
-        ("prod:", r"no store 'prod' in the config file \(it names none\).*file"),
+        (
+            "prod:",
+            r"^No store 'prod' in the config file, by default ~/.config/hicachectl/config.toml "
+            r"\(it names none\); .*file",
+        ),
         ("a:b", r"with a colon as \./a:b"),
-        (":", "no store ''"),
+        (":", "No store ''"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(text: str, message: str | None) -> None:
@@ -111,7 +115,7 @@ def test_hosts_and_parameters_are_decoded() -> None:
     [
         ("admin=1&admin=2", "parameter 'admin' is given twice"),
         ("admin", "parameter 'admin' has no value"),
-        ("admn=1", "unknown parameter 'admn'; example accepts: admin, device, metadata"),
+        ("admn=1", "unknown parameter 'admn'; known: admin, device, metadata"),
         ("admin=1&", "unknown parameter ''"),
         ("ADMIN=1", "unknown parameter 'ADMIN'"),
     ],
@@ -341,7 +345,7 @@ def test_no_secret_of_a_url_is_shown(text: str, shown: str) -> None:
         "pack:///a?keys=file",
         "http://h:80/p@x",
         "mooncake://m:50051?admin=h:9003&protocol=tcp",
-        "no store 'prod' in config; write a directory with a colon as ./prod:x",
+        "No store 'prod' in /etc/c.toml; write a directory with a colon as ./prod:x",
         "3:namespace:key, 12:30",
     ],
 )

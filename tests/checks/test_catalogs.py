@@ -256,7 +256,7 @@ def test_a_damaged_stamp_is_one_line(invoke: Invoke, store: Path) -> None:
     stamps = store / ".hicachectl" / "stamps"
     stamps.mkdir(parents=True)
     for text, problem in (
-        ("[" * 100_000, "is not a stamp"),
+        ("[" * 100_000, "not a stamp, or damaged; remove"),
         ('{"form": 1, "weights_version": "", "profile": 5}', "profile: expected table, found 5"),
         ('{"form": 1, "weights_version": "", "profile": {}}', "profile: field 'model' is missing"),
     ):

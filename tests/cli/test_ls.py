@@ -165,7 +165,10 @@ def test_summary_adds_up(invoke: Invoke, store: Path) -> None:
 
 
 def test_objects_and_summary_exclude_one_another(invoke: Invoke, store: Path) -> None:
-    assert "exclude" in invoke("ls", store, "--objects", "--summary", exit_code=2).stderr
+    assert (
+        "--objects cannot be combined with --summary"
+        in invoke("ls", store, "--objects", "--summary", exit_code=2).stderr
+    )
 
 
 def test_tables_are_for_people(invoke: Invoke, store: Path) -> None:

@@ -140,9 +140,9 @@ def test_a_pack_is_not_repaired(invoke: Invoke, pack: Path, tmp_path: Path) -> N
     for mode in ("delete", "quarantine"):
         refused = invoke("verify", f"pack://{pack}", "--repair", mode, "--yes", exit_code=2)
         assert (
-            "cannot be deleted; copy its sound pages to another store with hicachectl"
-            in refused.stderr
-        )
+            f"--repair: objects cannot be deleted from pack://{pack}; copy its whole pages to "
+            "another store with hicachectl"
+        ) in refused.stderr
     assert pack.read_bytes() == data
     copy = tmp_path / "copy"
     invoke("migrate", f"pack://{pack}", copy, exit_code=4)
@@ -233,7 +233,7 @@ def test_what_is_no_pack_is_one_clear_line(
     other = tmp_path / "text"
     other.write_text("something else, and long enough to be a header of some file")
     refused = invoke(*arguments, f"pack://{other}", exit_code=2).stderr
-    assert refused == f"hicachectl: {other}: is not a pack\n"
+    assert refused == f"hicachectl: {other}: not a pack; check the path\n"
     missing = invoke(*arguments, f"pack://{tmp_path}/none", exit_code=3).stderr
     problem = f"{tmp_path}/none: cannot open the pack: No such file or directory; check the path"
     assert missing == f"hicachectl: {problem}\n"

@@ -128,7 +128,7 @@ def test_a_name_may_be_as_long_as_names_can_be(invoke: Invoke, store: Path, tmp_
 def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> None:
     found = shell(f"hicachectl {arguments} {place}")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1), found.stderr
-    assert "Cannot write output" in found.stderr
+    assert "Cannot write to stdout" in found.stderr
 
 
 @pytest.mark.slow

@@ -361,7 +361,7 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     store, _ = write_store(tmp_path, "bfloat16")
     arguments = ["verify", store, "--profile", tmp_path / "p.toml", "--device"]
     refused = invoke(*arguments, "cuda", exit_code=2).stderr
-    assert "no usable CUDA device" in refused
+    assert "CUDA: no usable device" in refused
     assert len(refused.splitlines()) == 1
     (empty := tmp_path / "empty").mkdir()
     assert invoke("verify", empty, *arguments[2:], "cuda", exit_code=2).stderr == refused
@@ -369,7 +369,7 @@ def test_without_cuda_a_named_device_is_refused_and_auto_goes_on(
     assert outcome.document["device"] == "cpu"
     said = [line for line in outcome.stderr.splitlines() if "--device auto" in line]
     assert len(said) == 1
-    assert "no usable CUDA device" in said[0]
+    assert "CUDA: no usable device" in said[0]
 
 
 class Failing(TorchProvider):
@@ -447,7 +447,7 @@ def test_a_device_that_fails_ends_the_run_or_leaves_the_rest_to_the_cpu(
     provided(Failing(good=1))
     report = verified(store, profile, "auto", device_bytes=lane_bytes(16384))
     assert found(report) == expected
-    assert any("the CPU did the rest" in remark for remark in report.remarks)
+    assert any("The CPU did the rest: " in remark for remark in report.remarks)
 
 
 def test_without_memory_for_many_objects_fewer_are_sent(
@@ -504,7 +504,7 @@ def test_where_kernels_cannot_be_built_the_run_ends_with_the_reason(
     provided(Failing(error=error))
     report = verified(store, profile, "auto")
     assert found(report) == []
-    assert "the CPU did the rest" in report.remarks[0]
+    assert "The CPU did the rest: " in report.remarks[0]
 
 
 class Unbuilt:
@@ -586,7 +586,7 @@ main(sys.argv[1:])
 @pytest.mark.skipif(not HAS_CUDA, reason=NO_CUDA)
 @pytest.mark.parametrize(
     ("device", "status", "said"),
-    [("auto", 4, "the CPU did the rest"), ("cuda", 3, "run again or use --device cpu")],
+    [("auto", 4, "The CPU did the rest: "), ("cuda", 3, "run again or use --device cpu")],
 )
 def test_a_device_that_really_fails_does_not_take_the_process_with_it(
     tmp_path: Path, device: str, status: int, said: str
@@ -617,7 +617,7 @@ def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(UsageError, match=r"no usable CUDA device: .* the driver is too old$"):
+    with pytest.raises(UsageError, match=r"CUDA: no usable device: .* the driver is too old$"):
         devices.cuda_devices(("auto",))
     assert not len(recwarn)
 
@@ -638,7 +638,7 @@ def test_a_device_that_damages_data_is_told_from_a_damaged_store(
 
     store, profile = write_store(tmp_path, "bfloat16")
     provided(Damaging())
-    with pytest.raises(DeviceError, match="healthy in host memory but not on the device"):
+    with pytest.raises(DeviceError, match="correct in host memory, but not on the device"):
         verified(store, profile, "cuda")
 
 

@@ -73,7 +73,7 @@ def test_json_is_bounded_in_depth_and_values(encoded: bool) -> None:
 
 def test_a_member_stated_twice_is_refused_where_that_matters() -> None:
     assert parse_json('{"a": 1, "a": 2}', "p") == {"a": 2}
-    with pytest.raises(FormatError, match=r"p: not JSON: member 'a' appears twice"):
+    with pytest.raises(FormatError, match=r"p: not JSON: member 'a' occurs twice"):
         parse_json('{"a": 1, "b": 1, "a": 2}', "p", unique=True)
     with pytest.raises(FormatError, match="p: not a JSON object"):
         parse_json_object("[]", "p")

@@ -327,7 +327,7 @@ def test_a_sound_profile_has_no_problems() -> None:
         ({"pools": (KV,) * 33}, "pools: has 33 pools; at most 32 are allowed"),
         ({"pools": ()}, "pools: missing; a profile needs at least the kv pool"),
         ({"pools": (MAMBA,)}, "pools: the first pool must be kv, but is 'mamba'"),
-        ({"pools": (KV, MAMBA, MAMBA)}, "pools: 'mamba' appears twice"),
+        ({"pools": (KV, MAMBA, MAMBA)}, "pools: 'mamba' occurs twice"),
         (
             {"pools": (replace(MAMBA, name="kv"),)},
             "pools[kv].kind: 'mamba' is not one of mha, mla, logical, opaque",

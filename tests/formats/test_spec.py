@@ -475,7 +475,7 @@ def test_the_unified_scheme_is_refused_by_name() -> None:
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown key scheme 'redis'"):
+    with pytest.raises(UsageError, match="Key scheme: 'redis' is not one of "):
         object_specs(MHA_TARGET, "redis")
 
 

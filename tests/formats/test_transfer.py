@@ -401,7 +401,7 @@ def test_a_profile_is_retargeted_where_it_is_told() -> None:
 
 
 def test_grammars_are_those_of_expected_objects() -> None:
-    with pytest.raises(UsageError, match="unknown key scheme 'redis'"):
+    with pytest.raises(UsageError, match="Key scheme: 'redis' is not one of "):
         transfer_plan(MHA_TWO, "redis", MHA_TWO, "file")
     plan = transfer_plan(MHA_TWO, "file", MHA_TWO, "mooncake")
     assert plan.sources == object_specs(MHA_TWO, "file")

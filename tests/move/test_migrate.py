@@ -394,7 +394,7 @@ def test_a_buffer_that_is_too_small_for_a_page_names_it(
     assert {problem["page"] for problem in document["problems"]} == {
         name[:64] for name in contents(source)
     }
-    assert "memory, but --buffer-bytes is 8192; raise --buffer-bytes" in document["stderr"]
+    assert "memory, but --buffer-bytes is 8192; give a larger --buffer-bytes" in document["stderr"]
 
 
 def test_a_lock_that_is_held_ends_the_run_at_once(

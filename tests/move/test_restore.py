@@ -155,7 +155,10 @@ def test_a_page_that_is_there_again_is_a_conflict(invoke: Invoke, store: Path, n
     document = restored(invoke, quarantine, store, "--yes", exit_code=4)
     assert (document["pages"], document["conflicts"], document["failed"]) == (1, 1, 0)
     (conflict,) = (g for g in document["groups"] if g["state"] == "conflict")
-    assert conflict["detail"] == f"{name(1)}: already exists in the store"
+    assert conflict["detail"] == (
+        f"{name(1)}: already exists in the store; to restore this page, first remove the page from "
+        "the store with hicachectl rm"
+    )
     assert (store / name(1)).read_bytes() == b"new"
     assert set(quarantined(quarantine)) == {kv(1), indexer(1)}
     assert (store / kv(3)).exists()

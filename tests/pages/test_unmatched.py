@@ -44,7 +44,7 @@ def test_an_empty_directory_is_an_empty_store(
     invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     (tmp_path / ".hicachectl").mkdir()
-    assert "the store is empty" in said(invoke, command[0], tmp_path, *command[1:])
+    assert f"{tmp_path} is empty; check the URL" in said(invoke, command[0], tmp_path, *command[1:])
 
 
 @pytest.mark.parametrize("command", LOOKING)
@@ -127,7 +127,7 @@ def test_states_are_counted(invoke: Invoke, store: Path) -> None:
 
 def test_filters_that_match_apart_but_not_together(invoke: Invoke, store: Path) -> None:
     told = said(invoke, "ls", store, "--model", "x/a", "--pool", "indexer")
-    assert "--model x/a, --pool indexer: no page matches all of these" in told
+    assert "--model x/a, --pool indexer: no page matches all of these; leave out" in told
     told = said(invoke, "ls", store, "--model", "nosuch", "--pool", "indexer")
     assert "--model nosuch: no page matches; models" in told
     assert "indexer" not in told

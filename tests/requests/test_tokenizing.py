@@ -130,7 +130,8 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     made = make_tokenizer(tmp_path, "qwen")
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UsageError, match=rf"{missing}; run pip install 'hicachectl\[tokenizers\]'"):
+    step = r"run pip install 'hicachectl\[tokenizers\]'"
+    with pytest.raises(UsageError, match=f"The {missing} package is missing; {step}"):
         DirectoryTokenizer(made).encode([Chat([USER], {})])
 
 

@@ -141,18 +141,15 @@ def _deployment(
 
 def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) -> None:
     from hicachectl.formats.kinds.pool import pool_name
+    from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.ambiguity import ambiguity_remark
     from hicachectl.text.units import counted
 
     if hits.deployment is None:
-        remark(ctx, "The store has no pages")
+        remark(ctx, "STORE: has no pages; check the URL")
         return
     if hits.deployment.profile is None:
-        remark(
-            ctx,
-            "No --profile: pages are compared with each other, so a pool missing everywhere goes "
-            "unnoticed",
-        )
+        remark(ctx, f"No --profile: {PAGES_COMPARED}")
         trailing = {needed.spec.pool for needed in hits.needs if needed.spec.trailing}
         for pool in sorted(pool for pool in trailing if not pool_name(pool).states):
             remark(

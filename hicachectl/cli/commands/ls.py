@@ -68,7 +68,7 @@ def command(
     goes unnoticed.
     """
     if objects and summary:
-        raise click.UsageError("--objects and --summary exclude each other; give one of them")
+        raise click.UsageError("--objects cannot be combined with --summary; leave out one of them")
     from hicachectl.cli import text_tables
     from hicachectl.cli.output import write_rows
     from hicachectl.pages import listing
@@ -115,14 +115,11 @@ def command(
 def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) -> None:
     if inventory.is_foreign.all():
         return
+    from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.ambiguity import ambiguity_remark, split_remarks
 
     said = [*split_remarks(inventory), *filter(None, [ambiguity_remark(inventory)])]
     for text in said:
         remark(ctx, text)
     if not said and not judged:
-        remark(
-            ctx,
-            "No --profile: pages are compared with each other, so a pool missing everywhere goes "
-            "unnoticed",
-        )
+        remark(ctx, f"No --profile: {PAGES_COMPARED}")

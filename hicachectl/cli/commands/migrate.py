@@ -201,7 +201,9 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
     from hicachectl.requests.files import read_page_list
 
     if options["match"] and options["page"]:
-        raise click.UsageError("--match and --page mean the same; give one of them")
+        raise click.UsageError(
+            "--match cannot be combined with --page, which means the same; leave out one of them"
+        )
     profile = profile_from_options(options, source, warn=partial(remark, ctx))
     return MigrationRequest(
         profile=profile,

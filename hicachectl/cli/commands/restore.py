@@ -131,7 +131,9 @@ def command(
         remark(ctx, f"{directory}: {what}")
     if outcome.busy:
         busy = counted(outcome.busy, "quarantined run")
-        remark(ctx, f"{directory}: another process is working on {busy}; try again later")
+        remark(
+            ctx, f"{directory}: another process is working on {busy}; run again after it has ended"
+        )
     remark_unrecorded(ctx, outcome.unrecorded)
     if dry_run:
         remark(ctx, "Dry run: nothing was restored")
@@ -156,7 +158,7 @@ def _directory(ctx: click.Context, quarantine: str) -> Path:
     config = ctx.obj.config
     url = parse_url(quarantine, load_config(None if config is None else str(config)))
     if url.scheme != "file":
-        raise click.UsageError(f"{quarantine}: not a directory; QUARANTINE must be a directory")
+        raise click.UsageError(f"{quarantine}: not a directory; give the path of a quarantine")
     return Path(url.path)
 
 

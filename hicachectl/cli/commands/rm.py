@@ -307,7 +307,8 @@ def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
 
     if options["before"] is not None and "mtime_ns" not in store.traits.columns:
         raise UnsupportedByBackend(
-            f"{store.url}: the store keeps no timestamps, so --before cannot be used"
+            f"--before: {store.url} keeps no timestamps; choose pages by --pages, --model or "
+            "--state"
         )
 
 

@@ -62,6 +62,7 @@ def command(
     with a profile, statistics of the values per layer.
     """
     from hicachectl.cli.output import write_document
+    from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.verify.inspection import inspect_page
 
@@ -72,11 +73,7 @@ def command(
         profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
     if profile is None:
-        remark(
-            ctx,
-            "No --profile: pages are compared with each other, so a pool missing everywhere goes "
-            "unnoticed",
-        )
+        remark(ctx, f"No --profile: {PAGES_COMPARED}")
     write_document(
         report.document,
         rows=report.objects,

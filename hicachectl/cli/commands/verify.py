@@ -280,8 +280,8 @@ def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[st
         raise click.UsageError(f"--identity: {store.url} has no field {unknown[0]}; it has {known}")
     if options["repair"] != "none" and not store.traits.deletes:
         raise click.UsageError(
-            f"--repair: objects of {store.url} cannot be deleted; copy its sound pages to another "
-            "store with hicachectl migrate"
+            f"--repair: objects cannot be deleted from {store.url}; copy its whole pages to "
+            "another store with hicachectl migrate"
         )
     if not (options["stamp"] or options["weights_version"]):
         return
@@ -289,7 +289,7 @@ def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[st
 
     if not isinstance(store, SideFiles):
         raise click.UsageError(
-            f"--stamp, --weights-version: {store.url} has no directory for a stamp"
+            f"--stamp, --weights-version: {store.url} has no directory for a stamp; leave them out"
         )
     if options["stamp"]:
         from hicachectl.profiles.stamps import check_stamp_place

@@ -173,6 +173,6 @@ def _say(ctx: click.Context, outcome: GroupReport, options: dict[str, Any]) -> N
     if outcome.kept:
         remark(ctx, f"Kept {counted(outcome.kept, 'page')}: rewritten during the repair")
     if outcome.remaining:
-        remark(ctx, f"{counted(outcome.remaining, 'page')} not removed; run the command again")
+        remark(ctx, f"{counted(outcome.remaining, 'page')} not removed; run again")
     for key, message in outcome.failures:
         remark(ctx, f"{key}: {message}")

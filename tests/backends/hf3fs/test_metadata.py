@@ -252,6 +252,7 @@ def test_nobody_there_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
-        StoreUnavailable, match="refused: no service listens there; check that the server runs"
+        StoreUnavailable,
+        match="refused: no service listens there; check that the server is running",
     ):
         MetadataClient(f"http://127.0.0.1:{port}").exists(0, "kv", ["a"])

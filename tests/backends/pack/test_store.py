@@ -428,7 +428,7 @@ def test_a_pack_has_keys_of_one_grammar(path: Path, arena: Arena) -> None:
         opened(path, arena, create=True, keys="hf3fs")
     with pytest.raises(UsageError, match="mooncake keys, not file"):
         open_store(f"pack://{path}?keys=file")
-    with pytest.raises(UsageError, match="unknown key scheme"):
+    with pytest.raises(UsageError, match="Key scheme: "):
         open_store(f"pack://{path}?keys=s3", create=True)
 
 
@@ -453,9 +453,9 @@ def test_what_is_no_pack_is_refused_and_left_alone(tmp_path: Path, arena: Arena)
         "c": b"\x89H",
     }.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(FormatError, match=f"{tmp_path / name}: is not a pack"):
+        with pytest.raises(FormatError, match=f"{tmp_path / name}: not a pack"):
             opened(tmp_path / name, arena)
-    with pytest.raises(FormatError, match="is not a pack"):
+    with pytest.raises(FormatError, match="not a pack"):
         opened(tmp_path / "b", arena, create=True)
     assert (tmp_path / "b").read_bytes().startswith(b"text")
     for name, text in {"none": "No such file.*; check the path", ".": "not a regular file"}.items():

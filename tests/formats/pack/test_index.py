@@ -101,7 +101,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "unequal planes": ({"nbytes": 101}, "unequal size"),
     "no key": ({"key": b""}, "empty or too long key"),
     "key too long": ({"key": b"k" * 70_000, "length": 71_000}, "empty or too long key"),
-    "key twice": ({"key": KEYS[0]}, "a repeated key"),
+    "key twice": ({"key": KEYS[0]}, "a key that occurs twice"),
     "overlapping": ({"offset": 40 + HEAD}, "overlaps"),
     "disordered": ({"offset": 32 + 10 * HEAD}, "overlaps"),
 }
@@ -159,7 +159,7 @@ def test_other_columns_and_dictionaries_are_refused() -> None:
     ("changed", "text"),
     [
         ({"hicachectl.grammar": "s3"}, "s3"),
-        ({"hicachectl.pack": "2"}, "does not have form 1"),
+        ({"hicachectl.pack": "2"}, "its index has form 2, but this version reads form 1"),
         ({"hicachectl.profile": b"\xff"}, "not valid UTF-8"),
         ({"hicachectl.version": None}, "lacks"),
     ],
