@@ -1,8 +1,7 @@
 """Read untrusted files up to a size limit, whole or line by line.
 
-A file that an option names may be a pipe (`<(...)`) or a device (/dev/stdin): reading stops at the
-limit. A file whose name comes from another file must be regular, because opening a FIFO would wait
-for a writer.
+An option may name a pipe (`<(...)`) or device (/dev/stdin): reading stops at the limit. A file that
+another file names must be regular: opening a FIFO would wait for a writer.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def read_bounded(
 ) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
-    what: the expected kind, such as "a profile". regular: refuse a file that is not regular.
+    what: the expected kind, such as "a profile". regular: refuse other files.
     where: the file's name in messages; default: its path. refusal: raised for every failure;
-    default: UsageError if the file cannot be read, FormatError if it is too large.
+    default: UsageError if unreadable, FormatError if too large.
     """
     name = where or str(path)
     try:

@@ -1,4 +1,4 @@
-"""Copy bytes into open files, from memory or from another file; the kernel copies if it can."""
+"""Copy bytes into open files, from memory or another file, in the kernel if possible."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import threading
 from hicachectl.backends.disk.durable import UNSUPPORTED
 
 # Bytes per call, which fit the processor's cache. Larger calls cost up to four times the processor
-# time of the copy, because Linux (6.18, ext4) searches the page cache for large folios.
+# time: Linux (6.18, ext4) searches the page cache for large folios.
 WRITE_BYTES = 256 << 10
-# The writeback of files of at least this size starts at once, which makes the sync of the batch
-# short. For smaller files the calls cost more than they save.
+# Writeback of files of at least this size starts at once, to shorten the batch's sync. For smaller
+# files the calls cost more than they save.
 _EARLY_BYTES = 256 << 10
-# Errors of copy_file_range if it is missing, or does not work between two file systems.
+# Errors of copy_file_range if missing, or unable to copy between file systems.
 _NOT_BY_THE_SYSTEM = UNSUPPORTED | {errno.EXDEV}
 
 _SYNC_FILE_RANGE_WRITE = 2

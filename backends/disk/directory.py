@@ -1,9 +1,7 @@
 """Directories used through their descriptors, without following links.
 
-An option (STORE, --quarantine, the parent of --lock) may name a directory through links. Each
-directory or file below is opened relative to its parent, without following links or waiting for a
-FIFO. Entries must be regular files or directories of trusted owners; any other entry raises
-UntrustedError.
+An option (STORE, --quarantine, the parent of --lock) may name a directory through links. Every
+entry below is opened relative to its parent, without following links or waiting for a FIFO.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ _KINDS = {
 
 
 class Trust:
-    """The users whose files below a directory are trusted.
+    """Users whose files below a directory are trusted.
 
-    They are this process's user, root, the directory's owner and, if the directory's group may
-    write, the members of that group. A file system can give new files another owner (NFS with root
-    squash): a process that may write creates a file to learn that owner.
+    They are this process's user, root, the directory's owner and, if its group may write, the
+    group's members. Some file systems (NFS with root squash) give new files another owner: a
+    process that may write creates a file to learn that owner.
     """
 
     def __init__(self, facts: os.stat_result, *, writes: bool) -> None:
-        """Derive the users from a directory's stat. writes: a file may be created to learn more."""
+        """Derive the users from a directory's stat. writes: a file may be created."""
         self.permissions = Permissions.within(facts)
         self._may_probe = writes
         self._owners = {_ROOT, os.geteuid(), facts.st_uid}
@@ -53,7 +51,7 @@ class Trust:
         self._group_shows = not facts.st_mode & stat.S_IWOTH
 
     def includes(self, facts: os.stat_result, directory: int) -> bool:
-        """Return whether a file's owner is trusted. directory: the descriptor of its parent."""
+        """Return whether a file's owner is trusted. directory: its parent's descriptor."""
         if facts.st_uid in self._owners or self._is_of_group(facts):
             return True
         if self._may_probe:
@@ -89,14 +87,14 @@ def _owner_of_new_files(directory: int) -> set[int]:
 
 
 class Directory:
-    """An open directory; entries are opened relative to its descriptor.
+    """An open directory.
 
-    path: for messages only. All methods raise OSError, and UntrustedError for an entry that is a
-    link, is not of the requested kind, or has an untrusted owner.
+    path: for messages only. All methods raise OSError, and UntrustedError for an entry that is not
+    a regular file or directory, not of the requested kind, or has an untrusted owner.
     """
 
     def __init__(self, descriptor: int, path: str, trust: Trust) -> None:
-        """Take over the descriptor of a directory; `close` closes it."""
+        """Take over a directory's descriptor; `close` closes it."""
         self.descriptor = descriptor
         self.path = path
         self.trust = trust
@@ -104,15 +102,15 @@ class Directory:
 
     @classmethod
     def named(cls, path: str, *, writes: bool, trust: Trust | None = None) -> Self:
-        """Open a directory that an option names; links in the path are followed.
+        """Open a directory that an option names, following links.
 
-        trust: the trust of the directory's store; default: derived from the directory.
+        trust: the store's; default: derived from the directory.
         """
         descriptor = os.open(path, _OPEN_NAMED)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
 
     def close(self) -> None:
-        """Close the descriptor, which also ends a lock of the directory."""
+        """Close the descriptor, which ends a lock."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -126,7 +124,7 @@ class Directory:
     # reading
 
     def entries(self) -> dict[str, os.stat_result]:
-        """Return the stat of each entry by name, sorted by name, without checks."""
+        """Return the stat of each entry, sorted by name, without checks."""
         own = os.open(".", _OPEN_DIRECTORY, dir_fd=self.descriptor)  # a separate read position
         found = {}
         try:
@@ -139,7 +137,7 @@ class Directory:
         return dict(sorted(found.items()))
 
     def checked_entries(self) -> dict[str, os.stat_result]:
-        """Return the stat of each entry by name, after `check` of every entry."""
+        """Return `entries` after `check` of each."""
         found = self.entries()
         for name, facts in found.items():
             self.check(name, facts)
@@ -203,7 +201,7 @@ class Directory:
         return os.path.join(self.path, name)  # noqa: PTH118 - names that are not UTF-8
 
     def open_lock(self, name: str) -> int:
-        """Open a file for locking, creating a missing one; return the descriptor."""
+        """Open or create a file for locking; return the descriptor."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
             # In a sticky directory the system may refuse O_CREAT for another user's file.
@@ -228,7 +226,7 @@ class Directory:
     def make_directory(self, name: str, *, exist_ok: bool = False) -> Directory:
         """Create a directory durably and open it.
 
-        Its permissions are at most the permissions of this directory and of `trust.permissions`.
+        Its permissions are within this directory's and `trust.permissions`.
         """
         try:
             os.mkdir(name, self._readable & 0o777 | 0o700, dir_fd=self.descriptor)
@@ -259,8 +257,7 @@ class Directory:
     def _give_away(self, descriptor: int) -> None:
         """Give a new entry this directory's group and, as root, this directory's owner.
 
-        The owner is not set if `trust.permissions` forbids it. If the group cannot be set, the
-        entry's group gets no more rights than everyone.
+        The owner is not set if `trust.permissions` forbids it.
         """
         owner = self._facts.st_uid
         if not self.trust.permissions.may_own(owner):
@@ -284,7 +281,7 @@ class Directory:
         return is_named(self.descriptor, name, parent.descriptor)
 
     def lock(self) -> bool:
-        """Lock the directory until it is closed; return False if another process has the lock.
+        """Lock the directory until `close`; return False if another process has the lock.
 
         Returns True on a file system without locks.
         """

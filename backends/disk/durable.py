@@ -1,7 +1,7 @@
 """Durable names, atomically written files, and locks.
 
-Two writers do not use `new_file`, for speed: `FileStore` syncs a batch of objects with one syncfs,
-and a pack is appended to in place, with one fdatasync per batch.
+For speed, two writers do not use `new_file`: `FileStore` syncs a batch with one syncfs, and a pack
+is appended to in place, with one fdatasync per batch.
 """
 
 from __future__ import annotations
@@ -105,10 +105,9 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
 
 
 def move_noreplace(source: int | None, old: bytes, target: int | None, new: bytes) -> None:
-    """Rename a file without replacing; if the system lacks that call, link and unlink the file.
+    """Call `rename_noreplace`; if the system lacks the call, link and unlink the file.
 
-    Parameters and errors are those of `rename_noreplace`. A crash between link and unlink leaves
-    the file with both names.
+    A crash between link and unlink leaves both names.
     """
     if not rename_noreplace(source, old, target, new):
         os.link(old, new, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -128,16 +127,16 @@ def new_file(
     replaces: bool = True,
     durable: bool = True,
 ) -> Iterator[int]:
-    """Yield the descriptor of a new file. The file gets its name when the block ends normally.
+    """Yield a new file's descriptor; the file gets its name when the block ends normally.
 
-    mode:      permissions of the file while it is written, less the umask.
+    mode:      permissions while the file is written, less the umask.
     partial:   temporary name in the same directory; default: random.
     directory: descriptor that `path` is relative to.
     replaces:  replace an existing file; else raise FileExistsError.
     durable:   sync the bytes before the rename, and the name after it.
     Raises OSError.
     """
-    # Do not derive this name from the file's name, which may already have the maximum length.
+    # Not derived from the file's name, which may have the maximum length.
     partial = partial or f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp"
     partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
     descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)
@@ -169,12 +168,12 @@ def whole_file(
     permissions: int | None = None,
     readable_by: Permissions | None = None,
 ) -> Iterator[IO[Any]]:
-    """Yield a stream. When the block ends normally, its content replaces the file `path`.
+    """Yield a stream whose content replaces `path` when the block ends normally.
 
-    A symbolic link is followed. A device or pipe is written directly.
+    Symbolic links are followed. Devices and pipes are written directly.
     mode: "w" writes UTF-8. durable: as in `new_file`.
-    permissions: default: the replaced file's permissions, else 0o666 less the umask.
-    readable_by: a new file gets no more than these permissions.
+    permissions: default: the replaced file's, else 0o666 less the umask.
+    readable_by: at most these permissions for a new file.
     Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.
     """
     encoding = None if "b" in mode else "utf-8"

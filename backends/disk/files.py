@@ -33,7 +33,7 @@ def check_key(key: bytes) -> None:
 
 
 def are_plain(keys: list[bytes]) -> bool:
-    """Test quickly that `check_key` accepts all keys; False means that each must be checked."""
+    """Return True if a quick test shows that `check_key` accepts all keys."""
     joined = b"".join(keys)
     return (
         b"/" not in joined and b"\0" not in joined and len(min(keys, key=len, default=b"...")) > 2

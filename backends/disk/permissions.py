@@ -16,8 +16,8 @@ _LIST = 0o5  # rights on a directory that suffice to list and open its files
 class Permissions:
     """Permission bits, with the group that the group bits apply to.
 
-    group: None if the sources have several groups. owner: the only user who may own a copy; None if
-    every user may, NOBODY if the sources have several owners. The owner's bits are always 0o700.
+    bits: the owner's are always 0o700. group: None if the sources have several groups. owner: the
+    only user who may own a copy; None: any user; NOBODY: the sources have several owners.
     """
 
     bits: int = 0o777
@@ -64,7 +64,7 @@ class Permissions:
 
 
 def with_foreign_group(mode: int) -> int:
-    """Return the mode of a copy in another group, without the rights of the source's group."""
+    """Return the mode of a copy in another group, without the source group's rights."""
     return stat.S_IMODE(mode) & (~0o070 | (mode & 0o007) << 3)
 
 

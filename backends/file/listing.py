@@ -43,10 +43,9 @@ class SkippedEntries:
 def scan_directory(
     directory: int, path: str, schema: Any, left_out: SkippedEntries
 ) -> Generator[Any, None, None]:
-    """Yield the regular files of a directory as batches with a scan's schema.
+    """Yield a directory's regular files as batches with a scan's schema.
 
-    directory: a descriptor. path: the same directory. left_out: counts skipped entries. Raises
-    OSError.
+    directory: the descriptor of `path`. left_out: counts skipped entries. Raises OSError.
     """
     read = batch_reader(directory, path, schema)
     pending: deque[Any] = deque()
@@ -88,7 +87,7 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
 
 
 def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]], Any]:
-    """Return the cheapest function that takes names and returns a batch with `schema`."""
+    """Return the cheapest function from names to a batch with `schema`."""
 
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
@@ -105,7 +104,7 @@ def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]]
 
 
 def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
-    """Return a batch with size and mtime, from Arrow's stat, which releases the GIL."""
+    """Return a batch with size and mtime from Arrow's stat."""
     prefix = path + "/"
     infos = LocalFileSystem().get_file_info([prefix + name for name in names])
     sizes = [info.size for info in infos]

@@ -1,4 +1,4 @@
-"""Rename files between a store's directory and another directory, such as a quarantine."""
+"""Renames between a store's directory and another directory, such as a quarantine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FileMover(Mover):
-    """Mover between a store's directory and a quarantine's directory."""
+    """Mover of a file store."""
 
     def __init__(
         self,
@@ -29,8 +29,7 @@ class FileMover(Mover):
     ) -> None:
         """Use the descriptors of two directories.
 
-        here: the store's directory. there: the other directory, which `close` closes.
-        status_of: `FileStore._failed`.
+        here: the store's. there: the other, which `close` closes. status_of: `FileStore._failed`.
         """
         self._here = here
         self._there = there
@@ -61,7 +60,7 @@ class FileMover(Mover):
             return Status.OK
         # A writer renamed another file to the key between the two calls.
         if self.put_back(name, key) == Status.EXISTS:
-            os.unlink(target, dir_fd=self._there)  # a writer has replaced the key once more
+            os.unlink(target, dir_fd=self._there)  # a writer replaced the key again
         return Status.CHANGED
 
     def put_back(self, name: str, key: bytes) -> Status:
@@ -108,13 +107,13 @@ class FileMover(Mover):
         self._into_store = into_store
 
     def close(self) -> None:
-        """Close the descriptor of the other directory."""
+        """Close the other directory."""
         descriptor, self._there = self._there, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _missing(self, error: OSError) -> Status:
-        """Return GONE for a missing file; raise every other error."""
+        """Return GONE for a missing file; raise other errors."""
         if self._status_of(0, error, {}) == Status.GONE:
             return Status.GONE
         raise error

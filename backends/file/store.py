@@ -1,9 +1,9 @@
-"""SGLang's file store: one directory with one file per object; the file name is the key.
+"""SGLang's file store: a directory with one file per object, named by the key.
 
-Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects.
-Symbolic links are not followed; sub-directories, such as our `.hicachectl`, are ignored.
+Source: sglang srt/mem_cache/hicache_storage.py :: HiCacheFile. Only regular files are objects:
+symbolic links are not followed; sub-directories, such as our `.hicachectl`, are ignored.
 Temporary files of unfinished writes (SGLang: `.<32 hex>.tmp`, hicachectl:
-`.hicachectl-<32 hex>.tmp`) are listed like objects, so that a check can report them.
+`.hicachectl-<32 hex>.tmp`) are listed like objects, for a check to report.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         self._use_owner(facts)
 
     def _use_owner(self, facts: os.stat_result) -> None:
-        """Set the owner of new files: if this process is root, the directory's owner."""
+        """As root, give new files the directory's owner and group."""
         self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
         self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
         self._new = _Ownership(0o666, self._owner)
@@ -164,9 +164,9 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the directory of a `file:` URL, or create it, as SGLang does.
+        """Open or create the directory of a `file:` URL, as SGLang does.
 
-        `close` removes a created directory that is still empty. Raises StoreUnavailable.
+        `close` removes new directories that are still empty. Raises StoreUnavailable.
         """
         try:
             made = make_directories(url.path)
@@ -180,7 +180,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return store
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return the permissions common to all files read and to the directory."""
+        """Return the permissions common to the directory and all files read."""
         directory = Permissions.within(os.fstat(self._directory))
         return directory if listing else self._seen.both(directory)
 
@@ -203,7 +203,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
                 raise self._unavailable(error) from error
 
     def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
-        """Record the permissions common to all files of a call; modes: their bitwise AND."""
+        """Record the permissions common to a call's files; modes: their bitwise AND."""
         group = groups.pop() if len(groups) == 1 else None
         owner = owners.pop() if len(owners) == 1 else NOBODY
         seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
@@ -226,7 +226,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             return here.directory(name) if here.has(name) else None
 
     def trust(self, *, writes: bool) -> Trust:
-        """Return the trust derived from the store's directory."""
+        """Return the trust of the store's directory."""
         return Trust(os.fstat(self._directory), writes=writes)
 
     def close(self) -> None:
@@ -239,10 +239,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
                     os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List every regular file; the version consists of inode, mtime, ctime and size.
-
-        If stat fails for a file, the file is listed with null columns.
-        """
+        """List every regular file; its columns are null if its stat fails."""
         self._left_out = SkippedEntries()
         schema = scan_schema(columns)
         try:
@@ -263,7 +260,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read whole files, except files whose size is not the row's capacity."""
+        """Read whole files whose size equals the row's capacity."""
         memory = self.memory(offsets, capacities, len(rows))
         statuses = np.zeros(len(rows), dtype=np.uint8)
         nbytes = np.full(len(rows), -1, dtype=np.int64)
@@ -271,8 +268,8 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         errors: dict[int, str] = {}
         sizes = [-1] * len(rows)
         modes, groups, owners = 0o777, set[int](), set[int]()
-        # Most of the cost of reading small objects is this loop: look up attributes once, and
-        # check healthy keys together.
+        # This loop dominates reads of small objects: look up attributes once, and check keys
+        # together.
         pack, read, here = VERSION.pack_into, self._read, self._directory
         keys = keys_of(rows)
         check = None if are_plain(keys) else check_key
@@ -309,7 +306,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system start reading files that are not in memory yet."""
+        """Let the system start reading files not yet in memory."""
         for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
             with suppress(OSError):  # the read will report the error
                 check_key(key)
@@ -353,7 +350,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         if_absent: bool,
         preserve: bool = False,
     ) -> Result:
-        """Let the system copy files, then sync and rename them as `write_from` does."""
+        """Let the system copy files, then sync and rename them as in `write_from`."""
         if not isinstance(source, FileStore):
             raise UnsupportedByBackend(
                 f"{self.url}: cannot copy objects directly from {source.url}"
@@ -383,9 +380,9 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         *,
         if_absent: bool,
     ) -> Result:
-        """Create temporary files, sync all, then rename them to their keys.
+        """Create, sync and rename temporary files.
 
-        stage: creates one row's file; returns its name, or a status.
+        stage: creates a row's file; returns its name, or a status.
         """
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -423,7 +420,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return Result(statuses, errors)
 
     def delete(self, rows: Rows) -> Result:
-        """Unlink files durably; a server can finish reading a file that is open."""
+        """Unlink files durably; a server can finish reading an open file."""
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -466,14 +463,15 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             raise self._unavailable(error) from error
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys are regular files, with one stat per key."""
+        """Return which keys are regular files, by one stat each."""
         keys = keys_of(rows)
         return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Set modification times to now: a server that starts later evicts in the order of times.
+        """Set modification times to now.
 
-        A running server keeps its own order in memory.
+        Servers that start later evict in the order of these times; running servers keep their own
+        order in memory.
         """
         now = time.time_ns()
         touched = np.zeros(len(rows), dtype=np.bool_)
@@ -488,7 +486,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return touched
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few files again, with one stat per file."""
+        """List a few files again, by one stat each."""
         names = [os.fsdecode(key) for key in keys_of(rows) if is_file_name(key)]
         try:
             batch = ask_each(self._directory, scan_schema(columns), names)
@@ -639,7 +637,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
             os.replace(temporary, key, src_dir_fd=here, dst_dir_fd=here)
 
     def _sync_data(self, names: Collection[bytes]) -> None:
-        """Sync files by one syncfs if possible, which is far cheaper than an fsync per file."""
+        """Sync files by one syncfs if possible, far cheaper than an fsync per file."""
         if sync_file_system(self._directory):
             return
         for name in names:
@@ -671,7 +669,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         statuses: np.ndarray[Any, np.dtype[np.uint8]],
         errors: dict[int, str],
     ) -> bool:
-        """Return whether a sync succeeds; if not, rows that are OK get the error."""
+        """Return whether a sync succeeds; if not, OK rows get the error."""
         try:
             sync()
         except OSError as error:

@@ -1,7 +1,7 @@
-"""Data client of a Mooncake cluster: a guest, which contributes no segment.
+"""Data client of a Mooncake cluster: a guest, without a segment.
 
-Objects on our own segment would vanish when our process ends. Every read grants a lease: until the
-lease ends, the object is not evicted and cannot be removed.
+Objects on our own segment would vanish with our process. Every read grants a lease: until it ends,
+the object is neither evicted nor removable.
 Source: Mooncake mooncake-store/include/types.h :: ErrorCode; calls tried on
 mooncake-transfer-engine 0.3.13.
 """
@@ -39,9 +39,9 @@ CHECKSUM_FAILED = -801
 RPC_FAILED = -900
 RPC_TIMEOUT = -901
 NOT_AVAILABLE = -1010
-# The object itself may be fine: a later read may succeed.
+# A later read may succeed.
 NOT_TRANSFERRED = (LEASE_EXPIRED, TRANSFER_FAILED, CHECKSUM_FAILED)
-# Codes if the master cannot be reached: no result of the call is valid.
+# Codes if the master is unreachable: no result of the call is valid.
 LOST = (RPC_FAILED, RPC_TIMEOUT, NOT_AVAILABLE)
 
 MESSAGES = {
@@ -60,8 +60,7 @@ MESSAGES = {
 }
 _LOCAL_BUFFER_BYTES = 16 << 20  # as in SGLang; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0
-# Time limit of one request to the master, unless the environment sets it; Mooncake's default is
-# 30 s.
+# Time limit of a request to the master, unless the environment sets it; Mooncake's default: 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
 # Niceness of threads in large transfers: Mooncake's busy loop would take a core from the copying
@@ -154,7 +153,7 @@ class MooncakeClient:
     ) -> Codes:
         """Write objects from registered memory; existing objects stay, but their code is also 0.
 
-        pin_seconds: duration of the pins; default: the master's --default_kv_soft_pin_ttl.
+        pin_seconds: as in `MooncakeStore.pin_writes`.
         """
         configuration = self._configuration()
         if pin:
@@ -175,7 +174,7 @@ class MooncakeClient:
         return self._call("batch_remove", keys)
 
     def lease(self, keys: Sequence[str]) -> Codes:
-        """Return 1 for objects that exist, else 0. Grants leases, which delay eviction."""
+        """Return 1 for existing objects, else 0. Grants leases."""
         return self._call("batch_is_exist", keys)
 
     def size(self, key: str) -> int:
@@ -276,7 +275,7 @@ def _reach(master: str) -> None:
 def _with_port(hostname: str) -> str:
     """Add a free port to our host name; without a port, `setup` tries 20 ports and fails.
 
-    A name with a colon has a port, or is an IPv6 address, which Mooncake accepts without a port.
+    A name with a colon has a port, or is an IPv6 address, which needs none.
     """
     if ":" in hostname:
         return hostname

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
 TIMEOUT_S = 15.0  # seconds for a whole answer, or for each block of a listing
-# Measured with 100,000 keys of 83 bytes: URLs of 40 KiB took 20 % longer
-# than URLs of 80 KiB, URLs of 160 and 320 KiB took 10 % longer.
+# Measured with 100,000 keys of 83 bytes: compared with URLs of 80 KiB, URLs of 40 KiB took 20 %
+# longer, URLs of 160 and 320 KiB 10 %.
 # A second request in flight saved 20 to 25 %, a third nothing (the master has 4 threads).
 URL_BYTES = 80 << 10
 IN_FLIGHT = 2
@@ -52,7 +52,7 @@ _PROBE = "hicachectl-probe-"
 
 _INTERNAL_ERROR = -1
 _NOT_READY = -703
-# Codes of the errors, by their names in replies to a query of keys.
+# Codes by the errors' names in replies to a query of keys.
 _CODES = {
     "INTERNAL_ERROR": _INTERNAL_ERROR,
     "INVALID_KEY": -400,
@@ -152,7 +152,7 @@ _NO_BUFFERS = [_Buffer(0, 0, "")]
 class MasterAdmin:
     """HTTP client of one master; threads may share it. Every failure raises StoreUnavailable.
 
-    address: host:port of the metrics and admin service. timeout_s: seconds for a whole answer.
+    address: host:port of the metrics and admin service.
     """
 
     def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -230,7 +230,7 @@ class MasterAdmin:
         return answers.take(pa.array(places, pa.int64(), mask=~askable))
 
     def segments(self) -> list[Segment]:
-        """Return the memory segments of the cluster."""
+        """Return the cluster's memory segments."""
         reply = self._ok("/get_segments_detail")
         try:
             items = decode(_SEGMENTS, reply).segments
@@ -259,7 +259,7 @@ class MasterAdmin:
         )
 
     def _check_looking(self) -> None:
-        # The change that stopped the extension of leases also added `nof_values` to each answer.
+        # The change that stopped lease extension also added `nof_values` to each answer.
         # A query of a missing key grants no lease in any version.
         probe = _PROBE + secrets.token_hex(16)
         path = f"/batch_query_keys?keys={probe}"
@@ -274,7 +274,7 @@ class MasterAdmin:
         self._decoded(body)
 
     def _answers(self, keys: Any, texts: list[str]) -> Any:
-        """Query keys, all of which the master can answer, with several requests at a time."""
+        """Query keys that the master can answer, several requests at a time."""
         ends = np.cumsum(pc.binary_length(keys).to_numpy(zero_copy_only=False) + 1) // URL_BYTES
         cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(texts)]
         chunks = [texts[start:end] for start, end in pairwise(cuts) if end > start]
@@ -449,7 +449,6 @@ def _replicas(items: Sequence[_Item]) -> tuple[npt.NDArray[np.int64], Any, Any, 
 def _versions(
     items: Sequence[_Item], sizes: npt.NDArray[np.int64], fine: npt.NDArray[np.bool_]
 ) -> Any:
-    """Return versions: size, endpoints and address. Null for objects that are only on disk."""
     buffers = [item.values or _NO_BUFFERS for item in items]
     fields = np.empty((len(items), 3), dtype="<u8")
     fields[:, 0] = sizes

@@ -1,7 +1,7 @@
-"""Settings of a Mooncake cluster, from the store URL, SGLang's JSON config or its environment.
+"""Settings of a Mooncake cluster.
 
-Each URL parameter overrides one setting. The others come from one source, as in SGLang: the JSON
-file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH if set, else the MOONCAKE_* variables.
+Each parameter of the store URL overrides one setting. The others come from one source, as in
+SGLang: the JSON file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH if set, else the MOONCAKE_* variables.
 Source: sglang srt/mem_cache/storage/mooncake_store/mooncake_store.py :: MooncakeStoreConfig,
 MooncakeBaseStore._load_config; srt/environ.py.
 """
@@ -37,7 +37,7 @@ _PROTOCOL = re.compile(r"[A-Za-z0-9_+-]+")
 _FLAGS = {"true": True, "1": True, "yes": True, "y": True,
           "false": False, "0": False, "no": False, "n": False}  # fmt: skip
 
-# Names of the settings in SGLang's environment and in its JSON config.
+# Names of the settings in SGLang's environment and JSON config.
 _VARIABLES = {
     "master": "MOONCAKE_MASTER",
     "client": "MOONCAKE_CLIENT",
@@ -82,7 +82,7 @@ class MooncakeSettings:
 
 
 class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
-    """Settings of one source, with SGLang's defaults. Decoding checks only the types."""
+    """Settings of one source, with SGLang's defaults. Decoding checks only types."""
 
     master: str | None = None
     client: str | None = None
@@ -110,7 +110,6 @@ class _SettingsSource:
     stated: _SettingsForm
 
     def name(self, field: str) -> str:
-        """Return the source's name of a setting."""
         return self.where + self.names.get(field, field)
 
 
@@ -261,10 +260,7 @@ def _from_environment(environ: Mapping[str, str]) -> _SettingsSource:
 
 
 def _from_file(path: str, environ: Mapping[str, str]) -> _SettingsSource:
-    """Read SGLang's JSON config. Missing settings get SGLang's defaults.
-
-    Variables count only for the host name, and for the protocol if the config lacks one.
-    """
+    """Read SGLang's JSON config; variables count only for the host name and a missing protocol."""
     where = f"{CONFIG_VARIABLE} {path}"
     config = read_config(path, where)
     if "protocol" not in config and "MOONCAKE_PROTOCOL" in environ:

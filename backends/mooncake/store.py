@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
-_LEASE_RETRIES = 3  # of reads that take longer than their lease, as on a busy machine
+_LEASE_RETRIES = 3  # of reads that outlast their lease, as on a busy machine
 _TCP = "tcp"
 _CARD_READERS = 4  # not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)
@@ -73,7 +73,7 @@ _READ_BACK_BYTES = 64 << 20  # per call
 
 
 class MooncakeStore(Leases, Pins, RacyWrites, Touch):
-    """The default tenant's objects, accessed as a guest without a segment."""
+    """The default tenant's objects, accessed as a guest."""
 
     limits: Limits = Limits(
         batch_objects=128,  # SGLang's batches have 128 pages
@@ -147,10 +147,10 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     # listing
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
-        """List the default tenant's objects that have a readable replica.
+        """List the default tenant's objects with a readable replica.
 
-        Objects removed or incomplete when their size is queried are left out. Keys with a comma
-        cannot be queried: their size is null unless `allow_leases` is set.
+        Objects removed or incomplete when queried are left out. Keys with a comma cannot be
+        queried: their size is null unless `allow_leases` is set.
         """
         schema = scan_schema(columns)
         for keys in self._admin.key_batches(SCAN_ROWS):
@@ -176,7 +176,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return self._found(rows)[1]
 
     def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
-        """Return which objects are readable, and which have an unfinished write."""
+        """Return `exists` and `unfinished`."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)
@@ -196,7 +196,6 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return self._batch(schema, keys, self._admin.query(keys))
 
     def _batch(self, schema: Any, keys: Any, answer: Any) -> Any:
-        """Return a batch of existing keys and the master's answers."""
         unaskable = _unaskable(answer)
         sizes = answer.column("nbytes")
         if self.allow_leases and unaskable.any():
@@ -211,7 +210,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return scan_batch(schema, columns, len(columns["key"]))
 
     def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
-        """Query sizes with one call per key, which grants leases."""
+        """Query sizes key by key, which grants leases."""
         found = sizes.to_pylist()
         for place_ in places.tolist():
             key = _text(keys[place_].as_py())
@@ -305,8 +304,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
 
         If `confirms_writes` is False, nothing is read back: the status is OK even if another writer
         has put the key after our query. If `if_absent` is False, an existing object is removed
-        first, after readers' leases have ended.
-        A full cluster evicts objects without lease or pin; FULL means that this was not enough.
+        first, as in `delete`.
+        A full cluster evicts objects without lease or pin; FULL: this was not enough.
         """
         self.memory(offsets, sizes, len(rows))
         keys = _texts(rows)
@@ -362,7 +361,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return begun
 
     def _settle_begun(self, rows: Rows, places: IntArray, statuses: npt.NDArray[np.uint8]) -> None:
-        """Set EXISTS for objects that another writer has begun and not finished.
+        """Set EXISTS for objects that another writer has not finished.
 
         Our put of such a key reports success but stores nothing. If that writer was killed, the
         key is blocked for the master's --put_start_discard_timeout_sec.
@@ -404,7 +403,6 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def _read_copy(
         self, keys: Sequence[str], copy: Arena, offsets: IntArray, sizes: IntArray
     ) -> Codes:
-        """Read objects into separate memory."""
         client = self._data()
         client.register(copy.address, copy.nbytes)
         try:
@@ -420,7 +418,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         self._pins, self._pin_seconds = True, seconds
 
     def delete(self, rows: Rows) -> Result:
-        """Remove objects after readers' leases have ended; never force the removal."""
+        """Remove objects after readers' leases have ended; never force removal."""
         keys = _texts(rows)
         codes = np.full(len(rows), NOT_FOUND, dtype=np.int64)
         pending = np.flatnonzero([key is not None for key in keys])
@@ -501,13 +499,13 @@ def _texts(rows: Rows) -> list[str | None]:
 
 
 def _key_array(rows: Rows) -> Any:
-    """Return the keys of rows as one binary array."""
+    """Return the keys of rows as a binary array."""
     keys = rows.column("key")
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
 
 
 def _codes(answer: Any) -> Codes:
-    """Return the codes of the master's answer; 1 for keys that cannot be queried."""
+    """Return the master's codes; 1 for keys that cannot be queried."""
     codes: Codes = answer.column("code").fill_null(1).to_numpy().astype(np.int64)
     return codes
 

@@ -65,7 +65,7 @@ class PackContents:
 
 @dataclass(slots=True)
 class PackEntries:
-    """The objects of a pack, as growing columns; a repeated key replaces the earlier object.
+    """Objects of a pack, as growing columns; a repeated key replaces the earlier object.
 
     rows: index of each key in the columns. Threads may add and read concurrently.
     """
@@ -165,10 +165,10 @@ def open_pack(path: str, flags: int) -> int:
 
 
 def lock_pack(descriptor: int, path: str) -> None:
-    """Lock the pack for this writer until the descriptor is closed.
+    """Lock the pack until the descriptor is closed.
 
-    Raises StoreUnavailable if another process has the lock, or if the file was removed or replaced
-    since it was opened, because writes to it would be lost.
+    Raises StoreUnavailable if another process has the lock, or if the opened file was removed or
+    replaced: writes to it would be lost.
     """
     try:
         is_ours = lock(descriptor)
@@ -284,7 +284,7 @@ class RecordPlace:
 
     @classmethod
     def of(cls, record: Record, offset: int) -> RecordPlace:
-        """Return the place of a record, with the facts in its head."""
+        """Return the place of a record."""
         return cls(offset, record.length, record.nbytes, len(record.stored), record.digest)
 
 
@@ -300,8 +300,8 @@ class ObjectReader:
     def read(self, key: bytes, place: RecordPlace, out: memoryview) -> None:
         """Read an object into `out`, of `place.nbytes` bytes.
 
-        Raises OSError, FormatError if the record is damaged, OtherContentError if only its content
-        is damaged.
+        Raises OSError, FormatError if the record is damaged, OtherContentError if only the content
+        differs from its digest.
         """
         head_bytes = RECORD_BYTES + len(key)
         stored = place.length - head_bytes

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-# After a crash, a record with a valid head can have incomplete content, but only if it was written
-# after the last sync. Less than this is written between two syncs. Earlier content is checked when
-# it is read.
+# After a crash, records written since the last sync can have a valid head but incomplete content.
+# Less than this is written between two syncs. Earlier content is checked when it is read.
 CHECKED_TAIL_BYTES = 1 << 30
 _MOST_CHECKED_BYTES = 256 << 20  # per object, which must fit into memory
 _SEARCH_BYTES = 4 << 20
@@ -57,11 +56,11 @@ _COPY_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class ScannedPack:
-    """Contents of a pack according to its records, without its index.
+    """A pack's contents according to its records, without its index.
 
-    end: offset after the last whole record. cut_bytes: bytes after that offset. unfinished: whether
-    these bytes begin with an object's head. damaged_bytes: bytes between records.
-    damaged: number of checked objects whose content does not match their digest.
+    end: offset after the last whole record. cut_bytes: bytes after `end`. unfinished: whether they
+    begin with an object's head. damaged_bytes: bytes between records.
+    damaged: number of checked objects that do not match their digest.
     """
 
     pack_id: bytes
@@ -79,9 +78,8 @@ def walk(
 ) -> ScannedPack:
     """Read the heads of all records and check the content of the last ones.
 
-    on_bytes: called with the number of bytes just passed and the file's size. Damage between
-    records is skipped. Memory: about 500 bytes per object. Raises FormatError if the file is not a
-    pack.
+    on_bytes: called with the bytes just passed and the file's size. Damage between records is
+    skipped. Memory: about 500 bytes per object. Raises FormatError if the file is not a pack.
     """
     size = os.fstat(descriptor).st_size
     found = ScannedPack(read_header(descriptor, path))
@@ -176,8 +174,8 @@ def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> M
 class PackRepair:
     """Result of a repair or its dry run.
 
-    objects, nbytes: number of objects in the repaired pack, and bytes of their contents. damaged,
-    damaged_bytes, cut_bytes, unfinished: as in `ScannedPack`. was_valid: no repair was needed.
+    objects, nbytes: number and content bytes of the repaired pack's objects. was_valid: no repair
+    was needed. Others: as in `ScannedPack`.
     """
 
     objects: int
@@ -198,8 +196,8 @@ def repair(
 ) -> PackRepair:
     """Make a valid pack from all whole records, in place or as a new file.
 
-    In place, only a tail without a whole record is cut off. output: write a new file instead; the
-    pack stays unchanged. Raises UsageError if output exists, FormatError if nothing can be saved,
+    In place, only a tail without a whole record is cut off. output: a new file; the pack stays
+    unchanged. Raises UsageError if output exists, FormatError if nothing can be saved,
     StoreUnavailable if another process writes to the pack or a system call fails.
     """
     if output is not None and Path(output).exists():
@@ -253,8 +251,8 @@ def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair
 def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -> None:
     """Write a new pack atomically from the records of a pack.
 
-    Unlike in `new_file`, the temporary file is locked, and a later run replaces it. Killed runs
-    therefore leave at most one file, as large as the pack.
+    Unlike in `new_file`, the temporary file is locked, and a later run replaces it: killed runs
+    leave at most one file, as large as the pack.
     """
     import pyarrow as pa
 
@@ -291,7 +289,7 @@ def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -
 
 
 def _created(partial: Path) -> int:
-    """Create and lock the temporary file of a new pack; replace the file of a killed run.
+    """Create and lock the temporary file; replace a killed run's file.
 
     Raises OSError, and StoreUnavailable if another process writes to the file.
     """

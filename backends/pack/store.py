@@ -1,7 +1,7 @@
 """Packs as stores: one file with the objects and keys of another store, and its profile.
 
-A pack is read by its index and written by appending; `formats.pack` defines the format. A pack that
-is being written has no valid end: only its writer, which holds a lock, can read it.
+A pack is read by its index and written by appending; `formats.pack` defines the format. A pack
+being written has no valid end: only its writer, which holds a lock, can read it.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 SCAN_ROWS = 16384
-# Errors if the file system itself is unreachable: no answer about any object is valid.
+# As `disk.files.LOST`: the file system itself is unreachable.
 _LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 
 
 class _Listed:
-    """The objects of a valid pack, found by offset or by key."""
+    """Objects of a valid pack, found by offset or by key."""
 
     def __init__(self, finished: PackContents) -> None:
         self._entries = finished.entries
@@ -88,7 +88,6 @@ class _Listed:
         return found
 
     def places(self, rows: IntArray) -> list[RecordPlace]:
-        """Return the places of some objects."""
         picked = self._entries.take(pa.array(rows)).select(
             ["offset", "length", "nbytes", "planes", "digest"]
         )
@@ -116,7 +115,7 @@ class _Listed:
 
 
 class _OpenPack:
-    """The objects of a pack that is being written."""
+    """Objects of a pack being written."""
 
     def __init__(self, entries: PackEntries) -> None:
         self._entries = entries
@@ -139,7 +138,7 @@ class _OpenPack:
 class PackStore(Announces, Archive, FilePermissions, Resumable):
     """One pack file, open for reading or, by `create`, for writing.
 
-    Objects keep the keys of the store they came from, with that store's `grammar`.
+    `grammar`: of the store that the keys came from.
     """
 
     limits: Limits = Limits(
@@ -270,7 +269,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read and decompress objects, except those whose size is not their capacity.
+        """Read and decompress objects whose size equals the row's capacity.
 
         ERROR: the record differs from the index. DAMAGED: the content differs from its digest.
         """
@@ -331,7 +330,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             self._writer.may_finish = True
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Omit objects from the new index. Their bytes stay in the file."""
+        """Omit objects from the new index; their bytes stay in the file."""
         if self._writer is None:
             return super().undo_writes(rows)
         there = self._writer.withdraw(keys_of(rows))

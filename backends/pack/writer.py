@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.pack.planes import Plane
 
 _MOST_ENCODERS = 4
-# Space kept free for the index, so that a pack on a full disk can be finished: bytes for the head
-# of the index and the profile, at most 1/_INDEX_SHARE of the file system; and bytes per object.
+# Space kept free to finish a pack on a full disk: bytes for the index's head and the profile, at
+# most 1/_INDEX_SHARE of the file system; and bytes per object.
 _INDEX_BYTES = 1 << 20
 _INDEX_SHARE = 8
 _INDEX_ROW_BYTES = 512
@@ -78,8 +78,8 @@ _Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, con
 class PackWriter:
     """Writer of a locked pack file; threads may share it.
 
-    metadata: set by `use_metadata`, written before the next object. remarks: the state of an
-    unfinished pack when it was opened.
+    metadata: set by `use_metadata`, written before the next object. remarks: state of an unfinished
+    pack when opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -364,7 +364,7 @@ class PackWriter:
             at = self._end
             room = free_bytes(self.descriptor, len(self.entries))
             for record, head, planes in encoded:
-                # True if another thread has added the key, or the key occurs twice in this call.
+                # Added by another thread, or twice in this call.
                 is_there = record.key in self.entries.rows or record.key in added
                 if if_absent and is_there:
                     answers.append(Status.EXISTS)
@@ -407,9 +407,9 @@ class PackWriter:
 
 
 def free_bytes(descriptor: int, objects: int) -> int:
-    """Return the free bytes for new objects, less those for the index of the pack's objects.
+    """Return the bytes free for new objects, less those for the present objects' index.
 
-    Negative if the index of the present objects does not fit.
+    Negative if that index does not fit.
     """
     space = os.fstatvfs(descriptor)
     head = min(_INDEX_BYTES, space.f_blocks * space.f_frsize // _INDEX_SHARE)
@@ -417,7 +417,7 @@ def free_bytes(descriptor: int, objects: int) -> int:
 
 
 def _handfuls(indices: Iterator[int], objects: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Yield the indices in groups of bounded size, in order."""
+    """Yield indices in groups of bounded size, in order."""
     handful: list[int] = []
     nbytes = 0
     for index in indices:
