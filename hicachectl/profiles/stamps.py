@@ -76,7 +76,7 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     `read_stamp`, StoreUnavailable if the stamp cannot be written.
     """
     if not isinstance(store, SideFiles):
-        raise UnsupportedByBackend(f"{store.url}: cannot keep a stamp; remove --stamp")
+        raise UnsupportedByBackend(f"{store.url} has no directory for a stamp; leave out --stamp")
     name = _file_name(stamp.profile.key_model)
     document = _StampForm(_FORM, stamp.weights_version, profile_to_mapping(stamp.profile))
     with _opened(store, writes=True, makes=True) as directory:

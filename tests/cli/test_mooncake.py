@@ -76,7 +76,7 @@ def test_an_empty_cluster_is_said_to_be_empty(
 ) -> None:
     """A restarted master has forgotten every object."""
     out = invoke("verify", mooncake_cluster.url, "--profile", profile)
-    assert f"{cluster.url} is empty; check the URL" in out.stderr
+    assert f"{mooncake_cluster.url} is empty; check the URL" in out.stderr
     assert "nothing was checked" in out.stdout
     for command in (["ls"], ["ls", "--objects"], ["rm", "--model", "m", "--yes"]):
         invoke(command[0], mooncake_cluster.url, *command[1:])
