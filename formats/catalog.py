@@ -11,8 +11,8 @@ One row per object, with distinct keys. Columns:
     first_seen_ns  int64    Unix nanoseconds
     last_verified_ns int64  Unix nanoseconds
 
-File metadata: `hicachectl.catalog` (version of this form), `hicachectl.store` (URL of the store)
-and `hicachectl.identity` (comma-separated fields of identity, 8 bytes little-endian each).
+File metadata: `hicachectl.catalog` (version of this form), `hicachectl.store` (URL) and
+`hicachectl.identity` (comma-separated fields of identity, 8 bytes little-endian each).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Bounds on the sizes that a file claims, checked before memory is allocated for them.
+# Bounds on the sizes that a file claims, checked before allocation.
 _MOST_ROWS = 100_000_000
 _MOST_ROW_BYTES = 1024  # average over rows, all columns; keys have about 120 bytes
 
@@ -74,7 +74,7 @@ def write_catalog(catalog: Catalog) -> bytes:
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
-    """Parse a catalog. Raises FormatError for other data, before allocating memory for the rows."""
+    """Parse a catalog. Raises FormatError for other data, before allocating the rows."""
     import pyarrow.parquet as pq
 
     try:

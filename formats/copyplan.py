@@ -1,8 +1,8 @@
-"""Rectangular copies between two axis orders: for relayout, reshard, scatter and gather.
+"""Rectangular copies between two axis orders, for relayout, reshard, scatter and gather.
 
-A plan copies the overlap of two boxes of indices along named axes, each with its own axis order
-and strides. numpy executes plans in host memory (`kernels.relayout`); a Triton kernel executes them
-on a device (`kernels.copy_triton`).
+A plan copies the overlap of two boxes of indices along named axes, each with its axis order and
+strides. numpy executes plans on the host (`kernels.relayout`), Triton on a device
+(`kernels.copy_triton`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CopyPlan:
     axes: outermost first; at each index, `run` bytes are contiguous on both sides.
     offsets, steps: bytes; a copy begins at source_offset + s * source_step and at
         destination_offset + d * destination_step.
-    source, destination: index of the object, if there are several.
+    source, destination: object indices, if there are several.
     """
 
     axes: tuple[Axis, ...]
@@ -118,7 +118,7 @@ class Region:
 
     @property
     def box(self) -> tuple[object, ...]:
-        """The content of the region, without its location."""
+        """The region's content, without its location."""
         return self.space, tuple((extent.first, extent.length) for extent in self.extents)
 
     @property
@@ -148,9 +148,9 @@ def overlap(
 
 
 def compact(axes: Iterable[Axis], run: int) -> tuple[tuple[Axis, ...], int]:
-    """Sort axes in the destination's order, and join axes that are contiguous on both sides.
+    """Sort axes in the destination's order, and join those contiguous on both sides.
 
-    run: bytes of an item. Returns the remaining axes, outermost first, and the bytes of a run.
+    run: bytes of an item. Returns the axes left, outermost first, and the run's bytes.
     """
     left: list[Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.destination):

@@ -1,8 +1,8 @@
-"""Parse untrusted JSON and TOML, with bounds on the number of values and on their depth.
+"""Parse untrusted JSON and TOML, with bounds on the number and depth of values.
 
-The caller bounds the size of the text. The bounds here keep parsing time and memory proportional to
-that size. Without them, `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte
-for a table header of five bytes.
+The caller bounds the text's size; these bounds keep parsing time and memory proportional to it.
+Without them, `tomllib` needs quadratic time and memory for a dotted key, and a kilobyte for a
+five-byte table header.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three parts
 MAX_DEPTH = 64
 _MAX_REASON_CHARS = 200
 
-# Strings and comments: brackets, commas and dots in them are not structure. `tomllib` stops at an
-# unterminated string, so the text after one needs no match.
+# Strings and comments, which hold no structural brackets, commas or dots. `tomllib` stops at an
+# unterminated string, so text after one needs no match.
 _TOML_TEXT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""'
     r"|'''.*?'''"
@@ -80,7 +80,7 @@ def parse_json_object(
 def parse_toml(
     text: str, source: str, *, refusal: type[HicacheError] = FormatError
 ) -> dict[str, Any]:
-    """Parse untrusted TOML text. source: names the text in messages. Raises `refusal`."""
+    """Parse untrusted TOML text; arguments and errors as for `parse_json`."""
     structure = _TOML_TEXT.sub('""', text)
     tables = sum(structure.count(character) for character in "=[{")
     if tables > MAX_TABLES:
@@ -95,7 +95,7 @@ def parse_toml(
         raise refusal(f"{source}: a key has {parts} parts; at most {MAX_KEY_PARTS} are allowed")
     try:
         document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5,000 digits
+    except (ValueError, RecursionError) as error:
         raise refusal(f"{source}: not TOML: {_reason(error)}") from error
     _check_depth(document, source, refusal)
     return document

@@ -9,7 +9,7 @@ class HicacheError(Exception):
 
 
 class UsageError(HicacheError):
-    """Options or arguments that are refused, alone or together."""
+    """Options or arguments refused, alone or together."""
 
 
 class FormatError(HicacheError):
@@ -17,7 +17,7 @@ class FormatError(HicacheError):
 
 
 class ProfileError(FormatError):
-    """A profile, or a source of one, that is incomplete, contradictory or unsupported."""
+    """An incomplete, contradictory or unsupported profile, or source of one."""
 
 
 class UnsupportedByBackend(HicacheError):
@@ -29,7 +29,7 @@ class StoreUnavailable(HicacheError):
 
 
 class UntrustedError(StoreUnavailable):
-    """A link, special file or other user's file where only files of this tool belong."""
+    """A link, special file or other user's file where only this tool's files belong."""
 
 
 class DeviceError(HicacheError):

@@ -19,7 +19,7 @@ _V = TypeVar("_V")
 
 _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
-# msgspec raises UnicodeEncodeError for names, and for some texts, with a lone surrogate.
+# msgspec raises UnicodeEncodeError for names and some texts with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
 
 
@@ -28,8 +28,8 @@ def convert(
 ) -> _T:
     """Convert a parsed document to a struct without coercion: neither true nor 1.0 is an int.
 
-    source: names the document in messages. Raises `refusal`, whose message names each wrong field,
-    with the expected type and the value found.
+    source: names the document in messages. Raises `refusal`, naming each wrong field with
+    the expected type and the value found.
     """
     try:
         return msgspec.convert(document, form)
@@ -41,7 +41,7 @@ def convert(
 def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
     """Decode large JSON in one pass.
 
-    Raises FormatError, which gives the path of the first wrong field, not its value.
+    Raises FormatError with the path, but not the value, of the first wrong field.
     """
     try:
         return decoder.decode(text)
@@ -52,7 +52,6 @@ def decode(decoder: msgspec.json.Decoder[_V], text: bytes) -> _V:
 
 
 def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
-    """Yield a message per wrong field of a value; recurse into structs and lists."""
     arms = get_args(form) if get_origin(form) in _UNIONS else (form,)
     for arm in arms:
         if isinstance(value, dict) and _is_struct(arm):
@@ -62,7 +61,7 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
             for index, item in enumerate(value):
                 yield from _problems(item, get_args(arm)[0], f"{path}[{index}]")
             return
-    try:  # msgspec encodes a text before it compares; a lone surrogate cannot be encoded
+    try:  # msgspec encodes texts before comparing; lone surrogates cannot be encoded
         msgspec.convert(storable(value) if isinstance(value, str) else value, form)
     except _REFUSALS as error:
         yield f"{path}: {_expectation(error)}, found {shown(value)}".removeprefix(": ")
@@ -86,7 +85,6 @@ def _is_struct(form: Any) -> bool:
 
 
 def _expectation(error: Exception) -> str:
-    """Return what msgspec expected; the caller adds path and value."""
     text = str(error).partition(" - at ")[0].partition(", got ")[0].replace("`", "")
     for word, ours in ((" | null", ""), (" | ", " or "), ("array", "list"), ("object", "table")):
         text = text.replace(word, ours)

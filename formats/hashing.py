@@ -36,9 +36,9 @@ def page_hashes(
 
     token_ids: in 0..2^63-1; a token of several words is a tuple, or a row of a 2-D array.
     bigram:    hash pages of `page_size` pairs (t[i], t[i+1]), as servers with EAGLE do.
-    prior:     raw hash of the previous page, or a namespace seed. To continue a chain of `pages`
-               pages, give the tokens from index pages * page_size on. This holds for bigrams,
-               too: their pages share one token with the next page.
+    prior:     raw hash of the previous page, or a namespace seed. To continue after `pages`
+               pages, give the tokens from index pages * page_size on, also for bigrams: their
+               pages share one token with the next page.
 
     Raises FormatError naming the position of a bad token.
     """
@@ -49,7 +49,7 @@ def page_hashes(
 def page_hashes_hex(
     token_ids: Tokens, page_size: int, *, bigram: bool = False, prior: bytes | None = None
 ) -> list[str]:
-    """Return the hashes of `page_hashes` as in keys: 64 lowercase hex digits each."""
+    """Return `page_hashes` as in keys: 64 lowercase hex digits each."""
     text = _chain(_page_payloads(token_ids, page_size, bigram), prior).hex()
     width = 2 * HASH_BYTES
     return [text[start : start + width] for start in range(0, len(text), width)]
@@ -77,7 +77,7 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | Non
 
 
 def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return how many pages of a prompt a server can restore at most.
+    """Return the most pages of a prompt that a server can restore.
 
     The last token is always computed (managers/schedule_batch.py ::
     Req._compute_max_prefix_len); only the tokens before it form bigrams.
@@ -87,7 +87,7 @@ def restorable_pages(num_tokens: int, page_size: int, *, bigram: bool = False) -
 
 
 def tokens_to_restore(pages: int, page_size: int, *, bigram: bool = False) -> int:
-    """Return the number of tokens of the shortest prompt of which `pages` pages can be restored.
+    """Return the fewest tokens of a prompt with `pages` restorable pages.
 
     Inverse of `restorable_pages`; 0 for no pages.
     """
@@ -103,7 +103,7 @@ def _require_page_size(page_size: int) -> None:
 def _chain(payloads: Iterable[bytes], prior: bytes | None) -> bytes:
     if prior is not None and len(prior) != HASH_BYTES:
         raise FormatError(f"prior: must be {HASH_BYTES} bytes, but has {len(prior)}")
-    # A page can have one token, so this loop must be fast: it uses local names and few calls.
+    # A page can have one token, so this loop must be fast: local names, few calls.
     sha256 = hashlib.sha256
     hashes: list[bytes] = []
     append = hashes.append
@@ -157,7 +157,7 @@ def _units(token_ids: Tokens) -> npt.NDArray[np.int64]:
 
 
 def _units_one_by_one(token_ids: Tokens) -> npt.NDArray[np.int64]:
-    """Convert tokens that numpy cannot convert; the error names the first bad one."""
+    """Convert tokens that numpy cannot; the error names the first bad one."""
     units = [_words_of(token, position) for position, token in enumerate(token_ids)]
     width = len(units[0]) if units else 1
     for position, unit in enumerate(units):

@@ -1,8 +1,7 @@
 """The order of the axes inside one stored object.
 
-An object does not record its order, and its size is the same in all layouts. An object holds
-tensors without gaps. `formats.kinds` defines a pool's tensors; `formats.pools` places them in
-objects.
+An object holds tensors without gaps. It does not record their order, and has the same size in all
+layouts. `formats.kinds` defines a pool's tensors; `formats.pools` places them in objects.
 
 Source: SGLang srt/mem_cache/pool_host/ {mha,mla,dsa,mamba}.py, `get_data_page` (flat pages) and
 `get_page_buffer_meta` (objects of one part each).
@@ -26,7 +25,7 @@ DTYPE_BYTES = {
 # "uint8" marks structured bytes: scaled MLA rows, indexer blocks.
 TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1}
 
-# The outermost axes of each layout, if the tensor has them; other axes keep their order.
+# Each layout's outermost axes, if the tensor has them; other axes keep their order.
 _OUTERMOST = {
     "layer_first": ("layer", "token", "head"),
     "page_first": ("token", "layer", "head"),
@@ -83,13 +82,13 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A run of items of one dtype and meaning in each row of a tensor.
+    """Items of one dtype and meaning in each row of a tensor.
 
     offset:      bytes from the start of the row.
     axes, shape: of the items, outermost first.
     scale_floor: lowest legal fp32 scale; None if the items are not scales.
-    scales:      column of the scales of these codes; each scale serves equally many codes. Codes
-                 with a legal scale of 0 are not judged.
+    scales:      column of the scales of these codes, equally many codes per scale. Codes with a
+                 legal scale of 0 are not judged.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The object model, equal for all stores.
+"""The object model of all stores.
 
-A page hash and a `Coordinate` name an object; key codecs (`formats.keys`) convert both to the
-backend's key and back.
+A page hash and a `Coordinate` name an object; key codecs (`formats.keys`) convert between
+these and the backend's key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shard:
     dcp_page_size: int | None = None  # logical page size, in DCP keys only
     layers: tuple[int, int] | None = None  # half-open range of model layers (unified keys)
     heads: tuple[int, int] | None = None  # half-open range of head groups (unified, split heads)
-    ranked: bool = True  # False: the key has no field for a rank (MLA on Mooncake, up to 0.5.7)
+    ranked: bool = True  # False: the key has no rank field (MLA on Mooncake, up to 0.5.7)
 
     @property
     def ranks(self) -> tuple[int | None, ...]:
@@ -40,7 +40,7 @@ class Shard:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of the axes and of the DCP page; they distinguish deployments."""
+        """Sizes of the axes and the DCP page, which distinguish deployments."""
         return self.tp_size, self.pp_size, self.cp_size, self.dcp_size, self.dcp_page_size
 
     @property
@@ -66,11 +66,11 @@ class Shard:
 class Coordinate:
     """Identity of an object within its page.
 
-    model: served model name with "/" replaced by "-", as in the keys; "" if keys have no model.
+    model: served model name as in keys, "-" for "/"; "" if keys have no model.
     tag:   Mooncake `extra_backend_tag`; "" without one.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
     part:  piece of the pool in this object ("k", "temporal", ...); None for the whole page.
-           Exception: on Mooncake, SGLang names the part of an MLA object, K and V together, "k".
+           On Mooncake, SGLang names the part of an MLA object, K and V together, "k".
     """
 
     model: str

@@ -98,7 +98,7 @@ def pp_ranges(
     """Return the half-open layer range of each pipeline stage.
 
     Without `partition`, the last `num_layers % pp` stages have one more layer (get_pp_indices).
-    Raises ProfileError if a stage is empty, or if the partition does not have `pp` stages with
+    Raises ProfileError if a stage is empty, or the partition does not have `pp` stages of
     `num_layers` layers together.
     """
     if pp == 1:  # SGLang then ignores the partition
@@ -124,7 +124,7 @@ def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:
 
 
 def model_layer_count(profile: Profile) -> int:
-    """Return the target's number of layers: the sum of pp_partition, or the highest number + 1."""
+    """Return the target's layer count: the sum of pp_partition, or the highest number + 1."""
     if profile.pp > 1 and profile.pp_partition:
         return sum(profile.pp_partition)
     return max(
@@ -172,7 +172,7 @@ def pool_piece(
 def _piece_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return a rank's layers and the number of padding layers."""
+    """Return a rank's layers and number of padding layers."""
     # Only the last stage runs the draft (EAGLEWorkerV2._hosts_draft). Each CP rank holds all of it.
     hosts_draft = pp_rank == profile.pp - 1
     if pool.is_draft:
@@ -191,7 +191,7 @@ def _piece_layers(
 def _split_layers(
     profile: Profile, pool: Pool, pp_rank: int, cp_rank: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the target's layers of one stage and CP rank, and the number of padding layers."""
+    """Return a rank's target layers and number of padding layers."""
     layers = _stage_layers(profile, pool, pp_rank)
     if not profile.cp_layer_split or profile.cp == 1 or not pool_name(pool.name).cp_split:
         return layers, 0

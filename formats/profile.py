@@ -1,6 +1,6 @@
 """The profile: model, sharding and pools of the deployment that wrote a store.
 
-It describes the whole model before sharding; `formats.spec` derives the objects of a page. Files
+It describes the whole model before sharding; `formats.spec` derives a page's objects. Files
 are TOML, or JSON with the same keys.
 """
 
@@ -27,8 +27,7 @@ NEWEST_SGLANG = "0.5.23"
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
-# Bounds far above any deployment. They refuse mistyped and hostile profiles before memory of such
-# sizes is allocated.
+# Bounds far above any deployment: mistyped or hostile profiles are refused before allocation.
 MAX_RANKS = 4096  # along one axis
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
@@ -42,7 +41,7 @@ HASH_UNITS = ("token", "bigram")
 
 _NO_TEXT = "not valid Unicode (a lone surrogate)"
 
-# Fields of a pool that are numbers of at least 0, with their upper bounds.
+# Numeric fields of a pool, at least 0, with upper bounds.
 _COUNTS = {
     "packed_draft_layers": MAX_LAYERS,
     "kv_heads": MAX_LENGTH,
@@ -59,7 +58,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. `tp` is the attention TP size, as in the keys.
 
     inferred: built from a store's listing. Only model, topology, pools and object sizes are valid;
-    commands that interpret bytes refuse such a profile.
+    commands that interpret bytes refuse the profile.
     """
 
     model: str
@@ -116,7 +115,7 @@ def profile_from_mapping(document: Any, *, source: str = "profile") -> Profile:
 
 
 def dump_profile(profile: Profile) -> str:
-    """Return a profile as TOML, from which `parse_profile` returns an equal profile."""
+    """Return a profile as TOML; inverse of `parse_profile`."""
     import tomli_w
 
     return tomli_w.dumps(profile_to_mapping(profile))
@@ -129,10 +128,10 @@ def profile_to_mapping(profile: Profile) -> dict[str, Any]:
 
 
 def validate_profile(profile: Profile) -> list[str]:
-    """Return a message for every problem of a profile; an empty list if the profile is valid."""
+    """Return a message per problem of a profile; none if it is valid."""
     problems = [*_size_problems(profile)]
     if problems:
-        return problems  # the other checks calculate with these numbers
+        return problems  # other checks calculate with these numbers
     problems = [*_scalar_problems(profile), *_parallel_problems(profile)]
     if not profile.pools:
         return [*problems, "pools: missing; a profile needs at least the kv pool"]
@@ -152,7 +151,7 @@ def validate_profile(profile: Profile) -> list[str]:
 
 
 def above(name: str, value: int, most: int) -> Iterator[str]:
-    """Yield a message if a number is larger than its bound."""
+    """Yield a message if a number exceeds its bound."""
     if value > most:
         yield f"{name}: must be at most {most}, but is {shown(value)}"
 
@@ -292,7 +291,7 @@ def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text can be encoded: JSON allows lone surrogates, which cannot."""
+    """Return whether a text has no lone surrogates, which JSON allows."""
     try:
         text.encode()
     except UnicodeEncodeError:

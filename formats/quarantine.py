@@ -17,8 +17,8 @@ RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
 def is_quarantine(path: str, names: Iterable[str], exists: Callable[[str], bool]) -> bool:
     """Return whether a directory is a quarantine, or a run or folder of one.
 
-    names: entries of the directory. exists: returns whether a path exists; needed because the
-    record of a folder lies beside the folder.
+    names: entries of the directory. exists: whether a path exists; needed because a
+    folder's record lies beside it.
     """
     parts = path.rsplit("/", 2)[-2:]
     if parts == [".hicachectl", "quarantine"]:

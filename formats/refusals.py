@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-# Fields that a transfer cannot change: other values mean other pages or other bytes.
+# Fields that a transfer cannot change: other values mean other pages or bytes.
 _FIXED = {
     "page_size": "page hashes depend on the page size",
     "hash_unit": "page hashes depend on the hash unit",

@@ -1,8 +1,7 @@
-"""The content of objects, as regions of a page that do not depend on the deployment.
+"""The content of objects, as regions of a page independent of the deployment.
 
 A pool's content is indexed by model layer, KV head, token, channel and so on. An object holds
-boxes of this content: some layers, heads and state channels. The axis order determines the offset
-of a box in the object.
+boxes of it: some layers, heads and state channels. The axis order determines a box's offset.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _tensor_regions(
     tensor: TensorLayout,
     layers: list[Span],
 ) -> Iterator[Region]:
-    """Yield the boxes of one tensor: one per combination of spans along its axes."""
+    """Yield a box per combination of spans along the tensor's axes."""
     strides = tensor.strides
     spans: dict[str, list[Span]] = {
         axis: [(0, 0, length)] for axis, length in zip(tensor.axes, tensor.shape, strict=True)
@@ -78,7 +77,7 @@ def _tensor_regions(
 
 
 def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, ...]:
-    """Return the identity of the content to which an object's indices refer.
+    """Return the identity of the content that an object's indices refer to.
 
     DCP ranks hold different tokens of kv under equal indices. Contents of CP ranks may differ too,
     unless the ranks divide the layers.

@@ -1,9 +1,9 @@
-"""The prefixes of page chains that a server can restore, by the hit policies of its pools.
+"""Prefixes of page chains that a server can restore, by its pools' hit policies.
 
 A prefix of p pages is restorable if every pool has the pages that its policy needs: with ALL_PAGES,
 pages 0..p-1; with TRAILING_PAGES, the last `window` of these. Ranks agree on the longest prefix
-that all of them can restore. This is the maximum of the intersection of their lengths, not the
-minimum of their maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
+that all can restore: the maximum of the intersection of their lengths, not the minimum of their
+maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
 HiCacheFile.batch_exists_v2; storage/mooncake_store/mooncake_store.py ::
 MooncakeStore.batch_exists_v2; hybrid_cache/hybrid_cache_controller.py :: _sync_prefetch_hit_query.
 
@@ -46,7 +46,7 @@ def positions_of(offsets: IntArray) -> IntArray:
 
 
 def leading_runs(present: BoolArray, offsets: IntArray) -> IntArray:
-    """Return the number of pages before each chain's first absent page: [chains]."""
+    """Return each chain's number of pages before its first absent page: [chains]."""
     return first_absent(present, offsets[:-1], offsets[1:]) - offsets[:-1]
 
 
@@ -73,7 +73,7 @@ def restorable(pools: Sequence[PoolPages], offsets: IntArray) -> BoolArray:
 def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = None) -> IntArray:
     """Return the length in pages of each chain's longest allowed prefix: [chains]; 0 if none is.
 
-    lengths: [chains] longest prefix to consider, in pages; at most the pages of the chain.
+    lengths: [chains] longest prefix to consider, in pages; at most the chain's length.
     """
     found = np.flatnonzero(allowed)
     ends = offsets[1:] if lengths is None else offsets[:-1] + lengths
@@ -82,7 +82,7 @@ def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = No
 
 
 def _runs(present: BoolArray, places: IntArray) -> IntArray:
-    """Return how many consecutive pages are present up to each position of a chain."""
+    """Return the number of consecutive present pages up to each position."""
     numbers = np.arange(len(present), dtype=np.int64)
     absent = np.maximum.accumulate(np.where(present, -1, numbers)) if len(present) else numbers
     return np.minimum(numbers - absent, places + 1)

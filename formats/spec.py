@@ -1,4 +1,4 @@
-"""Specs of the objects of a page, for all ranks of a deployment.
+"""Specs of a page's objects, for all ranks of a deployment.
 
 Coordinates follow SGLang's key builders (`formats.keys`).
 Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
@@ -52,11 +52,9 @@ class ObjectSpec:
     nbytes: bytes; UNKNOWN_SIZE if neither profile nor store states them.
     anchor: whether servers treat the page as present because of this object.
     trailing_pages: how many last pages of a stored node have the object (Mamba, SWA); 0: all.
-    listed: False if found in the store, but not listed in the profile.
-    tensors: contents without gaps; empty if the form of the bytes is unknown.
-    layers: model layer numbers in stored order, packed draft layers after the model's last; a
-        draft pool counts the draft's layers.
-    padding_layers: unused layers between target and packed draft layers.
+    listed: False if found in the store, but not in the profile.
+    tensors: contents without gaps; empty if the form is unknown.
+    layers, padding_layers: as in `pools.PoolPiece`.
     """
 
     affix: Affix
@@ -83,7 +81,7 @@ class ObjectSpec:
     def object_set(self) -> tuple[str, int | None, bool]:
         """Identity of the object's set: pool, linear TP size of a trailing pool, listed or not.
 
-        A whole page has all objects of each set; of a trailing set, it may also have none.
+        A whole page has all objects of each set; of a trailing set, it may have none.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
         return self.pool, linear_tp, self.listed
@@ -92,14 +90,14 @@ class ObjectSpec:
     def awaited(self) -> bool:
         """Whether a removal treats a page as whole again only if it has this object.
 
-        False for drafts, which servers without speculation do not write, and for trailing
-        objects, which most pages lack.
+        False for drafts, which servers without speculation do not write, and trailing objects,
+        which most pages lack.
         """
         return self.anchor or not self.costs_hits_only
 
     @property
     def costs_hits_only(self) -> bool:
-        """Whether only cache hits are lost if the object is missing: no server reads wrong data."""
+        """Whether a missing object costs only cache hits: no server reads wrong data."""
         return self.trailing or pool_name(self.pool).draft
 
     def shares_rank(self, other: ObjectSpec) -> bool:
@@ -119,7 +117,7 @@ def object_sets(specs: Sequence[ObjectSpec]) -> tuple[IntArray, ...]:
 def fits(sizes: IntArray, expected: IntArray) -> npt.NDArray[np.bool_]:
     """Return which objects have their expected size; True if either size is unknown.
 
-    sizes, expected: bytes, broadcast against each other; negative if unknown.
+    sizes, expected: bytes, broadcast; negative if unknown.
     """
     fitting: npt.NDArray[np.bool_] = (sizes == expected) | (sizes < 0) | (expected < 0)
     return fitting
@@ -148,9 +146,9 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; if keys lack a rank (CP on
     Mooncake and 3FS), the object of rank 0 stands for all ranks.
 
-    Raises ProfileError if the profile is contradictory or incomplete. Raises UnsupportedByBackend
-    if the backend has no such objects, or if the scheme is "unified", which no server writes.
-    Raises UsageError if the scheme is unknown.
+    Raises ProfileError if the profile is contradictory or incomplete, UnsupportedByBackend if the
+    backend has no such objects or the scheme is "unified", which no server writes, and UsageError
+    if the scheme is unknown.
     """
     if scheme == "unified":
         raise UnsupportedByBackend("A profile cannot describe objects of the unified key scheme")
@@ -195,7 +193,7 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
 
 
 def _has_objects(pool: Pool, scheme: str) -> bool:
-    # A logical anchor has no bytes; only the file backend stores it, as an empty file.
+    # Only the file backend stores a logical anchor, as an empty file.
     return kind_of(pool).has_bytes or scheme == "file"
 
 
@@ -244,7 +242,7 @@ def _check_file(profile: Profile) -> None:
 
 
 def _file_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
-    """Yield the shards of file keys. Their form depends on the target, not on the pool.
+    """Yield the shards of file keys. Their form depends on the target, not the pool.
 
     Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
     file, even for an MHA draft, of which the other ranks then read the wrong shard.
@@ -382,11 +380,7 @@ def _check_hf3fs(profile: Profile) -> None:
 
 
 def _hf3fs_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
-    """Yield the shards of 3FS keys: tp_rank is the rank of the data file.
-
-    Exception: Mamba states beside an MLA target all lie in the file of rank 0, and their keys
-    state tp_rank and tp_size.
-    """
+    """Yield the shards of 3FS keys; `Hf3fsCodec` defines tp_rank."""
     if not profile.rank_replicated:
         for rank in range(profile.tp):
             yield Shard(tp_rank=rank)

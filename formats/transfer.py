@@ -1,6 +1,6 @@
 """Plan the copies that convert a page's objects from one deployment to another.
 
-Keys, axis order and ranks change; the page's content does not. Objects are boxes of content
+Keys, axis order and ranks change; the content does not. Objects are boxes of content
 (`formats.regions`). One strided copy (`formats.copyplan`) moves the overlap of two boxes.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class TransferUnit:
     """Source objects needed in memory together, and the destination objects made from them.
 
-    sources, destinations: indices into the plan's objects; copies index into these two tuples.
+    sources, destinations: indices into the plan's objects; copies index these tuples.
         A destination without sources is an empty object (a logical anchor).
     copies:   fill every byte of every destination once, except in `padded`.
     identity: one source and one destination with equal bytes.
@@ -48,7 +48,7 @@ class TransferUnit:
 class TransferPlan:
     """All copies between the objects of one page in two deployments.
 
-    sources, destinations: all objects that a page can have, in the order of `object_specs`.
+    sources, destinations: all objects that a page can have, in `object_specs` order.
     units:  the smallest sets that no copy connects; each destination is in one unit.
     """
 
@@ -63,7 +63,7 @@ def transfer_plan(
     """Plan the transfer of a page between two deployments.
 
     Grammars are the schemes of `object_specs`. Raises UnsupportedByBackend, ProfileError or
-    UsageError with the reason if a page cannot be transferred whole.
+    UsageError if a page cannot be transferred whole.
     """
     sources = object_specs(source, source_grammar)
     destinations = object_specs(destination, destination_grammar)
@@ -137,7 +137,7 @@ class _Sources:
     def copies(self, wanted: Region, destination: int, replica: int) -> list[CopyPlan]:
         """Return the copies that fill a box of a destination.
 
-        replica: number of the destination among its replicas; source replicas are used in turn.
+        replica: the destination's number among its replicas; source replicas are used in turn.
         """
         first, end = _layers(wanted)
         found = []
@@ -153,7 +153,7 @@ class _Sources:
 
 
 def _layers(region: Region) -> tuple[int, int]:
-    """Return the layer span of a box, by which boxes of a stage are found fast."""
+    """Return the layer span of a box, for fast lookup."""
     span = next(((a.first, a.first + a.length) for a in region.extents if a.name == "layer"), None)
     return span or (0, 1)
 
@@ -165,7 +165,7 @@ def _copies(
 ) -> list[CopyPlan]:
     """Return the copies for all destinations.
 
-    Raises UnsupportedByBackend if the sources lack content of a destination.
+    Raises UnsupportedByBackend if the sources lack content.
     """
     held = _Sources(sources)
     seen: dict[tuple[object, ...], int] = defaultdict(int)

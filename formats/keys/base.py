@@ -22,7 +22,7 @@ class KeyCodec(Protocol):
         """Return every coordinate that an affix can mean; none if foreign."""
 
     def affix(self, coordinate: Coordinate) -> Affix:
-        """Return the affix of a coordinate."""
+        """Return the affix of a coordinate; inverse of `readings`."""
 
 
 def codec_for(scheme: str) -> KeyCodec:

@@ -57,7 +57,7 @@ def shard_fields(shard: Shard) -> dict[str, str | int | None]:
 
 
 def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
-    """Return the certain fields of an affix: if it is ambiguous, fields that all readings share."""
+    """Return the fields that all readings of an affix share."""
     readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
     values = [
         {

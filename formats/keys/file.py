@@ -7,7 +7,7 @@ _get_component_key, _log_key. A name is::
     tp  = "_" rank "_" size         pp  = "_" size "_" rank   (size first)
     cp  = "_cp" rank "_" size       dcp = "_tp" size "_dcp" rank "_" size "_page" tokens
 
-Unified keys (`keys.unified`) with ".bin" are file names, too.
+Unified keys (`keys.unified`) with ".bin" are also file names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
 
-# An unfinished write of HiCacheFile.set or of hicachectl's file store.
+# An unfinished write of HiCacheFile.set or hicachectl's file store.
 TEMPORARY_PATTERN = r"^\.(?:hicachectl-)?[0-9a-f]{32}\.tmp$"
 
 
@@ -40,10 +40,7 @@ class FileCodec:
     scheme = "file"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return every coordinate that an affix can mean; none if foreign.
-
-        Several if a model name ends like a rank suffix or starts like a pool.
-        """
+        """See `KeyCodec`; several if a model name ends like a rank suffix or starts like a pool."""
         if prefix or not suffix.endswith(".bin"):
             return ()
         stem = suffix.removesuffix(".bin")
@@ -55,7 +52,7 @@ class FileCodec:
         )
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Return the affix of a coordinate; inverse of `readings`."""
+        """See `KeyCodec`."""
         shard = coordinate.shard
         if shard.layers is not None:
             return "", _UNIFIED.affix(coordinate)[1] + ".bin"
@@ -64,7 +61,7 @@ class FileCodec:
         if shard.tp_rank is not None:
             suffix += f"_{shard.tp_rank}_{shard.tp_size}"
         if shard.pp_rank is not None:
-            suffix += f"_{shard.pp_size}_{shard.pp_rank}"  # size first, unlike tp
+            suffix += f"_{shard.pp_size}_{shard.pp_rank}"
         if shard.cp_rank is not None:
             suffix += f"_cp{shard.cp_rank}_{shard.cp_size}"
         if shard.dcp_rank is not None:
@@ -74,7 +71,7 @@ class FileCodec:
 
 
 def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
-    """Yield (pool, text from the model on) for every pool that `stem` can begin with."""
+    """Yield (pool, text from the model on) for every pool that can begin `stem`."""
     if stem.startswith("_"):
         yield "kv", stem[1:]
     for pool in pool_names():
@@ -83,7 +80,7 @@ def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:
 
 
 def _shard_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
-    """Yield (model, shard) for every way to read the end of the text, longest model first."""
+    """Yield (model, shard) for every reading of the text's end, longest model first."""
     yield text, Shard()
     yield from _rank_readings(text, Shard())
     without_cp = _strip_cp(text, Shard())

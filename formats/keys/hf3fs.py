@@ -27,14 +27,13 @@ _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 class Hf3fsCodec:
     """Codec of HiCacheHF3FS's keys.
 
-    tp_rank is the rank of the data file. Exception: pools with their own ranks beside an MLA
-    target all lie in the file of rank 0, and their keys state tp_rank and tp_size.
+    tp_rank is RANK, the rank of the data file, except if KEY states a tp-rank.
     """
 
     scheme = "hf3fs"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return the coordinate of an affix; none if foreign."""
+        """See `KeyCodec`; at most one reading."""
         match = _PREFIX.fullmatch(prefix)
         if match is None:
             return ()
@@ -52,7 +51,7 @@ class Hf3fsCodec:
         return (Coordinate("", namespace, part, shard=Shard(tp_rank=rank)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Return the affix of a coordinate; inverse of `readings`."""
+        """See `KeyCodec`."""
         shard, pool = coordinate.shard, coordinate.pool
         if pool_name(pool).states and shard.tp_size is not None:
             return f"0:{pool}:", f"_{pool}_{shard.tp_rank}_{shard.tp_size}"

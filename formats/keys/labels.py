@@ -1,8 +1,8 @@
 """Labels of deployments: the same with and without a profile.
 
 A label is the tag and model as in the keys, then the sizes that the keys state:
-`Qwen-Qwen3-32B tp4 pp2`. A label leaves out facts that only a profile states: the TP size of
-Mooncake pages, and the boundary between tag and model.
+`Qwen-Qwen3-32B tp4 pp2`. It omits facts that only a profile states: the TP size of Mooncake pages,
+and the boundary between tag and model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 AMBIGUOUS = "?"  # label of objects with ambiguous keys
 _NAMELESS = "-"  # of keys without tag and model
 
-# Escaped in names, so that labels stay distinct: white space ends a name, ? and - are labels.
+# Escaped in names: white space ends a name, ? and - are labels.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")
 _SIZES = (*AXES, "page")
 
 
 def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix]) -> str:
-    """Return the label of a group from the affixes of its objects, all of one deployment.
+    """Return a group's label from the affixes of its objects, all of one deployment.
 
     Mamba keys may state a TP size that anchor keys lack, so keys of other pools take precedence.
     """
@@ -49,7 +49,7 @@ def key_name(model: str, tag: str) -> str:
 
 
 def _reading(codec: KeyCodec, name: str, affix: Affix) -> Coordinate | None:
-    """Return the reading of an affix that has this name; the name also determines the sizes."""
+    """Return an affix's reading with this name, which also determines the sizes."""
     readings = codec.readings(*affix)
     return next((r for r in readings if key_name(r.model, r.tag) == name), None)
 

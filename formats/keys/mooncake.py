@@ -51,7 +51,7 @@ class MooncakeCodec:
     scheme = "mooncake"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return every coordinate that an affix can mean; none if foreign."""
+        """See `KeyCodec`."""
         if prefix and not prefix.endswith("_"):
             return ()
         model, dcp = _read_prefix(prefix.removesuffix("_"))
@@ -90,7 +90,7 @@ class MooncakeCodec:
         }
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Return the affix of a coordinate; inverse of `readings`."""
+        """See `KeyCodec`."""
         shard = coordinate.shard
         parts = [coordinate.tag, coordinate.model]
         if shard.dcp_size is not None:
@@ -117,7 +117,7 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
 
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (rank text, pool, part) for every component that `suffix` can end with."""
+    """Yield (rank text, pool, part) for every component that can end `suffix`."""
     for name, pool, part in _components(pool_names()):
         if suffix.startswith("_") and suffix.endswith(f"_{name}"):
             yield suffix[1 : -len(name) - 1], pool, part
@@ -163,7 +163,7 @@ def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
 
 
 def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
-    """Yield the reading of a printed list of slices, with the stage if the list names one."""
+    """Yield the reading of a printed list of slices, and its stage, if named."""
     ranks = [_MHA_RANK.fullmatch(rank) for rank in re.findall("'([0-9_]+)'", text)]
     found = [rank for rank in ranks if rank is not None]
     slices = [int(rank[1]) for rank in found]

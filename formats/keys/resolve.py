@@ -1,4 +1,4 @@
-"""Choose between several possible readings of a key.
+"""Choose between possible readings of a key.
 
 The evidence is the store's set of affixes. A rank suffix is accepted if all ranks 0..size-1 exist,
 a pool name if the same deployment has an anchor. Without evidence a key stays ambiguous.
@@ -24,9 +24,9 @@ ANCHOR_POOL = "kv"
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Meaning of an affix: one coordinate, or several possible readings.
+    """Meaning of an affix: one coordinate, or several readings.
 
-    coordinate: None if the affix is foreign (no readings) or ambiguous.
+    coordinate: None if foreign (no readings) or ambiguous.
     """
 
     coordinate: Coordinate | None
@@ -79,7 +79,7 @@ def resolve_affixes(
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
     """Choose the reading with the most rank pairs among readings whose ranks all exist.
 
-    Ambiguous if there is no such reading, or several.
+    Ambiguous if there are none, or several.
     """
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)
@@ -90,7 +90,7 @@ def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]
 
 
 def explained(reading: Coordinate) -> int:
-    """Return the number of rank pairs in a reading."""
+    """Return a reading's number of rank pairs."""
     return sum(rank is not None for rank in reading.shard.ranks)
 
 
@@ -119,7 +119,7 @@ def rank_set(reading: Coordinate) -> object:
 
 
 def deployment_of(coordinate: Coordinate) -> tuple[str, str, Sizes]:
-    """Return the deployment of a reading: model, tag and sizes."""
+    """Return the model, tag and sizes of a reading."""
     return coordinate.model, coordinate.tag, coordinate.shard.sizes
 
 

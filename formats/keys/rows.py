@@ -36,8 +36,8 @@ class ByteRows:
     def cut(self, rows: IntArray, at: IntArray | int, nbytes: int) -> npt.NDArray[np.bytes_]:
         """Copy `nbytes` bytes from offset `at` of each row: [rows], dtype S`nbytes`.
 
-        The bytes must lie within the row. numpy copies and compares strings fastest; it ignores
-        trailing zeros, which does not matter for equal lengths.
+        The bytes must lie within the row. numpy copies and compares strings fastest. It
+        ignores trailing zeros, harmless for equal lengths.
         """
         places = self._starts[rows] + at
         if not len(places):
@@ -49,5 +49,5 @@ class ByteRows:
         return cut
 
     def cut_bytes(self, rows: IntArray, at: IntArray | int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Copy the bytes like `cut`, but as an array: [rows, nbytes] uint8."""
+        """Copy the bytes like `cut`: [rows, nbytes] uint8."""
         return self.cut(rows, at, nbytes).view(np.uint8).reshape(len(rows), nbytes)

@@ -5,7 +5,7 @@ Source: sglang srt/mem_cache/hicache_key_scheme.py :: plan_unified_kv, namespace
     page-hash "_" digest "_L" start "-" end [ "_H" head-group ]
     digest = "ukv1-" first 16 hex digits of SHA-256 over a msgpack map
 
-One object holds K and V of a range of model layers and of one head group; KV that all ranks
+One object holds K and V of a range of model layers and one head group; KV that all ranks
 replicate has no head group. In SGLang 0.5.23 the scheme is a library: no backend stores it yet.
 """
 
@@ -18,7 +18,7 @@ from hicachectl.formats.objects import Coordinate, Shard
 
 SCHEMA_VERSION = 1
 
-_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int, at most nine digits
+_NUMBER = "(0|[1-9][0-9]{0,8})"
 _SUFFIX = re.compile(f"_(ukv{SCHEMA_VERSION}-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER}(?:_H{_NUMBER})?")
 
 
@@ -32,7 +32,7 @@ class UnifiedCodec:
     scheme = "unified"
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """Return the coordinate of an affix; none if foreign."""
+        """See `KeyCodec`; at most one reading."""
         match = _SUFFIX.fullmatch(suffix)
         if prefix or match is None:
             return ()
@@ -44,10 +44,10 @@ class UnifiedCodec:
         return (Coordinate(match[1], shard=Shard(layers=(start, end), heads=heads)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """Return the affix of a coordinate; inverse of `readings`.
+        """See `KeyCodec`.
 
-        Raises UnsupportedByBackend if the scheme cannot name the coordinate: if it has a rank, a
-        part, a pool other than kv, or several head groups.
+        Raises UnsupportedByBackend for a coordinate with a rank, a part, a pool other than kv, or
+        several head groups.
         """
         layers, heads = coordinate.shard.layers, coordinate.shard.heads
         suffix = f"_{coordinate.model}"

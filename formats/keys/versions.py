@@ -19,7 +19,7 @@ _VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
 _FILE_STAGE_SINCE = (0, 5, 10)
 _FILE_CP_SINCE = (0, 5, 14)
 _MAMBA_TP_PAIR_SINCE = (0, 5, 23)  # file and 3FS, beside an MLA target
-_MOONCAKE_STAGE_SINCE = (0, 5, 8)  # since then, MLA keys have a rank field, which may be empty
+_MOONCAKE_STAGE_SINCE = (0, 5, 8)  # MLA keys have a rank field, possibly empty
 _MOONCAKE_MODEL_SINCE = (0, 5, 17)
 
 

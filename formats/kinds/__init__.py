@@ -1,6 +1,6 @@
 """The kinds of pools, one file each, and their registry.
 
-To add a kind, subclass `PoolKind` and `register` an instance, with the pool names that it adds.
+To add a kind, subclass `PoolKind` and `register` an instance, with any new pool names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def unregister(kind: PoolKind, names: tuple[PoolName, ...] = ()) -> None:
 
 
 def kind_of(pool: Pool) -> PoolKind:
-    """Return the kind of a pool, which must belong to a valid profile."""
+    """Return the kind of a valid profile's pool."""
     return _KINDS[pool.kind]
 
 

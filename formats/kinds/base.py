@@ -1,4 +1,4 @@
-"""Base class of pool kinds; `kind_of` returns a pool's kind."""
+"""Base class of pool kinds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ class PoolKind:
     anchors:  whether a kv pool can have this kind.
     shards:   True: each TP rank holds a share; False: all hold equal bytes; None: unknown.
     linear:   whether a profile's linear_tp, if stated, replaces tp as the number of shares.
-    has_bytes: whether objects have bytes.
     has_form: whether the form of the bytes is known.
-    scattered: whether the layers of a layer_first page are scattered in host memory, so that
+    scattered: whether the layers of a layer_first page are scattered in host memory, so
               SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
               pages of MLA KV (_get_mha_buffer_meta raises for others).
-    splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
+    splits_layers: whether CP ranks can divide the layers of such an anchor.
     hf3fs_sidecar: whether SGLang stores a pool of this kind beside kv on 3FS.
     hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
     """
@@ -60,7 +59,7 @@ class PoolKind:
     def row_items(self, pool: Pool) -> dict[str, int]:
         """Return the items per token and layer, before sharding, by the field that determines them.
 
-        For bounds on object sizes. Also called for pools of other kinds.
+        For bounds on object sizes; called for pools of other kinds, too.
         """
         return {}
 
@@ -96,7 +95,7 @@ class PoolKind:
             )
 
     def described(self, pool: Pool) -> str:
-        """Return a description of the pool, for messages."""
+        """Describe the pool, for messages."""
         return self.words
 
     def check_flat(self, pool: Pool) -> None:
@@ -160,7 +159,7 @@ class PoolKind:
 
 
 def holder(shard: Shard) -> int:
-    """Return the TP rank whose share an object holds; 0 if ranks share the object."""
+    """Return the TP rank whose share an object holds; 0 if ranks share it."""
     if shard.tp_rank is not None:
         return shard.tp_rank
     if shard.heads is None:

@@ -43,9 +43,9 @@ class DsaIndexer(PoolKind):
         return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return one block per layer, equal on all ranks: fp8 keys of all tokens, then scales.
+        """Return one block per layer: fp8 keys of all tokens, then scales.
 
-        Layers are outermost in every layout, so the bytes do not depend on the layout.
+        Layers are outermost in every layout, so the layout does not change the bytes.
         """
         dim = pool.index_head_dim
         block_bytes = tokens * (dim + dim // QUANT_BLOCK * _SCALE_BYTES)

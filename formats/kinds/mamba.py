@@ -81,7 +81,7 @@ class Mamba(PoolKind):
             yield "temporal, conv: a mamba pool needs at least one state"
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return one rank's share of each state of all layers, independent of `tokens`."""
+        """Return one rank's share of each state of all layers."""
         tensors = []
         for name, state in self.states(pool).items():
             axes = ("layer", *(f"state_{axis}" for axis in range(len(state.shape))))

@@ -31,7 +31,7 @@ KV_POOLS = (
 
 
 def local_kv_heads(kv_heads: int, tp: int) -> int:
-    """Return the KV heads of one TP rank; one if there are fewer heads than ranks."""
+    """Return the KV heads of one TP rank; one if heads are fewer than ranks."""
     return max(1, kv_heads // tp)
 
 
@@ -62,7 +62,7 @@ class Mha(PoolKind):
         return PAGE_FIRST_LAYOUTS if _is_asymmetric(pool) else PAGE_LAYOUTS
 
     def described(self, pool: Pool) -> str:
-        """Return the description, with a note if K and V differ in width."""
+        """Describe the pool, noting K and V of different width."""
         return self.words + " with K and V of different width" * _is_asymmetric(pool)
 
     def check_flat(self, pool: Pool) -> None:
@@ -87,7 +87,7 @@ class Mha(PoolKind):
         )
 
     def compared_channels(self, pool: Pool, tensor: TensorLayout) -> int:
-        """Return the number of channels of a head."""
+        """Return the number of channels per head."""
         return tensor.shape[-1]
 
     def check_shards(self, pool: Pool, tp: int) -> None:

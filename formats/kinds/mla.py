@@ -36,7 +36,7 @@ _ROWS = {"bf16": ("bfloat16", 2), "fp8": ("float8_e4m3fn", 1)}  # default dtype,
 def mla_row(pool: Pool) -> tuple[int, str]:
     """Return channels and dtype of one token's row in one layer.
 
-    A scaled row has dtype uint8. It holds fp8 codes, one fp32 scale per 128 codes and the bf16
+    A scaled row, of dtype uint8, holds fp8 codes, one fp32 scale per 128 codes and the bf16
     rope part: 656 bytes for 512 + 64 channels. Raises ProfileError if row and dtype contradict each
     other.
     """
@@ -87,7 +87,7 @@ class Mla(PoolKind):
         return pool.row
 
     def with_cache_dtype(self, pool: Pool, dtype: str) -> Pool:
-        """Return the pool with bf16 or fp8 rows; fp8 rows of either form stay as they are."""
+        """Return the pool with bf16 or fp8 rows; keep fp8 rows of either form."""
         is_fp8 = dtype.startswith("float8")
         same = is_fp8 == (pool.row != "bf16")
         return pool if same else structs.replace(pool, row="fp8" if is_fp8 else "bf16")
@@ -101,7 +101,7 @@ class Mla(PoolKind):
         return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return the rows, equal on all ranks."""
+        """Return the rows."""
         channels, dtype = mla_row(pool)
         shape = (layers, tokens, channels)
         return (TensorLayout("kv", ("layer", "token", "channel"), shape, dtype),)
@@ -120,7 +120,7 @@ class Mla(PoolKind):
         tiles = rank // QUANT_BLOCK
         scales = Column("scales", rank, "float32", ("tile",), (tiles,), scale_floor=0.0)
         codes = Column("codes", 0, code_dtype, ("channel",), (rank,), scales=scales)
-        if not rope:  # a model without a rope part
+        if not rope:
             return codes, scales
         at = rank + scales.nbytes
         return codes, scales, Column("rope", at, "bfloat16", ("channel",), (rope,))

@@ -12,15 +12,15 @@ from msgspec.structs import force_setattr
 class PoolName:
     """One of SGLang's `PoolName` values, with properties independent of the kind.
 
-    trailing: only the last pages of a node of the radix tree have the pool
+    trailing: only the last pages of a radix tree node have the pool
               (hybrid_pool_assembler.py: PoolHitPolicy.TRAILING_PAGES).
     draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
     dcp:      stored under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.
-    states:   holds recurrent states. Servers need the states of one page only, and keys name a TP
-              rank even if ranks share the anchor.
+    states:   holds recurrent states. Servers need one page's states only, and keys name a TP rank
+              even if ranks share the anchor.
     mooncake: form of the Mooncake keys: "kv" (k and v), "parts" (pool name with k and v),
-              "window" (like "parts"; the pool name alone if all TP ranks share the pool), "shared"
+              "window" (like "parts"; pool name alone if all TP ranks share the pool), "shared"
               (pool name; all TP ranks always share the pool), "states" (name of each state), ""
               (SGLang stores no keys).
     """
@@ -48,7 +48,7 @@ def pool_names() -> tuple[PoolName, ...]:
 
 
 def add_pool_names(names: tuple[PoolName, ...]) -> None:
-    """Add names that keys can have. Raises ValueError if a name exists."""
+    """Add names to `pool_names`. Raises ValueError if a name exists."""
     known = [one.name for one in names if one.name in _NAMES]
     if known:
         raise ValueError(f"pool names already exist: {', '.join(known)}")
@@ -69,8 +69,8 @@ def default_hit_policy(name: str) -> str:
 class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One recurrent state of a Mamba-like layer, before sharding.
 
-    groups: lengths along `shard_axis` that are sharded separately (q, k, v of a convolution).
-    Their sum is shape[shard_axis]. Empty if the axis is one group.
+    groups: lengths along `shard_axis`, sharded separately (q, k, v of a convolution); their sum is
+    shape[shard_axis]. Empty for one group.
     """
 
     shape: tuple[int, ...]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.kinds.pool import Pool
 
-# Algorithms without a draft model, so without draft KV: BaseSpecWorker._draft_model_runners.
+# Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
                "row", "dtype")  # fmt: skip
@@ -203,7 +203,7 @@ def _draft_config(target: _Target, algorithm: str) -> HfConfig:
 
 
 def _nextn_layers(config: HfConfig, family: Family) -> int:
-    """Return the number of a checkpoint's MTP layers, as SGLang counts them for a draft."""
+    """Return a checkpoint's number of MTP layers, as SGLang counts them for a draft."""
     return 1 if family.own_mtp else config.optional_integer("num_nextn_predict_layers")
 
 

@@ -280,7 +280,7 @@ def _window_size(config: HfConfig) -> int:
 
 
 def _pages(tokens: int, context: Context) -> int:
-    """Return the number of pages of a retained window (SWAComponent.full_window_pages)."""
+    """Return a retained window's number of pages (SWAComponent.full_window_pages)."""
     return max(1, -(-tokens // context.page_size))
 
 

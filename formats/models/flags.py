@@ -42,12 +42,12 @@ class DeploymentFlags:
     page_size: --page-size in tokens, of the physical page under DCP; None if SGLang chooses.
     layout: --hicache-mem-layout; None for the version's default.
     storage_backend, io_backend: with `layout`, determine the layout in use.
-    tp: --tp-size, the ranks of a pipeline stage; not the attention TP size.
+    tp: --tp-size, ranks of a pipeline stage; not the attention TP size.
     cp: --attention-context-parallel-size.
     pp_partition: SGLANG_PP_LAYER_PARTITION.
     draft_model_config: the draft's config; None if the target's checkpoint contains the draft.
     mamba_ssm_dtype, mamba_conv_dtype: --mamba-ssm-dtype or SGLANG_MAMBA_*_DTYPE; "" if unset.
-    resolved: a server reported these values after its own overrides; page_size is final.
+    resolved: a server reported these values after its overrides; page_size is final.
     """
 
     model: str | None = None
@@ -102,7 +102,7 @@ def normalised_layout(flags: DeploymentFlags) -> str:
 
 
 def attention_dp(flags: DeploymentFlags) -> int:
-    """Return the number of attention data-parallel groups in a TP group.
+    """Return a TP group's number of attention data-parallel groups.
 
     Without --enable-dp-attention, --dp-size counts replicas, except under context parallelism
     (srt/arg_groups/model_override_base.py :: context_parallel_attn_dp_size).
@@ -139,7 +139,7 @@ def _beyond_belief(flags: DeploymentFlags) -> Iterator[str]:
 def canonical_algorithm(flags: DeploymentFlags) -> str:
     """Return SGLang's name of the speculative algorithm; "" without one.
 
-    Raises ProfileError if SGLang does not have the algorithm.
+    Raises ProfileError if SGLang lacks the algorithm.
     """
     name = flags.speculative_algorithm.upper()
     if name in ("", "NONE"):

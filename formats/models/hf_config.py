@@ -15,10 +15,10 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The description of the language model in a config.
+    """A config's description of the language model.
 
     outer: the whole document. text: its `text_config` if it has one, else the document.
-    source: name of the document, for messages.
+    source: document name, for messages.
     """
 
     architecture: str
@@ -31,7 +31,7 @@ class HfConfig:
         return self._positive(name, self._present(name))
 
     def optional_integer(self, name: str) -> int:
-        """Return a field, which must be a whole number; 0 if it is absent or null."""
+        """Return a field, which must be a whole number; 0 if absent or null."""
         value = self.text.get(name)
         return 0 if value is None or value == 0 else self._positive(name, value)
 
@@ -70,7 +70,7 @@ class HfConfig:
         if type(value) is not int or value < 1:
             raise self.error(name, f"expected a whole number of at least 1, found {shown(value)}")
         most = MAX_LAYERS if name in _LAYER_COUNTS else MAX_LENGTH
-        for problem in above(name, value, most):  # before a list of that length is built
+        for problem in above(name, value, most):  # before building a list of that length
             raise self.error(*problem.split(": ", 1))
         return value
 

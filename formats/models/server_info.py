@@ -103,8 +103,8 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
 def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     """Return a profile with the names and topology of a server of the same model.
 
-    Fields that the reply lacks stay unchanged. If it lacks model_path, tp_size or page_size, all
-    fields stay unchanged. Raises ProfileError naming the field at fault.
+    Fields that the reply lacks stay unchanged; all do if it lacks model_path, tp_size or page_size.
+    Raises ProfileError naming the field at fault.
     """
     if any(reply.get(name) is None for name in ("model_path", "tp_size", "page_size")):
         return profile
@@ -130,7 +130,7 @@ def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
 
 
 def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
-    """Return the kv pool with the dtype that a server states; unchanged for auto."""
+    """Return the kv pool with a server's dtype; unchanged for auto."""
     stated = stated_kv_dtype(kv_cache_dtype)
     return pool if stated is None else kind_of(pool).with_cache_dtype(pool, stated)
 
@@ -138,8 +138,8 @@ def _of_dtype(pool: Pool, kv_cache_dtype: str) -> Pool:
 def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> list[str]:
     """Return a message per difference between a profile and a server's key layout.
 
-    An empty list proves little if the server reports no pools, as for MHA models and for stores
-    other than Mooncake. Raises ProfileError if the reply has another form.
+    An empty list proves little if the server reports no pools, as for MHA models and stores other
+    than Mooncake. Raises ProfileError if the reply has another form.
     """
     layout = reply.get("hicache_object_layout") if isinstance(reply, Mapping) else None
     if not isinstance(layout, Mapping) or not isinstance(layout.get("pools", []), list):
@@ -161,8 +161,8 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
 
 
 def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
-    # In a reply with attn_dp_size, that is the attention DP size. dp_size then counts replicas,
-    # which share keys, and enable_dp_attention is redundant.
+    # In a reply with attn_dp_size (attention DP size), dp_size counts replicas, which share keys,
+    # and enable_dp_attention is redundant.
     attn_dp = reply.count("attn_dp_size", 0)
     dp = attn_dp or reply.count("dp_size", 1)
     extra = _extra_config(reply)

@@ -1,6 +1,6 @@
 """The index of a pack: an Arrow IPC stream with one row per object, in the order of the file.
 
-Its schema metadata repeats the pack's metadata record, for programs that read only the index.
+Its schema metadata repeats the pack's metadata record, for readers of the index only.
 Message bodies are not compressed, so readers allocate nothing larger than the stream.
 """
 
@@ -119,15 +119,15 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
     try:
         expected = object_specs(parse_profile(metadata.profile), metadata.grammar)
         return {codec.affix(one.coordinate): one.coordinate for one in expected}
-    except HicacheError:  # a profile for another kind of store
+    except HicacheError:
         return {}
 
 
 def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.Table, Metadata]:
-    """Parse an index and check every row. Returns a table of ENTRIES and the pack's metadata.
+    """Parse an index and check every row; return a table of ENTRIES and the metadata.
 
     end: byte offset in the file at which the records end. Raises FormatError if `data` is not a
-    valid index of this file. Allocates at most a few times the size of `data`.
+    valid index of this file. Allocates at most a few times its size.
     """
     try:
         table = _read_stream(data)
@@ -171,7 +171,7 @@ def _next_message(reader: Any) -> Any:
 def _is_compressed(metadata: Any) -> bool:
     """Return whether the flatbuffer of a record batch message states body compression.
 
-    A compressed body states its own decompressed size, and Arrow trusts this number.
+    A compressed body states its decompressed size, which Arrow trusts.
     """
     data = memoryview(metadata)
     try:

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 PLANE_COUNTS = (1, 2, 4)
 
-# A plan is chosen by compressing a sample: several pieces of an object.
+# A plan is chosen by compressing a sample: pieces of an object.
 _PIECES = 4
 _PIECE_BYTES = 16 << 10
-_MEASURED_EVERY = 32  # objects with equal key pattern and size; 31 reuse the plan of the first
+_MEASURED_EVERY = 32  # objects of equal key pattern and size; 31 reuse the first's plan
 _MOST_KINDS = 4096
-# Largest share of the bytes that compression may leave: less gain does not pay for decompression.
+# Largest share of bytes that compression may leave: less gain does not pay for decompression.
 _WORTH = 0.97
 
 _PAGE_HASH = re.compile(rb"[0-9a-f]{64}")
 
 
 class Coding(IntEnum):
-    """Compression of a plane. The record shows readers only whether a plane is compressed."""
+    """Compression of a plane; records state only whether a plane is compressed."""
 
     RAW = 0
     ENTROPY = 1  # Huffman codes, hardly any matches: fast, and enough for exponents
@@ -49,8 +49,8 @@ Plan = tuple[Coding, ...]  # a coding for each plane
 
 _LEVEL = 1
 _PARAMETERS = {
-    # Level 1 alone finds short chance matches between exponents, which cost more than they save:
-    # on bf16 KV it has less than half the speed, and frames are 5 % larger.
+    # Level 1 alone finds short chance matches between exponents: on bf16 KV it has less than half
+    # the speed, and 5 % larger frames.
     Coding.ENTROPY: {"min_match": 7, "hash_log": 6, "target_length": 0},
     Coding.MATCHES: {},
 }
@@ -113,10 +113,10 @@ class Decoder:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def decode(self, planes: Sequence[memoryview], out: memoryview) -> None:
-        """Fill `out`, which has the size of the object, from its stored planes.
+        """Fill `out`, as large as the object, from its stored planes.
 
-        Allocates the memory of one plane. Raises FormatError if a plane is not a frame of exactly
-        the expected size, before memory is allocated for it.
+        Allocates one plane at a time. Raises FormatError, before allocation, if a plane is not a
+        frame of exactly the expected size.
         """
         size = len(out) // len(planes)
         restored = (
@@ -148,15 +148,15 @@ class Decoder:
 
 @dataclass(slots=True)
 class PlanMemory:
-    """Plans by key pattern and size: the key without its page hash, and the size of the object.
+    """Plans by key pattern (the key without page hash) and object size.
 
-    Threads may share an instance: at worst, they measure an object twice.
+    Thread-safe: at worst, an object is measured twice.
     """
 
     _plans: dict[tuple[bytes, int], tuple[Plan, int]] = field(default_factory=dict)
 
     def plan(self, key: bytes, data: Bytes, encoder: Encoder) -> Plan:
-        """Return the plan for an object; every 32nd object of a pattern and size is measured."""
+        """Return an object's plan; measure every 32nd object of a pattern and size."""
         kind = _PAGE_HASH.sub(b"", key), len(data)
         plan, uses_left = self._plans.get(kind, ((Coding.RAW,), 0))
         if not uses_left:

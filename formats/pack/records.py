@@ -88,7 +88,7 @@ class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl
     """Content of a pack's metadata record.
 
     grammar: key scheme of the objects (`formats.keys`). profile: TOML text; "" without a profile.
-    version: version of the hicachectl that wrote the pack.
+    version: of the hicachectl that wrote the pack.
     """
 
     grammar: str
@@ -103,7 +103,7 @@ def build_header(pack_id: bytes) -> bytes:
 
 
 def parse_header(data: bytes) -> bytes:
-    """Parse the header of a file and return the pack's id. Raises FormatError."""
+    """Return the pack's id from a file's header. Raises FormatError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise FormatError("not a pack; check the path")
     _, form, pack_id = _HEADER.unpack_from(data)
@@ -137,7 +137,7 @@ def key_length(head: bytes | memoryview) -> int:
 
 
 def parse_record(data: bytes | memoryview, pack_id: bytes) -> Record:
-    """Parse a record's head and key, and ignore the planes. Raises FormatError."""
+    """Parse a record's head and key, not its planes. Raises FormatError."""
     if len(data) < RECORD_BYTES:
         raise FormatError("a record is cut off")
     magic, kind, count, key_bytes, owner, nbytes, mtime_ns, *stored, digest = _RECORD.unpack_from(
@@ -172,7 +172,7 @@ def _check_sizes(nbytes: int, stored: list[int]) -> None:
 
 
 def build_trailer(index_offset: int, index_length: int, pack_id: bytes) -> bytes:
-    """Return the trailer. A file without a trailer is incomplete."""
+    """Return the trailer; a file without one is incomplete."""
     head = _TRAILER.pack(index_offset, index_length, pack_id)
     return head + _TRAILER_END.pack(zlib.crc32(head), TRAILER_MAGIC)
 
