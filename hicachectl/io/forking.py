@@ -1,10 +1,9 @@
-"""Run work in forked processes, which share the parent's memory and send messages to the parent.
+"""Run work that the GIL serializes in forked processes, which share the parent's memory.
 
-This is for work that the GIL serializes. Other threads may exist at the fork: Arrow's and the
-progress bar's. They are idle, since the parent is not in an Arrow call, and hold no lock; a lock
-held at the fork would stay locked in the child. Arrow recreates its thread pools in a child; the
-children's Arrow calls (slicing a table, taking a few rows, joining keys) run in the calling
-thread.
+A lock held at the fork would stay locked in the child. Other threads (Arrow's, the progress bar's)
+hold none: they are idle, since the parent is not in an Arrow call. Arrow recreates its thread pools
+in a child; the children's Arrow calls (slicing a table, taking a few rows, joining keys) run in the
+calling thread.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ class SharedCounter:
         self._file = os.memfd_create("hicachectl-tickets")
 
     def deal(self, things: Sequence[T]) -> Iterator[T]:
-        """Yield the things whose numbers this process draws, until all are drawn."""
+        """Yield the things whose numbers this process draws."""
         while (number := self._draw()) < len(things):
             yield things[number]
 
     def close(self) -> None:
-        """Close the file of the counter."""
+        """Close the counter's file."""
         os.close(self._file)
 
     def _draw(self) -> int:
-        # The system releases the lock of a killed process. A shared file position would need no
-        # lock, but moving the position is not atomic on every file.
+        # The system releases a killed process's lock. A shared file position would need no lock,
+        # but does not move atomically on every file.
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             number = int.from_bytes(os.pread(self._file, 8, 0), "little")
@@ -76,17 +75,17 @@ class _Worker:
 class Workers:
     """Forked processes that do the same work; iterate once for their messages.
 
-    Iterating raises a child's HicacheError unchanged, another exception of a child as RuntimeError
-    with the child's traceback, and UsageError if a child ends without a report, as when killed.
-    Leaving the with block kills working children. No child outlives this process, even if this
-    process is killed.
+    Iterating raises a child's HicacheError unchanged, its other exceptions as RuntimeError with the
+    child's traceback, and UsageError if a child ends without a report, as when killed. Leaving the
+    with block kills working children. No child outlives this process, even if this process
+    is killed.
     """
 
     def __init__(self, count: int, work: Callable[[Send], None]) -> None:
-        """Start the work in `count` processes, or in fewer if the system allows no more.
+        """Start the work in `count` processes, or fewer if the system allows no more.
 
-        work: called in each child with a function that sends one message, of JSON types, to the
-        parent. Raises OSError if no child can start.
+        work: called in each child with a function that sends the parent a message of JSON types.
+        Raises OSError if no child can start.
         """
         self._children: list[_Worker] = []
         try:
@@ -117,7 +116,7 @@ class Workers:
                     del busy[inbox]
 
     def close(self) -> None:
-        """Kill every child; children own nothing that needs cleanup."""
+        """Kill every child; no child needs cleanup."""
         for child in self._children:
             child.inbox.close()
             with suppress(ProcessLookupError):
@@ -136,7 +135,7 @@ class Workers:
     def _fork(self, work: Callable[[Send], None]) -> None:
         """Start and record a child.
 
-        If a signal prevents the recording, the child ends by itself once it cannot send.
+        If a signal prevents the recording, the child ends once it cannot send.
         """
         inbox, outbox = connection.Pipe(duplex=False)
         parent = os.getpid()
@@ -159,7 +158,6 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _killed(self, child: _Worker) -> UsageError:
-        """Return the error for a child that ended without a report."""
         self._children.remove(child)  # after waitpid, another process may get the pid
         child.inbox.close()
         how = "ended without a result"

@@ -1,7 +1,7 @@
-"""Defer and repeat SIGINT and SIGTERM, so that cleanup is not interrupted and no signal is lost.
+"""Defer and repeat SIGINT and SIGTERM: cleanup is not interrupted, and no signal is lost.
 
-The main thread may be anywhere when a signal raises an exception. C code that has called Python
-(numpy reads an attribute, Arrow imports a module) may discard the exception; the run would go on.
+C code that has called Python (numpy reads an attribute, Arrow imports a module) may discard the
+exception that a signal raises; the run would go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def raised_once() -> Iterator[None]:
-    """Handle the first signal in the block, and ignore later signals."""
+    """Handle the first signal in the block; ignore later signals."""
     raised = False
 
     def first(act: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def persistent() -> Iterator[Callable[[], None]]:
-    """Raise a signal's exception again at the end of the block, in case C code discards it.
+    """Raise a signal's exception again at the end of the block.
 
     Yields a function that does the same earlier. Catch the exception outside the block.
     """

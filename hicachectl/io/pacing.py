@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Limit on the average bytes per second; callers wait for their turn.
+    """Limit on the average bytes per second.
 
-    The first bytes pass at once. Time without traffic does not allow more bytes later.
+    The first bytes pass at once. Idle time does not allow more bytes later.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class Pace:
         self._free_at = clock()
 
     def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
-        """Wait until `nbytes` may pass; return whether they may.
+        """Wait until `nbytes` may pass; return False if stopped, or if the deadline is earlier.
 
-        Returns False if `stopped` is set, or if the deadline, a time of `clock`, is earlier.
+        deadline: a time of `clock`.
         """
         with self._lock:
             now = self._clock()

@@ -2,8 +2,8 @@
 
 N reader threads take tasks in order. Each reserves a slab of the arena for a whole task, reads the
 task with one call of the store, works on the objects in place, and releases the slab. The arena
-bounds the memory, whatever the size of the store: readers wait for free memory in the arena, and
-until their results are taken.
+bounds the memory for any size of store: readers wait for free memory, and until their results are
+taken.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 _QUEUED_RESULTS = 64  # most results that wait to be taken
-# Bytes of objects announced to a store in advance: enough to keep a disk busy while the readers
-# work.
+# Bytes announced to a store in advance: enough to keep a disk busy while the readers work.
 _AHEAD_BYTES = 64 << 20
-# Tasks per job that may begin while an earlier task is unfinished. If the earlier task fails, the
-# objects that later tasks have written are of less use.
+# Tasks per job that may begin before an earlier task ends. If the earlier task fails, objects that
+# later tasks wrote are of less use.
 _TURNS_AHEAD = 2
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ T = TypeVar("T")
 class Task:
     """Objects that must be in memory together.
 
-    rows: [n] int64, row numbers of the object table; capacities: [n] int64, bytes of each.
+    rows: [n] int64, rows of the object table; capacities: [n] int64, bytes of each.
     room: bytes that the work needs after the objects. name: for messages.
     """
 
@@ -65,7 +64,7 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class _Upcoming:
-    """A task taken from the iterator, its number, and its objects (None until looked up)."""
+    """A task, its number, and its objects (None until looked up)."""
 
     task: Task
     number: int
@@ -78,7 +77,7 @@ class Loaded:
 
     offsets: [n] int64 into the arena, 4 KiB-aligned; equal steps if the capacities are equal.
     room:    offset of the task's room in the arena, 4 KiB-aligned.
-    read:    the store's status for each object.
+    read:    status of each object.
     """
 
     task: Task
@@ -110,11 +109,10 @@ class Loaded:
 
 
 class Pipeline(Generic[T]):
-    """Results of a function over tasks, in the order of completion; iterate once.
+    """Results of a function over tasks, in order of completion; iterate once.
 
-    Iterating raises the first error of a reader, such as a lost store or a task larger than the
-    buffer. If the iteration ends early, by `close` or an exception, the readers end after
-    their current tasks.
+    Iterating raises a reader's first error, such as a lost store or a task larger than the buffer.
+    If iteration ends early (`close`, an exception), the readers end after their current tasks.
     """
 
     def __init__(
@@ -133,15 +131,15 @@ class Pipeline(Generic[T]):
         destination: Store | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """Prepare the run; the iteration starts the readers.
+        """Prepare the run; iteration starts the readers.
 
-        objects:  columns of a scan; the rows of tasks are indices into this table.
+        objects:  columns of a scan; tasks' rows are indices into this table.
         work:     called in reader threads.
         deadline: `time.monotonic()` after which no task begins.
         identify: also read the versions of objects.
         confirm:  read with `Confirm.read_confirmed`, if the store has it.
-        destination: a store that the work writes to, from the same memory. A task then waits
-                  until tasks far before it have ended.
+        destination: store that the work writes to, from the same memory. A task then waits until
+                  tasks far before it have ended.
         arena:    memory to use instead of a new buffer; stores attached to it stay attached.
         """
         self.complete = True  # after the iteration: whether every task began
@@ -153,12 +151,12 @@ class Pipeline(Generic[T]):
         self._ahead: deque[_Upcoming] = deque()  # taken from the iterator, not begun
         self._ahead_bytes = 0
         self._drawn = 0
-        self._at_work: set[int] = set()  # numbers of tasks that have begun and not ended
+        self._at_work: set[int] = set()  # numbers of tasks begun, not ended
         self._next = threading.Condition()
         self._work = work
         self._announces = store if isinstance(store, Announces) else None
         self._jobs = jobs or min(store.limits.parallel_reads, len(os.sched_getaffinity(0)))
-        # Jobs that also write do not read all the time, so only reads at the same time are limited.
+        # Jobs that also write do not read all the time, so only concurrent reads are limited.
         readers = self._jobs if destination is None else store.limits.parallel_reads
         self._most_at_once = None if destination is None else _TURNS_AHEAD * self._jobs
         self._reading = threading.BoundedSemaphore(max(1, readers))
@@ -186,7 +184,7 @@ class Pipeline(Generic[T]):
             for number in range(self._jobs)
         ]
         try:
-            with deferred():  # so that every started thread is joined below
+            with deferred():  # every started thread is joined below
                 for reader in readers:
                     reader.start()
             running = len(readers)
@@ -230,9 +228,9 @@ class Pipeline(Generic[T]):
         self._results.put(end)
 
     def _take(self) -> tuple[_Upcoming, list[_Upcoming]] | None:
-        """Wait until the next task may begin; return this task and the tasks to announce.
+        """Wait until the next task may begin; return it and the tasks to announce.
 
-        Returns None if no task may begin any more.
+        Returns None if no more tasks may begin.
         """
         with self._next:
             self._next.wait_for(self._is_due)
@@ -250,7 +248,7 @@ class Pipeline(Generic[T]):
             return taken, fresh
 
     def _is_due(self) -> bool:
-        """Return whether to stop waiting: the next task may begin, or the run has stopped."""
+        """Return whether the next task may begin, or the run has stopped."""
         if self._most_at_once is None or not self._at_work or self._stopped.is_set():
             return True
         begun = self._drawn - len(self._ahead)
@@ -317,7 +315,7 @@ class Pipeline(Generic[T]):
 def batches(
     rows: IntArray, capacities: IntArray, *, most_objects: int, most_bytes: int
 ) -> Iterator[Task]:
-    """Yield tasks of consecutive rows; an object above `most_bytes` is a task of its own."""
+    """Yield tasks of consecutive rows; an object above `most_bytes` is its own task."""
     if not len(rows):
         return
     ends = np.cumsum(capacities)

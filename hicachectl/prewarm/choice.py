@@ -1,4 +1,4 @@
-"""Choose the objects to copy: objects that prefixes need, within the budget."""
+"""Choose the objects that prefixes need, within the budget."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PageChoice:
     """Objects of a survey to copy, so that servers can restore prefixes of chains.
 
-    hits: of the chains, in the source. names: pages that servers can restore. rank: [names] rank of
-    each page by value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
+    hits: of the chains, in the source. names: pages that servers can restore. rank: [names] rank by
+    value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
@@ -86,7 +86,7 @@ class PageChoice:
         return self.survey.lacking.sums[items]
 
     def _take(self, prefix_pages: IntArray) -> None:
-        """Limit the choice to the objects that restoring prefixes of these lengths needs."""
+        """Limit the choice to the objects that prefixes of these lengths need."""
         none = np.zeros((1, len(self._hits.needs)), dtype=np.bool_)
         needed: Any = np.vstack([self._hits.needed(prefix_pages), none])[self._hit_of_item]
         chosen = needed.any(axis=1)
@@ -102,9 +102,9 @@ class PageChoice:
 def leave_too_large(
     survey: Survey, *, verify: bool, buffer_bytes: int
 ) -> tuple[Survey, list[Problem]]:
-    """Leave out the groups that do not fit into the buffer; return a problem for each.
+    """Leave out groups that do not fit into the buffer; return a problem for each.
 
-    Groups that the destination already has stay wanted.
+    Groups that the destination has stay wanted.
     """
     some, lacks, _ = compare(survey.wanted, survey.there)
     action = Action.COMPLETE if (some & lacks).any() else Action.COPY
@@ -123,8 +123,7 @@ def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[P
     """Leave out targets made from objects of a wrong size; return a problem for each group.
 
     whole_groups: leave out every target of a group with a wrong object. Groups that the destination
-    already has stay wanted: objects in the destination are compared with the expected sizes, not
-    with the source's.
+    has stay wanted: its objects are compared with the expected sizes, not with the source's.
     """
     route, rows, sizes = survey.route, survey.rows, survey.sizes
     misfits = rows.where(
@@ -147,7 +146,6 @@ def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[P
 
 
 def _misfit_problems(survey: Survey, misfits: GroupTable) -> list[Problem]:
-    """Describe the first object of a wrong size in each group that has one."""
     route, items = survey.route, np.flatnonzero(misfits.having())
     places, sources, rows = misfits.objects(items)
     _, first = np.unique(places, return_index=True)

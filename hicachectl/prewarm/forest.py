@@ -23,7 +23,7 @@ class Forest:
 
     names:   [blocks] int64, the trace's block ids; or [blocks, 32] uint8, page hashes.
     parents: [blocks] int32, -1 for the first block of a chain.
-    depths:  [blocks] int32, number of blocks before the block in its chain.
+    depths:  [blocks] int32, blocks before the block in its chain.
     """
 
     names: npt.NDArray[np.int64] | npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ class Forest:
 
     @property
     def hashed(self) -> bool:
-        """Whether blocks are named by page hashes, not by ids of their trace."""
+        """Whether names are page hashes, not block ids."""
         return self.names.ndim == 2
 
 
@@ -46,9 +46,9 @@ def grow_forest(
 ) -> Forest:
     """Return the forest with every block's parent and depth.
 
-    blocks: block indices of all requests; request i has blocks[offsets[i]:offsets[i+1]]. Raises
-    FormatError naming a block that follows two different blocks: its name then stands for two
-    prefixes, so no plan is possible.
+    blocks: of all requests; request i has blocks[offsets[i]:offsets[i+1]]. Raises FormatError
+    naming a block that follows two different blocks: its name stands for two prefixes, so no plan
+    is possible.
     """
     parents = np.full(len(names), -1, np.int32)
     depths = np.zeros(len(names), np.int32)

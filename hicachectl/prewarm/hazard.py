@@ -1,9 +1,8 @@
 """Model of how soon blocks are used again: a rate by age, times a ratio for each factor.
 
-The rate is the chance per unit of time that a waiting block is used again, at an age (time since
-its last use). A rate is events divided by exposure (waiting blocks times time); blocks that still
-wait at the trace's end count as exposure. The ratios are fitted proportionally, one factor after
-another.
+The rate is the chance per unit of time that a block of an age (time since its last use) is used
+again: events divided by exposure (waiting blocks times time). Blocks that still wait at the trace's
+end count as exposure. Ratios are fitted proportionally, one factor after another.
 """
 
 from __future__ import annotations
@@ -91,11 +90,10 @@ class Hazards:
 
 
 def age_edges(durations: Floats) -> Floats:
-    """Return the starts of age spans, which are short at ages with many next uses.
+    """Return the starts of age spans, short at ages with many next uses.
 
     durations: of the waits that ended; at least one is above 0. Up to the median, all spans have
-    equally many uses. Beyond the median, each span is 1.5 times as long as the previous
-    span.
+    equally many uses; beyond, each span is 1.5 times as long as the previous one.
     """
     shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
     longest = float(durations.max())
@@ -115,9 +113,8 @@ def fit_hazards(
 ) -> Hazards:
     """Return the rates fitted to waits.
 
-    codes: [cells, factors], the level of each cell in each factor.
-    longest: the longest wait that the trace could show. prior: events added at ratio 1, which pull
-    rarely observed levels towards the mean.
+    codes: [cells, factors] levels. longest: the longest wait that the trace could show. prior:
+    events added at ratio 1, which pull rarely observed levels towards the mean.
     """
     events, exposure = _tabulate(waits, len(codes), edges)
     tiny = 1e-9
@@ -168,7 +165,7 @@ def _tabulate(waits: Waits, cells: int, edges: Floats) -> tuple[Floats, Floats]:
 
 
 def _age_groups(groups: int, ages: int) -> Floats:
-    """Return the membership [ages, groups] of ages in groups of about equal length."""
+    """Return the membership [ages, groups] in groups of about equal length."""
     groups = min(groups, ages)
     member = np.zeros((ages, groups))
     member[np.arange(ages), np.arange(ages) * groups // ages] = 1

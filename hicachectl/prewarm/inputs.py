@@ -1,4 +1,4 @@
-"""Read the chains or pages that `prewarm` is to warm, and the requests to send to servers."""
+"""Read the chains or pages to warm, and the requests to send to servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class WarmingInputs:
     """Chains or pages to warm; `PrewarmRequest` describes the first four fields.
 
-    starts: [chains] byte offset of each chain's line in the trace file; None without a trace.
+    starts: [chains] byte offset of each line in the trace file; None without a trace.
     """
 
     chains: Chains | None = None
@@ -60,7 +60,6 @@ def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> W
 
 
 def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) -> WarmingInputs:
-    """Read --pages: chains, or pages whose prefixes are unknown."""
     import pyarrow as pa
 
     from hicachectl.formats.errors import UsageError
@@ -109,9 +108,9 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
 def requests_for_servers(
     wanted: WarmingInputs, usable_pages: IntArray, profile: Profile, options: Mapping[str, Any]
 ) -> Numbered:
-    """Return a function that yields the requests with their numbers, anew at each call.
+    """Return a function that yields the numbered requests anew at each call.
 
-    From a trace: each usable prefix once, the most valuable first. From other files: all requests.
+    From a trace: each usable prefix once, most valuable first. From other files: all requests.
     """
     if wanted.starts is None:
         listed = list(enumerate(asked_requests(options)))
@@ -121,8 +120,8 @@ def requests_for_servers(
 
     assert wanted.chains is not None
     assert wanted.rank is not None
-    # A trailing pool also has states inside longer prefixes. Only a request that ends at such a
-    # state restores it.
+    # A trailing pool also has states inside longer prefixes; only a request that ends there
+    # restores one.
     longest_only = not any(pool.trailing for pool in profile.pools)
     chosen = prefixes_worth_asking(
         wanted.chains, usable_pages, wanted.rank, longest_only=longest_only

@@ -41,10 +41,10 @@ class PrewarmRequest:
     profile: of the source. destination_profile: of the destination's servers; None: the same.
     chains: None if prefixes are unknown; whole pages are then copied.
     pages: without chains, the pages to copy, best first; None: all pages, newest first.
-    served: profile of each live server of the destination, by URL, to count usable pages for.
-    in_others: pages that the request names only in groups of other deployments.
-    rank: takes chains, their distinct pages and each page's index among these; returns the rank of
-    each distinct page by value. 0 is best; a page ranks behind all pages before it in its chains.
+    served: profiles of the destination's live servers by URL, to count usable pages for.
+    in_others: pages named only in groups of other deployments.
+    rank: takes chains, their distinct pages and each page's index among these; returns the distinct
+    pages' ranks by value. 0 is best; a page ranks behind all pages before it in its chains.
     """
 
     profile: Profile
@@ -67,7 +67,7 @@ class PrewarmRequest:
 
     @property
     def target(self) -> Profile:
-        """The profile of the destination."""
+        """The destination's profile."""
         return self.destination_profile or self.profile
 
 
@@ -75,12 +75,12 @@ class PrewarmRequest:
 class PagePlan:
     """Pages to copy, best first.
 
-    wanted: survey rows of wanted pages, best first. items: the rows among these to copy. cost:
-    bytes that each item adds to the destination. actions: one for every survey row. parents,
-    depths: of each item in its chain; null and 0 if unknown.
-    names: pages that servers could restore from the source. there: how many of these the
-    destination has. missing: how many requested pages are not in `names`. cut: whether the budget
-    excluded pages.
+    wanted: survey rows of wanted pages. items: the rows of these to copy. cost: bytes that each
+    item adds to the destination. actions: of every survey row. parents, depths: of each item in its
+    chain; null and 0 if unknown.
+    names: pages that servers could restore from the source. there: number of these in the
+    destination. missing: number of requested pages not in `names`. cut: whether the budget excluded
+    pages.
     """
 
     survey: Survey
@@ -103,9 +103,9 @@ class PagePlan:
         return found
 
     def work(self) -> PageWork:
-        """Return the work on the pages, best first.
+        """Return the work, best first.
 
-        The action COMPLETE also copies pages of which the destination has no object.
+        COMPLETE also copies pages without any object in the destination.
         """
         partly = (self.actions[self.items] == Action.COMPLETE).any()
         return PageWork(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
@@ -158,10 +158,10 @@ def plan_chains(
 
 
 def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> PagePlan:
-    """Choose whole pages whose prefixes are unknown.
+    """Choose whole pages with unknown prefixes.
 
-    Pages of a list keep their order. Otherwise the newest minute is first. Within a minute the
-    oldest page is first, since no page is older than the pages before it in its chain.
+    Listed pages keep their order. Otherwise the newest minute is first, and within it the oldest
+    page, since no page is older than the pages before it in its chain.
     """
     whole = groups.states[survey.groups] == WHOLE
     asked = int(whole.sum())
@@ -212,7 +212,7 @@ def _newest_minute_first(times_ns: IntArray) -> IntArray:
 
 
 def _within_budget(cost: IntArray, request: PrewarmRequest) -> npt.NDArray[np.bool_]:
-    """Return which pages fit into the budget, in their order, until one exceeds it."""
+    """Return which pages fit, in order, until one exceeds the budget."""
     fits = np.ones(len(cost), dtype=np.bool_)
     if request.budget_bytes is not None:
         fits &= np.cumsum(cost) <= request.budget_bytes

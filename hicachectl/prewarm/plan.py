@@ -26,10 +26,10 @@ class TracePlan:
 
     order:     [planned] int64, indices into the forest.
     values:    [planned] float64, not increasing: chance that a request uses the block, averaged
-               over horizons (`value`). If no block was used twice: the time of the last use. For a
-               trace without times: the number of requests that used the block.
-    requests:  [planned] int32, number of requests that used the block.
-    last_seen: [planned] float64, in the trace's time; None if the trace has no times.
+               over horizons (`value`); if no block was used twice, the time of the last use; for a
+               trace without times, `requests`.
+    requests:  [planned] int32, requests that used the block.
+    last_seen: [planned] float64, in the trace's time; None if unknown.
     """
 
     forest: Forest
@@ -46,7 +46,7 @@ def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
     """Order all blocks of a trace by the savings expected from warming them.
 
     The expectation starts one mean request interval after the last request. budget: most blocks to
-    plan. Without times, blocks that more requests share come first.
+    plan.
     """
     uses = walk_uses(trace)
     values = _values(trace, uses)

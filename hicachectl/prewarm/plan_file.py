@@ -39,8 +39,7 @@ class PlannedPages:
     """Pages of a plan file.
 
     hashes:  [pages, 32] uint8, best first, distinct.
-    parents: [pages] int64, index in the plan of the previous page of the chain; -1 if there is
-        none, or none in the file.
+    parents: [pages] int64, index of the previous page of the chain; -1 if none is in the file.
     """
 
     hashes: npt.NDArray[np.uint8]
@@ -75,11 +74,11 @@ def plan_rows(plan: TracePlan) -> Iterator[pa.Table]:
 
 
 def read_plan(path: Path) -> PlannedPages:
-    """Read the pages of a plan that can be executed.
+    """Read the pages of an executable plan.
 
-    A parent without a row of its own was in the destination when the plan was made.
-    Raises FormatError naming the line if it is not a row of a plan, has a block id, repeats a page,
-    or has the parent of an earlier page. Raises UsageError if the file cannot be read.
+    A parent without a row was in the destination when the plan was made. Raises FormatError naming
+    a line that is not a plan's row, has a block id, repeats a page, or has an earlier page's
+    parent; UsageError if the file cannot be read.
     """
     position: dict[str, int] = {}
     outside: set[str] = set()

@@ -43,7 +43,7 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-_WATCHED = 256  # objects: the first written are the most valuable and the first to be evicted
+_WATCHED = 256  # first written objects: the most valuable, and the first to be evicted
 _WATCH_SECONDS = 2.0  # between two checks
 ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for the last listing
 
@@ -53,10 +53,10 @@ class PrewarmOutcome:
     """Result of a run or a dry run.
 
     document: members of the JSON result. problems: failed or conflicting pages.
-    plan: pages to copy, best first: page, its parent in a chain, depth, bytes.
+    plan: pages to copy, best first: page, parent, depth, bytes.
     usable_pages: [chains] pages that servers can restore from the destination; without chains, [1]
-    wanted pages that are whole there. interruption: exception that ended the copying early, such
-    as KeyboardInterrupt, to be raised after the report.
+    wanted pages whole there. interruption: exception that ended the copying, such as
+    KeyboardInterrupt, to be raised after the report.
     """
 
     document: dict[str, Any]
@@ -93,9 +93,9 @@ def prewarm(
 ) -> PrewarmOutcome:
     """Copy the requested pages that servers could restore and the destination lacks.
 
-    on_listed: called with the number of objects of each listed batch. on_copied: called with the
-    bytes of each finished batch and the bytes of the plan. Raises UsageError, ProfileError and
-    UnsupportedByBackend before anything is written; StoreUnavailable at any time.
+    on_listed: takes the number of objects of each listed batch. on_copied: takes the bytes of each
+    finished batch and of the plan. Raises UsageError, ProfileError and UnsupportedByBackend before
+    anything is written; StoreUnavailable at any time.
     """
     started = time.monotonic()
     if request.options.pin:
@@ -143,7 +143,7 @@ def prewarm(
 
 
 class _Prewarming(NamedTuple):
-    """A plan, its two stores, its request, and the `time.monotonic()` of its start."""
+    """A run of a plan. started: `time.monotonic()`."""
 
     plan: PagePlan
     source: Store
@@ -160,10 +160,7 @@ class _Prewarming(NamedTuple):
 def _executed(
     run: _Prewarming, copying: CopyRun, on_copied: Callable[[int, int], None]
 ) -> PrewarmOutcome:
-    """Copy and touch the pages, count the usable pages.
-
-    After an interrupt, touching and counting have a time limit each.
-    """
+    """Copy, touch and count pages; after an interrupt, touching and counting have time limits."""
     plan = run.plan
     total = max(int(plan.cost.sum()), 1)
     watch = Watch(run.destination, plan.survey)
@@ -255,7 +252,7 @@ def touch_pages(
 
     The least valuable pages come first, and the leaves of a chain before its root.
     items: survey rows, most valuable first. until: `time.monotonic()` of the end; at most one call
-    ends later. If time is short, the less valuable pages are left out.
+    ends later. If time is short, less valuable pages are left out.
     """
     if not isinstance(store, Touch):
         return
@@ -274,7 +271,7 @@ def touch_pages(
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
-    """Return the outcome without copying: the pages that servers can restore from a store now."""
+    """Return the outcome without copying: the pages that servers can now restore."""
     if request.chains is None:
         raise UsageError("--all needs a store to copy from; give --from SRC")
     started = time.monotonic()
@@ -303,10 +300,10 @@ def _reason(full: bool, watch: Watch, complete: bool, plan: PagePlan) -> str | N
 
 
 def _finished(run: _Prewarming, *, until: float | None = None) -> PrewarmOutcome:
-    """Return the outcome with the pages that servers can now restore from the destination.
+    """Return the outcome, with the pages now restorable from the destination.
 
-    Pages that servers can restore from the destination, but not from the source, count as already
-    there. If the listing is not done at time `until`, no page counts as usable.
+    Pages restorable only from the destination count as already there. If the listing is not done
+    at `until`, no page counts as usable.
     """
     plan, source, destination, request, started = run
     there, missing = plan.there, plan.missing
@@ -357,7 +354,7 @@ def _whole_pages(plan: PagePlan, destination: Store, on_batch: Callable[[int], N
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
     """Return the requested pages that may be missing because an object has a wrong size.
 
-    Pages that servers can restore from the source do not need such objects.
+    Pages restorable from the source do not need such objects.
     """
     if request.chains is None:
         return plan.names
@@ -390,7 +387,6 @@ def _outcome(
     *,
     cut: bool = False,
 ) -> PrewarmOutcome:
-    """Return an outcome without copied pages. pages: counts by name."""
     page_size = request.target.page_size
     asked = pages["requested"]
     if request.chains is not None:

@@ -1,4 +1,4 @@
-"""Make live servers load prefixes from the store into their own memory."""
+"""Make live servers load prefixes into their memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PullReport:
     error: str | None = None
 
     def document(self, page_size: int) -> dict[str, Any]:
-        """Return the JSON document: one row for each request, and the totals."""
+        """Return the JSON document: a row for each request, and totals."""
         pulled = list(self.pulled)
         return {
             "server": self.server,
@@ -81,9 +81,8 @@ def pull(
 ) -> None:
     """Request the prefixes that the store has, from each server and DP rank.
 
-    asked: yields the requests with their numbers, anew for each server. usable_pages: number
-    of pages for each request, by the request's number.
-    deadline: `time.monotonic()` of the end. reports: receives a report for each server.
+    asked: yields the numbered requests, anew for each server. usable_pages: pages of each request,
+    by number. deadline: `time.monotonic()` of the end. reports: receives a report for each server.
     """
     hashing = Hashing.of(profile)
     for url, live in servers.items():

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Ranker:
     """Ranking of pages by the requests that use them.
 
-    times: [chains] float64, not decreasing; None if unknown. Without times, pages that more
-    requests share come first, and pages of equal counts keep the order of the chains.
+    times: [chains] float64, not decreasing; None if unknown: pages that more requests share then
+    come first, and equal counts keep the order of the chains.
     output_tokens: [chains], -1 if unknown.
     """
 
@@ -40,7 +40,7 @@ class Ranker:
     output_tokens: IntArray | None = None
 
     def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Return the rank of each distinct page, 0 for the best, behind all pages of its prefix."""
+        """Return each distinct page's rank; see `PrewarmRequest.rank`."""
         unknown = np.full(len(chains), -1, dtype=np.int64)
         blocks = page_of.astype(np.int32)
         trace = Trace(
@@ -103,7 +103,7 @@ class PlannedOrder:
         self._pages = pages
 
     def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Return the rank of each distinct page in the plan's order."""
+        """Return each distinct page's rank in the plan's order."""
         places = pc.index_in(names, value_set=self._pages.cast(names.type)).to_numpy()
         rank = np.empty(len(places), dtype=np.int64)
         rank[np.argsort(places, kind="stable")] = np.arange(len(places))

@@ -1,8 +1,8 @@
-"""Make a live SGLang server load prefixes from its store into its own memory.
+"""Make a live SGLang server load prefixes from its store into its memory.
 
-Each prefix is a request to /generate for one new token. The server looks the prefix up, fetches
-from L3 what L1 and L2 lack, and reports the tokens from each source. Source: SGLang
-srt/entrypoints/http_server.py :: generate_request; managers/io_struct.py :: GenerateReqInput;
+Each prefix is a /generate request for one new token. The server fetches from L3 what L1 and L2
+lack, and reports the tokens from each source. Source: SGLang srt/entrypoints/http_server.py ::
+generate_request; managers/io_struct.py :: GenerateReqInput;
 managers/scheduler_components/output_streamer.py :: get_cached_tokens_details.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Request
 
 REQUEST_TIMEOUT_S = 120.0
-BUSY_PATIENCE_S = 300.0  # longest time for which a server may answer only "busy"
+BUSY_PATIENCE_S = 300.0  # longest time of only "busy" answers
 
 _TRIES = 3  # of one request
 _GIVE_UP_AFTER = 3  # failed requests in a row
@@ -47,8 +47,8 @@ _SOURCES = ("device", "host", "storage")
 class Prefix:
     """A prefix to request.
 
-    number: chosen by the caller. pages: number of pages to restore. token_ids: tokens of these
-    pages, and the tokens after them that the server computes.
+    number: chosen by the caller. pages: number to restore. token_ids: of these pages, and of the
+    tokens after them that the server computes.
     """
 
     number: int
@@ -62,9 +62,8 @@ class Prefix:
 class PullResult:
     """Result of one prefix at one DP rank.
 
-    dp_rank: None if there is only one rank. cached_tokens: tokens that the server did not compute.
-    sources: cached tokens by device, host and storage; empty if not reported. error: why the
-    request failed; "" if it succeeded.
+    dp_rank: None for a single rank. cached_tokens: not computed by the server. sources: cached
+    tokens by device, host and storage; empty if not reported. error: why the request failed, or "".
     """
 
     number: int
@@ -79,7 +78,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
     """Cut a request to the tokens that make a server restore its first pages.
 
     Any token may follow these pages: if the request ends with them, its last token is repeated.
-    Raises FormatError for a shorter request, such as from a file that has changed.
+    Raises FormatError for a shorter request, as from a changed file.
     """
     wanted = tokens_to_restore(pages, hashing.page_size, bigram=hashing.bigram)
     token_ids = request.token_ids[:wanted]
@@ -93,7 +92,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
 
 
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the DP ranks with separate caches; (None,) if there is only one.
+    """Return the DP ranks with separate caches; (None,) for a single rank.
 
     Source: srt/runtime_context.py :: num_dp_ranks_of, for a /server_info reply. Raises
     ProfileError for more ranks than a server can have.
@@ -130,10 +129,10 @@ _Done = queue.SimpleQueue[PullResult | BaseException | None]
 
 
 class ThroughServer:
-    """One live server; call `pull` once. Every request has a time limit.
+    """One live server; call `pull` once.
 
-    pulled: results in the order of completion; an interrupt of `pull` loses no result. complete:
-    False if requests were left out at the deadline.
+    pulled: results in order of completion; an interrupt of `pull` loses none. complete: False if
+    requests were left out at the deadline.
 
     api_key: default from HICACHECTL_API_KEY. jobs: concurrent requests. Raises UsageError for a
     malformed URL or key.
@@ -169,8 +168,8 @@ class ThroughServer:
     ) -> None:
         """Request prefixes in order, at every rank.
 
-        prefixes: consumed one at a time, by other threads. deadline: the `time.monotonic()` at
-        which requests under way are abandoned. on_done: called for each result, in this thread.
+        prefixes: consumed one at a time, by other threads. deadline: `time.monotonic()` at
+        which unfinished requests are abandoned. on_done: called for each result, in this thread.
         Raises StoreUnavailable if the server refuses the key, lacks the endpoint, keeps failing or
         stays busy.
         """
@@ -276,7 +275,6 @@ class ThroughServer:
                 self._pauses.failed()
 
     def _refuse_for_all(self, reply: Reply) -> None:
-        """Raise StoreUnavailable if the server would refuse every request."""
         if reply.status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             what = f"HTTP {reply.status}: the server requires its API key"
             raise _RefusedForAllError(str(self._service.lost(what, f"set {API_KEY_VARIABLE}")))
@@ -335,7 +333,6 @@ class _Backoff:
             raise StoreUnavailable("stopped")
 
     def answered(self) -> None:
-        """Record that the server accepts requests."""
         with self._lock:
             self._answered = time.monotonic()
             self._next_s = self._pause_s

@@ -1,9 +1,8 @@
-"""Traces: requests with their times and block chains, read from JSON lines.
+"""Traces: requests with times and block chains, one per JSON line.
 
-A line is one request. `hash_ids` are block ids, as in Mooncake's public traces (FAST25-release).
-`token_ids` (SGLang also names them `input_ids`) may come with the request's `extra_key` and
-`cache_salt`. `timestamp` is a number in any unit, or ISO 8601; `input_length` and `output_length`
-are numbers of tokens. Other members are ignored.
+`hash_ids` are block ids, as in Mooncake's public traces (FAST25-release). `token_ids` (in SGLang
+also `input_ids`) may come with `extra_key` and `cache_salt`. `timestamp` is a number in any unit,
+or ISO 8601; `input_length` and `output_length` count tokens. Other members are ignored.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ _MAX_INDEX = 2**31 - 1
 class Trace:
     """Requests in the order of their times.
 
-    times:         [requests] float64 in the trace's unit; None if the trace has no times.
-    offsets:       [requests + 1] int64; request i has blocks[offsets[i]:offsets[i + 1]].
-    blocks:        [references] int32, indices into the forest, chain after chain.
-    input_tokens:  [requests] int64, -1 if unknown.
-    output_tokens: [requests] int64, -1 if unknown.
-    block_tokens:  tokens of a full block; 0 if unknown.
-    starts:        [requests] int64, byte offset of each line; None without a file.
+    times:   [requests] float64 in the trace's unit; None if unknown.
+    offsets: [requests + 1] int64; request i has blocks[offsets[i]:offsets[i + 1]].
+    blocks:  [references] int32, indices into the forest, chain after chain.
+    input_tokens, output_tokens: [requests] int64, -1 if unknown.
+    block_tokens: tokens of a full block; 0 if unknown.
+    starts:  [requests] int64, byte offset of each line; None without a file.
     """
 
     times: npt.NDArray[np.float64] | None
@@ -131,8 +129,8 @@ _REQUEST = msgspec.json.Decoder(_TraceLine)
 def read_trace(path: Path, profile: Profile | None) -> Trace:
     """Read a trace.
 
-    profile: gives the page size and hash unit; needed for token ids only. Raises FormatError naming
-    the line; UsageError if the file cannot be read, or if token ids have no profile.
+    profile: gives the page size and hash unit of token ids. Raises FormatError naming the line;
+    UsageError if the file cannot be read, or if token ids have no profile.
     """
     lines = _Lines(profile)
     end = 0
@@ -154,7 +152,7 @@ def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request
     """Read again the token-id requests whose lines begin at bytes `starts`, in that order.
 
     A trace does not keep tokens, since there may be billions. Raises UsageError if the file cannot
-    be read again, FormatError if it has changed.
+    be read, FormatError if it has changed.
     """
     try:
         with path.open("rb") as file:
@@ -196,7 +194,7 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
 def _id_index(
     ids: array[int],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return the distinct ids, ascending, and each id's index among the distinct ids."""
+    """Return the distinct ids, ascending, and each id's index among them."""
     flat = np.frombuffer(ids, np.int64) if ids else np.empty(0, np.int64)
     least, most = (int(flat.min()), int(flat.max())) if len(flat) else (0, -1)
     if least >= 0 and most < 4 * len(flat):  # mostly consecutive: a table instead of a sort

@@ -1,4 +1,4 @@
-"""Small integer codes for the known properties of blocks that wait for their next use."""
+"""Integer codes for the known properties of blocks that wait for a next use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEFT_FACTOR = Factor("left", 2)  # the conversation continued without the block
 class RequestFactors:
     """Codes of requests, to be joined with codes of their blocks.
 
-    factors:  in the order of the columns of `codes`.
+    factors:  in the column order of `codes`.
     requests: [requests, request factors] int64.
     tails:    [requests] int64, depth of a partly filled last block, else -1.
     """
@@ -48,10 +48,7 @@ class RequestFactors:
         uses: npt.NDArray[np.integer],
         left: npt.NDArray[np.bool_],
     ) -> Codes:
-        """Return one small int for each block, from its last request, depth and number of uses.
-
-        left: whether the conversation continued without the block.
-        """
+        """Return a small int for each block, from its last request, depth, uses and `left`."""
         use = _by_edges(_USES, uses)
         depth = _by_edges(_BLOCKS, depths)
         tail = self.tails[requests] == depths

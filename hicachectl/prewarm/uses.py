@@ -19,10 +19,10 @@ MOST_COUNTED = 255  # uses, in `Uses.earlier`
 class Uses:
     """Uses of blocks.
 
-    previous: [references] int32, the last earlier request that used the block; -1 if none did.
+    previous: [references] int32, the last earlier request that used the block; -1: none.
     earlier:  [references] uint8, number of earlier uses, at most `MOST_COUNTED`.
     last:     [blocks] int32, the last request that used the block.
-    counts:   [blocks] int32, number of requests that used the block.
+    counts:   [blocks] int32, requests that used the block.
     """
 
     previous: npt.NDArray[np.int32]
@@ -38,9 +38,9 @@ class Conversations:
     known:  int64, leading blocks that were used before.
     source: int32, the earlier request that this request continues; -1: none.
     turns:  int32, number of earlier requests of the conversation.
-    first:  int32, the first request of the conversation.
-    left:   int32, the first request that continues this request. Blocks that the later request does
-            not use are left behind. If no request continues, the number of requests.
+    first:  int32, the conversation's first request.
+    left:   int32, the first request that continues this one; blocks that the later one does not use
+            are left behind. If none continues, the number of requests.
     """
 
     known: npt.NDArray[np.int64]
@@ -51,7 +51,7 @@ class Conversations:
 
 
 def walk_uses(trace: Trace) -> Uses:
-    """Return the uses of a trace's blocks, in one pass over the requests."""
+    """Return the uses of a trace's blocks."""
     blocks = trace.blocks
     last = np.full(len(trace.forest), -1, np.int32)
     counts = np.zeros(len(trace.forest), np.int32)

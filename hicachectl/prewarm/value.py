@@ -1,10 +1,10 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: a block that was not warmed is computed at its first use, and then cached
-like any other. The number of uses is therefore a bad order. How long a cache keeps a block depends
-on the cache's size, which is unknown, so the chance is averaged over horizons from 1/32 of the
-trace's span to the whole span. Chances are measured on the trace (`hazard`), from blocks of the
-same age, number of uses, output length of the request and so on.
+Only the first use counts: it computes a block that was not warmed, which is then cached like any
+other. The number of uses is therefore a bad order. How long a cache keeps a block depends on the
+cache's unknown size, so the chance is averaged over horizons from 1/32 to all of the trace's span.
+Chances are measured on the trace (`hazard`), from blocks of the same age, number of uses, output
+length and so on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _GROUPS_AT_ONCE = 1 << 17
 class Reuse:
     """Expected reuse of a trace's blocks after its end.
 
-    groups: keys of groups of blocks with equal chances. group_of: [blocks] index of each
-    block's group.
+    groups: keys of groups of blocks with equal chances. group_of: [blocks] indices into `groups`.
     ages: [requests] float64, time since each request. span: time since the first request.
     """
 
@@ -62,7 +61,7 @@ class Reuse:
 
 
 def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
-    """Return for every block the chance of a use, averaged over `HORIZONS`: [blocks].
+    """Return each block's chance of a use, averaged over `HORIZONS`: [blocks].
 
     times: [requests], not decreasing; `now` is not earlier. The values are not prefix-closed, and
     all 0 if no block was used twice.
@@ -131,10 +130,10 @@ def _cells(
     traits: RequestFactors,
     waits: tuple[Index, Index, Index, Index],
 ) -> tuple[Waits, Index]:
-    """Return coded waits; split a wait at the moment when its block is left behind.
+    """Return coded waits, each split when its block is left behind.
 
     times: of the requests, then the trace's end. waits: the requests that began and ended each,
-    and the depth and number of uses of its block.
+    and the depth and uses of its block.
     """
     begin, end, depth, count = waits
     weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # blocks of one chain are not independent

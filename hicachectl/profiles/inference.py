@@ -45,10 +45,10 @@ class PoolGuess:
 
 
 def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = None) -> Profile:
-    """Return the profile of the one matching deployment: its shards, pools and object sizes.
+    """Return the profile of the one matching deployment: shards, pools and object sizes.
 
-    scheme: of the store's keys. Raises ProfileError if none or several deployments match, or if a
-    profile cannot describe the objects seen.
+    scheme: of the store's keys. Raises ProfileError like `choose_deployment`, and if a profile
+    cannot describe the objects.
     """
     chosen = choose_deployment(inventory, choice or PoolGuess())
     deployment = _seen(inventory, inventory.table.deployments[chosen])
@@ -58,7 +58,7 @@ def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = 
 
 
 def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
-    """Return the index of the one matching deployment among the inventory's deployments.
+    """Return the index of the inventory's one matching deployment.
 
     Raises ProfileError if none or several match.
     """
@@ -114,7 +114,6 @@ def _listed(deployments: Iterable[Deployment]) -> str:
 
 
 def _described(deployment: Deployment) -> str:
-    """Return the options that choose a deployment, with notes in parentheses."""
     ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs}
     notes = [] if ranks != {None} else ["keys without TP ranks"]
     if not _anchors(deployment):
@@ -185,7 +184,6 @@ def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
 
 
 def _common_size(name: str, specs: list[ObjectSpec]) -> int:
-    """Return the one size of a pool's objects. Raises ProfileError if there are several."""
     by_size: dict[int, list[ObjectSpec]] = defaultdict(list)
     for spec in specs:
         by_size[spec.nbytes].append(spec)

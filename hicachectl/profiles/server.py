@@ -40,14 +40,14 @@ class ServerReplies:
 
 @dataclass(frozen=True, slots=True)
 class ServerProfile:
-    """Profile of a live server, and warnings for the operator."""
+    """Profile of a live server, and warnings to show."""
 
     profile: Profile
     warnings: tuple[str, ...]
 
 
 def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> ServerReplies:
-    """Fetch the deployment and the key layout of a server.
+    """Fetch the deployment and key layout of a server.
 
     url: `http://host:port`, or https. api_key: default from HICACHECTL_API_KEY. timeout_s: for
     each whole request. Raises UsageError for a bad URL, StoreUnavailable if no answer is usable.
@@ -68,10 +68,10 @@ def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.
 def server_service(
     url: str, option: str, *, api_key: str | None = None, timeout_s: float
 ) -> tuple[HttpService, str]:
-    """Return a client of an SGLang server, and the path of the server's endpoints.
+    """Return a client of an SGLang server, and the path of its endpoints.
 
-    option: the option that gave the URL, for messages. api_key: default from HICACHECTL_API_KEY.
-    timeout_s: for each whole request. Raises UsageError for a malformed URL or key.
+    option: named in messages. api_key, timeout_s: as in `fetch_server`. Raises UsageError for a
+    malformed URL or key.
     """
     parts = urlsplit(checked_url(url, option))
     key = checked_key(api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, ""))
@@ -99,9 +99,9 @@ def profile_from_server(
 ) -> ServerProfile:
     """Return the profile of a live server.
 
-    model_config: the model's config.json or its directory; default: the server's `model_path`, if
-    this is a directory on this machine. overrides: fields of DeploymentFlags that replace the
-    server's. Raises ProfileError if sizes are unknown, and the errors of `fetch_server`.
+    model_config: the model's config.json or its directory; default: the server's `model_path`, if a
+    local directory. overrides: fields of DeploymentFlags that replace the server's. Raises
+    ProfileError if sizes are unknown, and the errors of `fetch_server`.
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
@@ -155,10 +155,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def checked_url(url: str, option: str = "--server") -> str:
-    """Return a server's URL in one normal form, which is safe to show.
+    """Return a server's URL in one normal form, safe to show.
 
-    option: the option that gave the URL, for messages. Raises UsageError for a malformed URL and
-    for a URL with credentials, a query or a fragment.
+    option: named in messages. Raises UsageError for a URL that is malformed or has credentials, a
+    query or a fragment.
     """
     try:
         parts = urlsplit(url)
@@ -176,9 +176,9 @@ def checked_url(url: str, option: str = "--server") -> str:
 
 
 def checked_key(key: str) -> str:
-    """Return the key without spaces around it. Raises UsageError if it is not printable ASCII.
+    """Return the stripped key. Raises UsageError if it is not printable ASCII.
 
-    http.client would refuse such a key with a message that quotes the key.
+    http.client's own refusal would quote the key.
     """
     key = key.strip()
     if not (key.isascii() and key.isprintable()):

@@ -1,4 +1,4 @@
-"""Build the profile of a command from its options, or take the profile that the store records."""
+"""Build a command's profile from its options, or take the profile that the store records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def profile_from_options(
     looks_only: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
-    """Return the profile of the options, else the profile that the store records, else None.
+    """Return the profile of the options, else the store's recorded profile, else None.
 
     store: receives the profile, and shows the model's name if no option does. looks_only: see
     `Profiled.use_profile`. warn: called with warnings about a server's answer. Raises UsageError
@@ -49,7 +49,7 @@ def profile_from_options(
 
 
 def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
-    """Pass the profile to the store, or return the profile that the store records."""
+    """Pass the profile to the store; without a profile, take the recorded one."""
     from hicachectl.backends.capabilities import Archive, Profiled
 
     if profile is None and isinstance(store, Archive):
@@ -142,7 +142,7 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stage_layers(text: str, option: str) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage from an option's text. Raises UsageError."""
+    """Return the layers of each pipeline stage. Raises UsageError."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:

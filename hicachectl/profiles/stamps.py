@@ -51,10 +51,10 @@ class Stamp:
 
 
 def read_stamp(store: Store, key_model: str) -> Stamp | None:
-    """Return the stamp of a model; None if missing. key_model: the model's name in keys.
+    """Return a model's stamp, None if missing. key_model: the model's name in keys.
 
-    Raises FormatError for a damaged stamp, UntrustedError for a link, a special file or a file of
-    an untrusted owner, StoreUnavailable if the stamp cannot be read.
+    Raises FormatError for a damaged stamp, UntrustedError for a link, a special file or an
+    untrusted owner, StoreUnavailable if the stamp cannot be read.
     """
     name = _file_name(key_model)
     with _opened(store, writes=False) as directory:
@@ -70,10 +70,10 @@ def check_stamp_place(store: Store, key_model: str) -> None:
 
 
 def write_stamp(store: Store, stamp: Stamp) -> Path:
-    """Write the stamp of the profile's model beside a store, atomically.
+    """Write a stamp beside a store, atomically.
 
     Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError like
-    `read_stamp`, StoreUnavailable if the stamp cannot be written.
+    `read_stamp`, StoreUnavailable if writing fails.
     """
     if not isinstance(store, SideFiles):
         raise UnsupportedByBackend(f"{store.url} has no directory for a stamp; leave out --stamp")
@@ -92,7 +92,7 @@ def stamp_differences(
     weights_version: str = "",
     remark: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
-    """Return the differences of the profile and the weights version from a store's stamp.
+    """Return the differences of the profile and weights version from a store's stamp.
 
     remark: called if the stamp cannot be read: a link, an untrusted owner, or no permission.
     """
@@ -107,7 +107,7 @@ def stamp_differences(
 
 
 def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield a finding for each difference from the store's stamp."""
+    """Yield a finding for each difference from the stamp."""
     differences = stamp_differences(given.store, given.profile, given.weights_version, given.remark)
     yield findings(
         "stamp-mismatch",
@@ -118,7 +118,7 @@ def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
 
 @contextmanager
 def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
-    """Yield the directory of a store's stamps, None if missing. makes: create it if missing."""
+    """Yield the directory of a store's stamps, None if missing. makes: create it."""
     if not isinstance(store, SideFiles):
         yield None
         return

@@ -62,7 +62,7 @@ def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
 def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> None:
     """Raise click.UsageError unless the options name exactly one source of requests.
 
-    Also raises click.UsageError for --tokenizer without --prompts.
+    Also raises it for --tokenizer without --prompts.
     """
     names = list(sources)
     if sum(bool(options[name]) for name in names) != 1:

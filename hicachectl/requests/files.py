@@ -1,4 +1,7 @@
-"""Read requests from files, one per line: token ids, text, chats, or page hashes."""
+"""Read requests from files, one per line: token ids, text, chats, or page hashes.
+
+Reading raises UsageError if the file cannot be read, FormatError naming the line.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,8 @@ class Chat:
 class PageList:
     """Pages that a file names, in the file's order.
 
-    source: the file, for messages. groups: for each page the label of one group (`ls` shows it as
-    "group"); None: all groups. lengths: pages in each line; a line of several is a chain.
+    source: the file, for messages. groups: each page's group label (`ls` shows it as "group");
+    None: all groups. lengths: pages in each line; a line of several is a chain.
     """
 
     source: str
@@ -92,9 +95,9 @@ class PromptTokenizer(Protocol):
 
 
 class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
-    """Members of a request that are allowed beside the prompt: a line can be a whole request body.
+    """Members allowed beside the prompt: a line can be a whole request body.
 
-    Other members are refused, since a mistyped or unsupported member could change the chain.
+    Others are refused, since a mistyped or unsupported member could change the chain.
     """
 
     rid: msgspec.Raw = msgspec.Raw()
@@ -139,11 +142,10 @@ _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
 def read_token_ids(path: Path) -> Iterator[Request]:
-    """Yield requests of token ids, one per line.
+    """Yield requests of token ids.
 
     A line is a JSON list, {"token_ids": [...]} or {"input_ids": [...]}. Objects may have
-    "extra_key" and "cache_salt". Raises UsageError if the file cannot be read, FormatError naming
-    the line.
+    "extra_key" and "cache_salt".
     """
     for where, line in _lines(path):
         found: list[int] | _TokenLine = _decoded(_TOKEN_LINE, line, where)
@@ -157,12 +159,11 @@ def read_token_ids(path: Path) -> Iterator[Request]:
 
 
 def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
-    """Yield requests of text or chats, one per line.
+    """Yield requests of text or chats.
 
     A line is a JSON string, {"text": "…"}, {"prompt": "…"}, a list of messages or
-    {"messages": [...]}. Objects may have "extra_key" and "cache_salt"; objects with messages may
-    also have "chat_template_kwargs", "tools" and "tool_choice". Raises UsageError if the file
-    cannot be read, FormatError naming the line.
+    {"messages": [...]}. Objects may have "extra_key" and "cache_salt"; with messages also
+    "chat_template_kwargs", "tools" and "tool_choice".
     """
     batch: list[tuple[str, Prompt, _PromptLine]] = []
     for where, line in _lines(path):
@@ -179,11 +180,10 @@ def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
-    """Yield page chains, one per line.
+    """Yield page chains.
 
     A line is a page hash, a JSON list of page hashes (a chain), or a JSON row with a "page", as
-    `ls --format jsonl` prints. Raises UsageError if the file cannot be read, FormatError
-    naming the line.
+    `ls --format jsonl` prints.
     """
     for chain, _ in _page_lines(path):
         yield chain
@@ -220,7 +220,6 @@ def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield "FILE: line N" and the stripped text of lines that are not blank."""
     for number, line in read_lines(path, MAX_LINE_BYTES):
         if text := line.strip():
             yield f"{path}: line {number}", text

@@ -52,7 +52,6 @@ def hit_rows(hits: Hits, page_size: int | None) -> pa.Table:
 
 
 def _stopped_by(hits: Hits) -> pa.StructArray:
-    """Return the object that stops each chain, or null."""
     stopped = hits.stop_pages >= 0
     positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
     spread = np.full(len(stopped), -1, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Hits: the part of each page chain that a store can serve, and the object that stops the chain.
 
-An object is usable if it exists and has its expected size, if sizes are known. Reads of a
-shorter object fail (files) or return stale bytes (Mooncake).
+An object is usable if it exists with its expected size (if known). Reads of a shorter object fail
+(files) or return stale bytes (Mooncake).
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Hits:
     """Restorable part of each chain; arrays are [chains] unless stated.
 
     deployment:   of the restoring servers; None if the store shows none.
-    needs:        the object sets that servers need; slots are ABSENT, MISFIT or HELD for each of
-        page_names. A prefix needs trailing sets only at its end.
+    needs:        object sets that servers need; slots: ABSENT, MISFIT or HELD for each of
+        page_names.
     chains:       cut to their reach.
     page_names, page_of: distinct pages in hex; index of each page of `chains` among these.
     kv_pages:     leading pages with kv on all ranks.
     usable_pages: the longest prefix that all ranks can restore.
     allowed:      [pages of `chains`] whether all ranks can restore the prefix up to the page.
-    stop_pages:   index in its chain of the page that stops the chain; -1 if no page does.
+    stop_pages:   index in its chain of the page that stops the chain; -1: none.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    misfits:      number of these first objects that exist with another size.
+    misfits:      number of these objects that exist with another size.
     """
 
     deployment: Deployment | None
@@ -110,8 +110,8 @@ def inventory_of_chains(
 ) -> Inventory:
     """Return an inventory with at least the pages of chains.
 
-    Looks up single keys if they are few, or if listings lack recent writes. If no key exists, lists
-    the store, whose other keys may show why. Raises like `take_inventory`.
+    Looks up single keys if few, or if listings lack recent writes. If no key exists, lists the
+    store, whose other keys may show why. Raises like `take_inventory`.
     """
     names, _ = chains.within_reach().distinct_pages()
     codec = codec_for(store.grammar)
@@ -131,8 +131,8 @@ def find_hits(
     """Return the part of each chain that servers of a deployment can restore from a store.
 
     deployment_id: index into the inventory's deployments; None: nothing can be restored. own:
-    ignore objects that another model wrote under the same keys. Memory: one byte for each
-    distinct page and object of its sets, and about 30 bytes per page of a chain.
+    ignore objects that another model wrote under the same keys. Memory: one byte per distinct page
+    and object of its sets, and about 30 bytes per page of a chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.distinct_pages()
@@ -174,7 +174,7 @@ def _held_objects(
 ) -> GroupTable:
     """Return the objects that servers of a deployment find for distinct pages: MISFIT or HELD.
 
-    Servers look at keys only, so objects of another model count as well, except with `own`.
+    Servers look at keys only, so objects of another model count too, except with `own`.
     """
     table = inventory.table
     specs = table.deployments[deployment_id].specs
@@ -252,7 +252,7 @@ def _at_fault(
 ) -> tuple[IntArray, BoolArray]:
     """Return the first spec at fault at each stop [stops], and whether its object is a misfit.
 
-    pages: [stops] page numbers. stops: indices of these pages in their chains. runs: as in
+    pages: [stops] page numbers. stops: indices of these pages in their chains. runs: see
     `_stop_pages`.
     """
     beyond = stops >= runs

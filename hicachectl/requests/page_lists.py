@@ -1,4 +1,4 @@
-"""Find the page groups that the rows of a page list name."""
+"""Page groups that a page list names."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SHOWN_LABELS = 4
 
 @dataclass(frozen=True)
 class NamedGroups:
-    """The groups of a store that a page list names.
+    """Groups of a store that a page list names.
 
-    A row with a group label names that group; a bare page names all of its groups.
+    A row with a group label names that group; a bare page names all its groups.
     """
 
     listed: PageList
@@ -52,7 +52,7 @@ class NamedGroups:
 
     @cached_property
     def by_page(self) -> BoolArray:
-        """Which groups are named by their page alone: [groups]."""
+        """Groups named by their page alone: [groups]."""
         at, labels = self._rows
         is_bare = np.zeros(len(self._distinct) + 1, dtype=np.bool_)
         is_bare[at[labels == -1]] = True
@@ -61,7 +61,7 @@ class NamedGroups:
 
     @cached_property
     def chosen(self) -> BoolArray:
-        """Which groups are named: [groups]."""
+        """Groups named by page or label: [groups]."""
         at, labels = self._rows
         known = labels >= 0
         wanted = at[known] * len(self.groups.labels) + labels[known]
@@ -77,7 +77,7 @@ class NamedGroups:
 
     @cached_property
     def _codes(self) -> IntArray:
-        """One number for each group's page and label together, -1 if not listed: [groups]."""
+        """One number for each group's page and label, -1 if not listed: [groups]."""
         codes = self._at * len(self.groups.labels) + self.groups.label_ids
         return np.where(self._at >= 0, codes, -1)
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Chains
     from hicachectl.requests.hits import Hits
 
-# Settings that decide which objects a server requests and how it reads them, and the option that
-# converts pages; "" if no option can.
+# Settings that decide which objects a server requests and how it reads them; the option that
+# converts pages, or "".
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -44,7 +44,7 @@ class Usable:
     """Pages that servers can restore from a store.
 
     pages: [chains] int64, leading pages that servers of `deployment` restore. target: hits of the
-    deployment that the pages were written for. remarks: about servers of another deployment.
+    deployment written for. remarks: about servers of another deployment.
     """
 
     pages: IntArray
@@ -63,10 +63,9 @@ def count_usable(
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
-    target: the deployment that pages are written for; its pages are returned if no server is known.
-    served: the deployment of each live server, by URL; the pages of the server that can restore
-    the fewest are returned. Raises StoreUnavailable, and ProfileError if the target contradicts the
-    store.
+    target: the deployment that pages are written for; counted if no server is known. served: the
+    deployment of each live server, by URL; the pages of the server that can restore the fewest are
+    returned. Raises StoreUnavailable, and ProfileError if the target contradicts the store.
     """
     hits = find_hits(inventory_of_chains(store, target, chains, on_batch=on_batch), 0, chains)
     counted = [] if served else [(hits.usable_pages, target)]

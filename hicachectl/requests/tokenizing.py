@@ -46,9 +46,9 @@ _OWN_RENDERERS = ("DeepseekV4", "KimiK3", "InklingForConditionalGeneration")
 
 
 def find_tokenizer(given: Path | None, places: Iterable[Path | None] = ()) -> DirectoryTokenizer:
-    """Open the tokenizer of the given directory, else of the first place that has a tokenizer.
+    """Open the tokenizer of the given directory, else of the first place that has one.
 
-    places: directories, or files in them. Raises UsageError if no place has a tokenizer.
+    places: directories, or files in them. Raises UsageError if none has a tokenizer.
     """
     if given is not None:
         return DirectoryTokenizer(given)
@@ -90,7 +90,7 @@ class DirectoryTokenizer:
         self._prefix = self._flagged_prefix()
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each prompt. A FormatError does not name the prompt."""
+        """Return the token ids of each prompt."""
         chats = [isinstance(prompt, Chat) for prompt in prompts]
         texts = [self._rendered(p) if isinstance(p, Chat) else p for p in prompts]
         # A chat template writes special tokens itself.
@@ -185,7 +185,6 @@ class DirectoryTokenizer:
 
 
 def _iterates_content(template: str) -> bool:
-    """Return whether a template loops over the content of a message."""
     from jinja2 import Environment, TemplateSyntaxError, nodes
 
     try:
@@ -216,7 +215,6 @@ def _member(node: Any) -> tuple[object, object]:
 def _template_messages(
     messages: Sequence[dict[str, Any]], *, takes_parts: bool
 ) -> list[dict[str, Any]]:
-    """Return messages as SGLang passes them to a chat template."""
     found = []
     for message in messages:
         given = {name: value for name, value in message.items() if value is not None}
@@ -250,7 +248,6 @@ def _parsed_call(call: Any) -> Any:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object, empty if the file does not exist."""
     if not file.exists():
         return {}
     data = read_bounded(file, _MAX_CONFIG_BYTES, what="the config of a tokenizer", regular=True)

@@ -23,9 +23,9 @@ _INVISIBLE = re.compile(
 def escape_controls(text: str, *, keep: str = "") -> str:
     r"""Escape characters that a terminal would obey or hide, as \xNN, \uNNNN or \UNNNNNNNN.
 
-    These are control and format characters (bidirectional overrides, zero-width characters), line
-    and paragraph separators, surrogates, private-use and unassigned code points, and characters
-    without a visible glyph. Characters of `keep` stay.
+    These are control and format characters (bidirectional overrides, zero-width), line and
+    paragraph separators, surrogates, private-use and unassigned code points, and characters without
+    a visible glyph. Characters of `keep` stay.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -46,7 +46,7 @@ def _escaped(char: str) -> str:
 
 
 def message_text(text: str, *, keep: str = "") -> str:
-    """Return a message with secrets removed from URLs and control characters escaped."""
+    """Return a message with URL secrets removed and control characters escaped."""
     return escape_controls(without_secrets(text), keep=keep)
 
 
@@ -54,7 +54,7 @@ class MessageFormatter(logging.Formatter):
     """Formatter that makes log records safe to show."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the message of a record, escaped except for line breaks."""
+        """Return a record's message, escaped except for line breaks."""
         return message_text(super().format(record), keep="\n")
 
 

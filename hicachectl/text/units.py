@@ -42,10 +42,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:
-    """Return the text of each value of a column; `text` is called once per distinct value.
-
-    Nulls stay null.
-    """
+    """Return each value's text, calling `text` once per distinct value. Nulls stay null."""
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
     distinct = pc.dictionary_encode(values)
