@@ -1,4 +1,4 @@
-"""The host memory that objects are read into, and the allocator of its slabs."""
+"""Host memory that objects are read into, and the allocator of its slabs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ALIGNMENT = 4096  # bytes, of slabs and objects; O_DIRECT and memory registration need it
-_SHARED_MEMORY = Path("/dev/shm")  # where shm_open keeps its objects on Linux
+_SHARED_MEMORY = Path("/dev/shm")  # shm_open's directory on Linux
 
 
 class ReservationCancelledError(Exception):
-    """Another thread failed and cancelled all reservations that wait for memory."""
+    """Another thread failed and cancelled all waiting reservations."""
 
 
 class Arena:
@@ -82,20 +82,17 @@ class Arena:
         return int(self.array.ctypes.data)
 
     def view(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return a range of the arena as uint8, not copied. Raises ValueError if it is outside."""
+        """Return a range of the arena as uint8, not copied. Raises ValueError if outside."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset}+{nbytes} are outside the arena of {self.nbytes}")
         return self.array[offset : offset + nbytes]
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Make `close` call `undo`, which ends a registration of the memory.
-
-        The last registration is ended first.
-        """
+        """Make `close` call `undo`, which ends a registration of the memory: the last one first."""
         self._at_close.append(undo)
 
     def close(self) -> None:
-        """Unmap the memory, or leave that to the last view if views are still in use."""
+        """Unmap the memory, or leave that to the last view in use."""
         while self._at_close:
             self._at_close.pop()()
         self.forget_name()
@@ -148,7 +145,7 @@ class SlabAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Return the total number of free bytes, which may be in several pieces."""
+        """Return the free bytes, which may be in several pieces."""
         with self._changed:
             return sum(length for _, length in self._free)
 
@@ -174,7 +171,7 @@ class SlabAllocator:
                 return self._wait_for(size, turn, deadline)
             finally:
                 self._waiting.remove(turn)
-                self._changed.notify_all()  # the next request may fit as well
+                self._changed.notify_all()  # the next request may fit too
 
     def release(self, slab: Slab) -> None:
         """Free a slab. Raises ValueError if the slab is not reserved."""

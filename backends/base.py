@@ -37,11 +37,11 @@ SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
     "nbytes": pa.field("nbytes", pa.int64()),
     "mtime_ns": pa.field("mtime_ns", pa.int64()),
-    # A number that only the store can interpret, such as a 3FS page index or a pack entry.
+    # Meaningful only to the store, such as a 3FS page index or a pack entry.
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes that change whenever the data of the object may have changed.
     "version": pa.field("version", pa.binary()),
-    # Copies of the object that the store keeps. kind: "memory", "disk", "local_disk" or "nof".
+    # The store's copies of the object. kind: "memory", "disk", "local_disk" or "nof".
     "replicas": pa.field(
         "replicas",
         pa.list_(
@@ -52,7 +52,7 @@ SCAN_FIELDS = {
 
 
 def scan_schema(columns: Collection[str]) -> Any:
-    """Return the Arrow schema of a scan: the key, then the requested columns in fixed order.
+    """Return the Arrow schema: the key, then the requested columns in fixed order.
 
     Raises ValueError for an unknown column.
     """
@@ -75,20 +75,20 @@ class Status(IntEnum):
     GONE = 1  # no such key
     SHORT = 2  # smaller than the capacity
     OVERSIZED = 3  # larger than the capacity
-    EXISTS = 4  # not written: the key exists, and if_absent was set
-    ERROR = 5  # any other failure; the result's `errors` has the message
-    CHANGED = 6  # not touched: the object was replaced or changed after the listing
-    UNREACHABLE = 7  # the store lists the object, but the host with its bytes does not answer
-    FULL = 8  # not written: the store has no space
-    DAMAGED = 9  # read, but the bytes do not match the digest that the store keeps
+    EXISTS = 4  # not written with if_absent: the key exists
+    ERROR = 5  # any other failure
+    CHANGED = 6  # not touched: replaced or changed after the listing
+    UNREACHABLE = 7  # listed, but the host with its bytes does not answer
+    FULL = 8  # not written: no space
+    DAMAGED = 9  # read, but the bytes do not match the store's digest
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Statuses of the rows of one call.
+    """Statuses of one call's rows.
 
     statuses: [n] uint8, values of Status.
-    errors:   message by row index, for every row that is ERROR, UNREACHABLE, FULL or DAMAGED.
+    errors:   message by row index, for each ERROR, UNREACHABLE, FULL or DAMAGED row.
     """
 
     statuses: StatusArray
@@ -107,11 +107,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadResult(Result):
-    """Statuses, sizes and versions of the rows of one read.
+    """Statuses, sizes and versions of one read's rows.
 
     nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
     versions: [n, len(version_fields)] uint64, the numbers of the scan's `version`, for the bytes
-        that were read. Undefined for rows that are not OK, and without `identify`.
+        read. Undefined for rows that are not OK, and without `identify`.
     """
 
     nbytes: IntArray
@@ -120,10 +120,10 @@ class ReadResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Call sizes and thread counts with which a store works best."""
+    """Best call sizes and thread counts of a store."""
 
-    batch_objects: int  # maximum number of rows per call
-    batch_bytes: int  # maximum number of bytes per call
+    batch_objects: int  # maximum rows per call
+    batch_bytes: int  # maximum bytes per call
     parallel_reads: int  # threads that read at once
     parallel_writes: int
     forkable: bool = False  # forked processes may read, each with its own arena
@@ -132,7 +132,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Facts about all stores of a class. The defaults describe a read-only store.
+    """Facts about a store class. The defaults describe a read-only store.
 
     columns: the scan columns with a value for every object. Without `nbytes`, sizes are unknown
         until a profile states them.
@@ -148,7 +148,7 @@ class Traits:
     keeps_digests: bool = False  # reads are checked against the store's own digests (DAMAGED)
     lists_temporaries: bool = False  # a scan includes temporary files of unfinished writes
     lists_late: bool = False  # a scan may lack the newest objects
-    evicts: bool = False  # the store evicts objects to make room for new ones
+    evicts: bool = False  # objects are evicted to make room for new ones
     evicts_pools_apart: bool = False  # pools are evicted separately: sidecars can outlive anchors
     versions_recur: bool = False  # a new object can have the version of an earlier one
     # Instead of `identify`, call `exists` after the reads, once for many: it confirms the versions.
@@ -194,13 +194,13 @@ class Store(ABC):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield record batches of bounded size with every object, in the store's own order.
 
-        Batches have `scan_schema(columns)`; columns that the store does not have are null.
+        Batches have `scan_schema(columns)`; columns that the store lacks are null.
         Objects deleted during the scan may be missing. Closing the generator frees its resources.
         """
 
     @abstractmethod
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """Return a table, like a scan's, of those keys that still exist, in any order."""
+        """Return a table, like a scan's, of keys that still exist, in any order."""
 
     def attach(self, arena: Arena) -> None:
         """Use `arena` for reads and writes until `detach`."""
@@ -252,7 +252,7 @@ class Store(ABC):
         raise UnsupportedByBackend(f"{self.url}: objects cannot be deleted from this store")
 
     def undo_writes(self, rows: Rows) -> Result:
-        """Remove objects that this instance has just written. Returns the statuses of `delete`."""
+        """Remove objects just written by this instance. Returns the statuses of `delete`."""
         return self.delete(rows)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -264,7 +264,7 @@ class Store(ABC):
         return found
 
     def flush(self) -> None:  # noqa: B027 - most stores have nothing to do
-        """Make all objects of the store durable, also those of other writers.
+        """Make all objects durable, also those of other writers.
 
         Objects written by `write_from` and `copy_from` are durable already.
         Raises StoreUnavailable.
@@ -287,7 +287,7 @@ class Store(ABC):
         """Check the ranges of a call, and return the arena's memory.
 
         offsets, sizes: [rows] int64, in bytes. Raises ValueError without an arena, for
-        ranges outside the arena, and if the lengths of the arguments differ.
+        ranges outside the arena, and if the arguments' lengths differ.
         """
         if self.arena is None:
             raise ValueError("No arena is attached; call attach first")
@@ -312,7 +312,7 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
 
 
 def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
-    """Yield slices of rows, one for each call within the limits.
+    """Yield slices of rows, one per call within the limits.
 
     sizes: [n] int64, bytes. A row above `batch_bytes` gets its own call.
     """
@@ -327,14 +327,14 @@ def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
 
 
 def as_table(rows: Rows) -> Any:
-    """Return rows, a record batch or a table, as a table."""
+    """Return rows as a table."""
     return pa.Table.from_batches([rows]) if isinstance(rows, pa.RecordBatch) else rows
 
 
 def take_rows(objects: Any, rows: IntArray) -> Any:
     """Return rows of a table, in the order given.
 
-    Table.take would join all chunks first and so double the memory.
+    Table.take would first join all chunks, and double the memory.
     """
     batches = objects.to_batches()
     if len(batches) < _MANY_CHUNKS:

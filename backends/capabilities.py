@@ -34,7 +34,7 @@ class Announces(Store):
 
     @abstractmethod
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Announce the objects that the caller reads next. Never raises for a single object.
+        """Announce the objects to be read next. Never raises for a single object.
 
         capacities: [n] int64, expected bytes of each.
         """
@@ -53,7 +53,7 @@ class Pins(Store):
 
     @abstractmethod
     def pin_writes(self, seconds: float | None) -> None:
-        """Pin all objects that are written from now on.
+        """Pin all objects written from now on.
 
         seconds: duration of the pins; None for the store's default.
         """
@@ -99,13 +99,13 @@ class Confirm(Store):
 
 
 class Profiled(Store):
-    """Store that needs the profile of its deployment."""
+    """Store that needs its deployment's profile."""
 
     @abstractmethod
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
-        """Set the profile of the deployment. Call before the first scan or write.
+        """Set the deployment's profile. Call before the first scan or write.
 
-        looks_only: the run will not change, copy or record objects, so accept sizes that the store
+        looks_only: the run does not change, copy or record objects, so accept sizes that the store
             cannot confirm.
         Raises ProfileError if the store contradicts the profile, UnsupportedByBackend if it cannot
         hold the profile's objects.
@@ -117,7 +117,7 @@ class Archive(Profiled):
 
     @abstractmethod
     def recorded_profile(self) -> Profile | None:
-        """Return the profile recorded in the archive; None if it has none."""
+        """Return the profile recorded in the archive, else None."""
 
     @property
     @abstractmethod
@@ -168,8 +168,7 @@ class SystemCopy(Store):
         preserve: keep the full mode, and the owner if the system allows it; else copies belong to
             the caller and are no more readable than the sources.
         Statuses: those of `write_from`; for the source's objects GONE, SHORT, OVERSIZED, and
-        CHANGED if written to during the copy. Raises UnsupportedByBackend if `can_copy_from` is
-        False.
+        CHANGED if written to during the copy. Raises UnsupportedByBackend unless `can_copy_from`.
         """
 
 
@@ -185,7 +184,7 @@ class Mover(ABC):
     def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
         """Move an object out of the store to a new file `name`. Return OK, GONE or CHANGED.
 
-        version: as listed; an object with another version stays in the store and is CHANGED.
+        version: as listed; an object with another version stays and is CHANGED.
         """
 
     @abstractmethod
@@ -237,9 +236,9 @@ class FilePermissions(Store):
 
     @abstractmethod
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
-        """Make files that are written from now on no more readable than `permissions`.
+        """Make files written from now on no more readable than `permissions`.
 
-        listing: also reduce the modes of directories that were created for the store.
+        listing: also reduce the modes of directories created for the store.
         Raises StoreUnavailable if the mode of an existing file to write to cannot be reduced.
         """
 
@@ -274,7 +273,7 @@ def open_mover(store: Store, directory: Directory) -> Mover | None:
 
 
 def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
-    """Return which users may read a store's objects: all users if the objects are not files."""
+    """Return which users may read a store's objects: all users if these are not files."""
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()

@@ -30,13 +30,13 @@ MAX_HEAD_BYTES = 1 << 18  # status, headers and interim replies; real ones have 
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
 _PAUSE_S = 0.1
-_SAID_BYTES = 200  # bytes of a service's error text that a message quotes
+_SAID_BYTES = 200  # bytes of a service's error text in a message
 # Errors worth another try: the service restarted, or had closed a kept connection.
 _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
 def fit(text: str, limit: int = _SAID_BYTES) -> str:
-    """Return the start of a service's text, with spaces for characters that cannot be printed."""
+    """Return the start of a service's text, with spaces for unprintable characters."""
     return "".join(char if char.isprintable() else " " for char in text[:limit]).strip()
 
 
@@ -61,7 +61,7 @@ class HttpService:
     """One HTTP service; safe to call from several threads. Failures raise StoreUnavailable.
 
     who:       the service's name in messages, such as "Mooncake master".
-    hint:      next step if the wrong service, or no service, answers at the address.
+    hint:      next step if a wrong service, or none, answers.
     timeout_s: seconds for a whole reply, or for each block of a streamed one.
     headers:   sent with every request.
     tls:       use TLS, and check the certificate.
@@ -111,9 +111,9 @@ class HttpService:
         """Post JSON and return the whole reply, whatever its status.
 
         path:       percent-encoded.
-        repeatable: if the connection is reset, send again, although the service may already have
-            executed the request. If False, send once, on a new connection, because the service may
-            have closed a kept connection. After an error, the request may have been executed.
+        repeatable: if the connection is reset, send again, although the service may have executed
+            the request. If False, send once, on a new connection, because a kept one may be closed;
+            after an error, the request may have been executed.
         """
         return self._reply(_Request("POST", path, body, repeatable))
 
@@ -153,7 +153,7 @@ class HttpService:
         return self.lost(f"{endpoint} failed with {self.said(reply)}")
 
     def said(self, reply: Reply) -> str:
-        """Return the status and first words of a reply, without secrets of the request."""
+        """Return the status and first words of a reply, without the request's secrets."""
         text = reply.body[: 4 * _SAID_BYTES].decode(errors="replace")
         for value in self._headers.values():
             text = text.replace(value.rpartition(" ")[2], "***")
@@ -279,7 +279,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection that is kept between requests."""
+    """A connection kept between requests."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         super().__init__(host, port)
@@ -289,7 +289,7 @@ class _Connection(http.client.HTTPConnection):
     def ask(
         self, request: _Request, headers: Mapping[str, str], deadline: float
     ) -> http.client.HTTPResponse:
-        """Send a request and read the head of the reply."""
+        """Send a request and read the reply's head."""
         if self.sock is None:
             self.sock = self._opened(min(CONNECT_TIMEOUT_S, _time_left(deadline)))
             if self._aborted:
@@ -325,13 +325,13 @@ class _Connection(http.client.HTTPConnection):
 
     def extend(self, deadline: float) -> None:
         """Set the deadline of the current request."""
-        # The socket is None after a reply that ends the connection.
+
         if isinstance(self.sock, _DeadlineSocket):
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))
 
     def abort(self) -> None:
-        """Make the pending request of another thread fail."""
+        """Make another thread's pending request fail."""
         self._aborted = True
         sock = self.sock
         if sock is not None:

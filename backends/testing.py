@@ -1,9 +1,9 @@
 """One behaviour suite for every store: a test for each sentence of the `Store` contract.
 
 A backend's test module subclasses `StoreSuite` and defines a `store` fixture and the `raw_`
-accessors. The accessors bypass the backend, to detect faults that writes and reads have in common.
-Tests of traits and capabilities that the store lacks are skipped.
-Imported by tests only: needs pytest and hypothesis.
+accessors, which bypass the backend to detect faults common to writes and reads. Tests of missing
+traits and capabilities are skipped.
+For tests only: needs pytest and hypothesis.
 """
 # ruff: noqa: D102 - the names of tests are their descriptions
 
@@ -61,7 +61,7 @@ STEPS = st.lists(
 
 
 def rows_of(keys: Sequence[bytes], **columns: Any) -> Any:
-    """Return rows like those of another store's scan: keys, and other scan columns by name."""
+    """Return rows like another store's scan: keys, and other scan columns by name."""
     schema = scan_schema(columns)
     return pa.table({"key": list(keys), **columns}, schema=schema)
 
@@ -86,7 +86,7 @@ def scanned_rows(store: Store, keys: Sequence[bytes]) -> Any:
 
 
 def read(store: Store, rows: Any, sizes: Sequence[int]) -> tuple[ReadResult, list[bytes]]:
-    """Read objects of `sizes` bytes; return the result, and the arena's bytes of each object."""
+    """Read objects of `sizes` bytes; return the result, and the bytes of each object."""
     assert store.arena is not None
     capacities = np.array(sizes, dtype=np.int64)
     offsets, _ = place(capacities)
@@ -146,7 +146,7 @@ class StoreSuite(ABC):
             yield
 
     def value(self, seed: int) -> bytes:
-        """Return the bytes of a test object. The seed chooses the size and the bytes."""
+        """Return the bytes of a test object. The seed chooses size and bytes."""
         size = self.sizes[seed % len(self.sizes)]
         return np.random.default_rng(seed).bytes(size)
 
@@ -604,7 +604,7 @@ class StoreSuite(ABC):
     def _step(
         self, store: Store, model: dict[bytes, bytes], verb: str, key: bytes, value: bytes
     ) -> None:
-        """Make the same call on the store and on the dict, and compare the results."""
+        """Make one call on the store and the dict; compare the results."""
         old = model.get(key)
         row = rows_of([key]) if old is None else scanned_rows(store, [key])
         if verb == "read":

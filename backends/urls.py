@@ -34,7 +34,7 @@ class Scheme:
 
 SCHEMES = {
     "file": Scheme("hicachectl.backends.file.store:FileStore"),
-    # The path is a prefix: /data/hicache for /data/hicache.0.bin, /data/hicache.1.bin and so on.
+    # The path is a prefix: /data/hicache for /data/hicache.0.bin and so on.
     "hf3fs": Scheme(
         "hicachectl.backends.hf3fs.store:Hf3fsStore",
         frozenset({"config", "file_size", "ranks", "server", "snapshot"}),
@@ -55,9 +55,9 @@ _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
-# Secrets in a text with URLs: the text before the @ of a host, and values of parameters with names
-# like "token". A URL can be percent-encoded inside another URL. A port before a path or parameters
-# is not a password.
+# Secrets in URLs: the text before the @ of a host, and values of parameters with names like
+# "token". A URL can be percent-encoded inside another. A port before a path or parameters is not
+# a password.
 _SCHEME = r"[a-z][a-z0-9+.-]*(?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
 _SECRETS = [
@@ -83,7 +83,7 @@ _SECRETS = [
 
 
 def without_secrets(text: str) -> str:
-    """Replace passwords and tokens in the URLs of a text by ***. Used for every message."""
+    """Replace passwords and tokens in URLs by ***. Used for every message."""
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)
     return text
@@ -113,7 +113,7 @@ class StoreUrl:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The URLs of the named stores in the config file."""
+    """URLs of the config file's named stores."""
 
     stores: Mapping[str, str] = field(default_factory=dict)
     source: str = "the config file, by default ~/.config/hicachectl/config.toml"
@@ -153,7 +153,7 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
 def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """Read the config file: `path`, else $HICACHECTL_CONFIG, else the user's file if it exists.
 
-    The user's file is $XDG_CONFIG_HOME/hicachectl/config.toml, in ~/.config by default.
+    That is $XDG_CONFIG_HOME/hicachectl/config.toml, in ~/.config by default.
     Raises UsageError if a requested file cannot be read, FormatError for its content.
     """
     asked = path or environ.get("HICACHECTL_CONFIG")
@@ -185,7 +185,7 @@ def parse_config(text: str, *, source: str = "config") -> Config:
 
 
 def _user_config(environ: Mapping[str, str]) -> Path | None:
-    """Return the user's config file; None if it is missing or not accessible."""
+    """Return the user's config file; None if missing or not accessible."""
     base = Path(environ.get("XDG_CONFIG_HOME") or "")
     try:
         if not base.is_absolute():  # the XDG specification: relative values are ignored

@@ -1,7 +1,7 @@
-"""Creation of a 3FS store before its cluster starts: data files, and tables of the server.
+"""Creation of a 3FS store before its cluster starts: data files and server tables.
 
-SGLang's clients do the same when they start. Existing tables stay unchanged: the server ignores a
-second initialization, and clients that start later use the table.
+SGLang's clients do the same at their start. Existing tables stay unchanged: the server ignores a
+second initialization, and later clients use the table.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.__init__,
 register_mem_host_pool_v2; hf3fs_client.py :: Hf3fsMockClient.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 
-_MODE = 0o666  # less the umask, as SGLang creates files
+_MODE = 0o666  # less the umask, as in SGLang
 
 
 class TableMaker:
@@ -60,7 +60,7 @@ class TableMaker:
             self._server.initialize(*table, size // nbytes)
 
     def file_size(self, table: TableName) -> int | None:
-        """Return the bytes of a table's file, which may not exist yet; None if unknown.
+        """Return the bytes of a table's file, existing or to be made; None if unknown.
 
         Raises UsageError if an existing file does not have the stated size.
         """

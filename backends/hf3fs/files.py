@@ -1,8 +1,8 @@
 """The data files of a 3FS store, read and written in place by system calls.
 
 A file is an array of pages of one size, without keys, lengths or checksums. This module never
-creates, resizes or truncates files. SGLang's clients do; pages that a truncation
-cuts off read as zeros after the file has grown again.
+creates, resizes or truncates files. SGLang's clients do; truncated pages read as zeros after the
+file has grown again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
-    Run = tuple[int, int]  # adjacent pages: index of the first, and of the first page after them
+    Run = tuple[int, int]  # adjacent pages: first index, and the index after the last
 
 # Errors that concern the whole file system, not one page.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
@@ -46,8 +46,8 @@ _NO_HOLES = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENXIO
 class FilePages:
     """Pages of one data file, and their targets.
 
-    positions: [n] int64, bytes from the start of the file.
-    targets:   [n] int64, bytes from the start of the arena.
+    positions: [n] int64, bytes from the file's start.
+    targets:   [n] int64, bytes from the arena's start.
     nbytes:    bytes of each page.
     """
 
@@ -72,8 +72,8 @@ class PageReader(Protocol):
 class DataFiles:
     """Data files, kept open after their first use.
 
-    direct: bypass the page cache. On a FUSE mount, the cache can lack the writes of other clients,
-        so None bypasses it there and nowhere else.
+    direct: bypass the page cache. None: only on FUSE mounts, where the cache can lack
+        other clients' writes.
     """
 
     def __init__(self, *, direct: bool | None = None) -> None:
@@ -119,12 +119,12 @@ class DataFiles:
                 return self.read(path, pages, memory)
         else:
             if not _is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
-                source.expect(runs, positions)  # all runs at once
+                source.expect(runs, positions)
             counts[order] = source.read(runs, positions, views)
         return counts
 
     def is_in_memory(self, path: str, position: int) -> bool:
-        """Return whether a byte is in the page cache; True if reads bypass the cache."""
+        """Return whether a byte is in the page cache; True if reads bypass it."""
         with suppress(OSError):  # the read reports the error
             if not self._reads_past_cache(path):
                 return _is_in_memory(self._descriptor(path, os.O_RDONLY), position)
@@ -138,7 +138,7 @@ class DataFiles:
             source.expect(_runs(ordered, nbytes), ordered.tolist())
 
     def write(self, path: str, position: int, page: memoryview) -> None:
-        """Write one page in place. Raises OSError: EFBIG for a page beyond the end of the file."""
+        """Write one page in place. Raises OSError: EFBIG beyond the end of the file."""
         descriptor = self._descriptor(path, os.O_RDWR)
         if position + len(page) > os.fstat(descriptor).st_size:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -200,7 +200,7 @@ class DataFiles:
             return self._waiting
 
     def _descriptor(self, path: str, flags: int) -> int:
-        """Open a file once for each value of `flags`. Raises OSError."""
+        """Open a file once per `flags`. Raises OSError."""
         with self._lock:
             if (path, flags) not in self._open:
                 self._open[path, flags] = open_data_file(path, flags)
@@ -218,8 +218,6 @@ def open_data_file(path: str, flags: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An open data file, and how to read it."""
-
     path: str
     descriptor: int
     nbytes: int  # bytes of a page
@@ -227,7 +225,6 @@ class _Source:
     direct: bool = False
 
     def expect(self, runs: Sequence[Run], positions: Sequence[int]) -> None:
-        """Start reading runs into the page cache."""
         with suppress(OSError):
             for first, end in runs:
                 nbytes = (end - first) * self.nbytes
@@ -236,7 +233,7 @@ class _Source:
     def read(
         self, runs: Sequence[Run], positions: Sequence[int], views: Sequence[memoryview]
     ) -> list[int]:
-        """Read the pages of runs. Return the bytes read of each, or -errno."""
+        """Return the bytes read of each page, or -errno."""
         if self.drops_cache:
             for first, end in runs:
                 self._drop_cache(positions[first], (end - first) * self.nbytes)
@@ -268,7 +265,7 @@ class _Source:
         return done
 
     def _drop_cache(self, position: int, nbytes: int) -> None:
-        """Drop these bytes from the page cache; bytes not yet written to disk stay there."""
+        """Drop bytes from the page cache; bytes not yet on disk stay."""
         start = position // _BLOCK * _BLOCK
         end = -(-(position + nbytes) // _BLOCK) * _BLOCK
         with suppress(OSError):

@@ -29,7 +29,7 @@ _PAGE_KEY = re.compile(rb"([^:]*:[^:]*:)[0-9a-f]{64}(.*)", re.DOTALL)
 class TableRows:
     """The rows of one table.
 
-    at:      [n] int64, indices of these rows in the call.
+    at:      [n] int64, row indices in the call.
     keys:    [n] whole keys; the server's names lack the first `skipped` bytes.
     """
 
@@ -39,7 +39,7 @@ class TableRows:
     skipped: int
 
     def only(self, chosen: npt.NDArray[Any]) -> TableRows:
-        """Return some of the rows, chosen by index or mask."""
+        """Return rows chosen by index or mask."""
         places = np.arange(len(self.at))[chosen]
         if len(places) == len(self.at):
             return self
@@ -53,7 +53,7 @@ class TableRows:
 
 
 def rows_by_table(rows: Rows) -> list[TableRows]:
-    """Group rows by the table of their keys; rows with invalid keys are left out."""
+    """Group rows by table; rows with invalid keys are left out."""
     keys = keys_of(rows)
     match = _KEY.match(keys[0]) if keys else None
     # Fast path for one table: parsing each key would dominate reads of small objects.
@@ -97,7 +97,7 @@ def prefix_of(table: TableName) -> bytes:
 
 
 def affix_of(key: bytes) -> Affix | None:
-    """Split a key around its page hash; None if it has none."""
+    """Split a key around its page hash; None without one."""
     match = _PAGE_KEY.fullmatch(key)
     return (match[1], match[2]) if match else None
 

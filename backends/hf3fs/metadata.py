@@ -1,7 +1,7 @@
 """HTTP client of SGLang's 3FS metadata server, which maps keys to pages of data files.
 
 The server cannot list keys: see `snapshot`. This client never clears a table, because engines
-may be using its pages.
+may use its pages.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: Hf3fsMetadataServer,
 RankMetadata.
 """
@@ -92,24 +92,23 @@ class MetadataClient:
         self._done(self._changed(rank, verb, namespace, num_pages=num_pages), rank, verb, namespace)
 
     def exists(self, rank: int, namespace: str, keys: Sequence[str]) -> BoolArray:
-        """Return which keys exist: [n] bool. Their recency stays unchanged."""
+        """Return which keys exist: [n] bool."""
         found = self._asked(rank, "exists", namespace, keys, _ExistsReply)
         return np.array(found, dtype=np.bool_)
 
     def page_indices(self, rank: int, namespace: str, keys: Sequence[str]) -> list[int | None]:
         """Return the page of each key, None if missing.
 
-        Existing keys become the most recently used, in the order of the request.
+        Existing keys become the most recently used, in request order.
         """
         return self._asked(rank, "get_page_indices", namespace, keys, _PageIndicesReply)
 
     def reserve(self, rank: int, namespace: str, keys: Sequence[str]) -> list[tuple[bool, int]]:
         """Reserve a page for each key. Return whether each key exists, and its page.
 
-        A full table drops its least recently used keys and reuses their pages. The pages of new
-        keys must be confirmed or released by `confirm`. After an error, pages may stay reserved;
-        the server does not report which. Keys must be distinct: a repeated key gets two pages. The
-        request is sent once and never split.
+        A full table drops its least recently used keys and reuses their pages. Confirm or release
+        the pages of new keys by `confirm`. After an error, unreported pages may stay reserved. Keys
+        must be distinct: a repeated key gets two pages. The request is sent once and never split.
         """
         verb = "reserve_and_allocate_page_indices"
         reply = self._changed(rank, verb, namespace, keys=[(key, "") for key in keys])
@@ -128,7 +127,7 @@ class MetadataClient:
         written: Iterable[tuple[str, int]],
         released: Iterable[int] = (),
     ) -> None:
-        """Map keys to the pages written for them, and free other pages, in one step.
+        """Map keys to their written pages, and free other pages, in one step.
 
         The server checks nothing: it gives out released pages again, even pages in use. The request
         is sent once; after an error it may have been executed.
@@ -140,9 +139,9 @@ class MetadataClient:
     def delete(self, rank: int, namespace: str, keys: Sequence[str]) -> None:
         """Delete keys in one step, and free their pages; missing keys are skipped.
 
-        A page shared with another key also becomes free: delete both keys in one call. The server
-        searches its whole list of free pages for each key, and blocks other requests meanwhile.
-        The request is sent once: before a second one, a key could be stored again.
+        A shared page becomes free too: delete all its keys in one call. For each key, the server
+        searches its whole list of free pages, and blocks other requests. The request is sent once:
+        before a second one, a key could be stored again.
         """
         verb = "delete_keys"
         self._done(self._changed(rank, verb, namespace, keys=list(keys)), rank, verb, namespace)
@@ -182,7 +181,6 @@ class MetadataClient:
     def _values(
         self, reply: Reply, rank: int, verb: str, namespace: str, asked: int, kind: type[Any]
     ) -> list[Any]:
-        """Return the list in a reply, one value per key."""
         body = self._checked(reply, rank, verb, namespace)
         try:
             (values,) = msgspec.structs.astuple(decode(msgspec.json.Decoder(kind), body))

@@ -27,10 +27,10 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableState:
-    """Tables that were saved together in one file.
+    """Tables saved together in one file.
 
-    path: the snapshot. files: data file by table name, RANK:NAMESPACE; unknown ones are missing.
-    page_bytes: bytes of a page by table name; unknown ones are missing.
+    path: the snapshot. files: known data files by table name, RANK:NAMESPACE.
+    page_bytes: bytes of a page by table name, if known.
     live: a server may have changed the tables since.
     """
 

@@ -13,7 +13,7 @@ from hicachectl.formats.keys.rows import ByteRows
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Of a longer key, this many bytes at each end are hashed.
+# Bytes hashed at each end of a longer key.
 _LOOKED_AT = 128
 _WORD_BYTES = 8
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: odd, with spread bits

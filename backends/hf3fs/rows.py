@@ -43,12 +43,10 @@ def _column_of(value: int | None, count: int) -> Any:
 
 
 def _all_alike(value: int | None, count: int) -> Any:
-    """Return a column of one number, or of nulls, in shared memory."""
     return _column_of(value, -(-count // _SHARED_ROWS) * _SHARED_ROWS).slice(0, count)
 
 
 def _versions(indices: IntArray, unknown: BoolArray) -> Any:
-    """Return page indices as object versions; null if unknown."""
     import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
     versions = pa.FixedSizeBinaryArray.from_buffers(

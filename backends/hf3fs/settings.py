@@ -34,13 +34,13 @@ _KV = "kv"  # the only pool whose data file is named without the pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hf3fsSettings:
-    """Location of pages and tables; `str` returns a URL that leads to equal settings.
+    """Location of pages and tables; `str` returns a URL with equal settings.
 
     prefix:    SGLang's file_path_prefix, absolute.
     file_size: bytes of each data file; None if not stated.
     ranks:     use ranks 0 to ranks - 1; None for all.
     server:    URL of the metadata server.
-    snapshot:  absolute path of the file that the metadata server saves its tables to.
+    snapshot:  absolute path of the metadata server's snapshot.
     """
 
     prefix: str
@@ -66,8 +66,6 @@ class Hf3fsSettings:
 
 
 class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SGLang's JSON config."""
-
     file_path_prefix: str
     file_size: int | float | str
     numjobs: Any
@@ -87,8 +85,8 @@ class _Config:
 def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     """Return the settings that a URL names.
 
-    Raises UsageError for an invalid URL or one that contradicts the JSON config, FormatError for an
-    invalid JSON config.
+    Raises UsageError if the URL is invalid or contradicts the JSON config, FormatError if the
+    config is invalid.
     """
     config = _config(url, environ)
     settings = Hf3fsSettings(
@@ -122,7 +120,7 @@ def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
     )
 
 
-# the settings, one by one
+# single settings
 
 
 def _prefix(path: str, where: str, error: type[UsageError | FormatError]) -> str:

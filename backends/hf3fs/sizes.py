@@ -1,4 +1,4 @@
-"""Page sizes and key affixes of a 3FS store. Only a profile states them."""
+"""Page sizes and key affixes of a 3FS store, which only a profile states."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class PageSizes:
         file_size: int,
         own_sizes: Mapping[str, int] | None = None,
     ) -> str | None:
-        """Compare the page counts of tables with the pages that fit into their files.
+        """Compare the tables' page counts with the pages that fit into their files.
 
-        file_size: bytes of a file that was not truncated.
+        file_size: bytes of an untruncated file.
         own_sizes: bytes of each table's file by table name. Needed if `file_size` is not stated,
-            but only the largest of these sizes.
+            but only the largest of these.
         Return why the page size is in doubt, else None. If any table of a namespace agrees with its
-        file, the size is right, and the tables that disagree get findings. Raises ProfileError if
+        file, the size is right; the tables that disagree get findings. Raises ProfileError if
         no table of a namespace agrees, and truncated files do not explain it.
         """
         disagreeing: list[tuple[PageTable, int]] = []

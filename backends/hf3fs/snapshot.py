@@ -1,7 +1,6 @@
 """Snapshot of SGLang's 3FS metadata server: the page of each key, and the free pages.
 
-The JSON text is parsed as a stream: memory is little more than the resulting columns, about 90
-bytes per key.
+The JSON text is parsed as a stream: memory is little more than the columns, about 90 bytes per key.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py ::
 GlobalMetadataState.save_to_disk, load_from_disk.
 """
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 MAX_PAGES = 1 << 32
 MAX_KEY_BYTES = (1 << 31) - 1  # bytes of all keys of one table: the limit of Arrow's binary arrays
 
-# Twice as fast as 4 MiB, which exceeds the processor's cache (measured with 1,000,000 keys).
+# Twice as fast as 4 MiB, which exceeds the processor's cache (measured: 1,000,000 keys).
 _PIECE_BYTES = 256 << 10
 _BLOCK_BYTES = 1 << 20
 _MAX_ENTRY_BYTES = 1 << 20  # bytes of one key with its index
@@ -47,7 +46,7 @@ _MAX_NAME_BYTES = 4 << 10
 _WRITE_ROWS = 16 << 10
 _CHUNK_ROWS = 16 << 10
 _NUMBER_BYTES = 8
-_REPAIRED_MODE = 0o644  # the server, which may run as another user, must read the file
+_REPAIRED_MODE = 0o644  # the server may run as another user
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
 _STRING = re.compile(rb'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -73,7 +72,7 @@ class PageTable:
              first.
     indices: int64 [m], the page of each key.
 
-    Pages in `free` and `indices` can be beyond num_pages: they are not checked.
+    Pages are not checked: they can be beyond num_pages.
     """
 
     rank: int
@@ -98,9 +97,9 @@ class PageTable:
 class Snapshot:
     """Contents of a snapshot file.
 
-    saved_at_ns: modification time of the file. A save takes seconds, or minutes with millions of
-        keys: the server reads the keys first and the free pages later. On a live store the two can
-        disagree about keys deleted or pages reserved in between.
+    saved_at_ns: the file's modification time. A save takes seconds, or minutes with millions of
+        keys. The server reads the keys before the free pages: on a live store, the two can disagree
+        about keys deleted or pages reserved in between.
     """
 
     saved_at_ns: int
@@ -114,7 +113,7 @@ def read_snapshot(path: Path | str) -> Snapshot:
     cannot be read.
     """
     try:
-        # Unbuffered: the parser has its own buffer.
+        # The parser has its own buffer.
         with Path(path).open("rb", buffering=0) as file:
             saved_at_ns = os.fstat(file.fileno()).st_mtime_ns
             snapshot = Snapshot(saved_at_ns, tuple(_Parser(file, str(path)).tables()))
@@ -229,7 +228,7 @@ class _Parser:
             )
             self._fail(re.sub(r" ?\(byte \d+\)", "", said), self._dropped + self._at - len(piece))
 
-    # the two kinds of arrays, a few elements at a time
+    # arrays, a few elements at a time
 
     def _pieces(self, find_end: Callable[[int], int]) -> Iterator[bytes]:
         """Yield an array's text in pieces of whole elements, without brackets."""
@@ -266,7 +265,7 @@ class _Parser:
             size *= 2
 
     def _pages_end(self, limit: int) -> int:
-        """Return the end of the last number before `limit` that is complete; -1 without one."""
+        """Return the end of the last complete number before `limit`; -1 without one."""
         end = self._text.find(b"]", self._at, limit)
         return end if end >= 0 else self._text.rfind(b",", self._at, limit)
 
@@ -382,8 +381,8 @@ def _quoted(text: str) -> str:
 def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None = None) -> None:
     """Write a snapshot that the metadata server can load, atomically, to a new file.
 
-    like: the original snapshot. Users who cannot read it cannot read the new file. If the caller is
-    root, both have the same owner.
+    like: the original snapshot. Only its readers can read the new file, which keeps the owner if
+    the caller is root.
     Raises FormatError if the file exists, StoreUnavailable if it cannot be written.
     """
     try:

@@ -1,7 +1,7 @@
 """SGLang's 3FS store: pages in preallocated files, and a metadata server with their keys.
 
-Listings come from the snapshot that the server saves, and are as old as it. Data files contain
-neither keys nor page lengths: the keys are in the server's tables, the lengths in the profile.
+Listings are as old as the snapshot that the server saves. Keys are in the server's tables and page
+lengths in the profile; data files contain neither.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS,
 mini_3fs_metadata_server.py :: RankMetadata.
 """
@@ -65,7 +65,7 @@ _HIGHEST = np.iinfo(np.int64).max
 
 
 class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
-    """3FS store: the tables of a metadata server (or its snapshot), and the data files.
+    """Tables of a metadata server (or its snapshot), and data files.
 
     Object sizes are unknown before `use_profile`.
     """
@@ -93,10 +93,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def __init__(
         self, settings: Hf3fsSettings, *, direct: bool | None = None, create: bool = False
     ) -> None:
-        """Open a store. direct: bypass the page cache (see DataFiles).
-
-        create: the first write creates the files and tables of a deployment that has not started.
-        """
+        """Open a store. direct: see DataFiles. create: see the method `create`."""
         self.settings = settings
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
@@ -124,7 +121,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
     @classmethod
     def create(cls, url: StoreUrl) -> Self:
-        """Open the store for writing; the first write creates tables that the server lacks.
+        """Open the store for writing; the first write creates missing tables and their files.
 
         New files have `file_size` bytes. The directory must exist, since it is on a mount.
         """
@@ -154,9 +151,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def use_profile(self, profile: Profile, *, looks_only: bool = False) -> None:
         """Set the bytes of pages, and check them against the tables' page counts.
 
-        Inferred profiles are ignored. Raises ProfileError if a namespace has tables, but none with
-        as many pages as fit into its file. With `looks_only`, a file that may be truncated is
-        accepted. Raises UnsupportedByBackend for objects that 3FS cannot hold.
+        Inferred profiles are ignored. Raises UnsupportedByBackend for objects that 3FS cannot
+        hold, ProfileError if a namespace has tables, but none with as many pages as fit into its
+        file. With `looks_only`, a file that may be truncated is accepted.
         """
         if profile.inferred:
             return
@@ -189,7 +186,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return self._tables.looked_at(self._tables.saved())
 
     def table_state(self) -> TableState | None:
-        """Return the tables of the ranks in use, with facts about their files."""
+        """Return `page_tables`, with facts about their files."""
         if self.settings.snapshot is None:
             return None
         saved = self._tables.saved()
@@ -220,7 +217,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
     @property
     def touched_keys(self) -> int:
-        """Return the number of queries that made a key the most recently used."""
+        """Return how many queries made a key the most recently used."""
         return self._tables.touched_keys
 
     @property
@@ -241,8 +238,8 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield the snapshot's keys, least recently used first; the locator is the page index.
 
-        Keys that the server no longer has are left out. Keys newer than the snapshot are not
-        listed. Raises UsageError if no snapshot is named.
+        Keys that the server has lost, and keys newer than the snapshot, are left out.
+        Raises UsageError if no snapshot is named.
         """
         schema = scan_schema(columns)
         for table in self.page_tables():
@@ -257,7 +254,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
                 yield batch_of(schema, keys, indices, self._sizes.nbytes.get(name))
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
-        """List a few keys again; keys newer than the snapshot have no locator and no version."""
+        """List a few keys again; keys newer than the snapshot have neither locator nor version."""
         schema = scan_schema(columns)
         found = []
         for share in rows_by_table(rows):
@@ -271,7 +268,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys exist on the server or, without a server, in the snapshot."""
+        """Return which keys exist on the server or, without one, in the snapshot."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for share in rows_by_table(rows):
             found[share.at] = self._tables.there(share)
@@ -280,7 +277,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def free_bytes(self) -> int | None:
         """Return the bytes of free pages in the snapshot, and of tables not yet created.
 
-        None without a profile, or if the free pages of a table are unknown.
+        None without a profile, or if a table's free pages are unknown.
         """
         saved = {}
         if self.settings.snapshot is not None:
@@ -315,7 +312,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Start reading pages into memory, unless the last row's page is already there."""
+        """Start reading pages into memory, unless the last row's page is there."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -352,8 +349,8 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> ReadResult:
         """Read pages whose keys have the same page before and after the read.
 
-        Its queries count as use (see Confirm). GONE: the key is missing, or has another page. A row
-        without a locator is read from the page that the server returns.
+        GONE: the key is missing, or has another page. A row without a locator is read from the page
+        that the server returns.
         """
         before = self._tables.current(rows)
         located = self._tables.located(rows) if "locator" in rows.schema.names else before
@@ -367,10 +364,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return result
 
     def confirm(self, rows: Rows) -> StatusArray:
-        """Query the pages of keys. Return [n]: OK on the listed page, CHANGED on another, or GONE.
-
-        Query only keys that look damaged: queries count as use (see Confirm).
-        """
+        """Query keys' pages; return [n] OK on the listed page, CHANGED on another, or GONE."""
         current = self._tables.current(rows)
         statuses = np.full(len(rows), Status.CHANGED, dtype=np.uint8)
         statuses[current == self._tables.located(rows)] = Status.OK
@@ -475,9 +469,9 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.
 
-        A full table drops its least recently used keys. The new object of a key gets another page,
-        and the old page is freed. Raises UnsupportedByBackend, before any write, for objects that
-        are not in the profile.
+        A full table drops its least recently used keys. A replaced key gets another page; its old
+        page is freed. Raises UnsupportedByBackend, before any write, for objects not in
+        the profile.
         """
         memory = self.memory(offsets, sizes, len(rows))
         server = self._needed_server()
@@ -510,7 +504,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return Result(statuses, errors)
 
     def _make(self, table: TableName, nbytes: int) -> None:
-        """Create a missing table before a write, if the store was opened by `create`."""
+        """Create a missing table if the store was opened by `create`."""
         if self._maker is not None and not self._tables.may_have(table):
             self._maker.ensure(table, nbytes)
 
@@ -525,8 +519,8 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def delete(self, rows: Rows) -> Result:
         """Delete keys through the server, which frees their pages even if a reader still uses them.
 
-        All keys of a shared page must be in one call; else the page would be free while a key still
-        maps to it. If one of these keys is missing from the call, the others are ERROR and stay.
+        If a call has only some keys of a shared page, these are ERROR and stay; else the page would
+        be free while a key still maps to it.
         """
         server = self._needed_server()
         statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
@@ -544,7 +538,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
 
 
 def _positions(indices: IntArray, nbytes: int) -> IntArray:
-    """Return the positions of pages in their file, in bytes. Positions above int64 are clipped."""
+    """Return the positions of pages in their file, in bytes, clipped to int64."""
     return np.where(indices <= _HIGHEST // nbytes - 1, indices, _HIGHEST // nbytes - 1) * nbytes
 
 

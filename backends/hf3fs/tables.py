@@ -35,9 +35,9 @@ UNKNOWN = -1  # no page index
 class LoadedSnapshot:
     """A snapshot in memory.
 
-    file:    identity of the file that was read: device, inode, mtime, bytes.
+    file:    identity of the file read: device, inode, mtime, bytes.
     shared:  pages with several keys, by table; filled on demand.
-    checked: all keys were found to belong to the profile's deployment.
+    checked: all keys belong to the profile's deployment.
     """
 
     file: tuple[int, ...]
@@ -59,7 +59,7 @@ class LoadedSnapshot:
 
 
 class KeyTables:
-    """Tables of a store, from its snapshot, its server, or both; safe to use from several threads.
+    """Tables of a store, from its snapshot, server or both; safe to use from several threads.
 
     touched_keys: number of queries that made a key the most recently used.
     """
@@ -120,7 +120,7 @@ class KeyTables:
         table = self._table(share.table)
         if table is not None:
             wanted = pa.array(share.keys, pa.binary())
-            # Hash the few wanted keys, not the many keys of the table.
+            # Hash the few wanted keys, not the table's many.
             rows = np.flatnonzero(pc.is_in(table.keys, value_set=wanted).to_numpy(False))
             found = take_rows(pa.table({"key": table.keys}), rows).column("key")
             held = pc.index_in(wanted, value_set=found.combine_chunks())
@@ -156,7 +156,7 @@ class KeyTables:
                 yield int(share.at[n]), mates[int(np.flatnonzero(there)[0])]
 
     def num_pages(self, name: TableName) -> int:
-        """Return the number of pages of a table; 0 if the snapshot lacks it."""
+        """Return a table's number of pages; 0 if the snapshot lacks it."""
         table = self._table(name)
         return 0 if table is None else table.num_pages
 
@@ -196,7 +196,7 @@ class KeyTables:
         return table in self._known
 
     def current(self, rows: Rows) -> IntArray:
-        """Return the page indices of keys, from the server or else from the snapshot: [n] int64.
+        """Return the page indices of keys, from the server or else the snapshot: [n] int64.
 
         The server counts the query as use.
         """

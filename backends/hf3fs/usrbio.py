@@ -1,7 +1,7 @@
 """USRBIO, 3FS's own read path: the FUSE daemon copies pages directly into shared memory.
 
-Used if the `hf3fs_fuse` package is installed and the prefix is on a 3FS mount. Written from
-3FS's sources and tested with a stand-in that copies real bytes, not with a real 3FS.
+Used if `hf3fs_fuse` is installed and the prefix is on a 3FS mount. Written from 3FS's sources;
+tested with a stand-in that copies real bytes, not with a real 3FS.
 Source: 3FS hf3fs_fuse/io.py, src/lib/py/usrbio_binding.cc, src/lib/api/UsrbIo.md.
 """
 
@@ -56,7 +56,7 @@ def find_usrbio(prefix: str) -> Usrbio | None:
 
 
 class UsrbioReader:
-    """Reader of pages into one named arena, with a ring for each thread that reads.
+    """Reader of pages into one named arena, with a ring for each reading thread.
 
     The arena's name is removed once the daemon has opened the memory.
     """

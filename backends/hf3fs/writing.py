@@ -1,10 +1,10 @@
 """Write pages to 3FS as SGLang does: reserve at the metadata server, write in place, confirm.
 
-A reserved page that is neither confirmed nor released is leaked: the server does not use it
-again until it is started from an older snapshot, the table is cleared, or `verify --repair` with
---writers-stopped releases the page. Each reservation therefore runs in its own thread, which an
-interrupt of the program does not reach. The server does not check releases, so this module
-releases a page at most once, and never if a key may map to it.
+A reserved page that is neither confirmed nor released is leaked: the server reuses it only
+after a start from an older snapshot, a clear of the table, or `verify --repair` with
+--writers-stopped. Each reservation therefore runs in its own thread, which interrupts do not reach.
+The server does not check releases, so this module releases a page at most once, and never if a key
+may map to it.
 Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMetadata.
 """
 
@@ -39,10 +39,7 @@ _OTHERS = "another writer stored the key first; that object is kept"
 
 @dataclass(frozen=True, slots=True)
 class PageWrites:
-    """Pages for one table: the data file, distinct keys, and the bytes of each.
-
-    table_pages: number of pages of the table; the server can have no page beyond them.
-    """
+    """Pages for one table: the data file, distinct keys, and the bytes of each."""
 
     table: tuple[int, str]
     path: str
@@ -74,8 +71,8 @@ class PageWriter:
 
         num_pages:   pages that fit into the file. Reserving more at once makes the server fail and
             leak pages.
-        table_pages: pages of the table, by the file or the snapshot. Pages beyond them are never
-            released.
+        table_pages: pages of the table, by the file or the snapshot. The server can have no page
+            beyond them, and such pages are never released.
         """
         statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -92,7 +89,7 @@ class PageWriter:
 
 
 def _distinct_batches(names: Sequence[str], most: int) -> list[list[int]]:
-    """Return indices in batches of distinct keys: the server gives a repeated key two pages."""
+    """Return indices in batches of distinct keys, as `reserve` needs."""
     batches: list[list[int]] = []
     seen: set[str] = set()
     for place, name in enumerate(names):
@@ -239,7 +236,6 @@ class _Reservation:
             raise
 
     def _looked_up(self, names: Sequence[str], held: int) -> list[int | None]:
-        """Ask for the pages of keys after a confirmation without a reply."""
         try:
             return self.server.page_indices(*self.batch.table, names)
         except HicacheError as error:
@@ -253,7 +249,6 @@ class _Reservation:
             raise self._stranded(str(error), len(held)) from error
 
     def _stranded(self, reason: str, count: int) -> StoreUnavailable:
-        """Return the error for pages that may stay reserved."""
         rank, namespace = self.batch.table
         return StoreUnavailable(
             f"{reason}; {count} pages of {rank}:{namespace} may stay reserved; if verify reports "
