@@ -75,7 +75,7 @@ class Status(IntEnum):
     GONE = 1  # no such key
     SHORT = 2  # smaller than the capacity
     OVERSIZED = 3  # larger than the capacity
-    EXISTS = 4  # not written with if_absent: the key exists
+    EXISTS = 4  # not written: the key exists (if_absent)
     ERROR = 5  # any other failure
     CHANGED = 6  # not touched: replaced or changed after the listing
     UNREACHABLE = 7  # listed, but the host with its bytes does not answer
@@ -120,7 +120,7 @@ class ReadResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Best call sizes and thread counts of a store."""
+    """Call sizes and thread counts at which a store is fastest."""
 
     batch_objects: int  # maximum rows per call
     batch_bytes: int  # maximum bytes per call
@@ -151,7 +151,7 @@ class Traits:
     evicts: bool = False  # objects are evicted to make room for new ones
     evicts_pools_apart: bool = False  # pools are evicted separately: sidecars can outlive anchors
     versions_recur: bool = False  # a new object can have the version of an earlier one
-    # Instead of `identify`, call `exists` after the reads, once for many: it confirms the versions.
+    # Instead of `identify`, call `exists` once after many reads; it confirms their versions.
     identifies_by_exists: bool = False
     logs_natively: bool = False  # the store's library logs to file descriptor 2 itself
 

@@ -168,7 +168,8 @@ class SystemCopy(Store):
         preserve: keep the full mode, and the owner if the system allows it; else copies belong to
             the caller and are no more readable than the sources.
         Statuses: those of `write_from`; for the source's objects GONE, SHORT, OVERSIZED, and
-        CHANGED if written to during the copy. Raises UnsupportedByBackend unless `can_copy_from`.
+        CHANGED if written to during the copy. Raises UnsupportedByBackend unless `can_copy_from` is
+        True.
         """
 
 

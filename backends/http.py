@@ -120,7 +120,7 @@ class HttpService:
     def stream(self, path: str, kind: str | None = None) -> Generator[bytes, None, None]:
         """Yield the body of a 200 reply in blocks.
 
-        Raises StoreUnavailable: for a truncated body, after its last block.
+        Raises StoreUnavailable; for a truncated body, only after its last block.
 
         kind: required content type, such as "text/plain"; None accepts any.
         """
@@ -325,7 +325,7 @@ class _Connection(http.client.HTTPConnection):
 
     def extend(self, deadline: float) -> None:
         """Set the deadline of the current request."""
-
+        # The socket is None after a reply that ends the connection.
         if isinstance(self.sock, _DeadlineSocket):
             self.sock.deadline = deadline
             self.sock.settimeout(_time_left(deadline))

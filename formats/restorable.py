@@ -2,8 +2,8 @@
 
 A prefix of p pages is restorable if every pool has the pages that its policy needs: with ALL_PAGES,
 pages 0..p-1; with TRAILING_PAGES, the last `window` of these. Ranks agree on the longest prefix
-that all can restore: the maximum of the intersection of their lengths, not the minimum of their
-maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
+that all can restore: the maximum of the intersection of their sets of lengths, not the minimum
+of their maxima. Source: SGLang srt/mem_cache/hicache_storage.py ::
 HiCacheFile.batch_exists_v2; storage/mooncake_store/mooncake_store.py ::
 MooncakeStore.batch_exists_v2; hybrid_cache/hybrid_cache_controller.py :: _sync_prefetch_hit_query.
 

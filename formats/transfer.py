@@ -49,7 +49,7 @@ class TransferPlan:
     """All copies between the objects of one page in two deployments.
 
     sources, destinations: all objects that a page can have, in `object_specs` order.
-    units:  the smallest sets that no copy connects; each destination is in one unit.
+    units:  the smallest sets of objects without copies between sets; each destination is in one.
     """
 
     sources: tuple[ObjectSpec, ...]

@@ -47,7 +47,7 @@ class FileMover(Mover):
             if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
                 return Status.CHANGED
             if not durable.rename_noreplace(self._here, key, self._there, target):
-                # With link and unlink, the unlink could remove a writer's new file.
+                # A plain rename: after a link, the unlink could remove a writer's new file.
                 os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
         except OSError as error:
             if not os.fstat(self._there).st_nlink:

@@ -100,7 +100,7 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
     """A HiCacheFile directory; reads and listings create, resize and touch nothing."""
 
     limits: Limits = Limits(
-        batch_objects=1024,  # one syncfs per batch: takes 1.2-1.5 times as long as without sync
+        batch_objects=1024,  # with one syncfs per batch, writes take 1.2-1.5 times as long
         batch_bytes=256 << 20,
         parallel_reads=4,
         parallel_writes=2,
@@ -215,9 +215,9 @@ class FileStore(Announces, FilePermissions, Renames, Resumable, SideFiles, Syste
         return Path(self.path) / os.fsdecode(OWN_PREFIX)
 
     def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
-        """Open `.hicachectl` through the store's descriptor; makes: create it if missing.
+        """Open `.hicachectl` through the store's descriptor; None if it is missing.
 
-        Return None if it is missing.
+        makes: create it if missing.
         """
         name, trust = os.fsdecode(OWN_PREFIX), self.trust(writes=writes)
         with Directory(os.dup(self._directory), self.path, trust) as here:

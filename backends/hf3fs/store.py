@@ -128,7 +128,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         return cls(settings_from(url, os.environ), create=True)
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
-        """Return who may read the data files read so far."""
+        """Return which users may read the data files read so far."""
         directory = Permissions.within(Path(self.settings.prefix).parent.stat())
         return (
             directory if listing else reduce(Permissions.both, self._readable.values(), directory)
@@ -312,7 +312,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
         super().detach()
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Start reading pages into memory, unless the last row's page is there."""
+        """Start reading pages into memory, unless the last row's page is in memory already."""
         if "locator" not in rows.schema.names or self._reader is not self._files or not len(rows):
             return
         if self._is_in_memory(rows.column("key")[-1].as_py(), rows.column("locator")[-1].as_py()):
@@ -337,7 +337,7 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
     def read_into(
         self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
     ) -> ReadResult:
-        """Read pages. With `identify`, a row is GONE if the server then lacks its key.
+        """Read pages. With `identify`, a row is GONE if the server lacks its key after the read.
 
         If a key is evicted and stored again during the read, its row is OK although the bytes are
         wrong; `read_confirmed` detects this. SHORT: the data file ends within the page.

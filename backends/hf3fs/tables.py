@@ -37,7 +37,7 @@ class LoadedSnapshot:
 
     file:    identity of the file read: device, inode, mtime, bytes.
     shared:  pages with several keys, by table; filled on demand.
-    checked: all keys belong to the profile's deployment.
+    checked: all keys are known to belong to the profile's deployment.
     """
 
     file: tuple[int, ...]
@@ -139,7 +139,7 @@ class KeyTables:
         return located
 
     def sharers(self, share: TableRows) -> Iterator[tuple[int, str]]:
-        """Yield (row, other key) for each row whose page an existing key outside `share` shares."""
+        """Yield (row, other key) if an existing key outside `share` also has the row's page."""
         table = self._table(share.table)
         if table is None:
             return

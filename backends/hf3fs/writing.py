@@ -71,8 +71,8 @@ class PageWriter:
 
         num_pages:   pages that fit into the file. Reserving more at once makes the server fail and
             leak pages.
-        table_pages: pages of the table, by the file or the snapshot. The server can have no page
-            beyond them, and such pages are never released.
+        table_pages: pages of the table, by the file or the snapshot. The server has no pages
+            beyond these; if it returns one, that page is never released.
         """
         statuses = np.full(len(names), Status.ERROR, dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -184,7 +184,7 @@ class _Reservation:
             self.errors |= dict.fromkeys(set(places) - set(taken), _OTHERS)
 
     def _write(self) -> list[int]:
-        """Write every held page; return the indices of those on disk."""
+        """Write every held page; return the indices of the synced ones."""
         written = []
         for n, index in self.held.items():
             if self.stop.is_set():

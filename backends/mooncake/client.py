@@ -64,7 +64,8 @@ _REACH_SECONDS = 5.0
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
 _PATIENCE_SECONDS = 25.0
 # Niceness of threads in large transfers: Mooncake's busy loop would take a core from the copying
-# threads. Short calls keep normal priority: on a busy machine they could outlast their leases.
+# threads. Short calls keep normal priority: slow ones could outlast their leases on a
+# busy machine.
 _NICENESS = 10
 _LARGE_BYTES = 1 << 20
 _ABANDONED: list[Any] = []  # never freed: the destructor would wait for a hanging call

@@ -170,7 +170,7 @@ def _master(url: StoreUrl, given: _SettingsSource) -> str:
     if stated.standalone:
         raise UsageError(
             f"{given.name('standalone')} is set: servers use a store process on their host, which "
-            "a guest cannot use; name the master, as in mooncake://HOST:50051"
+            "hicachectl cannot use; name the master, as in mooncake://HOST:50051"
         )
     if stated.master is None:
         only = (

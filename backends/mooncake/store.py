@@ -73,7 +73,7 @@ _READ_BACK_BYTES = 64 << 20  # per call
 
 
 class MooncakeStore(Leases, Pins, RacyWrites, Touch):
-    """The default tenant's objects, accessed as a guest."""
+    """The default tenant's objects; this client contributes no memory."""
 
     limits: Limits = Limits(
         batch_objects=128,  # SGLang's batches have 128 pages
@@ -279,7 +279,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     ) -> None:
         """Query versions of the objects read, and existence and sizes of the others.
 
-        Queries of keys with commas grant leases, like the failed read.
+        Queries of keys with commas grant leases, as reads do.
         """
         answer = self._admin.query(_key_array(rows).take(pa.array(places)))
         codes, sizes = _codes(answer), answer.column("nbytes").fill_null(-1).to_numpy()
@@ -305,7 +305,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         If `confirms_writes` is False, nothing is read back: the status is OK even if another writer
         has put the key after our query. If `if_absent` is False, an existing object is removed
         first, as in `delete`.
-        A full cluster evicts objects without lease or pin; FULL: this was not enough.
+        A full cluster evicts objects without lease or pin; FULL: still no room.
         """
         self.memory(offsets, sizes, len(rows))
         keys = _texts(rows)
@@ -437,7 +437,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         return Result(statuses, errors)
 
     def touch(self, rows: Rows) -> BoolArray:
-        """Grant leases batch by batch: the master first evicts objects whose leases end first."""
+        """Grant leases batch by batch: the master evicts in the order in which leases end."""
         keys = _texts(rows)
         codes = np.zeros(len(rows), dtype=np.int64)
         for start in range(0, len(rows), self.limits.batch_objects):

@@ -112,7 +112,7 @@ class PackEntries:
             self.rows[record.key] = len(self._keys) - 1
 
     def place(self, row: int) -> RecordPlace:
-        """Return an object's place, by its index in `rows`."""
+        """Return an object's place. row: its index in the columns."""
         return RecordPlace(
             self._numbers["offset"][row],
             self._numbers["length"][row],
@@ -139,7 +139,7 @@ class PackEntries:
         return table if alive is None else table.take(pa.array(alive, pa.int64()))
 
     def picked(self, rows: Sequence[int]) -> pa.Table:
-        """Return some objects as a table of ENTRIES, by their indices in `rows`."""
+        """Return some objects as a table of ENTRIES. rows: indices in the columns."""
         places = [self.place(row) for row in rows]
         columns = {
             "key": [self._keys[row] for row in rows],

@@ -58,7 +58,7 @@ _COPY_BYTES = 8 << 20
 class ScannedPack:
     """A pack's contents according to its records, without its index.
 
-    end: offset after the last whole record. cut_bytes: bytes after `end`. unfinished: whether they
+    end: offset after the last whole record. cut_bytes: bytes after `end`. unfinished: whether these
     begin with an object's head. damaged_bytes: bytes between records.
     damaged: number of checked objects that do not match their digest.
     """

@@ -69,7 +69,7 @@ _INDEX_ROW_BYTES = 512
 # Bytes and objects that a thread encodes at once and one system call writes.
 _HANDFUL_BYTES = 1 << 20
 _HANDFUL_OBJECTS = 64
-_AHEAD_BYTES = 32 << 20  # encoded but not yet appended by one call; a larger object alone
+_AHEAD_BYTES = 32 << 20  # encoded by one call and not yet appended; one larger object is allowed
 
 _Work = tuple[bytes, "int | None", memoryview]  # key, mtime_ns, content
 _Encoded = tuple[Record, bytes, "list[Plane]"]  # record, its head as bytes, content
@@ -407,7 +407,7 @@ class PackWriter:
 
 
 def free_bytes(descriptor: int, objects: int) -> int:
-    """Return the bytes free for new objects, less those for the present objects' index.
+    """Return the bytes left for new objects after the present objects' index.
 
     Negative if that index does not fit.
     """

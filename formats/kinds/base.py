@@ -31,7 +31,7 @@ class PoolKind:
     scattered: whether the layers of a layer_first page are scattered in host memory, so
               SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
               pages of MLA KV (_get_mha_buffer_meta raises for others).
-    splits_layers: whether CP ranks can divide the layers of such an anchor.
+    splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
     hf3fs_sidecar: whether SGLang stores a pool of this kind beside kv on 3FS.
     hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
     """

@@ -45,8 +45,8 @@ class TracePlan:
 def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
     """Order all blocks of a trace by the savings expected from warming them.
 
-    The expectation starts one mean request interval after the last request. budget: most blocks to
-    plan.
+    The expectation starts one mean request interval after the last request. budget: maximum
+    number of blocks.
     """
     uses = walk_uses(trace)
     values = _values(trace, uses)
@@ -57,7 +57,7 @@ def plan_order(trace: Trace, *, budget: int | None = None) -> TracePlan:
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
-    """Return how many pages fit; a page has all objects of all ranks, except of trailing pools.
+    """Return how many pages fit, with the objects of all ranks but without trailing pools.
 
     budget: bytes of a file store. Raises UsageError if the size of a page is unknown.
     """

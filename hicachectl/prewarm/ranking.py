@@ -32,7 +32,7 @@ class Ranker:
     """Ranking of pages by the requests that use them.
 
     times: [chains] float64, not decreasing; None if unknown: pages that more requests share then
-    come first, and equal counts keep the order of the chains.
+    come first, and pages with equal counts keep the order of the chains.
     output_tokens: [chains], -1 if unknown.
     """
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Request
 
 REQUEST_TIMEOUT_S = 120.0
-BUSY_PATIENCE_S = 300.0  # longest time of only "busy" answers
+BUSY_PATIENCE_S = 300.0  # longest time with only "busy" answers
 
 _TRIES = 3  # of one request
 _GIVE_UP_AFTER = 3  # failed requests in a row
@@ -47,8 +47,8 @@ _SOURCES = ("device", "host", "storage")
 class Prefix:
     """A prefix to request.
 
-    number: chosen by the caller. pages: number to restore. token_ids: of these pages, and of the
-    tokens after them that the server computes.
+    number: chosen by the caller. pages: number to restore. token_ids: of these pages, then of the
+    tokens that the server computes.
     """
 
     number: int
@@ -62,8 +62,9 @@ class Prefix:
 class PullResult:
     """Result of one prefix at one DP rank.
 
-    dp_rank: None for a single rank. cached_tokens: not computed by the server. sources: cached
-    tokens by device, host and storage; empty if not reported. error: why the request failed, or "".
+    dp_rank: None for a single rank. cached_tokens: number that the server did not compute. sources:
+    cached tokens by device, host and storage; empty if not reported. error: why the request failed,
+    or "".
     """
 
     number: int

@@ -85,7 +85,7 @@ def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
 
 
 def _seen(inventory: Inventory, deployment: Deployment) -> Deployment:
-    """Return the deployment without specs that no key of the store names."""
+    """Return the deployment with only the specs that keys of the store name."""
     listed = set(inventory.table.affixes)
     return replace(deployment, specs=tuple(s for s in deployment.specs if s.affix in listed))
 

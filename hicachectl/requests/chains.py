@@ -32,7 +32,7 @@ _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """Rule from tokens to pages: tokens per page, and whether token pairs are hashed."""
+    """How tokens become pages: tokens per page, and whether token pairs are hashed."""
 
     page_size: int
     bigram: bool = False
@@ -57,7 +57,7 @@ class Chains:
 
     pages:   [all pages, 32] uint8, raw page hashes
     offsets: [chains + 1] int64: chain i has pages[offsets[i]:offsets[i + 1]]
-    tokens:  [chains] int64, numbers of tokens; -1 if only hashes are known
+    tokens:  [chains] int64, tokens of each request; -1 if only hashes are known
     reach:   [chains] int64, pages that a server can take from a store: not the page of the last
         token, which it always computes; all pages if only hashes are known
     """

@@ -1,7 +1,7 @@
 """Hits: the part of each page chain that a store can serve, and the object that stops the chain.
 
-An object is usable if it exists with its expected size (if known). Reads of a shorter object fail
-(files) or return stale bytes (Mooncake).
+An object is usable if it exists with its expected size, or if sizes are unknown. Reads of a
+shorter object fail (files) or return stale bytes (Mooncake).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Hits:
     stop_pages:   index in its chain of the page that stops the chain; -1: none.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    misfits:      number of these objects that exist with another size.
+    misfits:      number of objects at fault that exist with another size.
     """
 
     deployment: Deployment | None

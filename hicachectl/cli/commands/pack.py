@@ -49,7 +49,7 @@ def command() -> None:
 def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
     """Describe a pack file.
 
-    Prints its objects, their bytes before and after compression, its key grammar and its profile.
+    Print the objects, their bytes before and after compression, the key grammar and the profile.
     """
     from hicachectl.backends.pack.store import PackStore
 
