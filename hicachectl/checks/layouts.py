@@ -66,7 +66,7 @@ class LayoutCheck:
 
     @property
     def looks(self) -> list[OrderLook]:
-        """The numbers that `unseen` compares, then those of `hinted` for each rival."""
+        """The rows that `unseen` compares, then those of `hinted` for each rival."""
         first = self._look(self.test.first_sets, FIRST_CHANNELS)
         return [first, *(self._look(sets, SECOND_CHANNELS) for sets in self.test.second_sets)]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.registry import CheckInput
 
-_IN_MEMORY = pa.array(["memory", "nof"])  # nof: the memory of another host, over fabrics
+_IN_MEMORY = pa.array(["memory", "nof"])  # nof: NVMe over Fabrics; counts as memory here
 
 
 def check_placement(given: CheckInput) -> Iterator[pa.Table]:

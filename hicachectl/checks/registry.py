@@ -84,9 +84,10 @@ class CheckInput:
     """Input of checks: the listing and, if objects were read, their digests.
 
     in_flight: [groups] bool. profile: None if not given. now_ns: start of the run, Unix ns. tables:
-    page tables at that time, if any. digests: [objects, 32] uint8, valid where digested: [objects]
-    bool. compared: `checks.catalogs.compare` of the digested objects; None without a comparison.
-    remark: takes a text for the user. skip: takes a name and a reason for `skipped_checks`.
+    page tables at that time, if any. digests: [objects, 32] uint8. digested: [objects] bool,
+    whether the digest is valid. compared: `checks.catalogs.compare` of the digested objects;
+    None without a comparison. remark: takes a text for the user. skip: takes a name and a reason
+    for `skipped_checks`.
     """
 
     store: Store

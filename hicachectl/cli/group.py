@@ -76,7 +76,7 @@ class LazyGroup(click.Group):
     "file.",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
-@click.option("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debugging.")
+@click.option("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debug messages.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
 @click.option(
     "--config",

@@ -82,12 +82,12 @@ _HF3FS = (
     "their files (snapshot-stale). Reading finds pages that were never written (unwritten-page). "
     "While a server is live, a leaked page is reported only if three snapshots show it. For the "
     "third snapshot, verify waits at most two minutes.",
-    "The server reuses freed pages at once. A deletion can therefore corrupt what a live server is "
-    "reading: repair at a time of few reads. All keys that share a page are deleted in one call. "
-    "Without server=, a repair writes a new snapshot FILE.repaired beside the old one; start the "
-    "metadata server from it. With --writers-stopped, leaked pages are released. Give this option "
-    "only if no engine writes: otherwise the server hands out a page twice. A 3FS store has no "
-    "default quarantine: --repair quarantine needs --quarantine DIR.",
+    "The server reuses freed pages at once. A deletion can therefore corrupt a page that a live "
+    "server is reading: repair at a time of few reads. All keys that share a page are deleted in "
+    "one call. Without server=, a repair writes a new snapshot FILE.repaired beside the old one; "
+    "start the metadata server from that file. With --writers-stopped, leaked pages are released. "
+    "Give this option only if no engine writes: otherwise the server hands out a page twice. A 3FS "
+    "store has no default quarantine: --repair quarantine needs --quarantine DIR.",
     "If 3FS's hf3fs_fuse package is installed and the prefix is on a 3FS mount, pages are read "
     "through that package (USRBIO); otherwise they are read as files. USRBIO has not been tested "
     "on a real 3FS.",
@@ -160,16 +160,17 @@ _TRUST = (
     "keep the owner that they had in the store; any owner is accepted.",
     "A command that only reads skips files and directories that break these rules, and names them "
     "in a remark. A command that writes ends with status 3 before any change.",
-    "Objects in a quarantine without a record are left alone; a remark names them.",
+    "Objects without a record in a quarantine are left alone; a remark names them.",
     "New files are never more readable than their sources. A copied file gets the permissions of "
-    "its source, except those that the source's directory or the umask denies. A user can read an "
-    "object made from several objects, a pack or a 3FS data file only if the user may read all "
-    "objects read so far. A pack is readable only by its owner until it is complete. Directories, "
-    "stamps, catalogs and quarantine records are as readable as the store's directory. If a new "
-    "file has another group than its source, that group gets no more permissions than others. "
+    "its source, except those that the source's directory or the umask denies. A pack, a 3FS data "
+    "file and an object made from several objects are readable only by users who may read every "
+    "source object read so far. A pack is readable only by its owner until it is complete. "
+    "Directories, stamps, catalogs and quarantine records are as readable as the store's "
+    "directory. If a new file has another group than its source, that group gets no more "
+    "permissions than others. "
     "New objects written by root belong to the owner of their directory, if that user may read the "
     "sources. The command restore also restores owner and permissions. Existing 3FS data files "
-    "keep theirs.",
+    "keep their permissions.",
 )
 _LOCKS = (
     "--lock FILE takes the lock of flock(2), as flock(1) does. If another process holds the lock, "
@@ -411,7 +412,7 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             of HICACHECTL_API_KEY.
         """,
         "USABLE TOKENS": """
-            usable_tokens, and so --min-usable, is counted for one deployment, which the result
+            usable_tokens and --min-usable refer to one deployment, which the result
             names. With --through-server, it is the deployment of those servers. Otherwise it is the
             deployment for which the pages are written: --to-profile, the other --to options, or
             else the profile of SRC.

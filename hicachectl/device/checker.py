@@ -93,8 +93,8 @@ class DeviceChecker:
         """Send a task's objects through a device: return digests [n, 32] and issues.
 
         wanted:   which objects to digest.
-        expected: spec of all objects, digested as gathered from the pools. None if the form of the
-            bytes is unknown; objects are then digested as staged.
+        expected: spec of all objects, which are unpacked into pools, gathered back and digested.
+            None if unknown; objects are then digested without being unpacked.
         checker:  None to check no values. Unreadable objects get no issues.
 
         Returns None if the CPU must examine the objects in the arena: a kernel does not support

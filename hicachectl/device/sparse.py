@@ -15,7 +15,7 @@ from hicachectl.kernels.sparse_triton import HostRows, StepPlan, gather_rows, pl
 
 
 class SparseLoader:
-    """Buffers of N slots, and one slot for the newest token, for each layer and request.
+    """Buffers of N slots, and one for the newest token, for each layer and each of R requests.
 
     tokens: [layers, R, N] int32, the position in each slot; -1 if empty.
     lru:    [layers, R, N] int32, slots, least recently used first; slots used in one step ascend.

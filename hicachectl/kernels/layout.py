@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float32]
-    # page indices, row indices, most channels -> log magnitudes [pages, tensors, rows, channels],
-    # which the caller may change
+    # page indices, row indices, channels to read -> log magnitudes [pages, tensors, rows,
+    # channels], which the caller may change
     ReadRows = Callable[[IntArray, IntArray, int], Floats]
 
 # A page contradicts the profile if it passes all these limits. By chance, less than one page in 1e8
@@ -113,7 +113,7 @@ class OrderVerdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrderLook:
-    """Rows that a look compares: [base, one, another; sets] of each tensor.
+    """Rows of each tensor that a look compares: [3, sets], a base and two others.
 
     A look reads every `step`-th of the first `width` items of a row. If `scaled`, items are codes;
     their scales (fp32, one per 128 codes) follow the codes in the row.
@@ -146,7 +146,7 @@ class OrderTest:
         return bool(self._sets)
 
     def contradictions(self, read: ReadRows, pages: int) -> dict[int, OrderVerdict]:
-        """Return the verdict of each page that contradicts the profile; pages: their number."""
+        """Return the verdict of each page that contradicts the profile; pages: how many to test."""
         found: dict[int, OrderVerdict] = {}
         suspects = _filtered(np.arange(pages), self.unseen, read)
         for number, sets in self._sets.items():
@@ -255,8 +255,8 @@ def _draw(
             good &= _strangers(reading, base, row)
     # Rows of one token may resemble each other across layers, and so may rows a fixed number of
     # tokens apart. Both can imitate a rival order: a page with as many layers as tokens, and equal
-    # weights in all layers, would seem transposed. So sets avoid both, except some sets if the
-    # lengths divide each other.
+    # weights in all layers, would seem transposed. So sets avoid both, unless too few such sets
+    # exist because lengths divide each other.
     elsewhere = other_token != token
     matched = control_token == other_token
     unlike = control_token != token

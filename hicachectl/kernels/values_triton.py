@@ -1,4 +1,4 @@
-"""Count bad numbers in blocks of stored numbers, in one pass.
+"""Count bad numbers in blocks of stored numbers, usually in one pass.
 
 One launch checks all fields of all blocks: fields of one row are read while the row is in the
 cache, and small blocks share a program. All magnitudes of a 4-byte word are compared at once, by
@@ -43,7 +43,7 @@ _SMALL = (128, 1)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Equal numbers in every row of a block: `items` of them from `offset` on.
+    """Numbers of one dtype in every row of a block: `items` of them from byte `offset` on.
 
     rows, pitch: rows of a block, and bytes of each.
     scale_floor: for fp32 scales, the least legal one; None for ordinary numbers.
@@ -110,7 +110,7 @@ class _Look:
 
 
 def supports(field: Field) -> bool:
-    """Return whether the kernel supports a field: it lies in whole words."""
+    """Return whether the kernel supports a field: only fields in whole words."""
     return field.head_bytes % _WORD == 0
 
 

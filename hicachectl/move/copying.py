@@ -1,6 +1,6 @@
 """Copy page groups from one store to another: read, transform, publish, read back, roll back.
 
-`Executor` runs batches in the threads of a pipeline, independent of surveys and commands.
+`Executor` runs batches in the threads of a pipeline, and imports neither surveys nor commands.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class GroupObjects:
 class Failures:
     """Rules for groups with an object that cannot be read or written.
 
-    statuses: the group's status by the object's; FAILED if not listed. DONE leaves the object out
-        and keeps the group open. NO_ROOM also stops later groups.
+    statuses: group status for each object status; FAILED if not listed. DONE leaves the object
+        out and keeps the group open. NO_ROOM also stops later groups.
     details: messages by the object's status, instead of the store's.
     differs: message if other bytes are read back.
     """
@@ -170,7 +170,7 @@ def remove_once(
 
 
 def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
-    """Remove objects one by one, group by group; skipped sidecars get the status CHANGED."""
+    """Remove objects one by one, group by group; sidecars of an anchor that stays are CHANGED."""
     statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
     errors: dict[int, str] = {}
     order = np.lexsort((~objects.anchors, objects.owners))
@@ -219,7 +219,7 @@ def withdraw(
     attempt therefore looks again, and removes groups that are neither whole nor gone.
 
     pending: groups, as indices into `result`.
-    look: returns the objects to remove, except those of settled groups.
+    look: returns the objects of groups still to remove.
     remove: removes objects of a sighting by index.
     take: for stores that remove one object a call: returns a function that removes an object by
         index, or raises OSError. Groups then leave one by one, each within microseconds.

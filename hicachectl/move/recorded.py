@@ -49,8 +49,8 @@ class Slot(Struct, frozen=True):
     """An object that a page of a deployment can have. Its key: prefix, page hash, suffix.
 
     required: whether a whole page has the object.
-    trailing: number of the object's set, which a page has completely or not at all; None: in no
-        set.
+    trailing: number of the object's set, which a page has completely or not at all; None if in
+        no set.
     sidecars: for an anchor: slots that a server writes before the anchor.
     """
 
@@ -127,7 +127,7 @@ class Shape:
 
     @cached_property
     def required(self) -> BoolArray:
-        """Whether a whole page has each slot's object."""
+        """Whether a whole page must have each slot's object."""
         return np.array([slot.required for slot in self.slots], dtype=np.bool_)
 
     @cached_property
@@ -142,7 +142,7 @@ class Shape:
 
     @cached_property
     def sidecars(self) -> tuple[IntArray, IntArray]:
-        """Pairs of an anchor and a sidecar written before: [pairs] slots each."""
+        """Slots of anchors, and of sidecars written before them: [pairs] each."""
         pairs = [(n, other) for n, slot in enumerate(self.slots) for other in slot.sidecars]
         both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return both[:, 0], both[:, 1]
@@ -156,8 +156,8 @@ class RecordedGroups:
 
     pages, models, tags: [k] strings.
     shapes: distinct shapes. shape_ids: [k] shape of each group.
-    findings: [k] of FINDINGS: why a group is removed.
-    absent: [cells] whether the slot was empty, and this is not a reason for removal.
+    findings: [k] FINDINGS, the reasons for removal.
+    absent: [cells] whether the slot was empty without being a reason for removal.
     owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
     files: [n] number of the object in the batch's folder.
     unwanted: [n] whether the object is a reason for removal.
@@ -228,7 +228,7 @@ class RecordedGroups:
         return sums_by_group(self.facts.column("nbytes"), self.owners, len(self))
 
     def labels(self, scheme: str) -> list[str]:
-        """Return each group's "group" text in `ls`: [k]. scheme: of the keys."""
+        """Return each group's field "group" in `ls`: [k]. scheme: grammar of the keys."""
         codec, found = codec_for(scheme), []
         affixes = [shape.affixes for shape in self.shapes]
         ends = np.searchsorted(self.owners, np.arange(len(self) + 1)).tolist()
@@ -257,7 +257,7 @@ class RecordedGroups:
         )
 
     def with_objects(self, kept: BoolArray) -> RecordedGroups:
-        """Return the groups with some objects. kept: [n]."""
+        """Return the groups with only the kept objects. kept: [n]."""
         return replace(
             self,
             owners=self.owners[kept],

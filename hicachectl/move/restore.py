@@ -104,9 +104,9 @@ def restore_groups(
 ) -> GroupReport:
     """Restore the wanted groups of a quarantine, and remove them from its records.
 
-    A group is a conflict and stays if the store has another object under a key. A group whose
-    removal was interrupted becomes complete again. Rows also have `codes`, of the findings that
-    caused the removal, and `detail`.
+    A group is a conflict and stays if the store has another object under one of its keys. A group
+    whose removal was interrupted becomes complete again. Rows also have `codes` (of the findings
+    that caused the removal) and `detail`.
 
     Raises, before any change: UsageError if the quarantine is missing or its records are from
     another kind of store, FormatError if a record is damaged, UntrustedError if an entry is a link
@@ -192,7 +192,7 @@ class _Restore:
         held = batch.held()
         self._sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
         self._here, self._double, self.lost = self._assessed()
-        self._refused = ~self._result.open  # first in the rows
+        self._refused = ~self._result.open  # first in `rows`
 
     def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
         """Locate the objects; fail groups that cannot be restored.
@@ -320,7 +320,7 @@ class _Restore:
         return Result(statuses, errors)
 
     def _explained(self, places: IntArray, found: Result) -> Result:
-        """Return the result with a message, the key and why, for each object not written."""
+        """Return the result with a message for each object not written: key and reason."""
         errors = {}
         for index in np.flatnonzero(~found.ok).tolist():
             key = self._objects.keys[int(places[index])].as_py().decode()

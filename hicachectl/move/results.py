@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GroupStatus(IntEnum):
     """Status of one page group."""
 
-    DONE = 0  # no problem so far; in the end: copied, removed or restored
+    DONE = 0  # no problem so far; after the run: copied, removed or restored
     GONE = 1  # vanished before it was copied or removed
     FAILED = 2
     CONFLICT = 3  # the destination has another object under one of the group's keys

@@ -75,8 +75,8 @@ def remove_groups(
     mode: "delete" keeps no objects, only records of unfinished batches in the quarantine.
     settle_seconds: how long to watch a live store afterwards for pages half written by servers.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
-    Raises UsageError if the quarantine is unusable, StoreUnavailable. Failures of objects are in
-    the result.
+    Raises StoreUnavailable, and UsageError if the quarantine is unusable. Failures of objects are
+    in the result.
     """
     place = Quarantine.of(store, quarantine)
     if place is None and mode == "quarantine":
@@ -124,7 +124,7 @@ def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
     """Finish the batches that killed runs began on this store; skip those of running processes.
 
     Every run that removes groups calls this before its scan. Raises, before any change, FormatError
-    if a record is damaged, UntrustedError if an entry is a link or of an untrusted owner. Raises
+    if a record is damaged, UntrustedError if an entry is a link or its owner is not trusted. Raises
     StoreUnavailable.
     """
     place, unrecorded = Quarantine.of(store, quarantine), list[str]()
@@ -193,11 +193,11 @@ def _rehearsed(
 class _Removal:
     """Page groups of one batch while they leave a store.
 
-    groups: as at the start. touched: [k] whether objects were removed.
-    standing: [k] status at the last look; in the end, the result of untouched groups.
+    groups: with their objects at the start. touched: [k] whether objects were removed.
+    standing: [k] status at the last look; the final status of untouched groups.
     removed, new: [k] number of removed objects, recorded and unrecorded.
     gone: [k] number of objects that vanished before their removal.
-    sight: the last look, while it is fresh.
+    sight: result of the last look; None once outdated.
     """
 
     def __init__(self, store: Store, groups: RecordedGroups) -> None:
@@ -245,9 +245,9 @@ class _Removal:
 
         Renames remove a group within microseconds; one sync follows the whole batch. A sync between
         anchors and sidecars would give a server milliseconds to write an anchor beside a damaged
-        sidecar. Without it, a power failure may bring back an anchor without its sidecar; the next
-        run removes such a page, because the record is durable before the first rename. Removal by
-        key also removes objects that a server rewrites right after the look.
+        sidecar. Without that sync, a power failure may bring back an anchor without its sidecar;
+        the next run removes such a page, because the record is durable before the first rename.
+        Removal by key also removes objects that a server rewrites right after the look.
         """
         self._left = np.zeros(len(self.groups.owners), dtype=np.bool_)
 
@@ -490,7 +490,7 @@ class _Worker:
         places = np.flatnonzero(sight.present[groups.cells] & np.isin(groups.owners, pending))
         cells, facts = groups.cells[places], groups.facts.take(pa.array(places))
         names = pa.array(groups.files[places]).cast(pa.string()).cast(pa.binary())
-        # Servers never read a backup, so the backup has no anchors.
+        # Servers never read these copies, so none counts as an anchor.
         unread = np.zeros(len(places), dtype=np.bool_)
         with FileStore.within(batch.folder) as target:
             copies = copy_groups(
@@ -512,7 +512,7 @@ class _Worker:
         self._forget_changed(removal, batch, copied)
 
     def _forget_changed(self, removal: _Removal, batch: Batch, copied: BoolArray) -> None:
-        """Keep only copies of unchanged or vanished objects; delete the others."""
+        """Keep copies of unchanged or vanished objects; delete other copies."""
         groups, pending = removal.groups, removal.pending
         sight = look(self._store, groups, pending)
         unchanged = sight.known(groups) | ~sight.present[groups.cells]
@@ -573,7 +573,7 @@ class _Worker:
 
 
 def _drop_doubles(mover: Mover, groups: RecordedGroups, held: BoolArray) -> None:
-    """Remove objects from the store that a power failure left in store and quarantine."""
+    """Remove from the store the objects that a power failure left there and in the quarantine."""
     objects = GroupObjects(
         groups.keys_of(groups.cells), groups.owners, groups.anchors[groups.cells]
     )

@@ -48,7 +48,7 @@ SizeCounts = dict[int, dict[int, int]]  # number of objects by affix id and size
 _WIDE, _NARROW, _OPEN, _NONE = range(4)
 
 _MANY = 3  # from this many objects on, a size is not damage
-# An affix may be another model's too if at least _MANY_LONE of its objects, and a share of _SHARE,
+# An affix may be another model's too if at least _MANY_LONE of its objects, and _SHARE of them,
 # have no fellows, and if no fellow rank has more than 1 / _TIMES_FELLOWS as many such objects.
 _MANY_LONE = 20
 _SHARE = 0.05
@@ -366,7 +366,7 @@ class _Pages:
         }
 
     def _narrow(self, contest: _Contest) -> Coordinate:
-        """Return the first narrow reading whose ranks are exactly a page's, else the last."""
+        """Return the first narrow reading whose ranks are exactly one page's, else the last."""
         for reading in contest.narrow[:-1]:
             own = self._on_page(self._readings.fellows[rank_set(reading)])
             if ((own == rank_count(reading)) & (own == self._wide)).any():

@@ -33,9 +33,9 @@ _LOOKED_AT_ONCE = 1 << 24  # slots
 class SlotBlock:
     """Filled slots of one object set, ordered by group, then spec.
 
-    columns: [k] positions of the set's specs. spec: the first spec. groups: [n] groups with any
-    object of the set, ascending. starts: [n + 1] start of each group's slots. places: [slots] index
-    of each slot's spec in `columns`. values: [slots].
+    columns: [k] positions of the set's specs in `GroupTable.specs`. spec: the first spec. groups:
+    [n] groups with any object of the set, ascending. starts: [n + 1] start of each group's slots.
+    places: [slots] index of each slot's spec in `columns`. values: [slots].
     """
 
     columns: IntArray
@@ -74,7 +74,7 @@ class SlotBlock:
     def find(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Return the filled slots of some groups: [m] indices into `groups`, [m] slot numbers.
 
-        Ordered by the argument `groups`, then spec.
+        Ordered by index, then spec.
         """
         if not len(self.groups):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -144,7 +144,7 @@ class GroupTable:
     def states(self) -> npt.NDArray[np.int8]:
         """WHOLE, PARTIAL or ORPHAN for each group.
 
-        A whole group has all listed objects, except that it may lack a whole trailing set.
+        A whole group has the objects of all listed specs, but may lack a whole trailing set.
         """
         states = np.full(self.count, WHOLE, dtype=np.int8)
         for block in self.blocks:

@@ -33,8 +33,8 @@ _ASKED_AT_ONCE = 8192
 class Inventory:
     """All objects of a store.
 
-    objects: columns key binary, nbytes and mtime_ns int64, and the requested ones, all in many
-             chunks: use `take`.
+    objects: columns key binary, nbytes and mtime_ns int64, and the requested columns, all in
+             many chunks: use `take`.
     affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign key.
     """
 

@@ -43,8 +43,8 @@ class ReadingPlan:
     """Objects to read, digest and check.
 
     rows: [n] int64, objects to read. capacities: [n] int64, bytes to read of each. digest: [n]
-    bool. expected, checkers: by affix id, known specs and value checkers, for objects of
-    `sizes[affix]` bytes; the last of sizes is for foreign keys. jobs: number of reading threads or
+    bool. expected, checkers: known specs and value checkers by affix id, for objects of
+    `sizes[affix]` bytes; the last size is for foreign keys. jobs: number of reading threads or
     processes. confirm: rule out writers that interfere, see `Confirm.read_confirmed`. device:
     digests and checks in place of the CPU.
     """

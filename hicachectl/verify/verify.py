@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 class VerifyRequest:
     """Options of a verification.
 
-    checks: names of groups. identity: fields; an object counts as not rewritten if all equal the
-    recorded ones; empty: all fields of the store. time_limit_seconds: no read begins after this
+    checks: names of check groups. identity: fields that show a rewrite if one differs from its
+    recorded value; empty: all fields of the store. time_limit_seconds: no read begins after this
     time. repairs: note each object's version. devices: from
     `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
@@ -133,7 +133,7 @@ class VerifyReport:
     catalog: Catalog | None
 
     def reaches(self, severity: str) -> bool:
-        """Whether any finding is at least this severe."""
+        """Return whether any finding is at least this severe."""
         return bool((severity_ranks(self.findings) >= SEVERITIES.index(severity)).any())
 
 
@@ -175,7 +175,7 @@ def verify_store(
 
     Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
     incomplete groups are looked up again after the grace. on_listed takes objects listed; on_read,
-    bytes read and their total; on_wait, seconds to wait and number of incomplete groups. Raises
+    bytes read and total to read; on_wait, seconds to wait and number of incomplete groups. Raises
     StoreUnavailable, and ProfileError if the profile contradicts the store.
     """
     return _Verification(store, request).report(on_listed, on_read, on_wait)
@@ -321,7 +321,7 @@ class _Verification:
         return tuple(group for group in self.request.checks if group in value_groups())
 
     def _plan(self, inventory: Inventory, groups: PageGroups, in_flight: BoolArray) -> ReadingPlan:
-        """Plan to read the settled objects in the sample that a check needs."""
+        """Plan to read the sampled objects that a check needs, if not in flight."""
         known = known_specs(inventory.table)
         checkers = value_checkers(known, self.request.profile, self._value_groups)
         replicated = replica_sets(inventory.table) != NO_REPLICAS

@@ -49,7 +49,7 @@ def command() -> None:
 def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
     """Describe a pack file.
 
-    Print the objects, their bytes before and after compression, the key grammar and the profile.
+    Print the object count, bytes before and after compression, key grammar and profile model.
     """
     from hicachectl.backends.pack.store import PackStore
 

@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Show the objects of one page, and what is wrong with them.
 
-    PAGE is a page hash, or a prefix that only one page of STORE has. The page is read; nothing is
+    PAGE is a page hash, or its first digits if unique in STORE. The page is read; nothing is
     changed. The result has the objects with their digests, the missing objects, the findings and,
     with a profile, statistics of the values per layer.
     """

@@ -44,7 +44,7 @@ repair_options = stack(
     ),
     click.option(
         "--quarantine",
-        metavar="URL",
+        metavar="DIR",
         help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store]",
     ),
     click.option(
