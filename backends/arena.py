@@ -88,7 +88,7 @@ class Arena:
         return self.array[offset : offset + nbytes]
 
     def at_close(self, undo: Callable[[], None]) -> None:
-        """Make `close` call `undo`, which ends a registration of the memory: the last one first."""
+        """Make `close` call `undo`, which unregisters the memory; the last added runs first."""
         self._at_close.append(undo)
 
     def close(self) -> None:

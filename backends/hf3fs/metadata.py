@@ -107,7 +107,7 @@ class MetadataClient:
         """Reserve a page for each key. Return whether each key exists, and its page.
 
         A full table drops its least recently used keys and reuses their pages. Confirm or release
-        the pages of new keys by `confirm`. After an error, unreported pages may stay reserved. Keys
+        the pages of new keys by `confirm`. After an error, unknown pages may stay reserved. Keys
         must be distinct: a repeated key gets two pages. The request is sent once and never split.
         """
         verb = "reserve_and_allocate_page_indices"

@@ -119,7 +119,7 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
     try:
         expected = object_specs(parse_profile(metadata.profile), metadata.grammar)
         return {codec.affix(one.coordinate): one.coordinate for one in expected}
-    except HicacheError:
+    except HicacheError:  # a profile for another kind of store
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Run work that the GIL serializes in forked processes, which share the parent's memory.
+"""Run GIL-bound work in forked processes, which share the parent's memory.
 
 A lock held at the fork would stay locked in the child. Other threads (Arrow's, the progress bar's)
 hold none: they are idle, since the parent is not in an Arrow call. Arrow recreates its thread pools

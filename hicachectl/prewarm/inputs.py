@@ -120,8 +120,8 @@ def requests_for_servers(
 
     assert wanted.chains is not None
     assert wanted.rank is not None
-    # A trailing pool also has states inside longer prefixes; only a request that ends there
-    # restores one.
+    # A trailing pool also has states inside longer prefixes; only a request that ends at
+    # a state restores it.
     longest_only = not any(pool.trailing for pool in profile.pools)
     chosen = prefixes_worth_asking(
         wanted.chains, usable_pages, wanted.rank, longest_only=longest_only

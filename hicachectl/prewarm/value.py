@@ -1,8 +1,8 @@
 """Value of warming a block: the chance of a use before a cache evicts the block.
 
-Only the first use counts: it computes a block that was not warmed, which is then cached like any
-other. The number of uses is therefore a bad order. How long a cache keeps a block depends on the
-cache's unknown size, so the chance is averaged over horizons from 1/32 to all of the trace's span.
+Only the first use counts: a block that was not warmed is computed then, and cached like any other
+afterwards. The number of uses is therefore a bad order. How long a cache keeps a block depends on
+its unknown size, so the chance is averaged over horizons from 1/32 to all of the trace's span.
 Chances are measured on the trace (`hazard`), from blocks of the same age, number of uses, output
 length and so on.
 """

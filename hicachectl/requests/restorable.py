@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.chains import Chains
     from hicachectl.requests.hits import Hits
 
-# Settings that decide which objects a server requests and how it reads them; the option that
-# converts pages, or "".
+# Settings that decide which objects a server requests and how it reads them, each with the option
+# that converts pages, or "".
 _OPTIONS = {
     "model": "--to-model {}",
     "tag": "--to-tag {}",
@@ -44,7 +44,7 @@ class Usable:
     """Pages that servers can restore from a store.
 
     pages: [chains] int64, leading pages that servers of `deployment` restore. target: hits of the
-    deployment written for. remarks: about servers of another deployment.
+    deployment that pages are written for. remarks: about servers of another deployment.
     """
 
     pages: IntArray
