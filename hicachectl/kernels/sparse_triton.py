@@ -172,7 +172,7 @@ def gather_rows(rows: HostRows, layer: int, plan: StepPlan, pool: torch.Tensor) 
     """
     requests, slots = plan.positions.shape
     row_units = rows.row_bytes // UNIT_BYTES
-    # All lines that a row can touch, wherever in a line it begins.
+    # All lines that a row can touch; it can begin anywhere in a line.
     window = triton.cdiv(row_units + LINE_UNITS - 1, LINE_UNITS) * LINE_UNITS
     most = triton.cdiv(slots * window, _GATHER_BLOCK)
     programs = min(most, triton.cdiv(_GATHER_PROGRAMS, requests))

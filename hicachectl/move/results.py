@@ -26,7 +26,7 @@ class GroupStatus(IntEnum):
     FAILED = 2
     CONFLICT = 3  # the destination has another object under one of the group's keys
     NO_ROOM = 4  # not written: the destination is full
-    RACED = 5  # another writer wrote an object of the group; a retry compares and completes
+    RACED = 5  # another writer wrote an object of the group; a retry compares, then completes it
     KEPT = 6  # not removed: a server has rewritten the faulty objects
     IN_FLIGHT = 7  # a server is writing the group
     SAME = 8  # compared and equal: nothing was written

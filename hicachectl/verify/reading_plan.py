@@ -32,7 +32,7 @@ TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
 # Objects of one kind are read together within a window of the listing, so a run that is cut short
 # has read whole pages, not only one rank's objects. If the store lists offsets, windows follow
-# them: a window is a stretch of each file.
+# the offsets: a window is a stretch of each file.
 _WINDOW_OBJECTS = 8192
 _LEAST_WINDOW_OBJECTS = 1024
 _HOLES_AT_ONCE = 8192

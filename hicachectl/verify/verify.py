@@ -504,7 +504,7 @@ class _Verification:
         }
 
     def _ran(self, check: str, impossible: dict[str, str], skipped: dict[str, str]) -> bool:
-        """Return whether a check ran; a reading check must not be in `skipped`."""
+        """Return whether a check ran; a reading check in `skipped` did not."""
         if check in reading_groups():
             return bool(self.planned.get(check)) and check not in skipped
         return check not in impossible

@@ -67,7 +67,7 @@ Examples:
     show_default=True,
     help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
-@click.option("--verify", is_flag=True, help="Read back and compare what was written.")
+@click.option("--verify", is_flag=True, help="Read back and compare the written objects.")
 @click.option("--move", is_flag=True, help="Delete pages from SRC after they were verified in DST.")
 @click.option("--yes", is_flag=True, help="Do not ask before --move.")
 @click.option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")

@@ -86,7 +86,7 @@ Examples:
     "--sample-slice",
     type=click.IntRange(0),
     metavar="K",
-    help="Number of the share to read.  [default: the day number, so nightly runs take turns]",
+    help="Read share number K.  [default: the day number, so each night reads another share]",
 )
 @click.option("--time-limit", type=Duration(), help="Start no further read after this duration.")
 @click.option(
