@@ -87,5 +87,5 @@ def test_memory_that_3fs_is_to_share_is_refused_by_its_size(
     refused = run(*place.arguments(), home=tmp_path, modules=tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
     (line,) = refused.stderr.splitlines()
-    assert "--buffer-bytes: cannot map 1073741824 bytes: " in line
+    assert "--buffer-bytes: cannot allocate 1073741824 bytes: " in line
     assert "give a smaller size" in line

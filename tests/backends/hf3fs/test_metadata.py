@@ -126,7 +126,7 @@ def test_more_pages_than_there_are_is_an_error_that_says_so(
 ) -> None:
     metadata_server.initialize(0, 2)
     with pytest.raises(
-        StoreUnavailable, match=r"reserve 3 pages of 0:kv; .*no key can be dropped$"
+        StoreUnavailable, match=r"reserve 3 pages of 0:kv; .*no key can be dropped; remove pages"
     ):
         client.reserve(0, "kv", ["a", "b", "c"])
 
