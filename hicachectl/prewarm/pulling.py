@@ -38,7 +38,7 @@ def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
 
     Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible size.
     """
-    infos = {url: fetch_server(url).info for url in urls}
+    infos = {url: fetch_server(url, "--through-server").info for url in urls}
     return {url: LiveServer(info, dp_ranks(info)) for url, info in infos.items()}
 
 

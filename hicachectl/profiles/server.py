@@ -46,13 +46,16 @@ class ServerProfile:
     warnings: tuple[str, ...]
 
 
-def fetch_server(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> ServerReplies:
+def fetch_server(
+    url: str, option: str = "--server", *, api_key: str | None = None, timeout_s: float = 10.0
+) -> ServerReplies:
     """Fetch the deployment and key layout of a server.
 
-    url: `http://host:port`, or https. api_key: default from HICACHECTL_API_KEY. timeout_s: for
-    each whole request. Raises UsageError for a bad URL, StoreUnavailable if no answer is usable.
+    url: `http://host:port`, or https. option: named in messages. api_key: default from
+    HICACHECTL_API_KEY. timeout_s: for each whole request. Raises UsageError for a bad URL,
+    StoreUnavailable if no answer is usable.
     """
-    service, base = server_service(url, "--server", api_key=api_key, timeout_s=timeout_s)
+    service, base = server_service(url, option, api_key=api_key, timeout_s=timeout_s)
     try:
         info = _get_json(service, f"{base}/server_info")
         if info is None:

@@ -152,7 +152,7 @@ def _differences(old: Stamp, new: Stamp) -> list[str]:
         after["weights_version"] = new.weights_version
     names = [n for n in {**before, **after} if n not in (*_KEYLESS, "pools")]
     found = [
-        f"{name}: stamped {before.get(name)!r}, now {after.get(name)!r}"
+        f"{name}: {_change(before, after, name)}"
         for name in names
         if before.get(name) != after.get(name)
     ]
@@ -163,10 +163,24 @@ def _pool_differences(before: list[dict[str, Any]], after: list[dict[str, Any]])
     old = {pool["name"]: pool for pool in before}
     new = {pool["name"]: pool for pool in after}
     return [
-        f"pools[{name}]: stamped {old.get(name)}, now {new.get(name)}"
+        f"pools[{name}]: {_pool_change(old.get(name), new.get(name))}"
         for name in {**old, **new}
         if old.get(name) != new.get(name)
     ]
+
+
+def _pool_change(old: dict[str, Any] | None, new: dict[str, Any] | None) -> str:
+    if old is None:
+        return "the stamp has no such pool"
+    if new is None:
+        return "the stamp has this pool, the profile has not"
+    changed = [field for field in {**old, **new} if old.get(field) != new.get(field)]
+    return "; ".join(f"{field} {_change(old, new, field)}" for field in changed)
+
+
+def _change(old: dict[str, Any], new: dict[str, Any], field: str) -> str:
+    was, now = (repr(values[field]) if field in values else "unset" for values in (old, new))
+    return f"stamped {was}, now {now}"
 
 
 def _file_name(key_model: str) -> str:

@@ -243,7 +243,9 @@ def test_stamps_notice_another_deployment(invoke: Invoke, store: Path) -> None:
     assert "'7'" in changed["findings"][0]["detail"]
     profile.write_text(profile.read_text().replace("float16", "bfloat16"))
     other = verify(invoke, store, *arguments, exit_code=4)
-    assert "float16" in other["findings"][0]["detail"]
+    assert [f["detail"] for f in other["findings"]] == [
+        "pools[kv]: dtype stamped 'float16', now 'bfloat16'"
+    ]
     put(store, "clear-leaves-sub-directories")
     assert (store / ".hicachectl" / "stamps" / "m.json").is_file()
 

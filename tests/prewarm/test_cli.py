@@ -327,6 +327,10 @@ def test_nothing_that_can_be_had_is_no_error(
             ("--pages", "missing.jsonl", "--through-server", "http://x:1"),
             "needs tokens; give --prompts",
         ),
+        (
+            ("--token-ids", "missing.jsonl", "--through-server", "ftp://x"),
+            "--through-server: ",
+        ),
         (("--token-ids", "missing.jsonl", "--to-key-scheme", "unified"), "--to-key-scheme"),
         (("--token-ids", "missing.jsonl", "--pin-ttl", "1h"), "--pin-ttl needs --pin"),
     ],
