@@ -281,7 +281,7 @@ def _groups() -> dict[str, CheckGroup]:
 
 NAMES = CheckGroup("names", "keys that SGLang did not write, or that can be read in several ways")
 GROUPS = CheckGroup("groups", "pages that lack objects")
-SIZES = CheckGroup("sizes", "objects shorter or longer than their deployment writes them")
+SIZES = CheckGroup("sizes", "objects shorter or longer than those that the deployment writes")
 VALUES = CheckGroup(
     "values",
     "NaN, infinities, zeros, scales and memory layout; reads objects, needs a profile",
