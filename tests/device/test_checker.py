@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -748,6 +749,7 @@ def test_a_refusal_to_page_lock_is_said_and_does_not_come_up_later(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch, "ones", launch)
+    caplog.set_level(logging.WARNING)  # an earlier test may have run the command line with -q
     with Arena(4096) as arena:
         assert register(arena) == (not error)
         address = arena.address
