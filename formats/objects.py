@@ -49,7 +49,7 @@ class Shard:
         return tuple(zip(AXES, self.ranks, self.sizes, strict=False))
 
     def ranks_text(self) -> str:
-        """Return the ranks for messages: `tp 0/2 pp 1/4`; "" if none is stated."""
+        """Return the stated ranks for messages: `tp 0/2 pp 1/4`, or ""."""
         return " ".join(
             f"{axis} {rank}/{'?' if size is None else size}"
             for axis, rank, size in self.axes
@@ -57,7 +57,7 @@ class Shard:
         )
 
     def sizes_text(self) -> str:
-        """Return the sizes for messages: `tp size 2`; "without TP ranks" if none is stated."""
+        """Return the stated sizes for messages: `tp size 2`, or "without TP ranks"."""
         sizes = [f"{axis} size {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
 

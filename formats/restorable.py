@@ -71,7 +71,7 @@ def restorable(pools: Sequence[PoolPages], offsets: IntArray) -> BoolArray:
 
 
 def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = None) -> IntArray:
-    """Return the length in pages of each chain's longest allowed prefix: [chains]; 0 if none is.
+    """Return the length in pages of each chain's longest allowed prefix, or 0: [chains].
 
     lengths: [chains] longest prefix to consider, in pages; at most the chain's length.
     """

@@ -51,7 +51,7 @@ class PageTables(Confirm):
 
     @abstractmethod
     def table_server(self) -> MetadataClient | None:
-        """Return the server that changes the tables; None if none is named."""
+        """Return the metadata server of the URL, which changes the tables; else None."""
 
     @abstractmethod
     def holes(self, rows: Rows) -> BoolArray:

@@ -77,7 +77,7 @@ class KeyTables:
     def saved(self) -> LoadedSnapshot:
         """Return the snapshot. Read the file again only if it has changed.
 
-        Raises UsageError if none is named, StoreUnavailable, FormatError.
+        Raises UsageError if no snapshot is named, StoreUnavailable, FormatError.
         """
         path = self._settings.snapshot
         if path is None:

@@ -79,7 +79,7 @@ def resolve_affixes(
 def _choose(readings: tuple[Coordinate, ...], ranks: Mapping[object, set[object]]) -> Resolved:
     """Choose the reading with the most rank pairs among readings whose ranks all exist.
 
-    Ambiguous if there are none, or several.
+    Ambiguous unless there is exactly one.
     """
     if len(readings) <= 1:
         return Resolved(next(iter(readings), None), readings)

@@ -24,7 +24,7 @@ _MOONCAKE_MODEL_SINCE = (0, 5, 17)
 
 
 def sglang_version(text: str) -> tuple[int, ...]:
-    """Parse the leading numbers of a version. Raises ProfileError if there are none."""
+    """Parse the leading numbers of a version. Raises ProfileError without a number."""
     match = _VERSION.match(text)
     if match is None:
         raise ProfileError(f"sglang: {text!r:.60} is not a version; give one like {NEWEST_SGLANG}")

@@ -23,7 +23,7 @@ class CommandEntry(NamedTuple):
 
 COMMANDS = {
     "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
-    "show": CommandEntry("show", "Show the objects of one page, and what is wrong with them."),
+    "show": CommandEntry("show", "Show the objects of one page, and the findings about them."),
     "verify": CommandEntry("verify", "Check a store for missing or damaged objects; repair it."),
     "hits": CommandEntry("hits", "Show how much of each request a store can serve."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),

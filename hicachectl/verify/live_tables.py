@@ -82,7 +82,7 @@ def check_tables(
 
 
 def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableState | None:
-    """Wait for the next snapshot, about as long as the last interval; None if none is saved."""
+    """Return the next snapshot, or None if a save interval passes without one."""
     wait_s = min(interval_ns / 1e9 + _SAVING_S, _MOST_WAIT_S)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:

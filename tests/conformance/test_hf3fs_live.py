@@ -155,7 +155,7 @@ class Hot:
         assert sum(pool == "kv" for _, pool, _ in self.places) == ranks * live.parts
 
     def is_there(self) -> bool:
-        """Query every object, as a hit does; return whether none has moved."""
+        """Query every object, as a hit does; return whether all are in place."""
         return all(
             self._server.page_indices(rank, [key], pool) == [index]
             for (rank, pool, key), index in self.places.items()

@@ -1,4 +1,4 @@
-"""The converter of documents: what it accepts, and how it names wrong fields."""
+"""The converter of documents accepts valid fields and names wrong ones."""
 
 from __future__ import annotations
 

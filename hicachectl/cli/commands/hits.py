@@ -110,7 +110,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 
 def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profile | None:
-    """Return the profile of the options or of the store (a pack); None if there is none.
+    """Return the profile of the options, else that of a pack, else None.
 
     Without a profile, flags such as --page-size only set the hashing or choose a deployment.
     """

@@ -55,7 +55,7 @@ def command(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Show the objects of one page, and what is wrong with them.
+    """Show the objects of one page, and the findings about them.
 
     PAGE is a page hash, or its first digits if unique in STORE. The page is read; nothing is
     changed. The result has the objects with their digests, the missing objects, the findings and,
