@@ -75,6 +75,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dcp: int = 1
     tp_lcm_size: int = 0
     tag: str = ""
+    weights: str = ""  # names the weights (`formats.weights`); "": unknown
+    draft_weights: str = ""  # "": as weights
     hash_unit: str = "token"
     speculative_algorithm: str = ""
     pools: tuple[Pool, ...] = ()

@@ -1,0 +1,198 @@
+"""Calls of SGLang: worker threads, deadlines, and memory that outlives no call.
+
+SGLang frees and reuses host pages after a call returns, and joins its storage threads for 10 s
+only (cache_controller.py :: _stop_storage_threads). So a call ends at its deadline, whatever the
+store does, and a worker that comes back later must not touch the host pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Result = TypeVar("Result")
+
+_MOST_HUNG = 4  # threads that hang in the store, as a multiple of `threads`
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class Ended(Exception):
+    """Raised in a worker whose call has ended: it must not touch the host pool."""
+
+
+class Call:
+    """One call of SGLang.
+
+    deadline: time.monotonic() at which the call ends.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
+        self.ended = False
+        self._lock = threading.Lock()
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline, at least 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raise Ended after the end of the call, or after its deadline."""
+        if self.ended or time.monotonic() >= self.deadline:
+            raise Ended
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Hold the call open while memory of the host pool is copied. Raises Ended.
+
+        Only for copies within memory: `end` waits for them.
+        """
+        with self._lock:
+            self.check()
+            yield
+
+    def end(self) -> None:
+        """End the call: wait for copies in progress, allow none after them."""
+        with self._lock:
+            self.ended = True
+
+
+class Workers:
+    """Daemon threads that work for calls; threads that hang in the store are replaced.
+
+    After a call that was not finished in time, calls fail at once for a while. That pause doubles
+    with every such call in a row. If too many threads hang, calls fail until one comes back.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._name = name
+        self._most = threads
+        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._running = 0  # threads that take new work
+        self._hung = 0
+        self._pause_s = 0.0
+        self._paused_until = 0.0
+
+    @property
+    def paused(self) -> bool:
+        """Whether calls fail at once now."""
+        return time.monotonic() < self._paused_until or self._hung > _MOST_HUNG * self._most
+
+    def map(
+        self, call: Call, function: Callable[..., Result], work: Sequence[tuple[object, ...]]
+    ) -> list[Result | None]:
+        """Return function(*arguments) for each item of work; None if it was not done in time.
+
+        After the return, `call` has ended if an item was not done. An exception of `function`
+        other than Ended is raised here, the first one, after all items.
+        """
+        results: list[Result | None] = [None] * len(work)
+        if self.paused:
+            call.end()
+            return results
+        done = threading.Semaphore(0)
+        tasks = [
+            _Task(partial(function, *arguments), results, position, done)
+            for position, arguments in enumerate(work)
+        ]
+        for task in tasks:
+            self._queue.put(task)
+        self._start(len(tasks))
+        if all(done.acquire(timeout=call.seconds_left) for _ in tasks):
+            self._pause_s = 0.0
+        else:
+            call.end()
+            self._abandon(tasks)
+        errors = [task.error for task in tasks if task.error is not None]
+        if errors:
+            raise errors[0]
+        return list(results)  # a copy: abandoned workers still hold the list
+
+    def close(self) -> None:
+        """Let the threads end; threads that hang in the store end with the process."""
+        with self._lock:
+            count, self._running = self._running, 0
+        for _ in range(count):
+            self._queue.put(None)
+
+    def _start(self, tasks: int) -> None:
+        with self._lock:
+            missing = min(tasks, self._most) - self._running
+            self._running += max(0, missing)
+        for _ in range(missing):
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+            if task.hung and self._is_extra():
+                return
+
+    def _is_extra(self) -> bool:
+        """Count a thread that comes back; return whether its replacement makes it superfluous."""
+        with self._lock:
+            self._hung -= 1
+            extra = self._running >= self._most
+            self._running += not extra
+            return extra
+
+    def _abandon(self, tasks: Sequence[_Task]) -> None:
+        """Replace the threads that hang, drop work that has not begun, and pause."""
+        with self._lock:
+            for task in tasks:
+                if task.abandon():
+                    self._hung += 1
+                    self._running -= 1
+            self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._paused_until = time.monotonic() + self._pause_s
+
+
+class _Task:
+    """One item of work; `done` is released when it has ended."""
+
+    def __init__(
+        self,
+        function: Callable[[], object],
+        results: list[Any],
+        position: int,
+        done: threading.Semaphore,
+    ) -> None:
+        self._function = function
+        self._results = results
+        self._position = position
+        self._done = done
+        self._lock = threading.Lock()
+        self._state = "waiting"  # then "running", "ended"; or "dropped"
+        self.hung = False
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        with self._lock:
+            if self._state != "waiting":
+                return
+            self._state = "running"
+        try:
+            self._results[self._position] = self._function()
+        except Ended:
+            pass
+        except Exception as error:
+            self.error = error
+        with self._lock:
+            self._state = "ended"
+        self._done.release()
+
+    def abandon(self) -> bool:
+        """Drop the task unless it has begun. Return whether a thread is still in it."""
+        with self._lock:
+            self.hung = self._state == "running"
+            if self._state == "waiting":
+                self._state = "dropped"
+            return self.hung

@@ -1,0 +1,48 @@
+"""Counters of what the plug-in served and refused, and a log of refusals at a bounded rate."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+logger = logging.getLogger("hicachectl.sglang")
+
+_SECONDS_PER_LINE = 10.0  # per reason
+
+
+class Counters:
+    """Counts by reason; the first event of a reason is logged at once, later ones in sums.
+
+    place: the store, in messages.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._logged: dict[str, tuple[float, int]] = {}
+
+    def count(self, reason: str, pages: int = 1) -> None:
+        """Count pages without a log line."""
+        with self._lock:
+            self._counts[reason] += pages
+
+    def refused(self, reason: str, detail: str, pages: int = 1) -> None:
+        """Count pages that are misses or failed writes, and log at a bounded rate."""
+        now = time.monotonic()
+        with self._lock:
+            self._counts[reason] += pages
+            total = self._counts[reason]
+            at, before = self._logged.get(reason, (-_SECONDS_PER_LINE, 0))
+            if now - at < _SECONDS_PER_LINE:
+                return
+            self._logged[reason] = now, total
+        since = "" if total - before == 1 else f" ({total - before} pages since the last line)"
+        logger.warning("%s: %s: %s%s", self.place, reason, detail, since)
+
+    def snapshot(self) -> dict[str, int]:
+        """Return all counts by reason."""
+        with self._lock:
+            return dict(self._counts)

@@ -1,0 +1,84 @@
+"""Identities: what decides whether a server may use the bytes of an object.
+
+Two objects under one key can differ in weights, dtype or layout, which no key shows. An identity
+names them; its hash is in each trailer, and in the tag of Mooncake keys. It has no rank but what
+the key states, no path and no time: all hosts of a deployment compute the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.spec import object_specs
+from hicachectl.formats.trailer import IDENTITY_BYTES
+
+if TYPE_CHECKING:
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Facts about the bytes of one kind of object.
+
+    model: as in keys, "-" for "/".
+    weights: text that names the target's weights, from `formats.weights` or chosen by the user.
+    draft_weights: the same of the draft, for draft pools and packed draft layers; else "".
+    pool, part: as in `objects.Coordinate`.
+    dtype: of the object's tensors in order, without repetitions, joined by "+".
+    layout: SGLang's --hicache-mem-layout after normalisation.
+    page_size: tokens of a page.
+    layer_bytes: bytes of one layer of the object; 0 for a logical anchor.
+    """
+
+    model: str
+    weights: str
+    draft_weights: str = ""
+    pool: str = "kv"
+    part: str | None = None
+    dtype: str = ""
+    layout: str = "page_first"
+    page_size: int = 1
+    layer_bytes: int = 0
+
+    def hash(self) -> bytes:
+        """Return the identity's hash: 16 bytes."""
+        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
+
+
+def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
+    """Return the identity of a spec's objects.
+
+    None if the profile does not name the weights, or the form of the bytes is unknown.
+    """
+    layers = len(spec.layers) + spec.padding_layers
+    if not profile.weights or (spec.nbytes and not (spec.tensors and layers)):
+        return None
+    pool = profile.pool(spec.pool)
+    drafted = pool is not None and (pool.is_draft or pool.packed_draft_layers > 0)
+    return Identity(
+        model=profile.key_model,
+        weights=profile.weights,
+        # A draft without weights of its own comes from the target's checkpoint (NextN).
+        draft_weights=(profile.draft_weights or profile.weights) if drafted else "",
+        pool=spec.pool,
+        part=spec.coordinate.part,
+        dtype="+".join(dict.fromkeys(tensor.dtype for tensor in spec.tensors)),
+        layout=profile.layout,
+        page_size=profile.page_size,
+        layer_bytes=spec.nbytes // layers if layers else 0,
+    )
+
+
+def profile_identities(profile: Profile, scheme: str) -> dict[Affix, Identity]:
+    """Return the identity of the objects of each affix, as far as the profile tells.
+
+    Raises like `spec.object_specs`.
+    """
+    found = {spec.affix: object_identity(profile, spec) for spec in object_specs(profile, scheme)}
+    return {affix: identity for affix, identity in found.items() if identity is not None}

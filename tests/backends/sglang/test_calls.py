@@ -1,0 +1,93 @@
+"""Calls end at their deadline; workers that come back later touch no memory of the caller."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from hicachectl.backends.sglang.calls import Call, Ended, Workers
+
+
+def test_all_work_is_done_in_order() -> None:
+    workers = Workers(3, "test")
+    assert workers.map(Call(5), lambda n: n * n, [(n,) for n in range(20)]) == [
+        n * n for n in range(20)
+    ]
+    workers.close()
+
+
+def test_a_call_ends_at_its_deadline_while_a_worker_hangs() -> None:
+    """Done items count, the hung one does not, and later its copy into memory is refused."""
+    workers, release, refused = Workers(2, "test"), threading.Event(), threading.Event()
+    call = Call(0.3)
+
+    def work(n: int) -> int:
+        if n == 1:
+            release.wait()
+            try:
+                with call.memory():
+                    pytest.fail("memory was touched after the call")
+            except Ended:
+                refused.set()
+                raise
+        return n
+
+    begun = time.monotonic()
+    assert workers.map(call, work, [(0,), (1,), (2,)]) == [0, None, 2]
+    assert time.monotonic() - begun < 2
+    release.set()
+    assert refused.wait(5)
+    workers.close()
+
+
+def test_calls_fail_at_once_after_a_deadline_and_work_again_after_a_pause() -> None:
+    workers, release = Workers(1, "test"), threading.Event()
+    assert workers.map(Call(0.05), release.wait, [()]) == [None]
+    assert workers.paused
+    begun = time.monotonic()
+    assert workers.map(Call(5), lambda: 1, [()]) == [None]
+    assert time.monotonic() - begun < 0.5
+    while workers.paused:
+        time.sleep(0.05)
+    # A new thread replaced the one that still hangs.
+    assert workers.map(Call(5), lambda: 1, [()]) == [1]
+    release.set()
+    workers.close()
+
+
+def test_memory_in_use_delays_the_end_of_the_call() -> None:
+    call, inside, leave = Call(5), threading.Event(), threading.Event()
+
+    def copy() -> None:
+        with call.memory():
+            inside.set()
+            leave.wait()
+
+    copying = threading.Thread(target=copy)
+    copying.start()
+    inside.wait()
+    ending = threading.Thread(target=call.end)
+    ending.start()
+    ending.join(0.1)
+    assert ending.is_alive()
+    leave.set()
+    ending.join(5)
+    copying.join(5)
+    with pytest.raises(Ended):
+        call.check()
+
+
+def test_the_first_error_is_raised_after_all_work() -> None:
+    workers, done = Workers(2, "test"), []
+
+    def work(n: int) -> None:
+        if n == 0:
+            raise ValueError("first")
+        done.append(n)
+
+    with pytest.raises(ValueError, match="first"):
+        workers.map(Call(5), work, [(0,), (1,), (2,)])
+    assert sorted(done) == [1, 2]
+    workers.close()
