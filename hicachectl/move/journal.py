@@ -41,6 +41,7 @@ _HASH_DIGITS = 64
 _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
 _DIGEST_DIGITS = 32
+_LATER_FIELDS = ("weights", "draft_weights")  # of a profile; no key or page depends on them
 _MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
 
 
@@ -75,10 +76,13 @@ class Progress:
 def profile_text(profile: Profile) -> str:
     """Return a profile's text in a journal's identity, the same in all releases.
 
-    The identity names the journal, so the text keeps two fields of earlier profiles.
+    The identity names the journal, so the text keeps two fields of earlier profiles, and lacks the
+    fields of later ones.
     """
     texts = []
     for name in profile.__struct_fields__:
+        if name in _LATER_FIELDS:
+            continue
         if name == "tag":
             texts += ["unified_head_group=0", "unified_layer_partition=0"]
         texts.append(f"{name}={getattr(profile, name)!r}")
