@@ -1,0 +1,163 @@
+"""Read a model directory for the fingerprint of its weights.
+
+Files are opened by their names, through links: a Hugging Face cache consists of links. Only JSON
+and safetensors files are read; pickles are never loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.weights import (
+    CONFIGS,
+    LENGTH_BYTES,
+    MODEL_CONFIGS,
+    Checkpoint,
+    fingerprint,
+    header_bytes,
+    read_header,
+    samples_digest,
+    shard_digest,
+)
+from hicachectl.formats.wording import failed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from hicachectl.formats.weights import Range, Shard
+
+_INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_THREADS = 32  # a read over a network waits some milliseconds
+_MAX_CONFIG_BYTES = 32 << 20
+_REFUSED = {
+    ".gguf": "GGUF files",
+    ".bin": "pickles (.bin)",
+    ".pt": "pickles (.pt)",
+    ".pth": "pickles (.pth)",
+}
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the fingerprint and configs of a model directory, or of its config.json's directory.
+
+    Reads 4 KiB or more of each tensor, in parallel; see `formats.weights`. Raises UsageError if a
+    file cannot be read, FormatError if there is no config or no safetensors file, one that the
+    index names is missing, or one is truncated or damaged.
+    """
+    directory = _directory(path)
+    try:
+        names = sorted(os.listdir(directory))  # noqa: PTH208 - names only
+    except OSError as error:
+        raise UsageError(failed(directory, "read the model directory", error)) from error
+    configs = {name: _read_json(directory / name) for name in CONFIGS if name in names}
+    if not any(name in configs for name in MODEL_CONFIGS):
+        raise FormatError(f"{directory}: no config.json; give the directory of a model")
+    shards = [name for name in names if name.endswith(_SUFFIX)]
+    if not shards:
+        raise FormatError(_no_shards(directory, names))
+    indexed = _indexed(directory, shards) if _INDEX in names else None
+    paths = [directory / name for name in shards]
+    with ThreadPoolExecutor(_THREADS, "weights") as pool:
+        found = list(pool.map(_read_shard, paths))
+        groups = [
+            (path, group)
+            for path, shard in zip(paths, found, strict=True)
+            for group in shard.groups
+        ]
+        digests = pool.map(_read_group, groups)
+        hashes = [shard_digest(shard, [next(digests) for _ in shard.groups]) for shard in found]
+    return Checkpoint(
+        fingerprint(configs, dict(zip(shards, hashes, strict=True)), indexed), configs
+    )
+
+
+def _directory(path: Path) -> Path:
+    if path.is_dir():
+        return path
+    if path.name in MODEL_CONFIGS:
+        return path.parent
+    kind = _REFUSED.get(path.suffix)
+    raise FormatError(
+        f"{path}: weights are read from safetensors files, not {kind}; name the weights yourself"
+        if kind
+        else f"{path}: not a model directory; give the directory of config.json"
+    )
+
+
+def _no_shards(directory: Path, names: list[str]) -> str:
+    kinds = sorted({kind for name in names if (kind := _REFUSED.get(Path(name).suffix))})
+    if not kinds:
+        return f"{directory}: no safetensors files; give the directory of a model"
+    return (
+        f"{directory}: weights are read from safetensors files, but it has only "
+        f"{' and '.join(kinds)}; name the weights yourself"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    data = read_bounded(path, _MAX_CONFIG_BYTES, what="a model's JSON file", regular=True)
+    return parse_json_object(data, str(path))
+
+
+def _indexed(directory: Path, shards: list[str]) -> Collection[str]:
+    """Return the shards that the index names (weight_utils.filter_duplicate_safetensors_files)."""
+    path = directory / _INDEX
+    places = _read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise FormatError(f"{path}: weight_map: expected the file name of each tensor")
+    indexed = set(places.values())
+    if missing := sorted(indexed - set(shards)):
+        raise FormatError(
+            f"{path}: names shards that are not in the directory, such as {missing[0]!r:.80}; "
+            "download the model again"
+        )
+    return indexed
+
+
+def _read_shard(path: Path) -> Shard:
+    source = str(path)
+    with _opened(path) as file:
+        nbytes = os.fstat(file).st_size
+        length = header_bytes(_read(file, path, 0, min(nbytes, LENGTH_BYTES)), nbytes, source)
+        return read_header(_read(file, path, LENGTH_BYTES, length), nbytes, source)
+
+
+def _read_group(task: tuple[Path, tuple[Range, ...]]) -> bytes:
+    path, ranges = task
+    with _opened(path) as file:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # read nothing around the samples
+        return samples_digest(_read(file, path, *place) for place in ranges)
+
+
+def _read(file: int, path: Path, offset: int, nbytes: int) -> bytes:
+    parts = []
+    while nbytes > 0:
+        if not (part := os.pread(file, nbytes, offset)):
+            raise FormatError(f"{path}: became shorter while it was read; try again")
+        parts.append(part)
+        offset, nbytes = offset + len(part), nbytes - len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        # Opening a FIFO would wait for a writer.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(0, "not a regular file")
+            yield file
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise UsageError(failed(path, "read the weights", error)) from error

@@ -1,0 +1,140 @@
+"""SGLang's settings that change the weights which a checkpoint gives.
+
+Counted (arg_groups/fields/model.py, spec.py): quantization, load_format, revision,
+json_model_override_args, model_loader_extra_config, modelopt_quant, and of a draft
+speculative_draft_model_quantization, speculative_draft_load_format and
+speculative_draft_model_revision. Refused are settings that take weights, scales or the config from
+elsewhere than the model directory. Not counted: dtype (an identity has the dtype of stored bytes),
+model_impl, kernels and parallelism, which change numbers by rounding only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.documents import parse_json_object, shown, storable
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.weights import SAME_LOAD_FORMATS, served_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.weights import Checkpoint
+
+# Loaders of other tensors of the same directory; the rest of LOAD_FORMAT_CHOICES
+# (arg_groups/choices.py) loads random or remote weights, other files, or a cache of its own.
+_OTHER_LOAD_FORMATS = ("bitsandbytes", "mistral", "sharded_state")
+# Settings that bring weights, scales or a config from elsewhere, and their harmless values.
+_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    "checkpoint_engine_wait_weights_before_ready": (None, False),
+    "decrypted_config_file": (None,),
+    "decrypted_draft_config_file": (None,),
+    "modelopt_checkpoint_restore_path": (None,),
+    "quantization_param_path": (None,),  # scales of fp8 KV
+    "weight_cache_mode": (None, "off", "daemon"),  # client: what a daemon loaded earlier
+}
+_TARGET = ("quantization", "load_format", "revision")
+_DRAFT = (
+    "speculative_draft_model_quantization",
+    "speculative_draft_load_format",
+    "speculative_draft_model_revision",
+)
+_SHARED = ("json_model_override_args", "model_loader_extra_config", "modelopt_quant")
+SETTINGS = (*_TARGET, *_DRAFT, *_SHARED, *_ELSEWHERE)
+# Options of loaders that change their speed only.
+_SPEED_OPTIONS = (
+    "concurrency", "distributed", "enable_gds", "enable_multithread_load", "memory_limit",
+    "num_threads",
+)  # fmt: skip
+_HINT = "name the weights yourself"
+# ModelConfig._parse_modelopt_quant_config
+_MODELOPT = {
+    "FP8": ("modelopt_fp8",),
+    "NVFP4": ("modelopt_fp4",),
+    "MXFP8": ("mxfp8",),
+    "MIXED_PRECISION": ("modelopt_mixed", "w4afp8"),
+}
+
+
+def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: bool = False) -> str:
+    """Return the name of a checkpoint's weights as a server loads them; see `served_weights`.
+
+    settings: values of `SETTINGS` after SGLang's resolution, as in `runtime_context.get_model()`,
+    `get_spec()` and `/server_info`; missing ones have their default. draft: the checkpoint is the
+    draft's. Raises ProfileError for a setting that takes weights from elsewhere, or a value of
+    another type. The settings decide, so all ranks and hosts of a deployment refuse alike.
+    """
+    for name, harmless in _ELSEWHERE.items():
+        value = settings.get(name)
+        if value not in harmless:
+            raise ProfileError(
+                f"{name}: {shown(value)}: not all weights come from the model directory; {_HINT}"
+            )
+    quantization, load_format, revision = (
+        _text(settings, name) for name in (_DRAFT if draft else _TARGET)
+    )
+    if draft:  # ModelRunner._resolve_draft_load_format, ModelConfig.from_server_args
+        load_format = load_format or _text(settings, "load_format")
+        revision = revision or _text(settings, "revision")
+    load_format = load_format or "auto"
+    if load_format not in (*SAME_LOAD_FORMATS, *_OTHER_LOAD_FORMATS):
+        raise ProfileError(
+            f"load_format: {load_format!r}: the weights are not the safetensors files of the model "
+            f"directory; {_HINT}"
+        )
+    options = _object(settings, "model_loader_extra_config")
+    return served_weights(
+        found.fingerprint,
+        quantization=""
+        if quantization.lower() in own_quantizations(found.configs)
+        else quantization,
+        load_format=load_format,
+        revision=revision,
+        overrides=_object(settings, "json_model_override_args"),
+        loader={name: value for name, value in options.items() if name not in _SPEED_OPTIONS},
+        modelopt=settings.get("modelopt_quant"),
+    )
+
+
+def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
+    """Return the values of --quantization that leave a checkpoint's own quantisation as it is.
+
+    configs: of a `Checkpoint`. SGLang fills in one of them where the flag is missing
+    (ModelConfig._verify_quantization, overrides.py :: _deepseek_moe_quant_resolution).
+    """
+    config = configs.get("config.json", {})
+    names = {"modelslim"} if "quant_model_description.json" in configs else set()
+    for stated in (
+        config.get("quantization_config"),
+        config.get("compression_config"),
+        configs.get("hf_quant_config.json"),
+    ):
+        if not isinstance(stated, dict):
+            continue
+        method = stated.get("quant_method", "modelopt")
+        names.add(str(method).lower())
+        if method == "modelopt":
+            names.update(_modelopt_names(stated))
+    return names
+
+
+def _modelopt_names(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    inner = stated.get("quantization", stated)
+    algorithm = inner.get("quant_algo") if isinstance(inner, dict) else None
+    return _MODELOPT.get("NVFP4" if "FP4" in str(algorithm) else str(algorithm), ())
+
+
+def _text(settings: Mapping[str, Any], name: str) -> str:
+    value = settings.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ProfileError(f"{name}: expected text, found {shown(value)}")
+    return storable(value)
+
+
+def _object(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = settings.get(name)
+    if isinstance(value, dict):
+        return value
+    return parse_json_object(_text(settings, name) or "{}", name, refusal=ProfileError)

@@ -1,0 +1,257 @@
+"""Weights fingerprints: texts that name a model's weights, equal on all hosts.
+
+A fingerprint covers the model's config files and, of each safetensors shard, its name, size, header
+and samples. Paths, links, owners and times do not count, nor do tokenizers and code.
+
+Every change is seen of a config value, of a tensor's name, dtype, shape or place, and of a shard's
+size. Of the numbers only samples are read, since a model can have a terabyte: 4 KiB from the middle
+of each tensor, and more, evenly spaced, of a tensor above 64 MiB: one for each 64 MiB. Training, a
+merged adapter or another quantisation changes most numbers of at least one tensor, and so
+practically always a sample. A change within a share p of one tensor with n samples is missed with
+probability 1 - n x p, or 0 if that is negative: a few edited rows or experts can go unnoticed.
+The places are known, so a fingerprint is no protection against forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hicachectl.formats.documents import parse_json_object, shown
+from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+FINGERPRINT_DIGITS = 32  # hexadecimal
+LENGTH_BYTES = 8  # a shard begins with its header's length, little endian
+MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
+MAX_RANGE_BYTES = 1 << 20
+MODEL_CONFIGS = ("config.json", "params.json")  # the second: Mistral's own format
+# The names under which SGLang and its quantisation methods look for a checkpoint's quantisation
+# (configs/model_config.py :: _parse_quant_hf_config, _find_quant_modelslim_config;
+# layers/quantization :: get_config_filenames).
+CONFIGS = (
+    *MODEL_CONFIGS, "hf_quant_config.json", "quant_config.json", "quantization_config.json",
+    "quantize_config.json", "quant_model_description.json",
+)  # fmt: skip
+
+# Loaders of the same tensors from the same files as auto
+# (model_loader/loader.py :: DefaultModelLoader._prepare_weights, RunaiModelStreamerLoader).
+SAME_LOAD_FORMATS = (
+    "auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "runai_streamer",
+)  # fmt: skip
+
+_HASH_BYTES = 32
+_SAMPLE_BYTES = 4096
+_SAMPLE_EVERY = 64 << 20
+_JOINED_GAP = 16 << 10  # reading this much more costs less than another read
+_GROUP_RANGES = 64
+# Fields of configs, at any depth, without an effect on results.
+_IDLE_FIELDS = frozenset({
+    "_name_or_path",  # where the config was read from
+    "_commit_hash",  # version of that place
+    "transformers_version",  # wrote the config
+    "_attn_implementation_autoset",  # wrote the config
+})  # fmt: skip
+
+
+class Checkpoint(NamedTuple):
+    """A model directory. configs: its parsed files of `CONFIGS`, by name."""
+
+    fingerprint: str
+    configs: Mapping[str, Any]
+
+
+class Range(NamedTuple):
+    """Bytes of a shard to read."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file.
+
+    facts: hash of its size and header. groups: its samples in order of offset, each range at most
+    MAX_RANGE_BYTES, in groups that can be read in parallel.
+    """
+
+    facts: bytes
+    groups: tuple[tuple[Range, ...], ...]
+
+
+def header_bytes(start: bytes, nbytes: int, source: str) -> int:
+    """Return the length of a shard's header.
+
+    start: the shard's first LENGTH_BYTES. nbytes: the shard's size. source: names the shard in
+    messages. Raises FormatError.
+    """
+    if len(start) < LENGTH_BYTES or nbytes < LENGTH_BYTES:
+        raise FormatError(_cut_off(source, nbytes, LENGTH_BYTES))
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"{source}: not a safetensors file: its header would have {length} bytes, but at most "
+            f"{MAX_HEADER_BYTES} are allowed"
+        )
+    if LENGTH_BYTES + length > nbytes:
+        raise FormatError(_cut_off(source, nbytes, LENGTH_BYTES + length))
+    return length
+
+
+def read_header(header: bytes, nbytes: int, source: str) -> Shard:
+    """Return the shard of a header, the bytes after the length; else as for `header_bytes`.
+
+    Raises FormatError if the header is damaged, or describes more or fewer bytes than the shard
+    has.
+    """
+    data = LENGTH_BYTES + len(header)
+    tensors = _tensors(header, source)
+    described = data + sum(tensor.nbytes for tensor in tensors)
+    if described > nbytes:
+        raise FormatError(_cut_off(source, nbytes, described))
+    if described < nbytes:
+        raise FormatError(
+            f"{source}: has {nbytes} bytes, but its header describes {described}; download the "
+            "file again"
+        )
+    facts = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=_HASH_BYTES)
+    facts.update(header)
+    ranges = _ranges(data, tensors)
+    groups = (ranges[at : at + _GROUP_RANGES] for at in range(0, len(ranges), _GROUP_RANGES))
+    return Shard(facts.digest(), tuple(map(tuple, groups)))
+
+
+def samples_digest(samples: Iterable[bytes]) -> bytes:
+    """Return the hash of a group's samples, in order."""
+    digest = hashlib.blake2b(digest_size=_HASH_BYTES)
+    for sample in samples:
+        digest.update(sample)
+    return digest.digest()
+
+
+def shard_digest(shard: Shard, groups: Iterable[bytes]) -> bytes:
+    """Return the hash of a shard. groups: the hashes of its groups of samples, in order."""
+    return samples_digest((shard.facts, *groups))
+
+
+def fingerprint(
+    configs: Mapping[str, Any],
+    shards: Mapping[str, bytes],
+    indexed: Collection[str] | None = None,
+) -> str:
+    """Return the fingerprint of a checkpoint: 32 hexadecimal digits.
+
+    configs: the parsed files of `CONFIGS` that it has, by name. shards: the hash of each shard, by
+    file name. indexed: the shards that its index names, which are those that a server loads; None
+    without an index. All shards count, as some loaders read those outside the index too.
+    """
+    loaded = shards if indexed is None else indexed
+    return _text_hash({
+        "configs": {name: _without_idle_fields(config) for name, config in configs.items()},
+        "shards": {name: [digest.hex(), name in loaded] for name, digest in shards.items()},
+    })  # fmt: skip
+
+
+def served_weights(
+    name: str,
+    *,
+    quantization: str | None = "",
+    load_format: str | None = "auto",
+    revision: str | None = "",
+    overrides: str | Mapping[str, Any] | None = "",
+    **others: Any,
+) -> str:
+    """Return the name of weights as a server loads them: 32 hexadecimal digits, or `name` itself.
+
+    name: the checkpoint's fingerprint. It is returned if every setting has SGLang's default, or
+    loads the same numbers. overrides: --json-model-override-args, as text or parsed. others: more
+    settings, JSON values; empty ones do not count. `formats.models.loading` says which of SGLang's
+    settings belong here. Raises FormatError for overrides that are not a JSON object.
+    """
+    if isinstance(overrides, str):
+        overrides = parse_json_object(overrides or "{}", "json_model_override_args")
+    settings = {
+        "quantization": quantization,
+        "load_format": "" if load_format in SAME_LOAD_FORMATS else load_format,
+        "revision": revision,
+        "overrides": overrides,
+        **others,
+    }
+    changed = {setting: value for setting, value in settings.items() if value}
+    return _text_hash({"weights": name, **changed}) if changed else name
+
+
+def _text_hash(document: Any) -> str:
+    text = json.dumps(document, sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT_DIGITS // 2).hexdigest()
+
+
+def _without_idle_fields(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: _without_idle_fields(inner)
+            for name, inner in value.items()
+            if name not in _IDLE_FIELDS
+        }
+    return [_without_idle_fields(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tensors(header: bytes, source: str) -> list[Range]:
+    """Return the bytes of each tensor in order, counted from the end of the header.
+
+    As the format demands, they fill the shard without gaps.
+    """
+    entries = parse_json_object(header, source)
+    entries.pop("__metadata__", None)
+    tensors = []
+    for name, entry in entries.items():
+        match entry:
+            case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end:
+                tensors.append(Range(begin, end - begin))
+            case _:
+                raise FormatError(f"{source}: tensor {shown(name)} has no valid data_offsets")
+    tensors.sort()
+    end = 0
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise FormatError(f"{source}: the tensors of its header have gaps or overlap")
+        end += tensor.nbytes
+    return tensors
+
+
+def _ranges(data: int, tensors: Iterable[Range]) -> list[Range]:
+    """Return the samples of tensors in order, with small gaps filled. data: the header's end."""
+    ranges: list[Range] = []
+    for tensor in tensors:
+        for sample in _samples(Range(data + tensor.offset, tensor.nbytes)):
+            begin = ranges[-1].offset if ranges else 0
+            gap = sample.offset - sum(ranges[-1]) if ranges else _JOINED_GAP + 1
+            joined = Range(begin, sample.offset + sample.nbytes - begin)
+            if gap <= _JOINED_GAP and joined.nbytes <= MAX_RANGE_BYTES:
+                ranges[-1] = joined
+            else:
+                ranges.append(sample)
+    return ranges
+
+
+def _samples(tensor: Range) -> Iterator[Range]:
+    if tensor.nbytes <= _SAMPLE_BYTES:
+        if tensor.nbytes:
+            yield tensor
+        return
+    count = 1 + tensor.nbytes // _SAMPLE_EVERY
+    for number in range(count):
+        middle = tensor.nbytes * (2 * number + 1) // (2 * count)
+        yield Range(tensor.offset + middle - _SAMPLE_BYTES // 2, _SAMPLE_BYTES)
+
+
+def _cut_off(source: str, nbytes: int, described: int) -> str:
+    return (
+        f"{source}: truncated: has {nbytes} bytes, but its header describes {described}; download "
+        "the file again"
+    )
