@@ -240,11 +240,15 @@ class Directory:
         self.sync()
         return made
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file atomically and durably, with permissions limited as in `make_directory`."""
-        partial = f".{name}.tmp"
-        with suppress(FileNotFoundError):
-            self.remove(partial)
+    def write(self, name: str, content: bytes, *, shared: bool = False) -> None:
+        """Write a file atomically and durably, with permissions limited as in `make_directory`.
+
+        shared: several processes may write the name at once.
+        """
+        partial = "" if shared else f".{name}.tmp"
+        if partial:  # left by a killed process
+            with suppress(FileNotFoundError):
+                self.remove(partial)
         mode = self._readable & 0o666 | 0o600
         with new_file(name, mode, partial=partial, directory=self.descriptor) as descriptor:
             self._give_away(descriptor)

@@ -1,0 +1,98 @@
+"""Markers: what the directory of a file store says of its objects with trailers.
+
+One JSON file states, for the objects with one suffix and identity, the bytes of each object without
+its trailer. With it, a listing knows these sizes without opening objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import convert
+from hicachectl.formats.identity import Identity
+
+MAX_MARKER_BYTES = 16 << 10
+_FORM = 1
+_MAX_VALUES = 100
+_MAX_OBJECT_BYTES = 1 << 48
+_Text = Annotated[str, Meta(max_length=4096)]
+_Count = Annotated[int, Meta(ge=0, le=_MAX_OBJECT_BYTES)]
+
+
+class Marker(NamedTuple):
+    """Objects with trailers that share a suffix and an identity.
+
+    suffix: text of their keys after the page hash. nbytes: of each, without the trailer.
+    digest: one of `trailer.DIGEST_KINDS`.
+    """
+
+    suffix: str
+    nbytes: int
+    identity: Identity
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """Return the name of the marker's file."""
+        text = self.suffix.encode(errors="surrogatepass")  # JSON can state half a character
+        short = hashlib.blake2b(text, digest_size=8).hexdigest()
+        return f"{self.identity.hash().hex()}-{short}.json"
+
+
+class _Facts(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of `Identity`."""
+
+    model: _Text
+    weights: _Text
+    draft_weights: _Text
+    pool: _Text
+    part: _Text | None
+    dtype: _Text
+    layout: _Text
+    page_size: _Count
+    layer_bytes: _Count
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    form: int
+    suffix: Annotated[str, Meta(min_length=1, max_length=255)]
+    nbytes: _Count
+    digest: Literal["off", "xxh3", "blake3"]
+    identity: str
+    facts: _Facts
+
+
+def dump_marker(marker: Marker) -> bytes:
+    """Return a marker as JSON; inverse of `parse_marker`."""
+    document = {
+        "form": _FORM,
+        "suffix": marker.suffix,
+        "nbytes": marker.nbytes,
+        "digest": marker.digest,
+        "identity": marker.identity.hash().hex(),
+        "facts": asdict(marker.identity),
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def parse_marker(data: bytes, source: str) -> Marker:
+    """Parse an untrusted marker. source: names it in messages. Raises FormatError."""
+    if len(data) > MAX_MARKER_BYTES:
+        raise FormatError(f"{source}: larger than {MAX_MARKER_BYTES} bytes, so not a marker")
+    table = parse_json_object(data, source, max_values=_MAX_VALUES)
+    form = table.get("form")
+    if type(form) is int and form > _FORM:
+        raise FormatError(f"{source}: has form {form}, a later one; use a newer hicachectl")
+    document = convert(table, _Document, source)
+    identity = Identity(**msgspec.structs.asdict(document.facts))
+    if identity.hash().hex() != document.identity:
+        raise FormatError(f"{source}: its identity is not that of its facts; remove the file")
+    return Marker(document.suffix, document.nbytes, identity, document.digest)
