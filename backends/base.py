@@ -81,6 +81,7 @@ class Status(IntEnum):
     UNREACHABLE = 7  # listed, but the host with its bytes does not answer
     FULL = 8  # not written: no space
     DAMAGED = 9  # read, but the bytes do not match the store's digest
+    FOREIGN = 10  # read, but the bytes have another identity than expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Result:
     """Statuses of one call's rows.
 
     statuses: [n] uint8, values of Status.
-    errors:   message by row index, for each ERROR, UNREACHABLE, FULL or DAMAGED row.
+    errors:   message by row index, for each ERROR, UNREACHABLE, FULL, DAMAGED or FOREIGN row.
     """
 
     statuses: StatusArray
@@ -220,7 +221,7 @@ class Store(ABC):
         capacities: [n] int64, expected bytes of each object; the arena beyond them stays unchanged
         identify:   also return versions; some stores need another request for them
         Statuses: OK (exactly `capacity` bytes), GONE, SHORT, OVERSIZED, UNREACHABLE, ERROR,
-        DAMAGED. The arena bytes of rows that are not OK are undefined.
+        DAMAGED, FOREIGN. The arena bytes of rows that are not OK are undefined.
         """
 
     @property

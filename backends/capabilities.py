@@ -6,12 +6,13 @@ Use isinstance once per operation, not once per batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hicachectl.backends.base import Store
 from hicachectl.backends.disk.permissions import Permissions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from hicachectl.backends.base import (
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
         StatusArray,
     )
     from hicachectl.backends.disk.directory import Directory, Trust
+    from hicachectl.formats.identity import Identity
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.marker import Marker
     from hicachectl.formats.profile import Profile
 
 
@@ -171,6 +175,73 @@ class SystemCopy(Store):
         CHANGED if written to during the copy. Raises UnsupportedByBackend unless `can_copy_from` is
         True.
         """
+
+
+class Trailed(Store):
+    """Store whose objects may have trailers with digest and identity (`formats.trailer`).
+
+    Sizes in listings, reads and copies are those of the objects, without trailers. Reads compare an
+    object with its trailer: DAMAGED if digest, page, pool or length differ.
+    """
+
+    @abstractmethod
+    def markers(self) -> list[Marker]:
+        """Return what the store states of its objects with trailers; empty without such objects.
+
+        Raises StoreUnavailable, UntrustedError, and FormatError, which names the marker's file.
+        """
+
+    @abstractmethod
+    def expect_identities(self, identities: Mapping[Affix, Identity]) -> None:
+        """Let reads of these affixes return FOREIGN for objects that have another identity.
+
+        Objects without a trailer, and of other affixes, are read as before. Replaces the identities
+        of an earlier call.
+        """
+
+    @abstractmethod
+    def write_trailers(self, identities: Mapping[Affix, Identity], digest: str) -> None:
+        """Give new objects of these affixes trailers, and new objects of other affixes none.
+
+        digest: one of `trailer.DIGEST_KINDS`. `write_from` digests the arena's bytes, and writes
+        the markers before the objects. `copy_from` keeps a trailer with the right page, pool and
+        identity, drops others, and adds missing ones; with `preserve`, it keeps every trailer.
+        Without this call, `write_from` writes none, and `copy_from` keeps those of objects that
+        keep their key.
+        """
+
+    @abstractmethod
+    def read_trailers(self, rows: Rows) -> Any:
+        """Return what the objects' trailers state: a table with `trailer_schema()`, a row per row.
+
+        A row is null for an object that is missing, unreadable, or without a whole trailer.
+        """
+
+
+def trailer_schema() -> Any:
+    """Return the columns of `Trailed.read_trailers`.
+
+    identity: 16 bytes. digest_kind: one of `trailer.DIGEST_KINDS`. digest: 32 bytes, zero-padded.
+    """
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("identity", pa.binary(16)),
+            ("digest_kind", pa.string()),
+            ("digest", pa.binary(32)),
+        ]
+    )
+
+
+def keeps_digests(store: Store) -> bool:
+    """Return whether reads compare objects with digests that the store keeps.
+
+    Raises like `Trailed.markers`.
+    """
+    if isinstance(store, Trailed):
+        return any(marker.digest != "off" for marker in store.markers())
+    return store.traits.keeps_digests
 
 
 class Mover(ABC):
