@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.conformance import tiny_llama
+from tests.conformance.cpu_server import CpuServer
 from tests.hf3fs_fixtures import REMEDY, sglang_interpreter
 from tests.skips import missing
 
@@ -144,6 +146,35 @@ def sglang_session(
     session = SglangSession(sglang_python, tmp_path_factory.mktemp("sglang") / "session.log")
     yield session
     session.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the model directory of the servers."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_llama.write_model(directory, seed=7)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shared_cpu_server(
+    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    """Start one server (page_first, kernel I/O) for all tests of a worker: it takes 20 s.
+
+    Tests that use it are in the xdist group "sglang-server", so that one worker starts it.
+    """
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with CpuServer(sglang_python, tiny_model, log) as server:
+        yield server
+
+
+@pytest.fixture
+def cpu_server(shared_cpu_server: CpuServer) -> Iterator[CpuServer]:
+    """The worker's server, with empty pools and without a storage backend."""
+    shared_cpu_server.detach()
+    yield shared_cpu_server
+    shared_cpu_server.detach()
 
 
 def _written(python: Path, folder: Path, arguments: list[str]) -> Manifest:

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-# The cache modules import these but never call them. torchvision has no CPU build for the pinned
-# torch; SGLang's parsers need packages that are not pinned.
+# Imported but never called. torchvision has no CPU build for the pinned torch.
 _STAND_INS = (
     "torchvision",
     "torchvision.io",
@@ -21,18 +20,26 @@ _STAND_INS = (
     "torchvision.transforms.functional",
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
-    "sglang.srt.function_call.function_call_parser",
-    "sglang.srt.parser.reasoning_parser",
 )
 
 
 def prepare() -> None:
-    """Clear SGLang's environment variables, hide GPUs, and replace missing packages by mocks."""
+    """Clean the environment, and replace missing packages by mocks."""
+    clean_environment()
+    replace_missing_packages()
+
+
+def clean_environment() -> None:
+    """Clear SGLang's variables, hide GPUs, and set where extensions are built."""
     for name in list(os.environ):
         if name.startswith(("SGLANG_", "MOONCAKE_")):
             del os.environ[name]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TORCH_EXTENSIONS_DIR"] = _extensions_directory()
+
+
+def replace_missing_packages() -> None:
+    """Replace torchvision by mocks, and let transformers know that it is missing."""
     _reconcile_transformers()
     for name in _STAND_INS:
         module = mock.MagicMock()

@@ -1,0 +1,56 @@
+"""The CPU server answers out of a store, and a damaged page changes its answers.
+
+Both with SGLang's own file backend: what the tests of the plug-in rely on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.cpu_server import PAGE_SIZE, page_files, prompt
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conformance.cpu_server import Answer, CpuServer
+
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-server")]
+
+PROMPT = prompt(1)
+PAGES = len(PROMPT) // PAGE_SIZE
+
+
+def test_a_flushed_server_answers_equally_out_of_the_store(
+    cpu_server: CpuServer, tmp_path: Path
+) -> None:
+    cold = _stored(cpu_server, tmp_path)
+    cpu_server.flush()
+    warm = cpu_server.generate(PROMPT)
+    assert (cold.storage, warm.storage) == (0, PAGES * PAGE_SIZE)
+    assert warm.same(cold)
+
+
+@pytest.mark.parametrize("page", [0, PAGES - 1])
+def test_one_flipped_bit_of_a_page_changes_the_answer(
+    cpu_server: CpuServer, tmp_path: Path, page: int
+) -> None:
+    cold = _stored(cpu_server, tmp_path)
+    damaged = page_files(tmp_path, PROMPT)[page]
+    data = bytearray(damaged.read_bytes())
+    data[10001] ^= 0x40  # the highest bit of an exponent
+    damaged.write_bytes(data)
+    cpu_server.flush()
+    warm = cpu_server.generate(PROMPT)
+    assert warm.storage == PAGES * PAGE_SIZE
+    assert not warm.same(cold)
+
+
+def _stored(server: CpuServer, directory: Path) -> Answer:
+    """Answer the prompt with an empty store, and wait until HiCacheFile has stored its pages."""
+    server.attach("file", {"file_storage_path": str(directory)})
+    answer = server.generate(PROMPT)
+    wait_until(lambda: all(path.exists() for path in page_files(directory, PROMPT)))
+    return answer
