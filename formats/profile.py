@@ -220,7 +220,9 @@ def _scalar_problems(profile: Profile) -> Iterator[str]:
             yield f"{name}: must not be negative, but is {getattr(profile, name)}"
     if not profile.model:
         yield "model: missing"
-    for name in ("model", "sglang", "tag", "speculative_algorithm"):
+    if profile.draft_weights and not profile.weights:
+        yield "draft_weights: needs weights"
+    for name in ("model", "sglang", "tag", "weights", "draft_weights", "speculative_algorithm"):
         if not _is_text(getattr(profile, name)):
             yield f"{name}: {_NO_TEXT}"
     yield from _choice("layout", profile.layout, LAYOUTS)

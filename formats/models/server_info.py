@@ -23,6 +23,7 @@ from hicachectl.formats.models.flags import (
     attention_tp,
     normalised_layout,
 )
+from hicachectl.formats.models.loading import SETTINGS
 from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Profile
 from hicachectl.formats.transfer import retargeted
 
@@ -38,11 +39,13 @@ class ServerDeployment:
 
     model_path: a path on the server's machine, or a Hub name.
     draft_model_path: "" without a separate draft model.
+    settings: those that change the loaded weights, `formats.models.loading.SETTINGS`.
     notes: messages about missing information.
     """
 
     flags: DeploymentFlags
     model_path: str
+    settings: Mapping[str, Any]
     draft_model_path: str = ""
     notes: tuple[str, ...] = ()
 
@@ -96,6 +99,7 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
         flags=_flags(values, model_path, str(reply.get("version") or NEWEST_SGLANG)),
         model_path=model_path,
         draft_model_path="" if draft_path == model_path else draft_path,
+        settings={name: values.values.get(name) for name in SETTINGS},
         notes=_notes(values),
     )
 

@@ -294,6 +294,23 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             config.json: in the server's model path, if that is an absolute path that exists on this
             machine, or given with --model-config.
         """,
+        "WEIGHTS": """
+            The fields weights and draft_weights name the weights that the servers load, in 32
+            hexadecimal digits. They are computed from the config and, of each safetensors file, the
+            name, the size, the header and 4 KiB of each tensor and of each 64 MiB. They are equal
+            on all hosts; paths and times do not count. Reading a model of 1 TB takes seconds.
+            Training, merging or another quantisation changes the digits, but a change to a few rows
+            of one tensor can go unnoticed.
+
+            --weights DIR reads the weights as SGLang with its default settings loads them. With
+            --server, the server's quantization, load format, revision, overrides and loader options
+            count too, and without --weights its own model path is read if it is on this machine.
+            Weights that are not safetensors files of the model path (GGUF, dummy, remote) have no
+            such digits. For them, write a text of your own as weights in the profile file.
+
+            draft_weights names those of a separate draft model. Without it, a draft is part of the
+            model. --weights and --draft-weights also apply to a profile given with --profile.
+        """,
     },
     "hits": {
         "REQUEST FILES": _REQUEST_FILES,
@@ -325,7 +342,9 @@ _BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "STAMPS": """
             --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A
-            later run with another profile or weights version has the finding stamp-mismatch.
+            later run with another profile or weights version has the finding stamp-mismatch. The
+            fields weights and draft_weights are compared if both the stamp and the profile have
+            them; see hicachectl-profile(1).
         """,
         "REPAIR": """
             --repair removes all objects of a page group with an error. Groups that have only
@@ -599,7 +618,8 @@ def _profile_file() -> list[str]:
         *_sentences(
             "Further fields of the deployment: dcp (decode context parallel size), linear_tp (TP "
             "size of the Mamba states; default: tp), tag (Mooncake's extra_backend_tag), "
-            "tp_lcm_size (Mooncake with split heads) and hash_unit (token or bigram)."
+            "tp_lcm_size (Mooncake with split heads), hash_unit (token or bigram), weights and "
+            "draft_weights (see WEIGHTS)."
         ),
         ".Pp",
         "Fields of each kind of pool:",

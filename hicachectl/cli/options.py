@@ -272,6 +272,17 @@ profile_options = stack(
         metavar="FILE",
         help="config.json of the draft model, or its directory.",
     ),
+    click.option(
+        "--weights",
+        metavar="DIR|TEXT",
+        help="Name the model's weights in the profile: read them from DIR, or TEXT as printed by "
+        "hicachectl profile.  [default: those of --server, if its model path is on this machine]",
+    ),
+    click.option(
+        "--draft-weights",
+        metavar="DIR|TEXT",
+        help="Name the weights of a separate draft model.",
+    ),
 )
 
 transform_options = stack(

@@ -40,9 +40,10 @@ class ServerReplies:
 
 @dataclass(frozen=True, slots=True)
 class ServerProfile:
-    """Profile of a live server, and warnings to show."""
+    """Profile of a live server without its weights, its flags, and warnings to show."""
 
     profile: Profile
+    deployment: ServerDeployment
     warnings: tuple[str, ...]
 
 
@@ -115,7 +116,7 @@ def profile_from_server(
     warnings = list(server.notes)
     if replies.layout is not None:
         warnings += contradictions_with_layout(profile, replies.layout)
-    return ServerProfile(profile, tuple(warnings))
+    return ServerProfile(profile, server, tuple(warnings))
 
 
 def read_model_config(path: Path) -> dict[str, Any]:

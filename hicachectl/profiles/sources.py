@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.formats.wording import needs_profile
+from hicachectl.profiles.weights import WEIGHTS_OPTIONS, with_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,14 +79,16 @@ def _asked_for(
             raise UsageError(
                 f"{_option(others[0])} cannot be combined with --profile; leave out one of them"
             )
-        return read_profile(options["profile_file"])
+        return with_weights(read_profile(options["profile_file"]), options)
     if not sources:
         if given:
             raise UsageError(f"{_option(given[0])} needs --model-config or --server")
+        if named := [name for name in WEIGHTS_OPTIONS if options.get(name)]:
+            raise UsageError(needs_profile(_option(named[0])))
         return None
     if options.get("server"):
         return _from_server(options, warn)
-    return _from_config(options, store)
+    return with_weights(_from_config(options, store), options)
 
 
 def _option(name: str) -> str:
@@ -109,9 +113,13 @@ def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Pro
         draft_model_config=options.get("draft_model_config"),
         overrides=_flags(options),
     )
-    for text in found.warnings:
+
+    def remark(text: str) -> None:
         warn(f"{options['server']}: {text}")
-    return found.profile
+
+    for text in found.warnings:
+        remark(text)
+    return with_weights(found.profile, options, found.deployment, remark)
 
 
 def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:

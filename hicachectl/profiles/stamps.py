@@ -34,6 +34,7 @@ _FORM = 1
 _FOLDER = "stamps"
 _MAX_BYTES = 1 << 20  # a stamp is kilobytes
 _KEYLESS = ("sglang",)  # may differ between servers that share a store
+_WEIGHTS = ("weights", "draft_weights")  # unknown in many profiles, so compared where both know
 
 
 class _StampForm(Struct):
@@ -150,7 +151,8 @@ def _differences(old: Stamp, new: Stamp) -> list[str]:
     if new.weights_version:
         before["weights_version"] = old.weights_version
         after["weights_version"] = new.weights_version
-    names = [n for n in {**before, **after} if n not in (*_KEYLESS, "pools")]
+    unknown = [name for name in _WEIGHTS if not (name in before and name in after)]
+    names = [n for n in {**before, **after} if n not in (*_KEYLESS, *unknown, "pools")]
     found = [
         f"{name}: {_change(before, after, name)}"
         for name in names

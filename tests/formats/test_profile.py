@@ -324,6 +324,8 @@ def test_a_sound_profile_has_no_problems() -> None:
             "pp_partition: must be at most 10000, but is 1000000000",
         ),
         ({"model": "\ud800"}, "model: not valid Unicode (a lone surrogate)"),
+        ({"weights": "\ud800"}, "weights: not valid Unicode (a lone surrogate)"),
+        ({"draft_weights": "a"}, "draft_weights: needs weights"),
         ({"pools": (KV,) * 33}, "pools: has 33 pools; at most 32 are allowed"),
         ({"pools": ()}, "pools: missing; a profile needs at least the kv pool"),
         ({"pools": (MAMBA,)}, "pools: the first pool must be kv, but is 'mamba'"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -13,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.disk.weights import read_checkpoint
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
+from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.profiles import server
 from hicachectl.profiles.server import fetch_server, profile_from_server, read_model_config
+from tests.checkpoints import write_checkpoint
 from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.conftest import Invoke
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 INFO: dict[str, Any] = {
@@ -283,6 +289,73 @@ def test_contradictions_are_warnings(sglang: Sglang) -> None:
     answer = profile_from_server(sglang.url, model_config=CONFIGS / "llama-3.1-8b.json")
     (warning,) = answer.warnings
     assert "is_mla_backend" in warning
+
+
+# Weights
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    shards: dict[str, Any] = {"model.safetensors": {"a": ("BF16", (100, 100))}}
+    path = write_checkpoint(tmp_path / "model", shards)
+    (path / "config.json").write_text((CONFIGS / "llama-3.1-8b.json").read_text())
+    return path
+
+
+def named(invoke: Invoke, sglang: Sglang, *arguments: object) -> tuple[Profile, str]:
+    out = invoke("profile", "--server", sglang.url, *arguments)
+    return parse_profile(out.stdout), out.stderr
+
+
+def test_weights_on_this_machine_are_named_as_the_server_loads_them(
+    invoke: Invoke, sglang: Sglang, model: Path
+) -> None:
+    info = {**INFO, "model_path": str(model)}
+    names = set()
+    for settings in (
+        {},
+        {"quantization": "fp8"},
+        {"revision": "v2"},
+        {"json_model_override_args": '{"rope_theta": 1}'},
+    ):
+        sglang.answer("/server_info", {**info, **settings})
+        profile, said = named(invoke, sglang)
+        assert (said, profile.draft_weights) == ("", "")
+        assert named(invoke, sglang, "--weights", model)[0] == profile
+        names.add(profile.weights)
+    assert len(names) == 4
+    assert read_checkpoint(model).fingerprint in names
+    assert named(invoke, sglang, "--weights", "5" * 32)[0].weights == "5" * 32
+
+
+def test_a_draft_has_weights_of_its_own(invoke: Invoke, sglang: Sglang, model: Path) -> None:
+    draft = Path(shutil.copytree(model, model.parent / "draft"))
+    (draft / "config.json").write_text((CONFIGS / "kimi-k2-eagle3.json").read_text())
+    speculation = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    sglang.answer("/server_info", {**INFO, "model_path": str(model), **speculation})
+    profile, said = named(invoke, sglang)
+    assert said == ""
+    assert profile.weights == read_checkpoint(model).fingerprint
+    assert profile.draft_weights == read_checkpoint(draft).fingerprint
+
+
+def test_weights_that_have_no_name_leave_the_profile_without(
+    invoke: Invoke, sglang: Sglang, model: Path
+) -> None:
+    info = {**INFO, "model_path": str(model)}
+    sglang.answer("/server_info", {**info, "load_format": "dummy"})
+    profile, said = named(invoke, sglang)
+    assert profile.weights == ""
+    assert f"{sglang.url}: the weights are unknown: load_format: 'dummy'" in said
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").unlink()
+    sglang.answer("/server_info", info)
+    profile, said = named(invoke, sglang)
+    assert profile.weights == ""
+    assert f"the weights are unknown: {model}: no safetensors files" in said
+    sglang.answer("/server_info", INFO)
+    config = model / "config.json"
+    assert named(invoke, sglang, "--model-config", config) == (profile, "")
 
 
 # Config files
