@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONFIG = Path(__file__).parent.parent / "data" / "configs" / "qwen3-32b.json"
 SHARDS: dict[str, Any] = {"model.safetensors": {"a": ("BF16", (100, 100))}}
 FLAGS = ("--model-config", CONFIG, "--served-model-name", "m", "--page-size", 64)
-NAME, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
+NAME, OTHER, THIRD = "0123456789abcdef" * 2, "fedcba9876543210" * 2, "5" * 32
 TEXT = 'model = "m"\ntp = 2\n[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = 64\n'
 
 
@@ -100,9 +100,9 @@ def test_weights_without_a_profile_are_refused(invoke: Invoke, tmp_path: Path) -
             [f"weights: stamped '{NAME}', now '{OTHER}'"],
         ),
         (
-            {"weights": NAME, "draft_weights": NAME[::-1]},
+            {"weights": NAME, "draft_weights": THIRD},
             {"weights": NAME, "draft_weights": OTHER},
-            [f"draft_weights: stamped '{NAME[::-1]}', now '{OTHER}'"],
+            [f"draft_weights: stamped '{THIRD}', now '{OTHER}'"],
         ),
     ],
 )
