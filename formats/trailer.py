@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 TRAILER_BYTES = 128
 IDENTITY_BYTES = 16
+CHECKSUM_AT, DIGEST_AT, PAGE_AT = 12, 24, 56  # offsets in a trailer
 DIGEST_KINDS = ("off", "xxh3", "blake3")  # by number in the trailer
 
 _MAGIC = b"\x93HICACHE"
 _VERSION = 1
 _FORM = struct.Struct("<8sBBHIQ32s32s16s24s")
-_CHECKSUM_AT = 12
 _CHECKSUM = struct.Struct("<I")
 _NAME_BYTES = 24
 _LONG_NAME = b"\xff"  # first byte of a hashed name; no UTF-8 text starts with it
@@ -86,7 +86,7 @@ def dump_trailer(trailer: Trailer) -> bytes:
             trailer.name,
         )
     )
-    _CHECKSUM.pack_into(data, _CHECKSUM_AT, zlib.crc32(data))
+    _CHECKSUM.pack_into(data, CHECKSUM_AT, zlib.crc32(data))
     return bytes(data)
 
 
@@ -99,7 +99,7 @@ def parse_trailer(data: Buffer) -> Trailer | None:
         return None
     _, version, kind, _, checksum, nbytes, digest, page, identity, name = _FORM.unpack(data)
     zeroed = bytearray(data)
-    _CHECKSUM.pack_into(zeroed, _CHECKSUM_AT, 0)
+    _CHECKSUM.pack_into(zeroed, CHECKSUM_AT, 0)
     if zlib.crc32(zeroed) != checksum:
         raise FormatError("The trailer is damaged: its checksum differs")
     if version != _VERSION or kind >= len(DIGEST_KINDS):

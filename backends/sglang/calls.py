@@ -7,15 +7,15 @@ store does, and a worker that comes back later must not touch the host pool.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 Result = TypeVar("Result")
 
@@ -48,20 +48,27 @@ class Call:
         if self.ended or time.monotonic() >= self.deadline:
             raise Ended
 
-    @contextmanager
-    def memory(self) -> Iterator[None]:
-        """Hold the call open while memory of the host pool is copied. Raises Ended.
+    def copy(self, source: int, pieces: Iterable[tuple[int, int]]) -> None:
+        """Copy bytes at an address, piece after piece, to addresses in the host pool.
 
-        Only for copies within memory: `end` waits for them.
+        pieces: target addresses and bytes. Raises Ended, and then has copied nothing.
         """
         with self._lock:
             self.check()
-            yield
+            for target, nbytes in pieces:
+                ctypes.memmove(target, source, nbytes)
+                source += nbytes
 
     def end(self) -> None:
         """End the call: wait for copies in progress, allow none after them."""
         with self._lock:
             self.ended = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 class Workers:

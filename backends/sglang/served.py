@@ -75,6 +75,10 @@ class PageStore(ABC):
         """Serve a pool from now on. Raises ValueError if the store can never hold it."""
 
     @abstractmethod
+    def open(self, call: Call) -> None:
+        """Open the store. If it cannot be opened now, later calls try again."""
+
+    @abstractmethod
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
         """Return which pages can be read, by their length and identity, not their digest."""
 
@@ -91,11 +95,7 @@ class PageStore(ABC):
         """Write pages that are not there yet. Return which are there now."""
 
     @abstractmethod
-    def discard(self, pool: ServedPool, pages: Sequence[str], call: Call) -> None:
-        """Remove this rank's objects of damaged pages, so that they are written again."""
-
-    @abstractmethod
-    def clear(self) -> None:
+    def clear(self, call: Call) -> None:
         """Make all objects of this rank misses at once."""
 
     @abstractmethod

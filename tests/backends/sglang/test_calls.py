@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
@@ -19,16 +20,19 @@ def test_all_work_is_done_in_order() -> None:
 
 
 def test_a_call_ends_at_its_deadline_while_a_worker_hangs() -> None:
-    """Done items count, the hung one does not, and later its copy into memory is refused."""
+    """Done items count, the hung one does not, and its copy into memory comes too late."""
     workers, release, refused = Workers(2, "test"), threading.Event(), threading.Event()
+    target, source = (
+        ctypes.create_string_buffer(b"before", 6),
+        ctypes.create_string_buffer(b"after!"),
+    )
     call = Call(0.3)
 
     def work(n: int) -> int:
         if n == 1:
             release.wait()
             try:
-                with call.memory():
-                    pytest.fail("memory was touched after the call")
+                call.copy(ctypes.addressof(source), [(ctypes.addressof(target), 6)])
             except Ended:
                 refused.set()
                 raise
@@ -39,7 +43,18 @@ def test_a_call_ends_at_its_deadline_while_a_worker_hangs() -> None:
     assert time.monotonic() - begun < 2
     release.set()
     assert refused.wait(5)
+    assert target.raw == b"before"
     workers.close()
+
+
+def test_bytes_are_copied_piece_after_piece() -> None:
+    target, source = ctypes.create_string_buffer(8), ctypes.create_string_buffer(b"abcdef")
+    address = ctypes.addressof(target)
+    with Call(5) as call:
+        call.copy(ctypes.addressof(source), [(address + 4, 2), (address, 4)])
+    assert target.raw == b"cdefab\0\0"
+    with pytest.raises(Ended):
+        call.copy(ctypes.addressof(source), [(address, 1)])
 
 
 def test_calls_fail_at_once_after_a_deadline_and_work_again_after_a_pause() -> None:
@@ -55,28 +70,6 @@ def test_calls_fail_at_once_after_a_deadline_and_work_again_after_a_pause() -> N
     assert workers.map(Call(5), lambda: 1, [()]) == [1]
     release.set()
     workers.close()
-
-
-def test_memory_in_use_delays_the_end_of_the_call() -> None:
-    call, inside, leave = Call(5), threading.Event(), threading.Event()
-
-    def copy() -> None:
-        with call.memory():
-            inside.set()
-            leave.wait()
-
-    copying = threading.Thread(target=copy)
-    copying.start()
-    inside.wait()
-    ending = threading.Thread(target=call.end)
-    ending.start()
-    ending.join(0.1)
-    assert ending.is_alive()
-    leave.set()
-    ending.join(5)
-    copying.join(5)
-    with pytest.raises(Ended):
-        call.check()
 
 
 def test_the_first_error_is_raised_after_all_work() -> None:

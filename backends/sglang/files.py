@@ -1,0 +1,268 @@
+"""Pages of one rank in a file store.
+
+Reads go through memory of the worker, since a read can hang in the system and end long after its
+call: the bytes reach the host pool only after length, identity and digest have been checked, and
+while the call is open. Writes read the host pool directly: a late one gets no name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.durable import NO_ROOM
+from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.file.markers import write_marker
+from hicachectl.backends.sglang.calls import Workers
+from hicachectl.backends.sglang.page_files import Form, PageFiles
+from hicachectl.backends.sglang.served import PageStore
+from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.marker import Marker
+from hicachectl.formats.trailer import TRAILER_BYTES, trailer_name
+from hicachectl.formats.wording import reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicachectl.backends.sglang.calls import Call
+    from hicachectl.backends.sglang.counters import Counters
+    from hicachectl.backends.sglang.served import Pieces, ServedPool
+    from hicachectl.backends.urls import StoreUrl
+
+_BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
+_EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
+_SECONDS_BETWEEN_OPENS = 5.0
+_DETAILS = {
+    "damaged": "length, trailer or digest is wrong; it is removed and written again",
+    "foreign": "written for other weights, dtype or layout",
+    "unstamped": 'has no trailer; "unstamped": "read" uses such files',
+    "unreadable": "not a regular file",
+}
+
+
+class FilePages(PageStore):
+    """Pages in a directory."""
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        counters: Counters,
+        *,
+        digest: str = "xxh3",
+        reads_unstamped: bool = False,
+        replaces_foreign: bool = True,
+        threads: int = 4,
+    ) -> None:
+        """Serve from the directory of a `file:` URL, which `open` opens.
+
+        digest: kind of new trailers. reads_unstamped: files without a trailer are pages.
+        replaces_foreign: writes replace files of another identity.
+        """
+        self._url = url
+        self.counters = counters
+        self._digest = digest
+        self._reads_unstamped = reads_unstamped
+        self._replaces_foreign = replaces_foreign
+        self._threads = threads
+        self._readers = Workers(threads, "hicachectl-read")
+        self._writers = Workers(threads, "hicachectl-write")
+        self._askers = Workers(threads, "hicachectl-exists")
+        self._own = threading.local()  # each reader's memory
+        self._longest = 0  # bytes of the longest page
+        self._pools: dict[str, ServedPool] = {}
+        self._opening = threading.Lock()
+        self._open_again_at = 0.0
+        self._directory: ObjectDirectory | None = None
+        self._files: dict[str, PageFiles] = {}
+
+    def add(self, pool: ServedPool) -> None:
+        """Serve a pool."""
+        self._longest = max(self._longest, pool.nbytes)
+        self._pools[pool.name] = pool
+
+    def open(self, call: Call) -> None:
+        """Open or create the directory."""
+        self._askers.map(call, self._open, [()])
+
+    def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
+        """Return which pages have a file of our identity and of the right length."""
+
+        def exists(files: PageFiles, index: int) -> bool:
+            found = files.examine(pages[index])
+            return found is not None and not self._is_refused(found.problem, pool, pages[index])
+
+        return self._each(self._askers, call, pool, pages, _EXAMINED_BYTES, exists)
+
+    def read(
+        self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
+    ) -> list[bool]:
+        """Read pages whose length, identity and digest are right."""
+
+        def read(files: PageFiles, index: int) -> bool:
+            memory, address = self._memory()
+            found = files.read(pages[index], memory)
+            if found is None:
+                self.counters.count("gone")
+                return False
+            if self._is_refused(found.problem, pool, pages[index]):
+                if found.problem == "damaged":
+                    call.check()
+                    self._discard(pool, pages[index], found.inode)
+                return False
+            call.copy(address, pieces[index])
+            return True
+
+        return self._each(self._readers, call, pool, pages, pool.nbytes, read)
+
+    def write(
+        self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
+    ) -> list[bool]:
+        """Write pages that are not there under temporary names; rename them if still in time."""
+
+        def write(files: PageFiles, index: int) -> bool:
+            found = files.examine(pages[index])
+            if found is not None and not found.problem:
+                return True
+            if found is not None and found.problem == "foreign" and not self._replaces_foreign:
+                self._is_refused("foreign", pool, pages[index])
+                return False
+            call.check()
+            views = [_view(*piece) for piece in pieces[index]]
+            files.write(pages[index], views, call.check)
+            return True
+
+        return self._each(self._writers, call, pool, pages, pool.nbytes, write)
+
+    def clear(self, call: Call) -> None:
+        """Make all objects of this rank misses."""
+
+    def close(self) -> None:
+        """End the threads, and close the directory."""
+        for workers in (self._readers, self._writers, self._askers):
+            workers.close()
+        directory, self._directory = self._directory, None
+        self._files = {}
+        if directory is not None:
+            directory.close()
+
+    def _each(
+        self,
+        workers: Workers,
+        call: Call,
+        pool: ServedPool,
+        pages: Sequence[str],
+        nbytes: int,
+        act: Callable[[PageFiles, int], bool],
+    ) -> list[bool]:
+        """Return act(files, index) for each page; False for pages that fail or come too late.
+
+        nbytes: of one page, to decide how many threads are worth their start.
+        """
+        done = [False] * len(pages)
+        left = iter(range(len(pages)))  # shared by the threads
+        other = "unwritable" if workers is self._writers else "unreadable"
+
+        def work() -> None:
+            files = self._files_of(pool)
+            if files is None:
+                return
+            for index in left:
+                call.check()
+                try:
+                    done[index] = act(files, index)
+                except OSError as error:
+                    reason = "full" if error.errno in NO_ROOM else other
+                    self.counters.refused(reason, f"{pages[index]}: {reason_of(error)}")
+
+        tasks = min(self._threads, len(pages), 1 + len(pages) * nbytes // _BYTES_PER_TASK)
+        paused = workers.paused
+        workers.map(call, work, [()] * tasks)
+        if call.ended:
+            why = "a pause after a call that timed out" if paused else "no answer in time"
+            self.counters.refused("timeout", why, done.count(False))
+        return list(done)  # a copy: a worker that hangs still holds the list
+
+    def _files_of(self, pool: ServedPool) -> PageFiles | None:
+        """Return a pool's files; None if the directory cannot be opened now."""
+        if self._directory is None or self._directory.vanished or pool.name not in self._files:
+            self._open()
+        return self._files.get(pool.name)
+
+    def _open(self) -> None:
+        """Open or create the directory, unless another thread does so, or it failed just before."""
+        if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
+            return
+        try:
+            if self._directory is None:
+                folders = self._url.params.get("folders") is not None or None
+                self._directory = ObjectDirectory.create(self._url.path, folders=folders)
+                self._files = {}
+            elif self._directory.vanished:
+                self._directory.reopen()
+                self._files = {}
+            for pool in self._pools.values():
+                if pool.name not in self._files:
+                    self._files[pool.name] = self._begun(self._directory, pool)
+        except (OSError, HicacheError) as error:
+            self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
+            self.counters.refused("unopened", reason_of(error))
+        finally:
+            self._opening.release()
+
+    def _begun(self, directory: ObjectDirectory, pool: ServedPool) -> PageFiles:
+        """Return a pool's files, after writing their marker."""
+        form = Form(
+            suffix=FileCodec().affix(pool.coordinate)[1].encode(),
+            nbytes=pool.nbytes,
+            identity=pool.identity.hash(),
+            name=trailer_name(pool.name, pool.coordinate.part),
+            digest=self._digest,
+            bare=self._reads_unstamped,
+        )
+        if pool.writes:
+            marker = Marker(form.suffix.decode(), form.nbytes, pool.identity, form.digest)
+            trust = Trust(os.fstat(directory.descriptor), writes=True)
+            with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
+                write_marker(here, marker)
+        return PageFiles(directory, form)
+
+    def _is_refused(self, problem: str, pool: ServedPool, page: str) -> bool:
+        if problem:
+            self.counters.refused(problem, self._named(problem, pool, page))
+        return bool(problem)
+
+    @staticmethod
+    def _named(problem: str, pool: ServedPool, page: str) -> str:
+        return f"{pool.name} of page {page}: {_DETAILS[problem]}"
+
+    def _discard(self, pool: ServedPool, page: str, inode: int) -> None:
+        """Remove a damaged file, this rank's anchor first, so that the page is written again.
+
+        A trailing pool's file goes alone: pages without one are whole.
+        """
+        anchor, own = self._files.get("kv"), self._files.get(pool.name)
+        if anchor is not None and pool.name != "kv" and not pool.trailing:
+            anchor.remove(page)
+        if own is not None and own.remove(page, inode):
+            self.counters.count("removed")
+
+    def _memory(self) -> tuple[memoryview, int]:
+        """Return this thread's memory for the longest page with its trailer, and its address."""
+        nbytes = self._longest + TRAILER_BYTES + 1
+        memory: memoryview | None = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < nbytes:
+            mapping = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            self._own.memory = memory = memoryview(mapping)
+            self._own.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        return memory, self._own.address
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    """Return host memory as bytes."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

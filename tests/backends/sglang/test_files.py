@@ -1,0 +1,367 @@
+"""Pages in a file store: what is read is what was written, or a miss."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.backends.sglang.calls import Call
+from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.urls import StoreUrl, parse_url
+from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
+from tests.backends.sglang.pages import HostPool, hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from typing import Any
+
+PAGES = hashes(4)
+NBYTES = 1000
+SECONDS = 5.0
+
+
+@contextmanager
+def opened(directory: Path, *hosts: HostPool, **options: Any) -> Iterator[FilePages]:
+    store = FilePages(parse_url(str(directory)), Counters(str(directory)), **options)
+    for host in hosts:
+        store.add(host.pool)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def write(store: FilePages, host: HostPool, pages: list[str] = PAGES) -> list[bool]:
+    with Call(SECONDS) as call:
+        return store.write(host.pool, pages, host.pieces(range(len(pages))), call)
+
+
+def read(store: FilePages, host: HostPool, pages: list[str] = PAGES) -> list[bool]:
+    with Call(SECONDS) as call:
+        return store.read(host.pool, pages, host.pieces(range(len(pages))), call)
+
+
+def exists(store: FilePages, host: HostPool, pages: list[str] = PAGES) -> list[bool]:
+    with Call(SECONDS) as call:
+        return store.exists(host.pool, pages, call)
+
+
+def file_of(directory: Path, page: str, pool: str = "kv") -> Path:
+    name = f"{page}_org-model_0_1.bin" if pool == "kv" else f"{page}.{pool}_org-model_0_1.bin"
+    return directory / name
+
+
+@pytest.fixture
+def host() -> HostPool:
+    host = HostPool(NBYTES)
+    host.fill(1)
+    return host
+
+
+@pytest.mark.parametrize("digest", ["off", "xxh3", "blake3"])
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 3 << 20])
+def test_pages_come_back(tmp_path: Path, digest: str, nbytes: int) -> None:
+    """Also to another instance; the file begins with the page's bytes, as HiCacheFile's."""
+    host = HostPool(nbytes)
+    host.fill(2)
+    before = [host.page(index) for index in range(len(PAGES))]
+    with opened(tmp_path, host, digest=digest) as store:
+        assert exists(store, host) == [False] * 4
+        assert write(store, host) == [True] * 4
+    for page, data in zip(PAGES, before, strict=True):
+        content = file_of(tmp_path, page).read_bytes()
+        assert content[:nbytes] == data
+        trailer = parse_trailer(content[nbytes:])
+        assert trailer is not None
+        assert (trailer.page.hex(), trailer.nbytes, trailer.digest_kind) == (page, nbytes, digest)
+    host.fill(3)
+    with opened(tmp_path, host) as store:  # any digest kind is checked
+        assert exists(store, host) == [True] * 4
+        assert read(store, host) == [True] * 4
+    assert [host.page(index) for index in range(len(PAGES))] == before
+
+
+def test_a_missing_page_is_a_miss_for_itself_alone(tmp_path: Path, host: HostPool) -> None:
+    with opened(tmp_path, host) as store:
+        write(store, host)
+        file_of(tmp_path, PAGES[1]).unlink()
+        assert exists(store, host) == [True, False, True, True]
+        assert read(store, host) == [True, False, True, True]
+
+
+@given(at=st.integers(0, NBYTES + TRAILER_BYTES - 1), bit=st.integers(0, 7))
+def test_no_flipped_bit_is_read(
+    tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
+) -> None:
+    """The page is a miss, and written again; its neighbours are read, its host page is kept."""
+    directory = tmp_path_factory.mktemp("flipped")
+    host = HostPool(NBYTES)
+    host.fill(4)
+    data = host.page(1)
+    with opened(directory, host) as store:
+        write(store, host)
+        path = file_of(directory, PAGES[1])
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1 << bit
+        path.write_bytes(content)
+        host.fill(5)
+        junk = host.page(1)
+        assert read(store, host) == [True, False, True, True]
+        assert host.page(1) == junk
+        host.fill(4)
+        assert write(store, host) == [True] * 4
+        host.fill(5)
+        assert read(store, host) == [True] * 4
+        assert host.page(1) == data
+
+
+@pytest.mark.parametrize("length", [0, 1, NBYTES - 1, NBYTES + 1, NBYTES + TRAILER_BYTES + 1])
+def test_a_file_of_another_length_is_a_miss_and_replaced(
+    tmp_path: Path, host: HostPool, length: int
+) -> None:
+    with opened(tmp_path, host) as store:
+        write(store, host)
+        os.truncate(file_of(tmp_path, PAGES[0]), length)
+        assert exists(store, host) == [False, True, True, True]
+        assert read(store, host) == [False, True, True, True]
+        assert write(store, host) == [True] * 4
+        assert read(store, host) == [True] * 4
+
+
+def test_a_page_under_another_name_is_a_miss(tmp_path: Path, host: HostPool) -> None:
+    """A file copied to another page's name, or to another pool's, is not that page."""
+    side = HostPool(NBYTES, name="indexer")
+    with opened(tmp_path, host, side) as store:
+        write(store, host, PAGES[:1])
+        content = file_of(tmp_path, PAGES[0]).read_bytes()
+        file_of(tmp_path, PAGES[1]).write_bytes(content)
+        file_of(tmp_path, PAGES[0], "indexer").write_bytes(content)
+        assert exists(store, host) == [True, False, False, False]
+        assert read(store, host) == [True, False, False, False]
+        assert exists(store, side) == [False] * 4
+
+
+def test_pages_of_other_weights_are_misses_and_replaced(tmp_path: Path, host: HostPool) -> None:
+    other = HostPool(NBYTES, weights="other")
+    other.fill(6)
+    with opened(tmp_path, other) as theirs, opened(tmp_path, host) as ours:
+        write(theirs, other)
+        assert exists(ours, host) == [False] * 4
+        assert read(ours, host) == [False] * 4
+        assert exists(theirs, other) == [True] * 4
+        assert write(ours, host) == [True] * 4
+        assert read(ours, host) == [True] * 4
+        assert read(theirs, other) == [False] * 4
+
+
+def test_pages_of_other_weights_are_left_if_asked(tmp_path: Path, host: HostPool) -> None:
+    other = HostPool(NBYTES, weights="other")
+    with opened(tmp_path, other) as theirs, opened(tmp_path, host, replaces_foreign=False) as ours:
+        write(theirs, other)
+        assert write(ours, host) == [False] * 4
+        assert read(theirs, other) == [True] * 4
+
+
+def test_files_without_trailer_are_pages_only_if_asked(tmp_path: Path, host: HostPool) -> None:
+    for index, page in enumerate(PAGES):
+        file_of(tmp_path, page).write_bytes(host.page(index))
+    before = host.page(2)
+    host.fill(7)
+    with opened(tmp_path, host) as store:
+        assert exists(store, host) == [False] * 4
+        assert read(store, host) == [False] * 4
+    with opened(tmp_path, host, reads_unstamped=True) as store:
+        assert exists(store, host) == [True] * 4
+        assert read(store, host) == [True] * 4
+    assert host.page(2) == before
+    with opened(tmp_path, host) as store:
+        assert write(store, host) == [True] * 4
+        assert exists(store, host) == [True] * 4
+
+
+def test_a_damaged_sidecar_goes_with_its_anchor(tmp_path: Path, host: HostPool) -> None:
+    """So that the next backup writes both again; a damaged trailing state goes alone."""
+    side = HostPool(NBYTES, name="indexer")
+    states = HostPool(NBYTES, name="mamba", trailing=True)
+    with opened(tmp_path, host, side, states) as store:
+        for pool in (host, side, states):
+            pool.fill(11)
+            write(store, pool)
+        for index, name in ((1, "indexer"), (2, "mamba")):
+            path = file_of(tmp_path, PAGES[index], name)
+            path.write_bytes(bytes(NBYTES) + path.read_bytes()[NBYTES:])
+        assert read(store, side) == [True, False, True, True]
+        assert read(store, states) == [True, True, False, True]
+        assert exists(store, host) == [True, False, True, True]
+        assert exists(store, side) == [True, False, True, True]
+        assert exists(store, states) == [True, True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
+def test_what_is_no_regular_file_is_a_miss(tmp_path: Path, host: HostPool, kind: str) -> None:
+    path = file_of(tmp_path, PAGES[1])
+    with opened(tmp_path, host) as store:
+        write(store, host)
+        path.rename(tmp_path / "elsewhere")
+        if kind == "directory":
+            path.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(tmp_path / "elsewhere")
+        assert exists(store, host) == [True, False, True, True]
+        assert read(store, host) == [True, False, True, True]
+        assert (tmp_path / "elsewhere").stat().st_size == NBYTES + TRAILER_BYTES
+
+
+def test_the_directory_is_made_again(tmp_path: Path, host: HostPool) -> None:
+    directory = tmp_path / "a" / "b"
+    with opened(directory, host) as store:
+        assert write(store, host) == [True] * 4
+        directory.rename(tmp_path / "moved")
+        assert exists(store, host) == [False] * 4
+        assert write(store, host) == [True] * 4
+        assert read(store, host) == [True] * 4
+        assert file_of(directory, PAGES[0]).exists()
+
+
+def test_folders_hold_the_files(tmp_path: Path, host: HostPool) -> None:
+    url = StoreUrl("file", str(tmp_path), params={"folders": "hex2"})
+    store = FilePages(url, Counters(str(url)))
+    store.add(host.pool)
+    assert write(store, host) == [True] * 4
+    assert file_of(tmp_path / PAGES[0][:2], PAGES[0]).is_file()
+    store.close()
+    with opened(tmp_path, host) as again:  # the directory knows its form
+        assert read(again, host) == [True] * 4
+
+
+def test_names_that_are_no_page_hash_reach_no_file(tmp_path: Path, host: HostPool) -> None:
+    bad = ["../" + PAGES[0][3:], "x" * 64, "", PAGES[0].upper()]
+    with opened(tmp_path / "store", host) as store:
+        assert write(store, host, bad) == [False] * 4
+        assert exists(store, host, bad) == [False] * 4
+        assert read(store, host, bad) == [False] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_full_file_system_leaves_nothing_behind(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writes fail, count as full, and no temporary file stays."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with opened(tmp_path, host) as store:
+        write(store, host, PAGES[:1])
+        monkeypatch.setattr(os, "writev", full)
+        assert write(store, host) == [True, False, False, False]
+        assert store.counters.snapshot()["full"] == 3
+    assert [path for path in tmp_path.iterdir() if path.name != ".hicachectl"] == [
+        file_of(tmp_path, PAGES[0])
+    ]
+
+
+class Held:
+    """Replaces a function of os by one that waits for `release`, from the n-th call on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.release, self.waiting = threading.Event(), threading.Event()
+        original = getattr(os, name)
+
+        def held(*arguments: Any, **named: Any) -> Any:
+            self.waiting.set()
+            self.release.wait()
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(os, name, held)
+
+
+def test_a_read_that_comes_late_changes_no_host_page(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, host, threads=2) as store:
+        write(store, host)
+        held = Held(monkeypatch, "preadv")
+        begun = time.monotonic()
+        with Call(0.3) as call:
+            assert store.read(host.pool, PAGES, host.pieces(range(4)), call) == [False] * 4
+        assert time.monotonic() - begun < 2
+        host.fill(8)
+        reused = [host.page(index) for index in range(4)]
+        held.release.set()
+        settle()
+        assert [host.page(index) for index in range(4)] == reused
+
+
+@pytest.mark.parametrize("function", ["writev", "rename", "open"])
+def test_a_write_that_comes_late_gets_no_wrong_name(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Host pages are reused while the write hangs: no file may hold their new bytes."""
+    before = [host.page(index) for index in range(4)]
+    with opened(tmp_path, host, threads=2) as store:
+        exists(store, host)
+        held = Held(monkeypatch, function)
+        with Call(0.3) as call:
+            assert store.write(host.pool, PAGES, host.pieces(range(4)), call) == [False] * 4
+        host.fill(9)
+        held.release.set()
+        settle()
+        files = [file_of(tmp_path, page) for page in PAGES]
+        if function != "rename":  # its bytes were complete and checked before
+            assert not any(path.exists() for path in files)
+        for path, data in zip(files, before, strict=True):
+            assert not path.exists() or path.read_bytes()[:NBYTES] == data
+        assert not list(tmp_path.glob(".hicachectl-*"))
+
+
+def settle() -> None:
+    """Wait until the workers of hung calls are idle."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("hicachectl-")]
+        if len(names) <= 6:
+            break
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+def test_pages_written_at_once_by_many_threads_are_whole(tmp_path: Path) -> None:
+    """Several instances write, read and damage the same pages: no read gives wrong bytes."""
+    stop = time.monotonic() + 2
+    wrong: list[bytes] = []
+
+    def work(seed: int) -> None:
+        host = HostPool(NBYTES)
+        host.fill(10)
+        right = [host.page(index) for index in range(4)]
+        with opened(tmp_path, host) as store:
+            while time.monotonic() < stop:
+                write(store, host)
+                if seed == 0:
+                    path = file_of(tmp_path, PAGES[seed])
+                    path.write_bytes(b"x" * (NBYTES + TRAILER_BYTES))
+                target = HostPool(NBYTES)
+                with Call(SECONDS) as call:
+                    done = store.read(target.pool, PAGES, target.pieces(range(4)), call)
+                wrong.extend(
+                    target.page(n) for n in range(4) if done[n] and target.page(n) != right[n]
+                )
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
