@@ -1,0 +1,206 @@
+"""A list of stores: the first is written, the others are read on a miss.
+
+All of a page comes from one store, since SGLang asks for the pools of a page in several calls:
+first what exists, then the anchor, then sidecars, then trailing states (cache_controller.py ::
+_page_transfer_kv_batch, hybrid_cache_controller.py :: _page_transfer_sidecar).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hicachectl.backends.sglang.calls import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hicachectl.backends.sglang.counters import Counters
+    from hicachectl.backends.sglang.served import PageStore, Pieces, ServedPool
+
+    BoolArray = npt.NDArray[np.bool_]
+
+logger = logging.getLogger("hicachectl.sglang")
+
+_ANCHOR = "kv"
+_LEAST_SECONDS = 0.05  # a store that is asked with less time left would count as hanging
+_MOST_CHOICES = 1 << 16  # pages
+
+
+class Layers:
+    """Stores in the order of their list."""
+
+    def __init__(self, stores: Sequence[PageStore], counters: Counters) -> None:
+        """Serve from at least one store. counters: of the plug-in."""
+        self.counters = counters
+        self._stores = list(stores)
+        self._read = len(self._stores)  # how many of the stores are read
+        self._pools: list[ServedPool] = []
+        self._lock = threading.Lock()
+        # Stores by page, only for a list: as last asked, and as the anchor was last read.
+        self._chosen: dict[str, int] = {}
+        self._anchored: dict[str, int] = {}
+
+    def add(self, pool: ServedPool) -> None:
+        """Serve a pool. Raises ValueError if a store can never hold it."""
+        for store in self._stores:
+            store.add(pool)
+        self._pools.append(pool)
+
+    def open(self, call: Call) -> None:
+        """Open the stores."""
+        for place, store in enumerate(self._stores):
+            with self._part(call, len(self._stores) - place) as part:
+                store.open(part)
+
+    def exists(self, pools: Sequence[ServedPool], pages: Sequence[str], call: Call) -> BoolArray:
+        """Return which pages of each pool can be read: [pools, pages] bool.
+
+        A page is that of the first store that has it whole. If one of these also has its trailing
+        states, that store comes first. Without any, it is that of the first store.
+        """
+        present = np.zeros((len(pools), len(pages)), dtype=np.bool_)
+        if self._read == 1:
+            _ask(self._stores[0], pools, pages, call, present)
+            return present
+        chosen = np.zeros(len(pages), dtype=np.int64)
+        best = np.full(len(pages), -1, dtype=np.int64)
+        open_ = np.arange(len(pages))  # pages that a later store may have in a better state
+        for place in range(self._read):
+            if not len(open_) or call.seconds_left < _LEAST_SECONDS:
+                break
+            found = np.zeros((len(pools), len(open_)), dtype=np.bool_)
+            with self._part(call, self._read - place) as part:
+                _ask(self._stores[place], pools, [pages[n] for n in open_.tolist()], part, found)
+            scores = _scores(pools, found)
+            better = scores > best[open_]
+            taken = open_[better]
+            present[:, taken] = found[:, better]
+            chosen[taken], best[taken] = place, scores[better]
+            open_ = open_[best[open_] < _best_score(pools)]
+        with self._lock:
+            _remember(self._chosen, zip(pages, chosen.tolist(), strict=True))
+        return present
+
+    def read(
+        self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
+    ) -> list[bool]:
+        """Read pages into host memory, each from its store. Return which were read whole."""
+        if self._read == 1:
+            return self._stores[0].read(pool, pages, pieces, call)
+        sources = self._sources(pool, pages, call)
+        done = [False] * len(pages)
+        places = sorted(set(sources))
+        for turn, place in enumerate(places):
+            if call.seconds_left < _LEAST_SECONDS:
+                break
+            mine = [n for n, source in enumerate(sources) if source == place]
+            with self._part(call, len(places) - turn) as part:
+                read = self._stores[place].read(
+                    pool, [pages[n] for n in mine], [pieces[n] for n in mine], part
+                )
+            for n, ok in zip(mine, read, strict=True):
+                done[n] = ok
+        self._note(pool, pages, sources, done)
+        return done
+
+    def write(
+        self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
+    ) -> list[bool]:
+        """Write pages to the first store. Return which are there now."""
+        return self._stores[0].write(pool, pages, pieces, call)
+
+    def clear(self, call: Call) -> None:
+        """Make all objects of this rank misses; read the later stores no more."""
+        if self._read > 1:
+            logger.info(
+                "%s: cleared; the other stores of the list stay as they are, and are read again "
+                "after the next attach",
+                self.counters.place,
+            )
+        self._read = 1
+        self._stores[0].clear(call)
+
+    def close(self) -> None:
+        """Release everything; later calls are misses."""
+        for store in self._stores:
+            store.close()
+
+    def _sources(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[int]:
+        """Return the store of each page; a sidecar's is that of the anchor last read."""
+        found = self._remembered(pool, pages)
+        if unknown := [page for page, place in zip(pages, found, strict=True) if place is None]:
+            self.exists(self._pools, unknown, call)
+            found = self._remembered(pool, pages)
+        return [place or 0 for place in found]
+
+    def _remembered(self, pool: ServedPool, pages: Sequence[str]) -> list[int | None]:
+        with self._lock:
+            chosen = [self._chosen.get(page) for page in pages]
+            if pool.name == _ANCHOR:
+                return chosen
+            return [
+                self._anchored.get(page, place) for page, place in zip(pages, chosen, strict=True)
+            ]
+
+    def _note(
+        self, pool: ServedPool, pages: Sequence[str], sources: list[int], done: list[bool]
+    ) -> None:
+        """Remember where anchors were read; choose again for pages that were not read."""
+        with self._lock:
+            for page, ok in zip(pages, done, strict=True):
+                if not ok:
+                    self._chosen.pop(page, None)
+                    self._anchored.pop(page, None)
+            if pool.name == _ANCHOR:
+                read = zip(pages, sources, done, strict=True)
+                _remember(self._anchored, ((page, place) for page, place, ok in read if ok))
+
+    def _part(self, call: Call, stores: int) -> Call:
+        """Return a call within a call, with this store's share of the time left.
+
+        A store that hangs ends its own call only, so that the next store can answer.
+        """
+        return Call(call.seconds_left / stores)
+
+
+def _ask(
+    store: PageStore,
+    pools: Sequence[ServedPool],
+    pages: Sequence[str],
+    call: Call,
+    present: BoolArray,
+) -> None:
+    """Set which pages a store has, [pools, pages]; later pools only where the first one is."""
+    asked = np.arange(len(pages))
+    for row, pool in enumerate(pools):
+        if not len(asked):
+            return
+        present[row, asked] = store.exists(pool, [pages[n] for n in asked.tolist()], call)
+        if not row:
+            asked = np.flatnonzero(present[0])
+
+
+def _scores(pools: Sequence[ServedPool], present: BoolArray) -> npt.NDArray[np.int64]:
+    """Return 0 for pages that are not whole, else 1 and one more for each trailing state."""
+    trailing = np.array([pool.trailing for pool in pools], dtype=np.bool_)
+    whole = present[~trailing].all(axis=0)
+    scores: npt.NDArray[np.int64] = np.where(whole, 1 + present[trailing].sum(axis=0), 0)
+    return scores
+
+
+def _best_score(pools: Sequence[ServedPool]) -> int:
+    return 1 + sum(pool.trailing for pool in pools)
+
+
+def _remember(choices: dict[str, int], found: Iterable[tuple[str, int]]) -> None:
+    """Set choices, the newest last, and forget the oldest above the bound."""
+    for page, place in found:
+        choices.pop(page, None)
+        choices[page] = place
+    while len(choices) > _MOST_CHOICES:
+        del choices[next(iter(choices))]
