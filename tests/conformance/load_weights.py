@@ -1,0 +1,78 @@
+"""Tell which settings and files SGLang loads weights by.
+
+Runs inside the SGLang environment: `load_weights.py FILE`, a JSON object with settings (names of
+server arguments), directories (of models) and quantizations (contents of hf_quant_config.json).
+Prints a JSON object: the defaults of these settings; the load formats; for each directory, the file
+names that each loader of safetensors files would read; the method of each quantisation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from tests.conformance import sglang_env
+else:
+    import sglang_env
+
+# runai_streamer needs a package that is not installed here.
+_LOADERS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "mistral")
+
+
+def main() -> None:
+    """Answer the question of the file that the command line names."""
+    question = json.loads(Path(sys.argv[1]).read_text())
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = _answer(question)
+    print(json.dumps(answer))
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return {
+        "defaults": _defaults(question["settings"]),
+        "load_formats": LOAD_FORMAT_CHOICES,
+        "files": [
+            {load_format: _files(directory, load_format) for load_format in _LOADERS}
+            for directory in question["directories"]
+        ],
+        "methods": [
+            ModelConfig._parse_modelopt_quant_config(None, config)["quant_method"]
+            for config in question["quantizations"]
+        ],
+    }
+
+
+def _defaults(names: list[str]) -> dict[str, Any]:
+    from msgspec.structs import fields
+    from sglang.srt.arg_groups.fields.model import Model
+    from sglang.srt.arg_groups.fields.spec import Spec
+
+    defaults = {field.name: field.default for form in (Model, Spec) for field in fields(form)}
+    return {name: defaults[name] for name in names}
+
+
+def _files(directory: str, load_format: str) -> list[str]:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader import loader as loaders
+
+    loader = loaders.get_model_loader(LoadConfig(load_format=load_format))
+    # Without arguments of a server, checksums are not compared.
+    with mock.patch.object(loaders, "get_server_args", return_value=None):
+        try:
+            _, paths, *_ = loader._prepare_weights(directory, None, True)
+        except RuntimeError:  # no file that this loader takes
+            return []
+    return sorted(Path(path).name for path in paths)
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()
