@@ -6,28 +6,22 @@ import re
 import time
 from collections.abc import Callable
 from datetime import datetime
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from hicachectl.checks.registry import page_codes, remedies
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
-}
 _LONGEST_S = 100 * 365.25 * 86400
 _LATEST_S = 2**63 // 10**9 - 1  # stores keep times as nanoseconds in 64 bits
-_TOO_LARGE = 2**63
 
 
 def _shown(value: str) -> str:
@@ -88,19 +82,10 @@ class Size(click.ParamType[Any]):
         """Parse a text; pass a number through."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?i?B?)", value)
-        if match is None or match[2] not in _UNITS:
-            self.fail(
-                f"{_shown(value)} is not a size; write 200GiB, 1.5TB or a number of bytes",
-                param,
-                ctx,
-            )
-        nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
-        if nbytes < self.least:
-            self.fail(f"{_shown(value)} is less than {self.least} bytes", param, ctx)
-        if nbytes >= _TOO_LARGE:
-            self.fail(f"{_shown(value)} is 8 EiB or more", param, ctx)
-        return nbytes
+        try:
+            return parse_size(value, self.least)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 class NameList(click.ParamType[Any]):
