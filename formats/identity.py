@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.pools import model_layer_count
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import IDENTITY_BYTES
 
@@ -59,13 +60,11 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
     layers = len(spec.layers) + spec.padding_layers
     if not profile.weights or (spec.nbytes and not (spec.tensors and layers)):
         return None
-    pool = profile.pool(spec.pool)
-    drafted = pool is not None and (pool.is_draft or pool.packed_draft_layers > 0)
     return Identity(
         model=profile.key_model,
         weights=profile.weights,
         # A draft without weights of its own comes from the target's checkpoint (NextN).
-        draft_weights=(profile.draft_weights or profile.weights) if drafted else "",
+        draft_weights=(profile.draft_weights or profile.weights) if _drafts(profile, spec) else "",
         pool=spec.pool,
         part=spec.coordinate.part,
         dtype="+".join(dict.fromkeys(tensor.dtype for tensor in spec.tensors)),
@@ -73,6 +72,15 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
         page_size=profile.page_size,
         layer_bytes=spec.nbytes // layers if layers else 0,
     )
+
+
+def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
+    """Return whether a draft wrote some of a spec's bytes; packed layers are on the last stage."""
+    pool = profile.pool(spec.pool)
+    if pool is None or not spec.layers:
+        return False
+    packed = pool.packed_draft_layers > 0 and spec.layers[-1] >= model_layer_count(profile)
+    return pool.is_draft or packed
 
 
 def profile_identities(profile: Profile, scheme: str) -> dict[Affix, Identity]:
