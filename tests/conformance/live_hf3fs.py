@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.conformance import rank_pools, sglang_env, write_store
+    from tests.conformance import prompt_nodes, rank_pools, sglang_env, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import HF3FS_CASES, Deployment
 else:
+    import prompt_nodes
     import rank_pools
     import sglang_env
     import write_store
@@ -46,8 +47,8 @@ def main() -> None:
     deployment = case.deployments[0]
     page_size = deployment.profile["page_size"]
     chance = random.Random(0)
-    tokens = [chance.randrange(write_store.VOCABULARY) for _ in range(options.pages * page_size)]
-    pages = write_store.hash_pages(tokens, page_size)
+    tokens = [chance.randrange(prompt_nodes.VOCABULARY) for _ in range(options.pages * page_size)]
+    pages = prompt_nodes.hash_pages(tokens, page_size)
     options.hot.write_text(pages[0])
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
@@ -96,9 +97,9 @@ class _Writer:
                     pools.host["kv"].alloc(len(node) * page_size),
                     list(tokens[start * page_size :][: len(node) * page_size]),
                     hash_value=node,
-                    pool_transfers=write_store.side_transfers(pools, node),
+                    pool_transfers=prompt_nodes.side_transfers(pools, node),
                 )
-                write_store._fill_node(pools, operation, seed=0)
+                prompt_nodes.fill_node(pools, operation, seed=0)
                 self._operations.append(operation)
 
     def back_up(self, number: int) -> None:

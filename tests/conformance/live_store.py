@@ -32,11 +32,20 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conformance import page_values, rank_pools, sglang_env, write_store
+    from tests.conformance import (
+        host_pages,
+        page_values,
+        prompt_nodes,
+        rank_pools,
+        sglang_env,
+        write_store,
+    )
     from tests.conformance.rank_pools import RankPools
     from tests.conformance.store_cases import Deployment
 else:
+    import host_pages
     import page_values
+    import prompt_nodes
     import rank_pools
     import sglang_env
     import write_store
@@ -109,9 +118,9 @@ def _back_up(
             pools.host["kv"].alloc(len(node) * page_size),
             manifest["tokens"][start * page_size :][: len(node) * page_size],
         )
-        transfers = write_store.side_transfers(pools, node)
+        transfers = prompt_nodes.side_transfers(pools, node)
         operation = StorageOperation(*arguments, hash_value=node, pool_transfers=transfers)
-        write_store._fill_node(pools, operation, manifest["seed"])
+        prompt_nodes.fill_node(pools, operation, manifest["seed"])
         operations.append((arguments, slice(start, start + per_node), transfers))
     for number, pages in enumerate(prompts, 1):
         for arguments, part, transfers in operations:
@@ -168,8 +177,8 @@ def _holds(
     manifest: dict[str, Any],
 ) -> bool:
     expected = pools.values(name, page_values.page_salt(page, name, manifest["seed"]))
-    view = rank_pools.page_view(pools.host[name], kinds[name], places[name])
-    return rank_pools.holds(view, expected, kinds[name])
+    view = host_pages.page_view(pools.host[name], kinds[name], places[name])
+    return host_pages.holds(view, expected, kinds[name])
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -42,8 +42,12 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
     mha: `page` uint16 (bfloat16 bits) [k or v, layer, token, head, dim]
     mla: `page` uint16 [layer, token, dim]; uint8 [layer, token, 656] with row "fp8_scaled"
     dsa_indexer: `page` uint8 [layer, keys of all tokens then their scales]
+    opaque, logical: `page` uint8 [bytes]
     mamba: `temporal` float32 [layer, *shape], `conv_<i>` uint16 [layer, *shape]
     """
+    if pool["kind"] in ("logical", "opaque"):
+        numbers = _positions((pool.get("nbytes", 0),), salt)
+        return {"page": (numbers * 167 + (numbers >> 8)).astype(np.uint8)}
     layers = layer_count(pool)
     if pool["kind"] == "mha":
         shape = (2, layers, page_size, pool["kv_heads"], pool["head_dim"])
@@ -64,9 +68,10 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
 
 
 def layer_count(pool: Mapping[str, Any]) -> int:
-    """Return the number of layers of a pool's table, which has a count or layer numbers."""
+    """Return the number of layers of a pool's table, with packed draft layers as the last."""
     layers = pool["layers"]
-    return layers if isinstance(layers, int) else len(layers)
+    own = layers if isinstance(layers, int) else len(layers)
+    return own + int(pool.get("packed_draft_layers", 0))
 
 
 def shard(

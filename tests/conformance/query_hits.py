@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.conformance import rank_pools, read_back, sglang_env, write_store
+    from tests.conformance import prompt_nodes, rank_pools, sglang_env, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import Deployment
 else:
+    import prompt_nodes
     import rank_pools
-    import read_back
     import sglang_env
     import write_store
     from store_cases import Deployment
@@ -59,7 +59,7 @@ def _ask(
             place = write_store.place(argparse.Namespace(place=text, backend=options.backend))
             backend = write_store.make_controller(deployment, pools, place).storage_backend
             found = [
-                backend.batch_exists_v2(chain, read_back.queries(deployment.profile))
+                backend.batch_exists_v2(chain, prompt_nodes.queries(deployment.profile))
                 for chain in chains
             ]
             yield {

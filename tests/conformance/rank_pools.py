@@ -10,7 +10,6 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ else:
     import page_values
 
 HOST_RATIO = 2.0  # SGLang's default --hicache-ratio
+COMPRESSED_LAYERS = 2  # of pools of kind opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,14 @@ class RankPools:
     def add(self, table: Mapping[str, Any], device: Any, host: Any) -> None:
         name = table["name"]
         self.device[name], self.host[name] = device, host
+        if table["kind"] in ("logical", "opaque"):
+            self.layers[name] = slice(None)
+            return
         numbers, held = _numbers(table), _held(table, self.profile, self.rank)
         start = numbers.index(held[0])
-        self.layers[name] = slice(start, start + len(held))
+        # Packed draft layers follow the last stage's own.
+        packed = table.get("packed_draft_layers", 0) if held[-1] == numbers[-1] else 0
+        self.layers[name] = slice(start, start + len(held) + packed)
 
     def values(self, name: str, salt: int) -> page_values.Parts:
         """Return the values that one page of a pool must have."""
@@ -107,12 +112,14 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     profile = deployment.profile
     tables = {pool["name"]: pool for pool in profile["pools"]}
     size = pages * profile["page_size"]
+    if tables["kv"]["kind"] == "logical":
+        return _compressed_pools(RankPools(profile, rank), pages)
     if tables["kv"]["kind"] == "mla":
         device = _mla_device(profile, tables, rank, size)
     else:
         device = _mha_device(profile, tables["kv"], rank, size)
     pools = RankPools(profile, rank)
-    pools.add(tables["kv"], device, _host(device, profile))
+    pools.add(tables["kv"], device, _host(device, profile, **_packed(profile, rank, size)))
     if "indexer" in tables:
         pools.add(tables["indexer"], device, _indexer_host(device, pools))
     if "swa" in tables:
@@ -126,60 +133,6 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
         states = _mamba_device(deployment, tables["mamba"], pages)
         pools.add(tables["mamba"], states, _mamba_host(states, profile))
     return pools
-
-
-def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
-    """Return one page of a host pool as writable tensors, with page_values.logical_page's axes.
-
-    index: the page's first token index in the host pool, or a Mamba pool's slot.
-    """
-    page, end, layout = index // host.page_size, index + host.page_size, host.layout
-    if kind == "mha":
-        return {"page": _mha_view(host.kv_buffer, layout, page, slice(index, end))}
-    if kind == "mla":
-        if layout == "page_first_direct":
-            return {"page": host.kv_buffer[page].squeeze(2)}
-        if layout == "page_first":
-            return {"page": host.kv_buffer[index:end].transpose(0, 1).squeeze(2)}
-        return {"page": host.kv_buffer[:, index:end].squeeze(2)}
-    if kind == "dsa_indexer":
-        buffer = host.index_k_with_scale_buffer
-        return {"page": buffer[:, page] if layout == "layer_first" else buffer[page].squeeze(1)}
-    states = {"temporal": host.temporal_buffer}
-    states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
-    return {part: buffer[index].squeeze(1) for part, buffer in states.items()}
-
-
-def fill(view: dict[str, Any], values: page_values.Parts, kind: str) -> None:
-    """Write values into a page; padding layers after them stay unchanged."""
-    for part, array in values.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        _unpadded(view[part], array, kind).view(tensor.dtype).copy_(tensor)
-
-
-def holds(view: dict[str, Any], values: page_values.Parts, kind: str) -> bool:
-    """Return whether a page has exactly these bits."""
-    return all(
-        np.array_equal(
-            _unpadded(view[part], array, kind).contiguous().view(torch.uint8).numpy(),
-            np.ascontiguousarray(array).view(np.uint8),
-        )
-        for part, array in values.items()
-    )
-
-
-def _unpadded(tensor: Any, array: Any, kind: str) -> Any:
-    return tensor if kind == "mha" else tensor[: len(array)]
-
-
-def _mha_view(buffer: Any, layout: str, page: int, tokens: slice) -> Any:
-    if layout == "layer_first":
-        return buffer[:, :, tokens]
-    if layout == "page_first":
-        return buffer[:, tokens].transpose(1, 2)
-    if layout == "page_first_direct":
-        return buffer[:, page]
-    return buffer[:, page].permute(0, 3, 2, 1, 4)  # page_head: heads, tokens, layers
 
 
 def _numbers(table: Mapping[str, Any]) -> list[int]:
@@ -257,6 +210,53 @@ def _mla_device(
     if not profile.get("cp_layer_split"):
         return DSATokenToKVPool(**common)
     return _layer_split_device(rank, profile["cp"], common)
+
+
+def _packed(profile: Mapping[str, Any], rank: Rank, size: int) -> dict[str, Any]:
+    """Return the host pool's arguments for draft layers that are packed behind the target's."""
+    table = profile["pools"][0]
+    numbers = _numbers(table)
+    if not table.get("packed_draft_layers") or _held(table, profile, rank)[-1] != numbers[-1]:
+        return {}
+    last = {**table, "layers": numbers[-1:]}
+    drafts = [_mha_device(profile, last, rank, size) for _ in range(table["packed_draft_layers"])]
+    return {"draft_buffer_infos": [d.get_device_pool_infos()[0].buffer_info for d in drafts]}
+
+
+def _compressed_pools(pools: RankPools, pages: int) -> RankPools:
+    """Add the pools of a model like DeepSeek-V4: an anchor without bytes, and compressed pages."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
+
+    class NoDeviceMemory(DeepSeekV4TokenToKVPool):  # type: ignore[misc]
+        """A device pool that storage does not look into."""
+
+        def __init__(self) -> None:
+            self.device, self.layer_num = "cpu", COMPRESSED_LAYERS
+
+        def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> None:
+            pass
+
+    profile, device = pools.profile, NoDeviceMemory()
+    page_size, slots = profile["page_size"], int(HOST_RATIO * pages)
+    for table in profile["pools"]:
+        if table["kind"] == "logical":
+            host = LogicalHostPool(slots * page_size, page_size, layout=profile["layout"])
+        else:
+            nbytes = table["nbytes"] // COMPRESSED_LAYERS
+            buffers = [torch.zeros((1, nbytes), dtype=torch.uint8)] * COMPRESSED_LAYERS
+            host = DeepSeekV4PagedHostPool(
+                table["name"],
+                buffers,
+                nbytes,
+                slots,
+                page_size,
+                layout=profile["layout"],
+                pin_memory=False,
+                page_aligned_only=True,
+            )
+        pools.add(table, device, host)
+    return pools
 
 
 def _draft_device(

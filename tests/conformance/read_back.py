@@ -23,11 +23,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conformance import page_values, rank_pools, sglang_env, write_store
+    from tests.conformance import (
+        host_pages,
+        page_values,
+        prompt_nodes,
+        rank_pools,
+        sglang_env,
+        write_store,
+    )
     from tests.conformance.rank_pools import Rank, RankPools
     from tests.conformance.store_cases import Deployment
 else:
+    import host_pages
     import page_values
+    import prompt_nodes
     import rank_pools
     import sglang_env
     import write_store
@@ -66,29 +75,12 @@ def _read_rank(
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, len(pages))
         backend = write_store.make_controller(deployment, pools, place).storage_backend
-        found = backend.batch_exists_v2(pages, queries(profile))
+        found = backend.batch_exists_v2(pages, prompt_nodes.queries(profile))
         result |= {"hit_pages": found.kv_hit_pages, "read": {}, "wrong": {}}
         for table in profile["pools"]:
             read, wrong = _read_pool(pools, backend, table, manifest)
             result["read"][table["name"]], result["wrong"][table["name"]] = read, wrong
     return result
-
-
-def queries(profile: dict[str, Any]) -> list[Any]:
-    """Return the transfers of a prefetch; those of trailing pools have one key per window page."""
-    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-
-    transfers = []
-    for table in profile["pools"][1:]:
-        trailing = table["name"] in ("mamba", "swa")
-        transfers.append(
-            PoolTransfer(
-                name=PoolName(table["name"]),
-                keys=[""] * table.get("trailing_pages", 1) if trailing else None,
-                hit_policy=PoolHitPolicy.TRAILING_PAGES if trailing else PoolHitPolicy.ALL_PAGES,
-            )
-        )
-    return transfers
 
 
 def _read_pool(
@@ -110,7 +102,7 @@ def _read_pool(
         read.append(position)
         salt = page_values.page_salt(page, name, manifest["seed"])
         expected = pools.values(name, salt)
-        if not rank_pools.holds(rank_pools.page_view(host, kind, index), expected, kind):
+        if not host_pages.holds(host_pages.page_view(host, kind, index), expected, kind):
             wrong.append(position)
     return read, wrong
 

@@ -194,6 +194,40 @@ VARIANTS: tuple[tuple[str, str], ...] = (
     *(("mha_layouts", layout) for layout in LAYOUTS),
 )
 
+# Cases for SGLang's controller with the plug-in, which writes them to files.
+PLUGIN_CASES: dict[str, Case] = {
+    **{name: case for name, case in CASES.items() if case.sglang == NEWEST},
+    "packed_draft": Case(
+        (
+            Deployment(
+                _profile(
+                    "Qwen/Qwen3-Eagle-Tiny",
+                    [_mha("kv", 4, packed_draft_layers=1)],
+                    tp=2,
+                    speculative_algorithm="EAGLE",
+                )
+            ),
+        )
+    ),
+    "mla_draft": Case(
+        (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mla(1, name="draft")])),)
+    ),
+    "logical": Case(
+        (
+            Deployment(
+                _profile(
+                    "deepseek-ai/DeepSeek-V4-Tiny",
+                    [
+                        {"name": "kv", "kind": "logical"},
+                        {"name": "deepseek_v4_c4", "kind": "opaque", "nbytes": 8192},
+                    ],
+                    tp=2,
+                )
+            ),
+        )
+    ),
+}
+
 _SPLIT = {"layout": "page_head", "tp_lcm_size": 4}
 # Cases that SGLang writes to Mooncake: those of files, and those that only Mooncake has.
 MOONCAKE_CASES: dict[str, Case] = {

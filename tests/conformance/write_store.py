@@ -6,9 +6,9 @@ master, or SGLang's own JSON config (backend hf3fs). With files, `all` writes ev
 installed release, each to a folder of PLACE (store_cases.store_name).
 
 SGLang hashes the pages, allocates host slots, decides which objects each rank writes, and names
-them. This program only puts the values of page_values.py into the host pools and, in place of the
-radix tree, passes nodes to the controller one by one. The manifest lists every object that went
-through `HiCacheFile.set`, MooncakeStore's puts or HiCacheHF3FS's confirmations:
+them. This program only fills the host pools (prompt_nodes.py) and, in place of the radix tree,
+passes nodes to the controller one by one. The manifest lists every object that went through
+`HiCacheFile.set`, MooncakeStore's puts or HiCacheHF3FS's confirmations:
 
     case, sglang, layout, page_size, seed
     tokens        token ids of the prompt, a whole number of pages
@@ -32,16 +32,16 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
-    from tests.conformance import page_values, rank_pools, sglang_env
+    from tests.conformance import prompt_nodes, rank_pools, sglang_env
+    from tests.conformance.prompt_nodes import Prompt
     from tests.conformance.rank_pools import Rank, RankPools
     from tests.conformance.store_cases import (
         CASES,
@@ -54,12 +54,10 @@ if TYPE_CHECKING:
         store_name,
     )
 else:
-    import page_values
+    import prompt_nodes
     import rank_pools
     import sglang_env
     from store_cases import CASES, HF3FS_CASES, LAYOUTS, MOONCAKE_CASES, VARIANTS, store_name
-
-VOCABULARY = 151_936  # Qwen3's
 
 
 def main() -> None:
@@ -103,9 +101,7 @@ def write_case(name: str, case: Case, place: Place, options: argparse.Namespace)
     if len(page_sizes) > 1 or (isinstance(place, Path) and any(place.glob("*"))):
         raise SystemExit(f"{name}: one page size and an empty directory, please")
     page_size = page_sizes.pop()
-    chance = random.Random(options.seed)
-    tokens = [chance.randrange(VOCABULARY) for _ in range(options.pages * page_size)]
-    prompt = _Prompt(tokens, hash_pages(tokens, page_size), case.node_pages, options.seed)
+    prompt = prompt_nodes.random_prompt(options.pages, page_size, case.node_pages, options.seed)
     recorder = _recorder(place)
     for deployment in deployments:
         for rank in rank_pools.ranks(deployment.profile):
@@ -117,21 +113,13 @@ def write_case(name: str, case: Case, place: Place, options: argparse.Namespace)
         "layout": first["layout"],
         "page_size": page_size,
         "seed": options.seed,
-        "tokens": tokens,
+        "tokens": prompt.tokens,
         "pages": prompt.pages,
         "objects": recorder.objects,
         "ignored": recorder.ignored,
         "deployments": [dataclasses.asdict(deployment) for deployment in deployments],
         "profile": first,
     }
-
-
-def hash_pages(tokens: Sequence[int], page_size: int) -> list[str]:
-    """Return SGLang's page hashes of a prompt."""
-    from sglang.srt.mem_cache.utils import get_hash_str
-
-    hashes: list[str] = get_hash_str(list(tokens), None, page_size=page_size)
-    return hashes
 
 
 def make_controller(deployment: Deployment, pools: RankPools, place: Place) -> Any:
@@ -233,81 +221,19 @@ def _attach_mooncake(controller: Any, deployment: Deployment, master: str) -> No
 
 
 def _write_rank(
-    deployment: Deployment, rank: Rank, prompt: _Prompt, place: Place, recorder: _Recorder
+    deployment: Deployment, rank: Rank, prompt: Prompt, place: Place, recorder: _Recorder
 ) -> None:
     """Fill a rank's host pools, and have the controller back them up node by node."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import StorageOperation
-
-    page_size = deployment.profile["page_size"]
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, len(prompt.pages))
         controller = make_controller(deployment, pools, place)
         recorder.attach(controller.storage_backend, controller.storage_config)
-        pools.host["kv"].alloc(page_size)  # shifts page i away from slot i
-        for start in range(0, len(prompt.pages), prompt.node_pages):
-            node = prompt.pages[start : start + prompt.node_pages]
-            tokens = len(node) * page_size
-            operation = StorageOperation(
-                pools.host["kv"].alloc(tokens),
-                prompt.tokens[start * page_size :][:tokens],
-                hash_value=node,
-                prefix_keys=prompt.pages[:start],
-                pool_transfers=side_transfers(pools, node),
-            )
-            _fill_node(pools, operation, prompt.seed)
+        pools.host["kv"].alloc(prompt.page_size)  # shifts page i away from slot i
+        for operation in prompt_nodes.back_up_operations(pools, prompt):
+            tokens = len(operation.token_ids)
             controller._page_backup(operation)
             if operation.completed_tokens != tokens and not controller.backup_skip:
                 raise AssertionError(f"{rank}: {operation.completed_tokens} of {tokens} stored")
-
-
-def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
-    """Return a node's transfers of the pools other than kv, as the tree's components build them.
-
-    mamba: the node's end (unified_cache/components/mamba.py); swa: its last pages (swa.py);
-    the others go with kv (SidecarPoolSpec, hybrid_pool_assembler.py).
-    """
-    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-
-    transfers = []
-    for table in pools.profile["pools"][1:]:
-        name = PoolName(table["name"])
-        if table["name"] not in ("mamba", "swa"):
-            transfers.append(PoolTransfer(name=name, indices_from_pool=PoolName.KV))
-            continue
-        host = pools.host[table["name"]]
-        keys = list(node[-table.get("trailing_pages", 1) :])
-        transfers.append(
-            PoolTransfer(
-                name=name,
-                host_indices=host.alloc(len(keys) * host.page_size),
-                keys=keys,
-                hit_policy=PoolHitPolicy.TRAILING_PAGES,
-            )
-        )
-    return transfers
-
-
-def _fill_node(pools: RankPools, operation: Any, seed: int) -> None:
-    """Write the expected values of an operation's pages into the host pools."""
-    kinds = {pool["name"]: pool["kind"] for pool in pools.profile["pools"]}
-    for name, page, index in _placed_pages(pools, operation):
-        values = pools.values(name, page_values.page_salt(page, name, seed))
-        rank_pools.fill(
-            rank_pools.page_view(pools.host[name], kinds[name], index), values, kinds[name]
-        )
-
-
-def _placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield (pool, page hash, host index) of every page that an operation moves."""
-    spans: list[Any] = [("kv", operation.hash_value, operation.host_indices)]
-    for transfer in operation.pool_transfers:
-        # Sidecars of kv have no keys until the controller resolves them.
-        own = transfer.indices_from_pool is None
-        source = (transfer.keys, transfer.host_indices) if own else spans[0][1:]
-        spans.append((transfer.name.value, *source))
-    for name, keys, indices in spans:
-        for number, page in enumerate(keys):
-            yield name, page, int(indices[number * pools.host[name].page_size])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -318,16 +244,6 @@ class Hf3fsConfig:
 
 
 Place = Path | Hf3fsConfig | str  # a directory of files, 3FS, or host:port of a Mooncake master
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt of whole pages, and its node size in the radix tree."""
-
-    tokens: list[int]
-    pages: list[str]
-    node_pages: int
-    seed: int
 
 
 _CLIENTS: list[Any] = []

@@ -1,0 +1,96 @@
+"""Pages of SGLang's host pools, as arrays with the axes of page_values.logical_page.
+
+Runs inside the SGLang environment, after sglang_env.prepare().
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from tests.conformance import page_values
+
+
+def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
+    """Return one page of a host pool as writable tensors, with page_values.logical_page's axes.
+
+    index: the page's first token index in the host pool, or a Mamba pool's slot.
+    """
+    page, end, layout = index // host.page_size, index + host.page_size, host.layout
+    if kind == "mha":
+        return {"page": _mha_view(host.kv_buffer, layout, page, slice(index, end))}
+    if kind == "mla":
+        return {"page": _mla_view(host.kv_buffer, layout, page, slice(index, end))}
+    if kind == "dsa_indexer":
+        buffer = host.index_k_with_scale_buffer
+        return {"page": buffer[:, page] if layout == "layer_first" else buffer[page].squeeze(1)}
+    if kind == "logical":
+        return {"page": torch.empty(0, dtype=torch.uint8)}
+    if kind == "opaque":
+        if layout == "layer_first":
+            raise NotImplementedError("no case has compressed pages in layer_first")
+        return {"page": host.kv_buffer[page].view(-1)}
+    states = {"temporal": host.temporal_buffer}
+    states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
+    return {part: buffer[index].squeeze(1) for part, buffer in states.items()}
+
+
+def fill(view: dict[str, Any], values: page_values.Parts, kind: str) -> None:
+    """Write values into a page; padding layers after them stay unchanged."""
+    for part, array in values.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        _unpadded(view[part], array, kind).view(tensor.dtype).copy_(tensor)
+
+
+def holds(view: dict[str, Any], values: page_values.Parts, kind: str) -> bool:
+    """Return whether a page has exactly these bits."""
+    return all(
+        np.array_equal(
+            _unpadded(view[part], array, kind).contiguous().view(torch.uint8).numpy(),
+            np.ascontiguousarray(array).view(np.uint8),
+        )
+        for part, array in values.items()
+    )
+
+
+def spoil(view: dict[str, Any], byte: int) -> None:
+    """Fill a page with one byte."""
+    for tensor in view.values():
+        tensor.copy_(_one_byte(tensor, byte))
+
+
+def is_spoiled(view: dict[str, Any], byte: int) -> bool:
+    """Return whether all bytes of a page are this one."""
+    return all(
+        bool((tensor.contiguous().view(torch.uint8) == byte).all()) for tensor in view.values()
+    )
+
+
+def _one_byte(tensor: Any, byte: int) -> Any:
+    bytes_of_one = torch.full((tensor.element_size(),), byte, dtype=torch.uint8)
+    return bytes_of_one.view(tensor.dtype).expand(tensor.shape)
+
+
+def _unpadded(tensor: Any, array: Any, kind: str) -> Any:
+    return tensor if kind in ("mha", "opaque") else tensor[: len(array)]
+
+
+def _mha_view(buffer: Any, layout: str, page: int, tokens: slice) -> Any:
+    if layout == "layer_first":
+        return buffer[:, :, tokens]
+    if layout == "page_first":
+        return buffer[:, tokens].transpose(1, 2)
+    if layout == "page_first_direct":
+        return buffer[:, page]
+    return buffer[:, page].permute(0, 3, 2, 1, 4)  # page_head: heads, tokens, layers
+
+
+def _mla_view(buffer: Any, layout: str, page: int, tokens: slice) -> Any:
+    if layout == "page_first_direct":
+        return buffer[page].squeeze(2)
+    if layout == "page_first":
+        return buffer[tokens].transpose(0, 1).squeeze(2)
+    return buffer[:, tokens].squeeze(2)
