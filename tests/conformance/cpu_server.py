@@ -118,6 +118,11 @@ class CpuServer(Closing):
             raise
 
     @property
+    def url(self) -> str:
+        """The server's URL."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
     def alive(self) -> bool:
         """Whether the server runs and answers."""
         with contextlib.suppress(OSError):
@@ -234,7 +239,7 @@ class CpuServer(Closing):
 
     def _call(self, method: str, path: str, document: object = None) -> tuple[int, str]:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            f"{self.url}{path}",
             json.dumps(document).encode() if document is not None else None,
             {"Content-Type": "application/json", "Authorization": f"Bearer {_ADMIN}"},
             method=method,
