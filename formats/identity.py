@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.pools import model_layer_count
@@ -90,3 +90,39 @@ def profile_identities(profile: Profile, scheme: str) -> dict[Affix, Identity]:
     """
     found = {spec.affix: object_identity(profile, spec) for spec in object_specs(profile, scheme)}
     return {affix: identity for affix, identity in found.items() if identity is not None}
+
+
+def deployment_tag(
+    anchor: Identity, *, tp_size: int | None, pp_size: int, draft_weights: str = ""
+) -> str:
+    """Return the `extra_backend_tag` of a deployment's Mooncake keys: 32 hex digits.
+
+    All objects of a group need one tag, so it is equal on all ranks and stages: of the pools it
+    names only the anchor, which each stage has. Sizes of a sidecar are checked at each read.
+
+    anchor: of the anchor's page with all parts.
+    tp_size: attention TP ranks that keys name; None if the ranks share the anchor. With fewer heads
+        than ranks, objects of one rank but other TP sizes have equal bytes of other heads.
+    draft_weights: of the deployment's draft, also on stages without it; "" without a draft.
+    """
+    facts = asdict(replace(anchor, part=None, draft_weights=draft_weights))
+    text = json.dumps([facts, tp_size, pp_size], sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).hexdigest()
+
+
+def profile_tag(profile: Profile) -> str | None:
+    """Return the `deployment_tag` of a profile; None if the profile does not name the weights.
+
+    Raises like `spec.object_specs`.
+    """
+    anchor = next(spec for spec in object_specs(profile, "file") if spec.anchor)
+    identity = object_identity(profile, anchor)
+    if identity is None:
+        return None
+    drafted = any(pool.is_draft or pool.packed_draft_layers for pool in profile.pools)
+    return deployment_tag(
+        identity,
+        tp_size=None if profile.rank_replicated else profile.tp,
+        pp_size=profile.pp,
+        draft_weights=(profile.draft_weights or profile.weights) if drafted else "",
+    )
