@@ -57,18 +57,21 @@ class FilePages(PageStore):
         digest: str = "xxh3",
         reads_unstamped: bool = False,
         replaces_foreign: bool = True,
+        reads_only: bool = False,
         threads: int = 4,
     ) -> None:
         """Serve from the directory of a `file:` URL, which `open` opens.
 
         digest: kind of new trailers. reads_unstamped: files without a trailer are pages.
-        replaces_foreign: writes replace files of another identity.
+        replaces_foreign: writes replace files of another identity. reads_only: change nothing in
+        the directory, and do not create it.
         """
         self._url = url
         self.counters = counters
         self._digest = digest
         self._reads_unstamped = reads_unstamped
         self._replaces_foreign = replaces_foreign
+        self._reads_only = reads_only
         self._threads = threads
         self._readers = Workers(threads, "hicachectl-read")
         self._writers = Workers(threads, "hicachectl-write")
@@ -111,7 +114,7 @@ class FilePages(PageStore):
                 self.counters.count("gone")
                 return False
             if self._is_refused(found.problem, pool, pages[index]):
-                if found.problem == "damaged":
+                if found.problem == "damaged" and not self._reads_only:
                     call.check()
                     self._discard(pool, pages[index], found.inode)
                 return False
@@ -199,13 +202,9 @@ class FilePages(PageStore):
         if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
             return
         try:
-            if self._directory is None:
-                folders = self._url.params.get("folders") is not None or None
-                self._directory = ObjectDirectory.create(self._url.path, folders=folders)
+            if self._directory is None or self._directory.vanished:
                 self._files = {}
-            elif self._directory.vanished:
-                self._directory.reopen()
-                self._files = {}
+                self._directory = self._directory_now(self._directory)
             for pool in self._pools.values():
                 if pool.name not in self._files:
                     self._files[pool.name] = self._begun(self._directory, pool)
@@ -214,6 +213,16 @@ class FilePages(PageStore):
             self.counters.refused("unopened", reason_of(error))
         finally:
             self._opening.release()
+
+    def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
+        """Return the directory that the path names; make it unless this store is only read."""
+        if self._reads_only:
+            return ObjectDirectory.open(self._url.path)
+        if earlier is None:
+            folders = self._url.params.get("folders") is not None or None
+            return ObjectDirectory.create(self._url.path, folders=folders)
+        earlier.reopen()
+        return earlier
 
     def _begun(self, directory: ObjectDirectory, pool: ServedPool) -> PageFiles:
         """Return a pool's files, after writing their marker."""
@@ -225,7 +234,7 @@ class FilePages(PageStore):
             digest=self._digest,
             bare=self._reads_unstamped,
         )
-        if pool.writes:
+        if pool.writes and not self._reads_only:
             marker = Marker(form.suffix.decode(), form.nbytes, pool.identity, form.digest)
             trust = Trust(os.fstat(directory.descriptor), writes=True)
             with Directory(os.dup(directory.descriptor), directory.path, trust) as here:

@@ -1,0 +1,39 @@
+"""Open the stores that the plug-in's settings name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.layers import Layers
+from hicachectl.backends.urls import without_secrets
+
+if TYPE_CHECKING:
+    from hicachectl.backends.sglang.served import PageStore
+    from hicachectl.backends.sglang.settings import Settings
+    from hicachectl.backends.urls import StoreUrl
+
+
+def open_layers(settings: Settings) -> Layers:
+    """Return the stores of a server, not yet open. Raises ValueError for stores of no use."""
+    stores = [_store(settings, url, first=not n) for n, url in enumerate(settings.stores)]
+    return Layers(stores, Counters(_name(settings.stores[0])))
+
+
+def _store(settings: Settings, url: StoreUrl, *, first: bool) -> PageStore:
+    if url.scheme == "file":
+        return FilePages(
+            url,
+            Counters(_name(url)),
+            digest=settings.digest,
+            reads_unstamped=settings.unstamped == "read",
+            replaces_foreign=settings.on_foreign == "replace",
+            reads_only=not first,
+            threads=settings.threads,
+        )
+    raise ValueError(f"store: {_name(url)}: not served yet")
+
+
+def _name(url: StoreUrl) -> str:
+    return without_secrets(str(url))

@@ -1,0 +1,383 @@
+"""`HiCacheStore`: the class that SGLang loads for `--hicache-storage-backend dynamic`.
+
+SGLang calls it from several threads: one asks what exists, one reads, one writes, and the scheduler
+attaches, clears, closes and asks for statistics (cache_controller.py, hybrid_cache_controller.py).
+Nothing raises into those threads: an exception in `get_stats` ends the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+
+from hicachectl.backends.sglang.calls import Call
+from hicachectl.backends.sglang.context import read_context, weight_version
+from hicachectl.backends.sglang.opening import open_layers
+from hicachectl.backends.sglang.pools import served_pool
+from hicachectl.backends.sglang.settings import parse_settings
+from hicachectl.formats.restorable import ALL_PAGES, PoolPages, restorable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicachectl.backends.sglang.served import ServedPool
+
+logger = logging.getLogger("hicachectl.sglang")
+
+Method = TypeVar("Method", bound="Callable[..., Any]")
+
+_FIRST_ASKED = 64  # pages; then twice as many each time, while all are there
+_MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
+
+
+def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Return default(*arguments) in place of an exception, and log it."""
+
+    def guard(method: Method) -> Method:
+        @functools.wraps(method)
+        def guarded(self: HiCacheStore, *arguments: Any, **named: Any) -> Any:
+            try:
+                return method(self, *arguments, **named)
+            except Exception as error:
+                self._counters.refused("error", f"{method.__name__}: {error!r}")
+                logger.debug("%s", method.__name__, exc_info=True)
+                return default(*arguments, **named)
+
+        return guarded  # type: ignore[return-value]
+
+    return guard
+
+
+def _no_pages(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys)
+
+
+def _no_transfers(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+
+
+class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
+    """SGLang's storage backend over stores of this package."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        """Check the configuration. Raises ValueError for what is the same on every rank.
+
+        storage_config: SGLang's HiCacheStorageConfig. kwargs: empty, from the controller.
+        """
+        self._config = storage_config
+        self._settings = parse_settings(storage_config.extra_config)
+        self._context = read_context(self._settings)
+        self._layers = open_layers(self._settings)
+        self._counters = self._layers.counters
+        self._pools: dict[str, ServedPool] = {}
+        self._complete = False  # all pools of the attachment are registered
+        # Pages whose sidecars failed, until their KV has been refused.
+        self._failed: OrderedDict[str, None] = OrderedDict()
+        self._moved = _Moved(storage_config.enable_storage_metrics)
+
+    # attaching, in the scheduler's thread
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Register the host pool of the anchor. Raises ValueError if it cannot be served."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._add(PoolName.KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Register any host pool. Raises ValueError if it cannot be served, until all are known.
+
+        A pool that comes later and cannot be served is a miss.
+        """
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) in self._pools:
+            return
+        try:
+            self._add(host_pool_name, host_pool)
+        except ValueError as error:
+            if not self._complete:
+                raise
+            self._counters.refused("unserved", str(error))
+
+    def _add(self, name: Any, host_pool: Any) -> None:
+        pool = served_pool(str(name), host_pool, self._config, self._context)
+        self._layers.add(pool)
+        self._pools[pool.name] = pool
+
+    @_never_raises(lambda: None)
+    def on_host_pools_registered(self) -> None:
+        """Open the stores."""
+        self._complete = True
+        with self._call() as call:
+            self._layers.open(call)
+
+    @_never_raises(lambda: None)
+    def clear(self) -> None:
+        """Make all objects of this rank misses, unless `on_clear` refuses."""
+        if self._settings.on_clear == "refuse":
+            logger.warning("%s: not cleared, since on_clear is refuse", self._counters.place)
+            return
+        with self._call() as call:
+            self._layers.clear(call)
+
+    @_never_raises(lambda: None)
+    def close(self) -> None:
+        """Release everything; later calls are misses."""
+        self._layers.close()
+
+    def get_stats(self) -> Any:
+        """Return SGLang's StorageMetrics of the reads and writes since the last call, or None."""
+        return self._moved.take()
+
+    # asking
+
+    @_never_raises(lambda *_, **__: False)
+    def exists(self, key: str) -> bool:
+        """Return whether a page's anchor can be read."""
+        return self.batch_exists([key]) == 1
+
+    @_never_raises(lambda *_, **__: 0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Return how many leading pages have an anchor that can be read."""
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
+
+    @_never_raises(lambda *_, **__: PoolTransferResult.empty())
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: Sequence[Any] | None = None,
+        extra_info: Any = None,
+    ) -> Any:
+        """Return how many leading pages every pool can restore, and all such lengths."""
+        transfers = [t for t in pool_transfers or () if _gates(t)]
+        names = [str(PoolName.KV), *(str(transfer.name) for transfer in transfers)]
+        pools = [self._pools.get(name) for name in names]
+        if not keys or not self._is_current() or pools[0] is None:
+            return PoolTransferResult.empty()
+        found = self._present(pools, keys)
+        windows = [ALL_PAGES, *(_window(transfer) for transfer in transfers)]
+        pages = [PoolPages(row, window) for row, window in zip(found, windows, strict=True)]
+        return _result(names, pages)
+
+    def _present(self, pools: Sequence[ServedPool | None], keys: list[str]) -> Any:
+        """Return which pages of each pool can be read: [pools, pages] bool.
+
+        Pages after the first one without an anchor count as absent, since no prefix reaches them.
+        """
+        present = np.zeros((len(pools), len(keys)), dtype=np.bool_)
+        known = [row for row, pool in enumerate(pools) if pool is not None]
+        start, length = 0, _FIRST_ASKED
+        with self._call() as call:
+            while start < len(keys):
+                asked = slice(start, start + length)
+                served = [pool for pool in pools if pool is not None]
+                present[known, asked] = self._layers.exists(served, keys[asked], call)
+                if not present[0, asked].all():
+                    break
+                start, length = start + length, length * 2
+        return present
+
+    # reading
+
+    @_never_raises(_no_pages)
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Read pages of the anchor's pool into the host pool. Return which were read whole."""
+        return self._read(str(PoolName.KV), keys, host_indices)
+
+    @_never_raises(_no_transfers)
+    def batch_get_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """Read pages of other pools."""
+        return {t.name: self._read(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+
+    def _read(self, name: str, keys: list[str], host_indices: Any) -> list[bool]:
+        pool = self._pools.get(name)
+        if pool is None or not keys or not self._is_current():
+            return [False] * len(keys)
+        begun = time.perf_counter()
+        with self._call() as call:
+            pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
+            read = self._layers.read(pool, keys, pieces, call)
+        self._moved.read(sum(read), pool.nbytes, time.perf_counter() - begun)
+        return read
+
+    # writing
+
+    @_never_raises(_no_pages)
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
+        """Write pages of the anchor's pool, except those with a failed sidecar."""
+        failed = [key in self._failed for key in keys]
+        for key in keys:
+            self._failed.pop(key, None)
+        if any(failed):
+            self._counters.refused("half", "kv is not written where a sidecar failed", sum(failed))
+        return self._write(str(PoolName.KV), keys, host_indices, failed)
+
+    @_never_raises(_no_transfers)
+    def batch_set_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[Any, list[bool]]:
+        """Write pages of other pools; remember those that failed and that every page needs."""
+        results = {}
+        for transfer in transfers:
+            keys = transfer.keys or []
+            written = self._write(str(transfer.name), keys, transfer.host_indices)
+            results[transfer.name] = written
+            if _gates(transfer) and _window(transfer) == ALL_PAGES:
+                self._remember(key for key, ok in zip(keys, written, strict=True) if not ok)
+        return results
+
+    def _write(
+        self, name: str, keys: list[str], host_indices: Any, skip: Sequence[bool] = ()
+    ) -> list[bool]:
+        pool = self._pools.get(name)
+        if pool is None or not pool.writes or not keys or not self._is_current():
+            return [False] * len(keys)
+        wanted = [index for index in range(len(keys)) if not (skip and skip[index])]
+        written = [False] * len(keys)
+        begun = time.perf_counter()
+        with self._call() as call:
+            pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
+            done = self._layers.write(
+                pool, [keys[n] for n in wanted], [pieces[n] for n in wanted], call
+            )
+        for index, ok in zip(wanted, done, strict=True):
+            written[index] = ok
+        self._moved.written(sum(written), pool.nbytes, time.perf_counter() - begun)
+        return written
+
+    def _remember(self, pages: Any) -> None:
+        for page in pages:
+            self._failed[page] = None
+        while len(self._failed) > _MOST_FAILED:
+            self._failed.popitem(last=False)
+
+    def _call(self) -> Call:
+        return Call(self._settings.op_timeout)
+
+    def _is_current(self) -> bool:
+        """Return whether the weights have a name, and are still those of the attachment."""
+        if self._context.unreadable:
+            self._counters.refused("unnamed-weights", self._context.unreadable)
+            return False
+        version = weight_version()
+        if version != self._context.weight_version:
+            self._counters.refused(
+                "new-weights", f"the server's weight version is now {version!r}; attach again"
+            )
+            return False
+        return True
+
+    # flat pages, which SGLang uses only without interface_v1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Return None: there are no flat pages."""
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[None]:
+        """Return None for each page."""
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Return False: there are no flat pages."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Return False."""
+        return False
+
+
+def _gates(transfer: Any) -> bool:
+    """Return whether a pool decides how much can be restored.
+
+    BLOCK_GROUPS pools never do (hicache_storage.py :: PoolHitPolicy).
+    """
+    return transfer.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+
+
+def _window(transfer: Any) -> int:
+    """Return how many last pages of a prefix need the pool, or ALL_PAGES."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return ALL_PAGES
+    return max(1, len(transfer.keys or ()))
+
+
+def _result(names: Sequence[str], pools: Sequence[PoolPages]) -> Any:
+    """Return SGLang's result from the pages of each pool, the anchor's first."""
+    offsets = np.array([0, len(pools[0].present)], dtype=np.int64)
+    lengths = np.flatnonzero(restorable(pools, offsets)) + 1
+    hits = {}
+    for name, pool in zip(names, pools, strict=True):
+        alone = [pools[0]] if pool is pools[0] else [pools[0], pool]
+        own = np.flatnonzero(restorable(alone, offsets)) + 1
+        if len(own):
+            hits[PoolName(name)] = int(own[-1])
+    return PoolTransferResult(int(lengths[-1]) if len(lengths) else 0, hits, lengths.tolist())
+
+
+def _first_indices(pool: ServedPool, keys: Sequence[str], host_indices: Any) -> list[int]:
+    """Return the first host index of each page.
+
+    host_indices: int64 tensor, contiguous within a page. Raises ValueError if the length is wrong.
+    """
+    count = 0 if host_indices is None else int(host_indices.numel())
+    if count != len(keys) * pool.page_indices:
+        raise ValueError(f"{pool.name}: {count} host indices for {len(keys)} pages")
+    indices: list[int] = host_indices[:: pool.page_indices].tolist()
+    return indices
+
+
+class _Moved:
+    """Pages and rates of reads and writes, as SGLang's StorageMetrics wants them."""
+
+    def __init__(self, wanted: bool) -> None:
+        """wanted: SGLang will `take` the metrics."""
+        self._wanted = wanted
+        self._metrics: Any = None
+
+    def read(self, pages: int, nbytes: int, seconds: float) -> None:
+        if pages and self._wanted:
+            metrics = self._kept()
+            metrics.prefetch_pgs.append(pages)
+            metrics.prefetch_bandwidth.append(pages * nbytes / seconds / 1e9)
+
+    def written(self, pages: int, nbytes: int, seconds: float) -> None:
+        if pages and self._wanted:
+            metrics = self._kept()
+            metrics.backup_pgs.append(pages)
+            metrics.backup_bandwidth.append(pages * nbytes / seconds / 1e9)
+
+    def take(self) -> Any:
+        """Return what was moved since the last call, or None."""
+        metrics, self._metrics = self._metrics, None
+        return metrics
+
+    def _kept(self) -> Any:
+        if self._metrics is None:
+            from sglang.srt.observability.metrics_collector import StorageMetrics
+
+            self._metrics = StorageMetrics()
+        return self._metrics
