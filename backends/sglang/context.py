@@ -1,0 +1,219 @@
+"""What the running server says of its model, which no registered pool shows.
+
+Source: SGLang srt/runtime_context.py; the fields are in srt/arg_groups/fields/.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.disk.weights import read_checkpoint
+from hicachectl.backends.sglang.calls import Call, Workers
+from hicachectl.backends.urls import without_secrets
+from hicachectl.formats.errors import FormatError, HicacheError, ProfileError
+from hicachectl.formats.models.dtypes import stated_kv_dtype
+from hicachectl.formats.models.loading import SETTINGS, loaded_weights
+from hicachectl.formats.weights import Checkpoint, served_weights
+from hicachectl.formats.wording import reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.backends.sglang.settings import Settings
+
+_LONGEST_READ_S = 300.0  # of the weights; other ranks wait for this one at most that long
+_NAME_THEM = 'name the weights in "identity"'
+# Choose the order of rows, or their form, without a change of size: memory_pool.py ::
+# MHATokenToKVPool, deepseek_v4_memory_pool.py :: select_dsv4_kv_layout, kv_cache_configurator.py.
+_ROW_FORMS = (
+    "SGLANG_AITER_KV_CACHE_LAYOUT",
+    "SGLANG_DSV4_COMPRESSED_KV_LAYOUT",
+    "SGLANG_DSV4_COMPRESS_STATE_DTYPE",
+    "SGLANG_DSV4_KV_LAYOUT",
+    "SGLANG_DSV4_UNIFIED_KV_FP8",
+    "SGLANG_USE_HND_KVCACHE",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """A server at the time when a store is attached.
+
+    weights, draft_weights: texts that name them, for `Identity`; draft_weights is "" without
+        speculation.
+    unreadable: why this host cannot name the weights, so that all its pages are misses; else "".
+    weight_version: SGLang's own name of the weights, which changes with an online update.
+    page_size: tokens of a page.
+    fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
+    row_form: environment variables that choose a form of rows; "" for the default.
+    opaque_rows: what decides the form of rows that hicachectl does not interpret.
+    schemes: URL schemes of the stores.
+    """
+
+    weights: str
+    draft_weights: str = ""
+    unreadable: str = ""
+    weight_version: str | None = None
+    page_size: int = 1
+    fp8: str = "float8_e4m3fn"
+    draft_fp8: str = "float8_e4m3fn"
+    row_form: str = ""
+    opaque_rows: str = "uint8"
+    schemes: tuple[str, ...] = ("file",)
+
+
+def read_context(settings: Settings) -> Context:
+    """Return the context of this process's server; reads the weights' files if it must.
+
+    Raises ValueError for a server that cannot be served; the reasons are equal on all its ranks.
+    """
+    from sglang.srt import runtime_context as runtime
+
+    model, spec, memory = runtime.get_model(), runtime.get_spec(), runtime.get_memory()
+    if memory.hicache_host_memory_mode == "buffer_only":
+        raise ValueError(
+            "hicache_host_memory_mode: 'buffer_only' is not supported, as SGLang then believes in "
+            "pages without asking the store; start with --hicache-host-memory-mode cache"
+        )
+    facts = {name: _leaf((model, spec), name) for name in SETTINGS}
+    weights = _Weights(settings.identity, facts, model.download_dir)
+    names = [weights.name("model_path", model.model_path, model.revision, draft=False)]
+    if spec.speculative_algorithm == "UNO" and settings.identity == "auto":
+        raise ValueError(
+            "identity: 'auto' does not suffice: speculative_algorithm: 'UNO': the draft's weights "
+            f"are an adapter; {_NAME_THEM}"
+        )
+    if spec.speculative_algorithm not in (None, "NGRAM"):  # NGRAM drafts without a model
+        path = spec.speculative_draft_model_path or model.model_path
+        revision = spec.speculative_draft_model_revision or model.revision
+        names.append(weights.name("speculative_draft_model_path", path, revision, draft=True))
+    dtype = model.kv_cache_dtype
+    forms = [f"{name}={os.environ[name]}" for name in _ROW_FORMS if os.environ.get(name)]
+    return Context(
+        weights=names[0],
+        draft_weights=names[1] if len(names) > 1 else "",
+        unreadable=weights.unreadable,
+        weight_version=weight_version(),
+        page_size=runtime.get_schedule().page_size,
+        fp8=_fp8(dtype),
+        draft_fp8=_fp8(spec.speculative_draft_kv_cache_dtype or dtype),
+        row_form="+".join(forms),
+        opaque_rows="+".join(["uint8", str(dtype), *_kernels(runtime)]),
+        schemes=tuple(store.scheme for store in settings.stores),
+    )
+
+
+def weight_version() -> str | None:
+    """Return SGLang's name of the weights that are loaded now (scheduler.py ::
+    record_weight_version_change).
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    version = get_serving().weight_version
+    return None if version is None else str(version)
+
+
+class _Weights:
+    """Names of the weights that a server loaded.
+
+    identity: of `Settings`. facts: values of `formats.models.loading.SETTINGS`. cache: of the Hub;
+    None for the default. unreadable: the first reason why this host could not name some; "" if it
+    could.
+    """
+
+    def __init__(self, identity: str, facts: Mapping[str, Any], cache: str | None) -> None:
+        self._identity = identity
+        self._facts = facts
+        self._cache = cache
+        self._read: dict[tuple[str, str | None], Checkpoint] = {}  # a target may hold its draft
+        self.unreadable = ""
+
+    def name(self, field: str, path: str, revision: str | None, *, draft: bool) -> str:
+        """Return the name of a model's weights; "" if unreadable. Raises ValueError."""
+        if self._identity != "auto":
+            return _updated(self._identity)
+        try:  # first without the files, so that all ranks refuse alike
+            loaded_weights(Checkpoint("", {}), self._facts, draft=draft)
+        except ProfileError as error:
+            raise ValueError(f"identity: 'auto' does not suffice: {error}; {_NAME_THEM}") from None
+        if "://" in path or path.lower().endswith(".gguf"):
+            raise ValueError(
+                f"identity: 'auto' does not suffice: {field}: {without_secrets(path)} is not a "
+                f"directory of safetensors files; {_NAME_THEM}"
+            )
+        try:
+            if (path, revision) not in self._read:
+                self._read[path, revision] = self._checkpoint(path, revision)
+            return _updated(loaded_weights(self._read[path, revision], self._facts, draft=draft))
+        except (HicacheError, OSError) as error:
+            self.unreadable = self.unreadable or f"{reason_of(error)}; {_NAME_THEM}"
+            return ""
+
+    def _checkpoint(self, path: str, revision: str | None) -> Checkpoint:
+        """Read a model directory, or the Hub's snapshot of it. Raises HicacheError."""
+        directory = Path(path)
+        if not directory.exists():
+            directory = _snapshot(path, revision, self._cache)
+        workers = Workers(1, "weights")
+        try:
+            (found,) = workers.map(Call(_LONGEST_READ_S), read_checkpoint, [(directory,)])
+        finally:
+            workers.close()
+        if found is None:
+            raise FormatError(f"{path}: was not read within {_LONGEST_READ_S:.0f} s")
+        return found
+
+
+def _updated(name: str) -> str:
+    """Return the name of weights after online updates that gave them a version, else `name`."""
+    from sglang.srt.runtime_context import get_context
+
+    if not any("weight_version" in fields for _, fields in get_context().overrides_log()):
+        return name
+    return served_weights(name, weight_version=weight_version())
+
+
+def _snapshot(name: str, revision: str | None, cache: str | None) -> Path:
+    """Return the local files of a model on the Hub, from which SGLang loaded it.
+
+    Source: model_loader/weight_utils.py :: download_weights_from_hf. Raises FormatError.
+    """
+    hub = import_module("huggingface_hub")
+    try:
+        return Path(
+            hub.snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except (OSError, ValueError) as error:  # the Hub's own errors derive from them
+        raise FormatError(
+            f"{name}: neither a directory nor in this host's Hugging Face cache"
+        ) from error
+
+
+def _leaf(bags: tuple[Any, ...], name: str) -> Any:
+    """Return a setting from the namespace that has it; None if there is none."""
+    return next((value for bag in bags if (value := getattr(bag, name, None)) is not None), None)
+
+
+def _fp8(dtype: str) -> str:
+    """Return the dtype of fp8 KV (mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype)."""
+    import torch
+
+    if torch.version.hip is not None:
+        from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
+
+        return str(fp8_dtype).removeprefix("torch.")
+    stated = stated_kv_dtype(dtype) or ""
+    return stated if stated.startswith("float8") else "float8_e4m3fn"
+
+
+def _kernels(runtime: Any) -> tuple[str, ...]:
+    """Return what else chooses DeepSeek-V4's rows (select_dsv4_kv_layout)."""
+    import torch
+
+    device = torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
+    backend = getattr(runtime.get_exec().kernel, "dsv4_attn_backend", None)
+    return str(backend), ".".join(map(str, device))

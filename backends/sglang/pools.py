@@ -1,0 +1,271 @@
+"""Served pools from SGLang's host pools: their keys, identities, and places in memory.
+
+A page's object has HiCacheFile's name and HiCacheFile's bytes (hicache_storage.py :: HiCacheFile,
+get_data_page of the pool), so that either reads what the other wrote.
+
+Refused is what no object can hold, or what reads wrong data. All reasons are the same on each rank:
+SGLang's ranks wait for one another after a registration (cache_controller.py ::
+attach_storage_backend).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.backends.sglang.host_pages import host_pages
+from hicachectl.backends.sglang.served import Part, ServedPool
+from hicachectl.formats.documents import shown
+from hicachectl.formats.identity import Identity
+from hicachectl.formats.kinds.pool import pool_name, pool_names
+from hicachectl.formats.layouts import PAGE_LAYOUTS
+from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.wording import not_one_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from hicachectl.backends.sglang.context import Context
+
+_BYTES = "uint8"  # structured rows, or fp8 (memory_pool.py :: KVCache.store_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """The form of a pool's pages.
+
+    dtype: as in `Identity`. layers: of the page. packed: some are of the draft, or may be. parts:
+    names, with equally many pieces each; () for one part of all pieces. alternating: SGLang lists
+    the pieces of the parts by turns, but the object holds one part after the other. sharded: TP
+    ranks hold different bytes.
+    """
+
+    dtype: str
+    layers: int
+    packed: bool = False
+    parts: tuple[str, ...] = ()
+    alternating: bool = False
+    sharded: bool = False
+
+
+def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> ServedPool:
+    """Return a pool of this rank that stores can serve.
+
+    name: SGLang's PoolName, or its text. host_pool: SGLang's. config: HiCacheStorageConfig.
+    Raises ValueError for pools and deployments that are not supported.
+    """
+    pool = str(name)
+    _check_deployment(config)
+    _check_pool(pool, host_pool, context)
+    form = _FORMS[type(host_pool).__name__](pool, host_pool, context)
+    if form.sharded and config.is_mla_model and config.tp_size > 1:
+        raise ValueError(
+            f"pool {pool}: its TP ranks hold different heads, but SGLang stores the pool of one "
+            f"rank only, as the target's kv is shared by tp_size {config.tp_size}; start without "
+            "this draft"
+        )
+    host, sizes = host_pages(pool, host_pool, len(form.parts) if form.alternating else 1)
+    nbytes = sum(sizes)
+    drafted = pool_name(pool).draft or form.packed
+    return ServedPool(
+        name=pool,
+        coordinate=_coordinate(pool, config),
+        identity=Identity(
+            model=_model(config),
+            weights=context.weights,
+            draft_weights=(context.draft_weights or context.weights) if drafted else "",
+            pool=pool,
+            dtype=form.dtype if nbytes else "",
+            layout="+".join(filter(None, (host_pool.layout, context.row_form))),
+            page_size=context.page_size,
+            layer_bytes=nbytes // form.layers if form.layers else 0,
+        ),
+        page_indices=host_pool.page_size,
+        nbytes=nbytes,
+        parts=tuple(_parts(form, sizes)),
+        trailing=pool_name(pool).trailing,
+        # hybrid_cache_controller.py :: should_backup
+        writes=pool_name(pool).states or config.is_storage_writer,
+        host=host,
+    )
+
+
+def _check_deployment(config: Any) -> None:
+    if config.dcp_size > 1:
+        raise ValueError(
+            f"dcp_size: {config.dcp_size} is not supported: SGLang stores pages under decode "
+            "context parallelism in its own file and Mooncake backends only; start with --dcp-size 1"
+        )
+    if config.should_split_heads or config.tp_lcm_size:
+        raise ValueError(
+            f"tp_lcm_size: {config.tp_lcm_size} is not supported: objects hold all heads of a "
+            "rank; remove the key"
+        )
+    if not config.model_name:
+        raise ValueError(
+            "model_name: missing, so pages of all models would mix; give --served-model-name"
+        )
+
+
+def _check_pool(name: str, host_pool: Any, context: Context) -> None:
+    known = [one.name for one in pool_names()]
+    if name not in known:
+        raise ValueError(not_one_of("pool", name, known) + "; use a newer hicachectl")
+    kind, layout = type(host_pool).__name__, host_pool.layout
+    if kind in _REFUSED:
+        raise ValueError(f"pool {name}: {_REFUSED[kind]}")
+    if getattr(host_pool, "stores_page_envelope", False):
+        raise ValueError(f"pool {name}: {_REFUSED['UnifiedPageEnvelopeHostPool']}")
+    if kind not in _FORMS:
+        raise ValueError(
+            f"pool {name}: {kind}: the host pool's form is not known; use a newer hicachectl"
+        )
+    if getattr(host_pool, "_is_dummy", False):
+        raise ValueError(
+            f"pool {name}: {kind}: has no memory on this rank (MLA host deduplication); attach the "
+            "store at the start of the server"
+        )
+    if layout not in PAGE_LAYOUTS:
+        raise ValueError(
+            not_one_of(f"pool {name}: layout", layout, PAGE_LAYOUTS)
+            + "; start with --hicache-mem-layout page_first"
+        )
+    if layout == "layer_first" and "mooncake" in context.schemes:
+        raise ValueError(
+            f"pool {name}: layout: 'layer_first' scatters a page over memory, but a Mooncake object "
+            "is one piece; start with --hicache-mem-layout page_first"
+        )
+
+
+def _model(config: Any) -> str:
+    return str(config.model_name).replace("/", "-")
+
+
+def _coordinate(pool: str, config: Any) -> Coordinate:
+    """Return the coordinate of HiCacheFile's key (hicache_storage.py :: HiCacheFile)."""
+    ranked = pool_name(pool).states or not config.is_mla_model
+    staged, split = config.pp_size > 1, config.attn_cp_size > 1
+    shard = Shard(
+        tp_rank=config.tp_rank if ranked else None,
+        tp_size=config.tp_size if ranked else None,
+        pp_rank=config.pp_rank if staged else None,
+        pp_size=config.pp_size if staged else None,
+        cp_rank=config.attn_cp_rank if split else None,
+        cp_size=config.attn_cp_size if split else None,
+    )
+    return Coordinate(_model(config), pool, shard=shard)
+
+
+def _parts(form: _Form, sizes: Sequence[int]) -> Iterator[Part]:
+    names: tuple[str | None, ...] = form.parts or (None,)
+    if not sum(sizes):
+        return
+    count = len(sizes) // len(names)
+    for number, name in enumerate(names):
+        pieces = slice(number * count, (number + 1) * count)
+        yield Part(name=name, nbytes=sum(sizes[pieces]), pieces=pieces)
+
+
+def _mha(name: str, pool: Any, context: Context) -> _Form:
+    if pool.head_dim != pool.v_head_dim:
+        raise ValueError(f"pool {name}: {_REFUSED['AsymmetricMHATokenToKVPoolHost']}")
+    return _Form(
+        dtype=_rows_dtype(name, pool, context),
+        layers=pool.layer_num,
+        packed=pool.layer_num > pool.target_layer_num,
+        parts=("k", "v"),
+        alternating=True,
+        sharded=True,
+    )
+
+
+def _mla(name: str, pool: Any, context: Context) -> _Form:
+    scaled = pool.dsa_kv_cache_store_fp8  # codes, scales and rope part in one row of bytes
+    return _Form(
+        dtype=_BYTES if scaled else _rows_dtype(name, pool, context),
+        layers=pool.layer_num,
+        packed=pool.layer_num > pool.target_layer_num,
+    )
+
+
+def _dsa_indexer(name: str, pool: Any, context: Context) -> _Form:
+    packed = pool.layer_num > pool.target_layer_num
+    return _Form(dtype=_BYTES, layers=pool.layer_num, packed=packed)
+
+
+def _mamba(name: str, pool: Any, context: Context) -> _Form:
+    parts = [f"conv_{number}" for number in range(len(pool.conv_buffer))]
+    dtypes = [_dtype(pool.conv_dtype)]
+    if pool.temporal_state_elem_size:  # layers with a convolution only have no temporal state
+        parts.insert(0, "temporal")
+        dtypes.insert(0, _dtype(pool.temporal_dtype))
+    return _Form(
+        dtype="+".join(dict.fromkeys(dtypes)),
+        layers=pool.num_mamba_layers,
+        packed=bool(pool.mtp_draft_buffer_infos),
+        parts=tuple(parts),
+    )
+
+
+def _k_only(name: str, pool: Any, context: Context) -> _Form:
+    return _Form(dtype=_rows_dtype(name, pool, context), layers=pool.layer_num)
+
+
+def _opaque(name: str, pool: Any, context: Context) -> _Form:
+    """Return the form of rows that hicachectl does not interpret.
+
+    Such pools do not show whether draft layers are among theirs.
+    """
+    packed = bool(context.draft_weights)
+    return _Form(dtype=context.opaque_rows, layers=pool.layer_num, packed=packed)
+
+
+def _opaque_halves(name: str, pool: Any, context: Context) -> _Form:
+    return replace(_opaque(name, pool, context), parts=("k", "v"), sharded=True)
+
+
+def _logical(name: str, pool: Any, context: Context) -> _Form:
+    return _Form(dtype="", layers=0)
+
+
+def _rows_dtype(name: str, pool: Any, context: Context) -> str:
+    dtype = _dtype(pool.dtype)
+    if dtype != _BYTES:
+        return dtype
+    return context.draft_fp8 if pool_name(name).draft else context.fp8
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# By class, exactly: a subclass may order its bytes differently.
+_FORMS: dict[str, Callable[[str, Any, Context], _Form]] = {
+    "DSAIndexerPoolHost": _dsa_indexer,
+    "DeepSeekV4PagedHostPool": _opaque,
+    "DeepSeekV4StateHostPool": _opaque,
+    "LogicalHostPool": _logical,
+    "MHATokenToKOnlyPoolHost": _k_only,
+    "MHATokenToKVPoolHost": _mha,
+    "MLATokenToKVPoolHost": _mla,
+    "MambaPoolHost": _mamba,
+    "MiniMaxM3Nvfp4IndexKPoolHost": _opaque,
+    "MiniMaxM3Nvfp4MainKVPoolHost": _opaque_halves,
+    "QSAIndexerPoolHost": _opaque,
+}
+_REFUSED = {
+    "AsymmetricMHATokenToKVPoolHost": (
+        "K and V differ in width, which SGLang stores on Mooncake only; use "
+        "--hicache-storage-backend mooncake"
+    ),
+    "MHATokenToKVPoolMXFP8Host": (
+        "the scales of MXFP8 lie outside its pages; give another --kv-cache-dtype"
+    ),
+    "PageInterleaveHostPool": (
+        "its pages are divided over ranks; start without --enable-kv-cache-sharding"
+    ),
+    "UnifiedPageEnvelopeHostPool": (
+        "one page holds all pools (page envelope); start without unified memory, or with "
+        "separate host pools"
+    ),
+}
