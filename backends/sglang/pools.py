@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.sglang.host_pages import host_pages
 from hicachectl.backends.sglang.served import Part, ServedPool
-from hicachectl.formats.documents import shown
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_LAYOUTS
@@ -94,7 +93,8 @@ def _check_deployment(config: Any) -> None:
     if config.dcp_size > 1:
         raise ValueError(
             f"dcp_size: {config.dcp_size} is not supported: SGLang stores pages under decode "
-            "context parallelism in its own file and Mooncake backends only; start with --dcp-size 1"
+            "context parallelism in its own file and Mooncake backends only; start with "
+            "--dcp-size 1"
         )
     if config.should_split_heads or config.tp_lcm_size:
         raise ValueError(
@@ -132,8 +132,8 @@ def _check_pool(name: str, host_pool: Any, context: Context) -> None:
         )
     if layout == "layer_first" and "mooncake" in context.schemes:
         raise ValueError(
-            f"pool {name}: layout: 'layer_first' scatters a page over memory, but a Mooncake object "
-            "is one piece; start with --hicache-mem-layout page_first"
+            f"pool {name}: layout: 'layer_first' scatters a page over memory, but a Mooncake "
+            "object is one piece; start with --hicache-mem-layout page_first"
         )
 
 
