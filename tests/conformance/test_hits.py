@@ -29,6 +29,7 @@ MOONCAKE_CASES = (
     "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa", "pp2", "cp2",
     "mla_mha_draft", "split_heads_draft", "tag_and_none",
 )  # fmt: skip
+PLUGIN_CASES = ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "swa", "pp2", "cp2")
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
 
@@ -70,6 +71,25 @@ def test_chains_in_files_reach_as_far_as_sglang_says(
         assert reached == {(0, 0)}
     else:
         assert len(reached) > 5
+
+
+@pytest.mark.parametrize("case", PLUGIN_CASES)
+def test_the_plug_in_finds_what_sglang_finds(
+    sglang_store: WriteStore, sglang_session: SglangSession, tmp_path: Path, case: str
+) -> None:
+    """The same lengths for each rank and chain, out of files that HiCacheFile wrote."""
+    store, manifest = sglang_store(case, layout=DEFAULT_LAYOUT)
+    chance = random.Random(case)
+    places = [tmp_path / "whole", tmp_path / "partial"]
+    for place in places:
+        shutil.copytree(store, place, copy_function=_empty_copy)
+    for gone in some_objects(manifest, chance, share=0.1):
+        (places[1] / gone["file"]).unlink()
+    chains = chains_of(manifest["pages"], chance)
+    answers = ask(sglang_session, manifest, chains, tmp_path, *places)
+    assert any(max(lengths, default=0) for answer in answers for lengths in answer["restorable"])
+    found = ask(sglang_session, manifest, chains, tmp_path, *places, "--backend=plugin")
+    assert found == answers
 
 
 def _empty_copy(source: str, target: str) -> None:
