@@ -59,10 +59,14 @@ _IDLE_FIELDS = frozenset({
 
 
 class Checkpoint(NamedTuple):
-    """A model directory. configs: its parsed files of `CONFIGS`, by name."""
+    """A model directory.
+
+    configs: its parsed files of `CONFIGS`, by name. shards: file names of its safetensors files.
+    """
 
     fingerprint: str
     configs: Mapping[str, Any]
+    shards: Collection[str] = ()
 
 
 class Range(NamedTuple):

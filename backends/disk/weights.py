@@ -75,9 +75,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ]
         digests = pool.map(_read_group, groups)
         hashes = [shard_digest(shard, [next(digests) for _ in shard.groups]) for shard in found]
-    return Checkpoint(
-        fingerprint(configs, dict(zip(shards, hashes, strict=True)), indexed), configs
-    )
+    name = fingerprint(configs, dict(zip(shards, hashes, strict=True)), indexed)
+    return Checkpoint(name, configs, shards)
 
 
 def _directory(path: Path) -> Path:

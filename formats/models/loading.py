@@ -77,6 +77,8 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
         load_format = load_format or _text(settings, "load_format")
         revision = revision or _text(settings, "revision")
     load_format = load_format or "auto"
+    if load_format == "mistral" and _is_mistral_native(found):
+        load_format = "auto"
     if load_format not in (*SAME_LOAD_FORMATS, *_OTHER_LOAD_FORMATS):
         raise ProfileError(
             f"load_format: {load_format!r}: the weights are not the safetensors files of the model "
@@ -116,6 +118,13 @@ def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
         if method == "modelopt":
             names.update(_modelopt_names(stated))
     return names
+
+
+def _is_mistral_native(found: Checkpoint) -> bool:
+    """Return whether auto means mistral (model_path_hook.py :: is_mistral_native_format)."""
+    starts = ("consolidated", "model")
+    native, plain = (any(name.startswith(start) for name in found.shards) for start in starts)
+    return native and not plain
 
 
 def _modelopt_names(stated: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Runs inside the SGLang environment: `load_weights.py FILE`, a JSON object with settings (names of
 server arguments), directories (of models) and quantizations (contents of hf_quant_config.json).
 Prints a JSON object: the defaults of these settings; the load formats; for each directory, the file
-names that each loader of safetensors files would read; the method of each quantisation.
+names that each loader of safetensors files would read, and whether auto means mistral; the method
+of each quantisation.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -43,6 +45,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
             {load_format: _files(directory, load_format) for load_format in _LOADERS}
             for directory in question["directories"]
         ],
+        "native": [_is_native(directory) for directory in question["directories"]],
         "methods": [
             ModelConfig._parse_modelopt_quant_config(None, config)["quant_method"]
             for config in question["quantizations"]
@@ -71,6 +74,14 @@ def _files(directory: str, load_format: str) -> list[str]:
         except RuntimeError:  # no file that this loader takes
             return []
     return sorted(Path(path).name for path in paths)
+
+
+def _is_native(directory: str) -> bool:
+    from sglang.srt.arg_groups import model_path_hook
+
+    given = SimpleNamespace(model_path=directory, revision=None)
+    with mock.patch.object(model_path_hook, "resolving_view", lambda arguments: arguments):
+        return model_path_hook.is_mistral_native_format(given)
 
 
 if __name__ == "__main__":

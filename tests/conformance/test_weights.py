@@ -31,6 +31,7 @@ DIRECTORIES = (
     ),
     (("model-1.safetensors", "consolidated.safetensors"), ("model-1.safetensors",)),
     (("model.safetensors", "consolidated.safetensors"), ()),
+    (("consolidated.safetensors",), ()),
 )
 QUANTIZATIONS: list[dict[str, Any]] = [
     {"quantization": {"quant_algo": "FP8"}},
@@ -92,7 +93,7 @@ def test_load_formats_of_one_name_read_the_same_files(told: dict[str, Any]) -> N
         accepted.add(load_format)
     assert accepted == {*SAME_LOAD_FORMATS, "bitsandbytes", "mistral", "sharded_state"}
     for files in told["files"]:
-        same = [names for form, names in files.items() if form in SAME_LOAD_FORMATS]
+        same = [names for load_format, names in files.items() if load_format in SAME_LOAD_FORMATS]
         assert len(same) > 3
         assert all(names == files["auto"] for names in same)
 
@@ -108,6 +109,16 @@ def test_every_file_that_a_loader_reads_counts(
             assert read_checkpoint(directory) != before
             (directory / name).write_bytes(kept)
         assert read_checkpoint(directory) == before
+
+
+def test_auto_means_mistral_where_sglang_says_so(
+    told: dict[str, Any], directories: list[Path]
+) -> None:
+    assert set(told["native"]) == {True, False}
+    for directory, native in zip(directories, told["native"], strict=True):
+        found = read_checkpoint(directory)
+        name = loaded_weights(found, {"load_format": "mistral"})
+        assert (name == found.fingerprint) is native
 
 
 def test_a_checkpoints_own_quantisation_has_sglangs_names(told: dict[str, Any]) -> None:

@@ -41,6 +41,11 @@ def name_of(directory: Path) -> str:
     return name
 
 
+def test_fingerprints_are_those_of_earlier_releases(model: Path) -> None:
+    """They are in profiles, in stamps, and through identities in every trailer."""
+    assert name_of(model) == "2f6077b333cb3026b902f599d1e8e774"
+
+
 @given(st.data())
 def test_each_byte_that_is_read_counts(model: Path, data: st.DataObject) -> None:
     """A flipped byte of a header or sample is seen, whatever the file's size and times say."""

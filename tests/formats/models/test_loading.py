@@ -123,6 +123,23 @@ def test_the_checkpoints_own_quantisation_is_no_change(
 
 
 @pytest.mark.parametrize(
+    ("shards", "same"),
+    [
+        (["consolidated.safetensors"], True),
+        (["consolidated-1.safetensors", "other.safetensors"], True),
+        (["consolidated.safetensors", "model.safetensors"], False),
+        (["model.safetensors"], False),
+        ([], False),
+    ],
+)
+def test_mistrals_own_format_is_loaded_without_being_asked_for(
+    shards: list[str], same: bool
+) -> None:
+    name = loaded_weights(Checkpoint(NAME, {}, shards), {"load_format": "mistral"})
+    assert (name == NAME) is same
+
+
+@pytest.mark.parametrize(
     ("setting", "value", "problem"),
     [
         ("load_format", "dummy", "not the safetensors files of the model directory"),
