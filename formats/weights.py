@@ -94,7 +94,7 @@ def header_bytes(start: bytes, nbytes: int, source: str) -> int:
     start: the shard's first LENGTH_BYTES. nbytes: the shard's size. source: names the shard in
     messages. Raises FormatError.
     """
-    if len(start) < LENGTH_BYTES or nbytes < LENGTH_BYTES:
+    if len(start) < LENGTH_BYTES:
         raise FormatError(_cut_off(source, nbytes, LENGTH_BYTES))
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:

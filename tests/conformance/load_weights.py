@@ -81,7 +81,8 @@ def _is_native(directory: str) -> bool:
 
     given = SimpleNamespace(model_path=directory, revision=None)
     with mock.patch.object(model_path_hook, "resolving_view", lambda arguments: arguments):
-        return model_path_hook.is_mistral_native_format(given)
+        native: bool = model_path_hook.is_mistral_native_format(given)
+        return native
 
 
 if __name__ == "__main__":

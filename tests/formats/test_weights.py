@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
@@ -35,6 +35,8 @@ def shard_of(sizes: list[int]) -> tuple[Shard, int]:
     return read_header(start[8:], len(start) + nbytes, "s"), len(start)
 
 
+@example([4096] * 1000)
+@example([20_000, 0, 2048] * 500)
 @given(
     st.lists(
         st.one_of(st.integers(0, 20_000), st.integers(0, 3 * MIB), st.integers(0, 300 * MIB)),
@@ -92,6 +94,15 @@ def test_a_header_that_does_not_describe_its_shard_is_refused(
         read_header(header, 8 + len(header) + 8 + extra, "s")
 
 
+def test_a_header_names_its_tensors_in_any_order() -> None:
+    sizes = {"a": [0, 8000], "b": [8000, 9000], "c": [9000, 70_000]}
+    groups = set()
+    for names in ("abc", "cab", "bca"):
+        header = json.dumps({name: {"data_offsets": sizes[name]} for name in names}).encode()
+        groups.add(read_header(header, 8 + len(header) + 70_000, "s").groups)
+    assert len(groups) == 1
+
+
 @pytest.mark.parametrize("header", [b"", b"[]", b"{", b"\xff{}", b"[" * 100_000])
 def test_a_header_that_is_no_json_object_is_refused(header: bytes) -> None:
     with pytest.raises(FormatError, match=r"^s: (not JSON|not a JSON object|has 100000 values)"):
@@ -109,7 +120,7 @@ def test_a_header_that_is_no_json_object_is_refused(header: bytes) -> None:
 )
 def test_the_length_of_a_header_is_bounded(length: int, nbytes: int, problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
-        header_bytes(length.to_bytes(8, "little"), nbytes, "s")
+        header_bytes(length.to_bytes(8, "little")[:nbytes], nbytes, "s")
     longest = MAX_HEADER_BYTES.to_bytes(8, "little")
     assert header_bytes(longest, MAX_HEADER_BYTES + 8, "s") == MAX_HEADER_BYTES
 

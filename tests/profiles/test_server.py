@@ -339,6 +339,34 @@ def test_a_draft_has_weights_of_its_own(invoke: Invoke, sglang: Sglang, model: P
     assert profile.draft_weights == read_checkpoint(draft).fingerprint
 
 
+def test_a_draft_in_the_targets_directory_can_be_loaded_in_another_way(
+    invoke: Invoke, sglang: Sglang, model: Path
+) -> None:
+    (model / "config.json").write_text((CONFIGS / "glm-4.7.json").read_text())
+    info = {**INFO, "model_path": str(model), "speculative_algorithm": "EAGLE"}
+    info["speculative_draft_model_path"] = str(model)
+    sglang.answer("/server_info", info)
+    same = named(invoke, sglang)[0]
+    assert (same.weights, same.draft_weights) == (read_checkpoint(model).fingerprint, "")
+    sglang.answer("/server_info", {**info, "speculative_draft_model_quantization": "fp8"})
+    other = named(invoke, sglang)[0]
+    assert other.weights == same.weights
+    assert other.draft_weights not in ("", same.weights)
+
+
+def test_a_draft_elsewhere_leaves_the_profile_without_weights(
+    invoke: Invoke, sglang: Sglang, model: Path
+) -> None:
+    """Without a name of its own, the draft would count as part of the target."""
+    draft = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "x/draft"}
+    sglang.answer("/server_info", {**INFO, "model_path": str(model), **draft})
+    config = ("--draft-model-config", CONFIGS / "kimi-k2-eagle3.json")
+    profile, said = named(invoke, sglang, *config)
+    assert (profile.weights, profile.draft_weights, said) == ("", "", "")
+    given = named(invoke, sglang, *config, "--weights", model, "--draft-weights", "5" * 32)[0]
+    assert given.draft_weights == "5" * 32
+
+
 def test_weights_that_have_no_name_leave_the_profile_without(
     invoke: Invoke, sglang: Sglang, model: Path
 ) -> None:

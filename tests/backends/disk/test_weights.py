@@ -172,9 +172,9 @@ def _unreadable(directory: Path) -> None:
     (directory / FIRST).symlink_to("nowhere")
 
 
-def _fifo(directory: Path) -> None:
-    (directory / FIRST).unlink()
-    os.mkfifo(directory / FIRST)
+def _fifo(directory: Path, name: str = FIRST) -> None:
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
 
 
 def _text(name: str, text: str) -> Callable[[Path], object]:
@@ -202,6 +202,7 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
         (_text(INDEX, '{"weight_map": {"a": 1}}'), FormatError, INDEX + ": weight_map: expected"),
         (_text(INDEX, '{"weight_map": {"a": "../../x"}}'), FormatError, "such as '../../x'"),
         (_unreadable, UsageError, "{d}/" + FIRST + ": cannot read the weights: No such file"),
+        (lambda d: _fifo(d, INDEX), UsageError, "{d}/" + INDEX + ": cannot read: not a regular"),
         (_fifo, UsageError, "{d}/" + FIRST + ": cannot read the weights: not a regular file"),
     ],
 )
