@@ -198,7 +198,8 @@ def _mla_device(
         "enable_memory_saver": False,
     }
     if "indexer" not in tables:
-        return MLATokenToKVPool(dtype=torch.bfloat16, **common)
+        fp8 = table["row"] == "fp8"
+        return MLATokenToKVPool(dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, **common)
     scaled = table["row"] == "fp8_scaled"
     indexed = _numbers(tables["indexer"])
     common |= {

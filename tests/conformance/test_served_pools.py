@@ -1,0 +1,174 @@
+"""The plug-in's pools are SGLang's: keys, bytes, writers, and the identities of their profiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.identity import profile_identities
+from hicachectl.formats.profile import profile_from_mapping
+from hicachectl.formats.spec import object_specs
+
+if TYPE_CHECKING:
+    from tests.conformance.conftest import SglangSession
+    from tests.conformance.store_cases import LAYOUTS, PLUGIN_CASES
+else:
+    from store_cases import LAYOUTS, PLUGIN_CASES
+
+pytestmark = pytest.mark.conformance
+
+Row = dict[str, Any]
+_HEADED = ("gqa_tp2", "mha_draft", "packed_draft", "pp2", "swa")
+_LATENT = ("mla_draft", "logical")
+_SPECULATIVE = {"speculative_algorithm": "EAGLE"}
+REQUESTS: list[Row] = [
+    *({"case": case} for case in PLUGIN_CASES),
+    *({"case": case, "profile": {"layout": layout}} for case in _HEADED for layout in LAYOUTS),
+    *({"case": case, "profile": {"layout": layout}} for case in _LATENT for layout in LAYOUTS[:3]),
+    *(
+        {"case": case, "profile": {"layout": "page_first_direct"}}
+        for case in ("mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mla_mamba", "cp2")
+    ),
+    {"case": "gqa_tp2", "pool": {"dtype": "float8_e4m3fn"}},
+    {"case": "gqa_tp2", "pool": {"dtype": "float8_e5m2"}},
+    {"case": "gqa_tp2", "pool": {"dtype": "float16"}},
+    {"case": "mla_draft", "pool": {"row": "fp8"}},
+    {"case": "pp2", "profile": _SPECULATIVE, "pool": {"packed_draft_layers": 2}},
+    {"case": "hybrid_mamba", "profile": {"tp": 4}},
+]
+
+
+@pytest.fixture(scope="module")
+def rows(sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """Return every pool of every rank of REQUESTS."""
+    request = tmp_path_factory.mktemp("pools") / "request.json"
+    request.write_text(json.dumps(REQUESTS))
+    found: list[Row] = sglang_session.run("describe_pools", request)
+    return found
+
+
+def _name(row: Row) -> str:
+    profile = row["profile"]
+    return (
+        f"{profile['model']} {profile['layout']} {row['pool']} {row['pp']} {row['cp']} {row['tp']}"
+    )
+
+
+def test_every_pool_of_every_rank_is_served(rows: list[Row]) -> None:
+    """All object specs of the profiles appear, so that no rank or pool is left out."""
+    served: dict[str, set[str]] = {}
+    for row in rows:
+        served.setdefault(json.dumps(row["profile"]), set()).add(row["key"][64:])
+    for profile, suffixes in served.items():
+        specs = object_specs(profile_from_mapping(json.loads(profile)), "file")
+        assert suffixes == {spec.affix[1] for spec in specs}
+
+
+def test_keys_are_hicachefiles(rows: list[Row]) -> None:
+    assert {_name(row): row["key"] for row in rows} == {
+        _name(row): row["sglang_key"] for row in rows
+    }
+
+
+def test_bytes_are_hicachefiles(rows: list[Row]) -> None:
+    """In every layout, the pieces of a page are the bytes of its flat page, in order."""
+    assert [_name(row) for row in rows if row["wrong"]] == []
+
+
+def test_the_same_ranks_write_as_with_hicachefile(rows: list[Row]) -> None:
+    assert [_name(row) for row in rows if row["writes"] != row["sglang_writes"]] == []
+
+
+def test_sizes_and_identities_are_the_profiles(rows: list[Row]) -> None:
+    """A profile names the objects that a server writes, fp8 and packed layers included."""
+    wrong = []
+    for row in rows:
+        profile = profile_from_mapping(row["profile"])
+        affix = ("", row["key"][64:])
+        spec = next(spec for spec in object_specs(profile, "file") if spec.affix == affix)
+        identity = profile_identities(profile, "file").get(affix)
+        if spec.tensors or not spec.nbytes:
+            assert identity is not None
+            if row["identity"] != identity.hash().hex():
+                wrong.append(_name(row))
+        if spec.nbytes != row["nbytes"] or spec.trailing != row["trailing"]:
+            wrong.append(_name(row))
+    assert wrong == []
+
+
+def test_parts_are_those_of_mooncake(rows: list[Row]) -> None:
+    """Parts cover the page; they have the names of Mooncake's keys, or none."""
+    for row in rows:
+        kinds = {pool["name"]: pool["kind"] for pool in row["profile"]["pools"]}
+        names = [name for name, _ in row["parts"]]
+        expected = {
+            "mha": ["k", "v"],
+            "mamba": ["temporal", "conv_0"],
+            "logical": [],
+        }.get(kinds[row["pool"]], [None])
+        assert names == expected, _name(row)
+        assert sum(nbytes for _, nbytes in row["parts"]) == row["nbytes"]
+        states = kinds[row["pool"]] == "mamba"
+        assert row["page_indices"] == (1 if states else row["profile"]["page_size"])
+
+
+def test_identities_tell_dtypes_layouts_and_drafts_apart(rows: list[Row]) -> None:
+    """Pages of equal size under one key differ in identity where their bytes differ."""
+    first = [row for row in rows if row["key"].endswith("_Qwen-Qwen3-Tiny_0_2.bin")]
+    forms = {(row["profile"]["layout"], row["profile"]["pools"][0]["dtype"]) for row in first}
+    assert len(forms) == 7
+    assert len({row["identity"] for row in first}) == len(forms)
+
+
+# Each refusal names the object and the remedy; None: served.
+REFUSED = {
+    "asymmetric": r"pool kv: K and V differ in width, .*; use --hicache-storage-backend mooncake",
+    "dcp": r"dcp_size: 2 is not supported: .*; start with --dcp-size 1",
+    "headed_draft_beside_latents": r"pool draft: its TP ranks .* tp_size 2; start without this",
+    "headed_draft_on_one_rank": None,
+    "indexer_in_layer_first": (
+        r"pool indexer: DSAIndexerPoolHost in layout layer_first: .* \(Unsupported layout: "
+        r"layer_first\); start with --hicache-mem-layout page_first or page_first_direct"
+    ),
+    "mxfp8": r"pool kv: the scales of MXFP8 lie outside its pages; give another --kv-cache-dtype",
+    "no_memory": r"pool kv: MLATokenToKVPoolHost: has no memory on this rank .*; attach the store",
+    "no_model": r"model_name: missing, .*; give --served-model-name",
+    "page_envelope": r"pool kv: one page holds all pools \(page envelope\); start without",
+    "pages_elsewhere": r"pool kv: MHATokenToKVPoolHost in .*outside its memory; use a newer",
+    "scattered_on_mooncake": r"pool kv: layout: 'layer_first' .*; start with --hicache-mem-layout",
+    "sharded_pages": r"pool kv: its pages are divided over ranks; start without --enable-kv-cache-",
+    "split_heads": r"tp_lcm_size: 4 is not supported: objects hold all heads .*; remove the key",
+    "states_beside_slots": r"pool mamba: MambaPoolHost in layout page_first: .*slot side states.*;",
+    "tp_lcm_size": r"tp_lcm_size: 2 is not supported: .*; remove the key",
+    "uneven_pages": r"pool kv: MHATokenToKVPoolHost in layout page_first: its pages are unevenly",
+    "unknown_form": r"pool kv: InterleavedPoolHost: the host pool's form is not known; use a newer",
+    "unknown_layout": r"pool kv: layout: 'page_first_kv_split' is not one of .*; start with --hica",
+    "unknown_pool": r"pool: 'c9000' is not one of kv, .*; use a newer hicachectl",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(sglang_session: SglangSession) -> dict[str, str | None]:
+    """Return what the plug-in says to each offer of refuse_pools.py."""
+    found: dict[str, str | None] = sglang_session.run("refuse_pools")
+    return found
+
+
+def test_every_offer_is_judged(refusals: dict[str, str | None]) -> None:
+    assert refusals.keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("offer", REFUSED)
+def test_refusals_name_the_object_and_the_remedy(
+    refusals: dict[str, str | None], offer: str
+) -> None:
+    message, expected = refusals[offer], REFUSED[offer]
+    if expected is None:
+        assert message is None
+    else:
+        assert message is not None
+        assert re.match(expected, message)
+        assert "\n" not in message
