@@ -116,6 +116,17 @@ class Profiled(Store):
         """
 
 
+class PageSized(Store):
+    """Store that needs the bytes of its objects, from a profile or without one."""
+
+    @abstractmethod
+    def use_sizes(self, sizes: Mapping[tuple[str, str], int]) -> None:
+        """Set the bytes of all objects by affix, in place of `Profiled.use_profile`.
+
+        Raises ProfileError if the store cannot hold objects of these sizes together.
+        """
+
+
 class Archive(Profiled):
     """Store with the objects, keys and profile of another store."""
 

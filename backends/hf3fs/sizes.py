@@ -33,21 +33,25 @@ class PageSizes:
         Raises ProfileError if objects of one table differ in size, UnsupportedByBackend for objects
         that 3FS cannot hold.
         """
-        from hicachectl.formats.keys.base import codec_for
         from hicachectl.formats.spec import object_specs
 
-        codec = codec_for("hf3fs")
+        specs = object_specs(profile, "hf3fs")
+        return cls.of_objects((spec.affix, spec.nbytes) for spec in specs)
+
+    @classmethod
+    def of_objects(cls, objects: Iterable[tuple[tuple[str, str], int]]) -> Self:
+        """Return the page sizes of objects, given by affix and bytes. Raises ProfileError."""
         nbytes: dict[TableName, int] = {}
         affixes = set()
-        for expected in object_specs(profile, "hf3fs"):
-            before, after = (text.encode() for text in codec.affix(expected.coordinate))
-            size = nbytes.setdefault(table_of(before), expected.nbytes)
-            if size != expected.nbytes:
+        for (before, after), size in objects:
+            table = table_of(before.encode())
+            known = nbytes.setdefault(table, size)
+            if known != size:
                 raise ProfileError(
-                    f"pools[{table_of(before)[1]}]: objects of {size} and {expected.nbytes} bytes "
-                    "cannot share a 3FS file, which has pages of one size"
+                    f"pools[{table[1]}]: objects of {known} and {size} bytes cannot share a 3FS "
+                    "file, which has pages of one size"
                 )
-            affixes.add((before, after))
+            affixes.add((before.encode(), after.encode()))
         return cls(nbytes, frozenset(affixes))
 
     def check_page_counts(

@@ -31,7 +31,7 @@ from hicachectl.backends.base import (
     keys_of,
     scan_schema,
 )
-from hicachectl.backends.capabilities import Announces, FilePermissions, Profiled, Touch
+from hicachectl.backends.capabilities import Announces, FilePermissions, PageSized, Profiled, Touch
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker
 from hicachectl.backends.hf3fs.files import DataFiles, FilePages, PageReader
@@ -54,7 +54,7 @@ from hicachectl.formats.errors import ProfileError, StoreUnavailable, Unsupporte
 from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator
+    from collections.abc import Collection, Generator, Mapping
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.hf3fs.snapshot import PageTable
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 _HIGHEST = np.iinfo(np.int64).max
 
 
-class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
+class Hf3fsStore(Announces, FilePermissions, PageSized, PageTables, Profiled, Touch):
     """Tables of a metadata server (or its snapshot), and data files.
 
     Object sizes are unknown before `use_profile`.
@@ -168,6 +168,10 @@ class Hf3fsStore(Announces, FilePermissions, PageTables, Profiled, Touch):
                 if self._doubt is not None and not looks_only:
                     raise ProfileError(f"{self.url}: {self._doubt}")
         self._sizes = sizes
+
+    def use_sizes(self, sizes: Mapping[tuple[str, str], int]) -> None:
+        """Set the bytes of objects by affix; objects of one table must be equally large."""
+        self._sizes = PageSizes.of_objects(sizes.items())
 
     def _lengths(self, tables: Collection[TableName]) -> dict[str, int]:
         sizes = {

@@ -1,0 +1,352 @@
+"""Pages of one rank in Mooncake, 3FS or a pack.
+
+Stores read into memory of ours, whose slots a call that hangs keeps; the bytes reach the host pool
+when they have the right size, and while the call is open. They are written from there, too.
+
+Nothing of an object is in its bytes here. On Mooncake the tag in its key names the deployment
+(`identity.deployment_tag`), a pack records its profile and digests, and 3FS has neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hicachectl.backends.arena import place
+from hicachectl.backends.base import Result, Status, Store, open_store
+from hicachectl.backends.capabilities import Archive, Confirm, Leases, PageSized, RacyWrites
+from hicachectl.backends.sglang.archives import archive_problem
+from hicachectl.backends.sglang.calls import Call, Workers
+from hicachectl.backends.sglang.objects import PageForm, page_form, put, right_sizes, rows_of
+from hicachectl.backends.sglang.served import PageStore
+from hicachectl.backends.sglang.slots import NoSlotError, Slots
+from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.identity import deployment_tag
+from hicachectl.formats.wording import reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicachectl.backends.base import IntArray
+    from hicachectl.backends.sglang.counters import Counters
+    from hicachectl.backends.sglang.served import Pieces, ServedPool
+    from hicachectl.backends.urls import StoreUrl
+
+logger = logging.getLogger("hicachectl.sglang")
+
+_GRAMMARS = {"mooncake": "mooncake", "hf3fs": "hf3fs"}  # by scheme; a pack states its own
+_ANCHOR = "kv"
+_SLOT_BYTES = 16 << 20  # or those of one page
+_SLOTS_PER_THREAD = 2  # one for a call, one for a call that hangs
+_OPEN_SECONDS, _CLOSE_SECONDS = 5.0, 3.0
+_SECONDS_BETWEEN_OPENS = 5.0
+_OBJECTS_PER_RUN = 128  # as SGLang's batches
+_REASONS = {
+    Status.SHORT: "damaged",
+    Status.OVERSIZED: "damaged",
+    Status.DAMAGED: "damaged",
+    Status.FULL: "full",
+}
+
+
+class StorePages(PageStore):
+    """Pages in a store of this package other than a directory."""
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        counters: Counters,
+        *,
+        writes: bool = True,
+        draft_weights: str = "",
+        reads_unstamped: bool = False,
+        threads: int = 2,
+    ) -> None:
+        """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
+
+        writes: the store is the first of its list. draft_weights: of the deployment's draft, also
+        on ranks without it; "" without one. reads_unstamped: use packs that do not name weights.
+        threads: that read, and that write.
+        """
+        self._url = url
+        self.counters = counters
+        self._writes = writes
+        self._draft_weights = draft_weights
+        self._reads_unstamped = reads_unstamped
+        self._threads = threads
+        self._askers = Workers(threads, "hicachectl-exists")
+        self._readers = Workers(threads, "hicachectl-read")
+        self._writers = Workers(threads, "hicachectl-write")
+        self._pools: dict[str, ServedPool] = {}
+        self._forms: dict[str, PageForm] = {}
+        self._opening = threading.Lock()
+        self._open_again_at = 0.0
+        self._store: Store | None = None
+        self._slots: Slots | None = None
+        self._refusal = ""  # why an archive is not used
+
+    # attaching
+
+    def add(self, pool: ServedPool) -> None:
+        """Serve a pool; open a pack, to compare its deployment with ours."""
+        self._pools[pool.name] = pool
+        try:
+            if self._url.scheme in _GRAMMARS:
+                self._forms[pool.name] = self._form(pool, _GRAMMARS[self._url.scheme])
+            elif isinstance(self._store, Archive):
+                self._admit(self._store, pool)
+        except HicacheError as error:
+            raise ValueError(f"{self.counters.place}: {error}") from None
+        if self._url.scheme not in _GRAMMARS and self._store is None:
+            with Call(_OPEN_SECONDS) as call:
+                self._askers.map(call, self._open, [(False,)])
+        if self._refusal:
+            raise ValueError(self._refusal)
+
+    def open(self, call: Call) -> None:
+        """Open the store, and give it memory for the pools known now."""
+        self._askers.map(call, self._open, [(True,)])
+
+    def _open(self, with_memory: bool) -> None:
+        """Open the store, unless another thread does so, or it failed just before."""
+        if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
+            return
+        try:
+            if self._store is None:
+                self._store = self._prepared(open_store(str(self._url), create=self._writes))
+            if with_memory and self._slots is None and not self._refusal:
+                self._slots = self._attached(self._store)
+        except (HicacheError, OSError) as error:
+            self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
+            self.counters.refused("unopened", reason_of(error))
+        finally:
+            self._opening.release()
+
+    def _prepared(self, store: Store) -> Store:
+        """Set a store up for a server's calls, which must be short."""
+        if isinstance(store, Leases):
+            store.lease_wait_seconds = 0.0
+        if isinstance(store, RacyWrites):
+            store.confirms_writes = False  # another writer's bytes are as good
+        if isinstance(store, Archive):
+            for pool in self._pools.values():
+                self._admit(store, pool)
+        return store
+
+    def _admit(self, archive: Archive, pool: ServedPool) -> None:
+        """Compare an archive's deployment with ours. Raises HicacheError."""
+        unstamped = self._reads_unstamped
+        problem = archive_problem(archive, pool, reads_unstamped=unstamped)
+        self._refusal = self._refusal or problem or ""
+        profile = archive.recorded_profile()
+        tag = "" if profile is None else profile.tag
+        if not problem:
+            self._forms[pool.name] = self._form(pool, archive.grammar, tag)
+
+    def _attached(self, store: Store) -> Slots:
+        """Give the store memory for all pools."""
+        if isinstance(store, PageSized):
+            forms = self._forms.values()
+            store.use_sizes({one.affix: one.nbytes for form in forms for one in form.objects})
+        longest = max((_page_bytes(pool) for pool in self._pools.values()), default=0)
+        count = 2 * self._threads * _SLOTS_PER_THREAD  # for reads and writes
+        slots = Slots(max(_SLOT_BYTES, longest), count, named=store.limits.named_arena)
+        try:
+            store.attach(slots.arena)
+        except BaseException:
+            slots.arena.close()
+            raise
+        return slots
+
+    def _form(self, pool: ServedPool, grammar: str, tag: str | None = None) -> PageForm:
+        """Return the objects of a pool's pages. tag: None for our deployment's."""
+        anchor = self._pools.get(_ANCHOR, pool)
+        shard = anchor.coordinate.shard
+        if tag is None:
+            tag = deployment_tag(
+                anchor.identity,
+                tp_size=shard.tp_size,
+                pp_size=shard.pp_size or 1,
+                draft_weights=self._draft_weights,
+            )
+        return page_form(grammar, pool, shared_anchor=shard.tp_rank is None, tag=tag)
+
+    # serving
+
+    def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
+        """Return which pages have all objects, of the right size where the store tells sizes."""
+
+        def ask(opened: _Opened, some: Sequence[int]) -> list[bool]:
+            keys, sizes = opened.form.named([pages[n] for n in some])
+            return opened.form.whole(right_sizes(opened.store, keys, sizes, self.counters))
+
+        return self._each(self._askers, call, pool, len(pages), ask)
+
+    def read(
+        self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
+    ) -> list[bool]:
+        """Read pages whose objects have the right size, and the store's digest if it has one."""
+
+        def read(opened: _Opened, some: Sequence[int]) -> list[bool]:
+            store, form, slots = opened
+            keys, sizes = form.named([pages[n] for n in some])
+            read_into = store.read_into
+            if isinstance(store, Confirm) and store.confirms:
+                read_into = store.read_confirmed
+            with slots.slot() as start:
+                offsets = start + place(sizes)[0]
+                addresses = slots.arena.address + offsets
+                result = read_into(rows_of(keys), offsets, sizes, identify=False)
+                done = form.whole(result.ok)
+                self._count(result, keys, len(form.objects), result.nbytes, sizes)
+                for n, page in enumerate(some):
+                    if done[n]:
+                        for one, address in form.of_page(addresses, n):
+                            call.copy(address, pieces[page][one.pieces])
+            return done
+
+        return self._each(self._readers, call, pool, len(pages), read)
+
+    def write(
+        self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
+    ) -> list[bool]:
+        """Write pages; replace an object of wrong size, unless a reader has a lease on it."""
+
+        def write(opened: _Opened, some: Sequence[int]) -> list[bool]:
+            store, form, slots = opened
+            keys, sizes = form.named([pages[n] for n in some])
+            with slots.slot() as start:
+                offsets = start + place(sizes)[0]
+                addresses = slots.arena.address + offsets
+                for n, page in enumerate(some):
+                    for one, address in form.of_page(addresses, n):
+                        _gather(call, pieces[page][one.pieces], address)
+                there, result = put(store, keys, offsets, sizes, self.counters)
+            self._count(result, keys, len(form.objects), sizes, sizes)
+            return form.whole(there)
+
+        return self._each(self._writers, call, pool, len(pages), write)
+
+    def clear(self, call: Call) -> None:
+        """Say that the store keeps its objects: it does not tell older ones from newer ones."""
+        logger.warning(
+            "%s: not cleared, since other servers may use its objects; remove them with "
+            "hicachectl rm",
+            self.counters.place,
+        )
+
+    def close(self) -> None:
+        """End the threads, and leave the store; what hangs in it keeps its memory."""
+        self._open_again_at = float("inf")
+        closer = Workers(1, "hicachectl-close")
+        with Call(_CLOSE_SECONDS) as call:
+            closer.map(call, self._leave, [()])
+        for workers in (self._askers, self._readers, self._writers, closer):
+            workers.close()
+
+    def _leave(self) -> None:
+        store, self._store = self._store, None
+        slots, self._slots = self._slots, None
+        if store is None or not (slots is None or slots.unused):
+            return
+        store.close()
+        if slots is not None:
+            slots.arena.close()
+
+    def _each(
+        self,
+        workers: Workers,
+        call: Call,
+        pool: ServedPool,
+        count: int,
+        act: Callable[[_Opened, Sequence[int]], list[bool]],
+    ) -> list[bool]:
+        """Return act(store, pages) for runs of pages; False for pages that fail or come too late.
+
+        count: of pages. Runs for memory fit into a slot.
+        """
+        most = count if workers is self._askers else _pages_per_run(pool)
+        runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]
+
+        def work(run: Sequence[int]) -> list[bool]:
+            try:
+                opened = self._opened(pool)
+                if opened is None:
+                    return [False] * len(run)
+                return act(opened, run) if opened.form.objects else [True] * len(run)
+            except NoSlotError:
+                self.counters.refused("timeout", "calls that hang hold all memory", len(run))
+            except (HicacheError, OSError) as error:
+                self.counters.refused("unreachable", reason_of(error), len(run))
+            return [False] * len(run)
+
+        paused = workers.paused
+        found = workers.map(call, work, [(run,) for run in runs])
+        done = [
+            ok
+            for run, answer in zip(runs, found, strict=True)
+            for ok in answer or [False] * len(run)
+        ]
+        if call.ended:
+            why = "a pause after a call that timed out" if paused else "no answer in time"
+            self.counters.refused("timeout", why, done.count(False))
+        return done
+
+    def _opened(self, pool: ServedPool) -> _Opened | None:
+        """Return the store, the form of the pool's pages and memory; None if there is none."""
+        if self._slots is None:
+            self._open(True)
+        store, slots, form = self._store, self._slots, self._forms.get(pool.name)
+        if self._refusal:
+            self.counters.refused("other-deployment", self._refusal)
+        if store is None or slots is None or form is None or self._refusal:
+            return None
+        if _page_bytes(pool) > slots.nbytes:
+            self.counters.refused("unserved", f"{pool.name}: came later than the attach")
+            return None
+        return _Opened(store, form, slots)
+
+    def _count(
+        self, result: Result, keys: list[bytes], objects: int, found: IntArray, sizes: IntArray
+    ) -> None:
+        """Count the pages that failed, each by its first object that failed.
+
+        objects: of a page. found: [n] int64, bytes of each object, or -1.
+        """
+        failed = np.flatnonzero((result.statuses != Status.OK) & (result.statuses != Status.EXISTS))
+        _, first = np.unique(failed // objects, return_index=True)
+        for n in failed[first].tolist():
+            status = Status(result.statuses[n])
+            if status == Status.GONE:
+                self.counters.count("gone")
+                continue
+            detail = result.errors.get(n, f"{found[n]} bytes instead of {sizes[n]}")
+            self.counters.refused(_REASONS.get(status, "failed"), f"{keys[n].decode()}: {detail}")
+
+
+class _Opened(NamedTuple):
+    store: Store
+    form: PageForm
+    slots: Slots
+
+
+def _page_bytes(pool: ServedPool) -> int:
+    """Return the bytes of a page in a slot, at most."""
+    return place(np.array([part.nbytes for part in pool.parts], dtype=np.int64))[1]
+
+
+def _pages_per_run(pool: ServedPool) -> int:
+    """Return how many pages are handled together: at most a slot, and a batch of the store."""
+    fitting = _SLOT_BYTES // max(1, _page_bytes(pool))
+    return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
+
+
+def _gather(call: Call, pieces: Pieces, address: int) -> None:
+    """Copy pieces of host memory to one address. Raises Ended."""
+    for source, nbytes in pieces:
+        call.copy(source, [(address, nbytes)])
+        address += nbytes
