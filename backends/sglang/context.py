@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.settings import Settings
 
 _LONGEST_READ_S = 300.0  # of the weights; other ranks wait for this one at most that long
-_NAME_THEM = 'name the weights in "identity"'
+_AUTO = "identity: 'auto' does not suffice"
+_NAME_THEM = "name the weights yourself"
 # Choose the order of rows, or their form, without a change of size: memory_pool.py ::
 # MHATokenToKVPool, deepseek_v4_memory_pool.py :: select_dsv4_kv_layout, kv_cache_configurator.py.
 _ROW_FORMS = (
@@ -84,8 +85,8 @@ def read_context(settings: Settings) -> Context:
     names = [weights.name("model_path", model.model_path, model.revision, draft=False)]
     if spec.speculative_algorithm == "UNO" and settings.identity == "auto":
         raise ValueError(
-            "identity: 'auto' does not suffice: speculative_algorithm: 'UNO': the draft's weights "
-            f"are an adapter; {_NAME_THEM}"
+            f"{_AUTO}: speculative_algorithm: 'UNO': the draft's weights are an adapter; "
+            f"{_NAME_THEM}"
         )
     if spec.speculative_algorithm not in (None, "NGRAM"):  # NGRAM drafts without a model
         path = spec.speculative_draft_model_path or model.model_path
@@ -139,18 +140,18 @@ class _Weights:
         try:  # first without the files, so that all ranks refuse alike
             loaded_weights(Checkpoint("", {}), self._facts, draft=draft)
         except ProfileError as error:
-            raise ValueError(f"identity: 'auto' does not suffice: {error}; {_NAME_THEM}") from None
+            raise ValueError(f"{_AUTO}: {error}") from None
         if "://" in path or path.lower().endswith(".gguf"):
             raise ValueError(
-                f"identity: 'auto' does not suffice: {field}: {without_secrets(path)} is not a "
-                f"directory of safetensors files; {_NAME_THEM}"
+                f"{_AUTO}: {field}: {without_secrets(path)} is not a directory of safetensors "
+                f"files; {_NAME_THEM}"
             )
         try:
             if (path, revision) not in self._read:
                 self._read[path, revision] = self._checkpoint(path, revision)
             return _updated(loaded_weights(self._read[path, revision], self._facts, draft=draft))
         except (HicacheError, OSError) as error:
-            self.unreadable = self.unreadable or f"{reason_of(error)}; {_NAME_THEM}"
+            self.unreadable = self.unreadable or f"{_AUTO}: {reason_of(error)}"
             return ""
 
     def _checkpoint(self, path: str, revision: str | None) -> Checkpoint:
@@ -164,7 +165,7 @@ class _Weights:
         finally:
             workers.close()
         if found is None:
-            raise FormatError(f"{path}: was not read within {_LONGEST_READ_S:.0f} s")
+            raise FormatError(f"{path}: was not read within {_LONGEST_READ_S:.0f} s; {_NAME_THEM}")
         return found
 
 
@@ -189,7 +190,7 @@ def _snapshot(name: str, revision: str | None, cache: str | None) -> Path:
         )
     except (OSError, ValueError) as error:  # the Hub's own errors derive from them
         raise FormatError(
-            f"{name}: neither a directory nor in this host's Hugging Face cache"
+            f"{name}: neither a directory nor in this host's Hugging Face cache; {_NAME_THEM}"
         ) from error
 
 

@@ -1,0 +1,66 @@
+"""Tell what the plug-in reads of servers: their weights, and forms that no pool shows.
+
+Runs inside the SGLang environment: `read_contexts.py REQUEST`. The request is a JSON object: model,
+the directory of a model; servers, a list of: fields (resolved fields of a server, in place of
+SGLang's defaults for the model), settings (the plug-in's keys), environment, version (of weights
+that the server got after its start).
+
+Prints a JSON list: for each server, the fields of its Context and `version`, its weights version
+now; or `refusal`, the message of a ValueError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from tests.conformance import attached_rank, sglang_env
+else:
+    import attached_rank
+    import sglang_env
+
+
+def main() -> None:
+    """Answer the request that the command line names."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    attached_rank.find_plugin()
+    with contextlib.redirect_stdout(sys.stderr):
+        answers = [_answer(request["model"], **server) for server in request["servers"]]
+    print(json.dumps(answers))
+
+
+def _answer(
+    model: str,
+    fields: dict[str, Any],
+    settings: dict[str, Any],
+    environment: dict[str, str],
+    version: str | None = None,
+) -> dict[str, Any]:
+    from sglang.srt import runtime_context
+    from sglang.srt.server_args import ServerArgs
+
+    from hicachectl.backends.sglang.context import read_context, weight_version
+    from hicachectl.backends.sglang.settings import parse_settings
+
+    server = runtime_context.publish(ServerArgs(model_path=model, device="cpu"), role="scheduler")
+    server.override("tests", **fields)
+    if version is not None:  # scheduler.py :: record_weight_version_change
+        server.override("scheduler.weight_version", weight_version=version)
+    given = parse_settings({"interface_v1": 1, "store": "file:///mnt/hicache", **settings})
+    with mock.patch.dict("os.environ", environment):
+        try:
+            found = dataclasses.asdict(read_context(given))
+        except ValueError as error:
+            return {"refusal": str(error)}
+    return {**found, "version": weight_version()}
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()
