@@ -116,6 +116,7 @@ def test_a_header_that_is_no_json_object_is_refused(header: bytes) -> None:
         (1 << 63, 1 << 40, "not a safetensors file"),
         (MAX_HEADER_BYTES, MAX_HEADER_BYTES + 7, "truncated"),
         (0, 7, "truncated: has 7 bytes, but its header describes 8"),
+        (0xFFFFFF, 3, "truncated: has 3 bytes, but its header describes 8"),
     ],
 )
 def test_the_length_of_a_header_is_bounded(length: int, nbytes: int, problem: str) -> None:
