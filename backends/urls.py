@@ -2,6 +2,7 @@
 
     /some/directory                       plain directory: SGLang's file backend
     file:///some/directory                the same; "file:" alone: SGLang's default directory
+    file:///some/directory?folders=hex2   the same; a new directory gets folders
     prod:                                 [stores.prod] of the config file
     scheme://host/path?name=value         percent-encoded; see SCHEMES
 
@@ -33,7 +34,8 @@ class Scheme:
 
 
 SCHEMES = {
-    "file": Scheme("hicachectl.backends.file.store:FileStore"),
+    # folders: "hex2" to give a new directory folders.
+    "file": Scheme("hicachectl.backends.file.store:FileStore", frozenset({"folders"})),
     # The path is a prefix: /data/hicache for /data/hicache.0.bin and so on.
     "hf3fs": Scheme(
         "hicachectl.backends.hf3fs.store:Hf3fsStore",

@@ -1,7 +1,7 @@
 """Markers: what the directory of a file store says of its objects with trailers.
 
-One JSON file states, for the objects with one suffix and identity, the bytes of each object without
-its trailer. With it, a listing knows these sizes without opening objects.
+One JSON file states that objects with one suffix, identity and number of bytes have trailers. With
+it, a listing knows the bytes of objects without opening them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Count = Annotated[int, Meta(ge=0, le=_MAX_OBJECT_BYTES)]
 
 
 class Marker(NamedTuple):
-    """Objects with trailers that share a suffix and an identity.
+    """Objects with trailers that share a suffix, an identity and a size.
 
     suffix: text of their keys after the page hash. nbytes: of each, without the trailer.
     digest: one of `trailer.DIGEST_KINDS`.
@@ -42,7 +42,7 @@ class Marker(NamedTuple):
     @property
     def name(self) -> str:
         """Return the name of the marker's file."""
-        text = self.suffix.encode(errors="surrogatepass")  # JSON can state half a character
+        text = f"{self.nbytes} {self.suffix}".encode(errors="surrogatepass")  # as JSON allows
         short = hashlib.blake2b(text, digest_size=8).hexdigest()
         return f"{self.identity.hash().hex()}-{short}.json"
 

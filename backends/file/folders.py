@@ -15,13 +15,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, Trust
-from hicachectl.backends.disk.durable import is_named, make_directories
+from hicachectl.backends.disk.durable import (
+    is_named,
+    make_directories,
+    sync_directory,
+    sync_file_system,
+)
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import FormatError, UntrustedError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDERS_FILE = "folders"
@@ -29,6 +34,7 @@ _FORM = b"hex2\n"  # content of FOLDERS_FILE
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NAMES = {b"%02x" % number for number in range(256)}
 _OWN_TEMPORARY = OWN_PREFIX + b"-"
+_MANY = 8  # directories; one syncfs takes less time than so many syncs of directories
 _OBJECT = re.compile(r"[0-9a-f]{64}[._]")
 
 
@@ -158,6 +164,17 @@ class ObjectDirectory:
                 continue
             except UntrustedError as error:
                 left_alone.append(str(error))
+
+    def sync(self, changed: Collection[int] | None = None) -> None:
+        """Make the names in directories durable. Raises OSError.
+
+        changed: their descriptors; default: every directory with files.
+        """
+        if changed is None:
+            changed = [descriptor for _, descriptor in self.directories([])]
+        if len(changed) < _MANY or not sync_file_system(self.descriptor):
+            for descriptor in changed:
+                sync_directory(descriptor)
 
     def outer(self, *, writes: bool) -> Directory:
         """Return the directory itself, for side files. writes: the caller may create some."""

@@ -1,4 +1,4 @@
-"""List a directory's files as Arrow batches of names, sizes, times and versions."""
+"""List the files of directories as Arrow batches of names, sizes, times and versions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import stat
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hicachectl.backends.base import scan_batch
 from hicachectl.backends.disk.files import LOST, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 SCAN_ROWS = 16384
 _OBJECT_END = ".bin"  # suffix of HiCacheFile's names
@@ -29,7 +29,7 @@ SCAN_WORKERS = 2
 
 @dataclass(slots=True)
 class SkippedEntries:
-    """Count and first name of skipped links, FIFOs, sockets and devices named like objects."""
+    """Count and first name of entries that a listing leaves out."""
 
     count: int = 0
     first: str = ""
@@ -40,27 +40,73 @@ class SkippedEntries:
         self.first = self.first or name
 
 
-def scan_directory(
-    directory: int, path: str, schema: Any, left_out: SkippedEntries
-) -> Generator[Any, None, None]:
-    """Yield a directory's regular files as batches with a scan's schema.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory to list.
 
-    directory: the descriptor of `path`. left_out: counts skipped entries. Raises OSError.
+    path: of `descriptor`, for faster calls; None if there is none.
+    holds: whether a name is of an object in this directory; None: every name is.
     """
-    read = batch_reader(directory, path, schema)
+
+    descriptor: int
+    path: str | None
+    holds: Callable[[str], bool] | None = None
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """What listings left out. others: links, FIFOs, sockets and devices named like objects.
+
+    misplaced: files outside the folder that their name belongs to. folders: messages.
+    """
+
+    others: SkippedEntries = field(default_factory=SkippedEntries)
+    misplaced: SkippedEntries = field(default_factory=SkippedEntries)
+    folders: list[str] = field(default_factory=list)
+
+
+def scan_places(
+    places: Iterable[Place], schema: Any, left_out: LeftOut, finish: Callable[[Any], Any]
+) -> Generator[Any, None, None]:
+    """Yield the regular files of directories as batches with a scan's schema.
+
+    left_out: counts skipped entries. finish: changes each batch. Raises OSError.
+    """
     pending: deque[Any] = deque()
     # Versions need Python's stat: a second thread would only compete for the GIL.
     workers = 1 if "version" in schema.names else SCAN_WORKERS
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
     try:
-        for names in names_in(directory, left_out):
-            pending.append(pool.submit(read, names))
-            if len(pending) > workers + 1:
-                yield pending.popleft().result()
+        for place in places:
+            read = batch_reader(place.descriptor, place.path, schema)
+            for found in names_in(place.descriptor, left_out.others):
+                names = _held(found, place.holds, left_out.misplaced)
+                if not names:
+                    continue
+                pending.append(pool.submit(_finished, read, names, finish))
+                if len(pending) > workers + 1:
+                    yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _finished(read: Callable[[list[str]], Any], names: list[str], finish: Any) -> Any:
+    return finish(read(names))
+
+
+def _held(
+    names: list[str], holds: Callable[[str], bool] | None, misplaced: SkippedEntries
+) -> list[str]:
+    if holds is None:
+        return names
+    held = [name for name in names if holds(name)]
+    if len(held) != len(names):
+        for name in names:
+            if not holds(name):
+                misplaced.add(name)
+    return held
 
 
 def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
@@ -86,19 +132,21 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
         os.close(own)
 
 
-def batch_reader(directory: int, path: str, schema: Any) -> Callable[[list[str]], Any]:
+def batch_reader(directory: int, path: str | None, schema: Any) -> Callable[[list[str]], Any]:
     """Return the cheapest function from names to a batch with `schema`."""
 
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
+    # Arrow accepts only UTF-8 names and returns no inode.
+    usable = path is not None and path.isascii() and "version" not in schema.names
+    fast = path if usable else None
+
     def read(names: list[str]) -> Any:
-        # Arrow accepts only UTF-8 names and returns no inode.
-        arrow = "version" not in schema.names and path.isascii()
-        if arrow and "".join(names).isascii():
+        if fast is not None and "".join(names).isascii():
             with suppress(OSError):  # if stat fails for one file, Arrow fails the batch
-                return _ask_arrow(path, schema, names)
-        return ask_each(directory, schema, names)
+                return _ask_arrow(fast, schema, names)
+        return ask_each(zip(repeat(directory), names), schema)
 
     return read if {"nbytes", "mtime_ns", "version"} & set(schema.names) else only_names
 
@@ -121,15 +169,15 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
     return scan_batch(schema, columns, len(names))
 
 
-def ask_each(directory: int, schema: Any, names: list[str]) -> Any:
+def ask_each(files: Iterable[tuple[int, str]], schema: Any) -> Any:
     """Return a batch of the existing files, one stat each; columns are null if stat fails.
 
-    Raises OSError if the file system is unreachable.
+    files: descriptor of the directory, and name. Raises OSError if the file system is unreachable.
     """
     found: list[str] = []
     facts: list[tuple[int | None, int | None, bytes | None]] = []
     fact: tuple[int | None, int | None, bytes | None]
-    for name in names:
+    for directory, name in files:
         try:
             s = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Renames between a store's directory and another directory, such as a quarantine."""
+"""Renames between a file store and a directory, such as a quarantine."""
 
 from __future__ import annotations
 
@@ -15,25 +15,18 @@ from hicachectl.backends.disk.durable import move_noreplace, sync_directory
 from hicachectl.backends.disk.files import check_key, check_new_key, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from hicachectl.backends.file.faults import Faults
+    from hicachectl.backends.file.folders import ObjectDirectory
 
 
 class FileMover(Mover):
     """Mover of a file store."""
 
-    def __init__(
-        self,
-        here: int,
-        there: int,
-        status_of: Callable[[int, OSError, dict[int, str]], Status],
-    ) -> None:
-        """Use the descriptors of two directories.
-
-        here: the store's. there: the other, which `close` closes. status_of: `FileStore._failed`.
-        """
-        self._here = here
+    def __init__(self, objects: ObjectDirectory, there: int, faults: Faults) -> None:
+        """Use the store's directory, and the descriptor of the other, which `close` closes."""
+        self._objects = objects
         self._there = there
-        self._status_of = status_of
+        self._faults = faults
         self._into_store: bool | None = None  # direction of the renames since the last flush
 
     def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
@@ -43,12 +36,13 @@ class FileMover(Mover):
         check_key(target)
         self._turn(into_store=False)
         try:
-            listed = os.stat(key, dir_fd=self._here, follow_symlinks=False)
+            here, _ = self._objects.place(key)
+            listed = os.stat(key, dir_fd=here, follow_symlinks=False)
             if not stat.S_ISREG(listed.st_mode) or version not in (None, version_of(listed)):
                 return Status.CHANGED
-            if not durable.rename_noreplace(self._here, key, self._there, target):
+            if not durable.rename_noreplace(here, key, self._there, target):
                 # A plain rename: after a link, the unlink could remove a writer's new file.
-                os.rename(key, target, src_dir_fd=self._here, dst_dir_fd=self._there)
+                os.rename(key, target, src_dir_fd=here, dst_dir_fd=self._there)
         except OSError as error:
             if not os.fstat(self._there).st_nlink:
                 raise OSError(
@@ -73,7 +67,8 @@ class FileMover(Mover):
             held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
             if not stat.S_ISREG(held.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file in the quarantine")
-            move_noreplace(self._there, source, self._here, key)
+            here, _ = self._objects.place_for_new(key)
+            move_noreplace(self._there, source, here, key)
         except FileExistsError:
             return Status.EXISTS
         except OSError as error:
@@ -86,18 +81,21 @@ class FileMover(Mover):
         check_key(key)
         check_key(target)
         with suppress(FileNotFoundError):
-            here = os.stat(key, dir_fd=self._here, follow_symlinks=False)
-            if os.path.samestat(here, os.stat(target, dir_fd=self._there, follow_symlinks=False)):
-                os.unlink(key, dir_fd=self._here)
+            here, _ = self._objects.place(key)
+            facts = os.stat(key, dir_fd=here, follow_symlinks=False)
+            if os.path.samestat(facts, os.stat(target, dir_fd=self._there, follow_symlinks=False)):
+                os.unlink(key, dir_fd=here)
 
     def flush(self, *, into_store: bool) -> None:
-        """Sync both directories, the one with the new names first.
+        """Sync store and directory, the one with the new names first.
 
         In the other order, an object could have neither name after a crash.
         """
-        directories = (self._here, self._there) if into_store else (self._there, self._here)
-        for directory in directories:
-            sync_directory(directory)
+        if into_store:
+            self._objects.sync()
+        sync_directory(self._there)
+        if not into_store:
+            self._objects.sync()
         self._into_store = None
 
     def _turn(self, *, into_store: bool) -> None:
@@ -114,6 +112,6 @@ class FileMover(Mover):
 
     def _missing(self, error: OSError) -> Status:
         """Return GONE for a missing file; raise other errors."""
-        if self._status_of(0, error, {}) == Status.GONE:
+        if self._faults.status(0, error, {}) == Status.GONE:
             return Status.GONE
         raise error

@@ -19,6 +19,7 @@ import pytest
 from hicachectl.backends.base import Status, Store
 from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.file import reading
 from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import findings
@@ -385,14 +386,16 @@ def test_an_unreadable_copy_fails_only_its_group(
     for number in (1, 2):
         shorten(store / indexer(number))
     before = contents(store)
-    read = FileStore._read
+    read = reading.read_file
 
-    def broken(key: bytes, here: int, target: memoryview) -> tuple[int, os.stat_result]:
-        if key == kv(1).encode():
+    def broken(
+        name: bytes, directory: int, target: memoryview
+    ) -> tuple[int, os.stat_result, bytearray | None]:
+        if name == kv(1).encode():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(key, here, target)
+        return read(name, directory, target)
 
-    monkeypatch.setattr(FileStore, "_read", staticmethod(broken))
+    monkeypatch.setattr(reading, "read_file", broken)
     outcome = repaired(store, quarantine=str(other_file_system))
     why = "not copied to quarantine: cannot be read: Input/output error"
     assert outcome.failures == ((kv(1), why),)

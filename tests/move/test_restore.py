@@ -352,7 +352,7 @@ def test_a_copy_that_vanishes_while_it_is_restored_fails_its_page(
 
     def vanish(self: FileStore, source: FileStore, origins: Any, *rest: Any, **options: Any) -> Any:
         key = origins.column("key")[0].as_py()
-        os.unlink(key, dir_fd=source._directory)
+        os.unlink(key, dir_fd=source.objects.descriptor)
         monkeypatch.undo()
         return copy_from(self, source, origins, *rest, **options)
 

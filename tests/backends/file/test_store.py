@@ -45,6 +45,8 @@ from tests.small_file_system import small_file_system
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hicachectl.backends.file.writing import Temporary
+
 
 class TestFileStore(StoreSuite):
     @pytest.fixture
@@ -92,7 +94,7 @@ def _open_files() -> int:
 def _fill(store: FileStore, count: int) -> list[str]:
     names = [f"{n:064x}_m_{n % 2}_2.bin" for n in range(count)]
     for n, name in enumerate(names):
-        descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=store._directory)
+        descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=store.objects.descriptor)
         os.ftruncate(descriptor, n)
         os.close(descriptor)
     return names
@@ -172,7 +174,7 @@ def test_files_that_vanish_while_listing_are_left_out(
 
     def delete_others() -> None:
         for name in names[1::2]:
-            os.unlink(name, dir_fd=store._directory)
+            os.unlink(name, dir_fd=store.objects.descriptor)
 
     thread = threading.Thread(target=delete_others)
     thread.start()
@@ -187,7 +189,7 @@ def test_files_that_vanish_while_listing_are_left_out(
 def test_a_listed_name_that_is_gone_has_no_row(store: FileStore) -> None:
     (Path(store.path) / "here.bin").write_bytes(b"abc")
     for columns in (("nbytes", "mtime_ns"), ("nbytes", "version")):
-        ask = file_listing.batch_reader(store._directory, store.path, scan_schema(columns))
+        ask = file_listing.batch_reader(store.objects.descriptor, store.path, scan_schema(columns))
         batch = ask(["gone.bin", "here.bin"])
         assert batch.column("key").to_pylist() == [b"here.bin"]
         assert batch.column("nbytes").to_pylist() == [3]
@@ -387,13 +389,13 @@ def test_a_key_that_appears_meanwhile_is_not_replaced(
 ) -> None:
     if not noreplace:  # as on a file system without RENAME_NOREPLACE
         monkeypatch.setattr(durable, "rename_noreplace", lambda *_: False)
-    sync = store._sync_data
+    sync = store._writer.sync_data
 
-    def overtaken(names: list[bytes]) -> None:
-        sync(names)
+    def overtaken(files: list[Temporary]) -> None:
+        sync(files)
         (Path(store.path) / "a.bin").write_bytes(b"first")
 
-    monkeypatch.setattr(store, "_sync_data", overtaken)
+    monkeypatch.setattr(store._writer, "sync_data", overtaken)
     result = write(store, {b"a.bin": b"second", b"b.bin": b"b"}, if_absent=True)
     assert result.statuses.tolist() == [Status.EXISTS, Status.OK]
     assert (Path(store.path) / "a.bin").read_bytes() == b"first"
@@ -410,10 +412,10 @@ def test_readers_of_a_replaced_file_keep_the_old_one(store: FileStore) -> None:
 
 
 def test_a_failed_sync_publishes_nothing(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: list[bytes]) -> None:
+    def fail(_: list[Temporary]) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store, "_sync_data", fail)
+    monkeypatch.setattr(store._writer, "sync_data", fail)
     result = write(store, {b"a.bin": b"abc", b"..": b""}, if_absent=True)
     assert result.statuses.tolist() == [Status.ERROR] * 2
     assert result.errors[0] == "Input/output error"
@@ -434,11 +436,11 @@ def test_without_syncfs_every_file_is_synced(
 def test_a_directory_cleared_while_writing_is_an_error(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def clear(_: list[bytes]) -> None:
+    def clear(_: list[Temporary]) -> None:
         for name in _names(store.path):
             (Path(store.path) / name).unlink()
 
-    monkeypatch.setattr(store, "_sync_data", clear)
+    monkeypatch.setattr(store._writer, "sync_data", clear)
     result = write(store, {b"a.bin": b"abc"}, if_absent=True)
     assert result.errors == {0: "another process cleared the store; run again"}
 
@@ -461,10 +463,10 @@ def test_a_full_file_system_is_told_of_the_row(tmp_path: Path) -> None:
 def test_a_write_that_is_interrupted_leaves_no_temporary_file(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: list[bytes]) -> None:
+    def interrupt(_: list[Temporary]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store, "_sync_data", interrupt)
+    monkeypatch.setattr(store._writer, "sync_data", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(store, {b"a.bin": b"abc"}, if_absent=True)
     assert _names(store.path) == []
@@ -501,7 +503,7 @@ def _while_copying(
         if not before:
             then()
 
-    monkeypatch.setattr("hicachectl.backends.file.store.copy_bytes", copy)
+    monkeypatch.setattr("hicachectl.backends.file.copies.copy_bytes", copy)
 
 
 def test_only_files_are_copied_from(store: FileStore, origin: FileStore) -> None:
@@ -676,7 +678,7 @@ def _abc(descriptor: int) -> None:
 
 
 def test_a_temporary_name_is_one_that_sglang_ignores(store: FileStore) -> None:
-    name = store._write_temporary(_abc, None)
+    name = store._writer.write_temporary(b"a.bin", _abc, None).name
     assert name.startswith(b".")
     assert not name.endswith(b".bin")
     assert (Path(store.path) / os.fsdecode(name)).read_bytes() == b"abc"
@@ -686,9 +688,9 @@ def test_leftovers_are_swept_by_their_owner_alone(store: FileStore) -> None:
     mine, theirs = "0" * 16, "1" * 16
     with FileStore(store.path) as another:
         another.own_temporaries(theirs, sweep=False)
-        kept = os.fsdecode(another._write_temporary(_abc, None))
+        kept = os.fsdecode(another._writer.write_temporary(b"a.bin", _abc, None).name)
     store.own_temporaries(mine, sweep=False)
-    left = os.fsdecode(store._write_temporary(_abc, None))
+    left = os.fsdecode(store._writer.write_temporary(b"a.bin", _abc, None).name)
     (Path(store.path) / "a.bin").write_bytes(b"abc")
     store.own_temporaries("2" * 16, sweep=True)
     assert _names(store.path) == sorted([kept, left, "a.bin"])

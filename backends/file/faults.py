@@ -1,0 +1,101 @@
+"""Failed system calls of a file store, as statuses of its objects."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.disk.durable import NO_ROOM
+from hicachectl.backends.disk.files import LOST
+from hicachectl.formats.errors import StoreUnavailable, UntrustedError
+from hicachectl.formats.wording import failed, reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from hicachectl.backends.base import StatusArray
+    from hicachectl.backends.file.folders import ObjectDirectory
+
+_WORDS = {
+    errno.ELOOP: "a symbolic link, not a regular file",
+    errno.ENXIO: "not a regular file",  # also from opening a socket
+    errno.ENAMETOOLONG: "the key is too long for a file name",
+}
+_NEXT_STEPS = {
+    errno.ENOENT: "check the path, or create the directory",
+    errno.ENOTDIR: "give the directory with the objects",
+    errno.EACCES: "run as the server's user or as a member of its group",
+}
+
+
+def unavailable(path: str, error: OSError) -> StoreUnavailable:
+    """Return the exception for a store whose directory cannot be used."""
+    next_step = _NEXT_STEPS.get(error.errno or 0, "check that the file system is mounted")
+    return StoreUnavailable(failed(path, "use the store", error, next_step))
+
+
+class Faults:
+    """Statuses for the failed calls on one store's objects."""
+
+    def __init__(self, objects: ObjectDirectory) -> None:
+        self._objects = objects
+
+    def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
+        """Return a row's status, and enter its message unless the status says all.
+
+        Raises StoreUnavailable if the store is lost.
+        """
+        if isinstance(error, UntrustedError):  # its folder is a link, or a stranger's
+            errors[index] = str(error)
+            return Status.ERROR
+        if error.errno in LOST or self._removed(error):
+            raise self.unavailable(error) from error
+        if error.errno == errno.ENOENT:
+            return Status.GONE
+        if error.errno == errno.EEXIST:
+            return Status.EXISTS
+        errors[index] = _WORDS.get(error.errno or 0) or reason_of(error)
+        return Status.FULL if error.errno in NO_ROOM else Status.ERROR
+
+    def each(
+        self,
+        indices: Collection[int],
+        act: Callable[[int], Status],
+        statuses: StatusArray,
+        errors: dict[int, str],
+    ) -> None:
+        """Set the status of each row to what `act` returns or raises."""
+        for index in indices:
+            try:
+                statuses[index] = act(index)
+            except (OSError, UntrustedError) as error:
+                statuses[index] = self.status(index, error, errors)
+
+    def synced(
+        self,
+        sync: Callable[[], None],
+        indices: Collection[int],
+        statuses: StatusArray,
+        errors: dict[int, str],
+    ) -> bool:
+        """Return whether a sync succeeds; if not, OK rows get the error."""
+        try:
+            sync()
+        except OSError as error:
+            for index in indices:
+                if statuses[index] == Status.OK:
+                    statuses[index] = self.status(index, error, errors)
+            return False
+        return True
+
+    def unavailable(self, error: OSError) -> StoreUnavailable:
+        """Return the exception for the lost store."""
+        return unavailable(self._objects.path, error)
+
+    def _removed(self, error: OSError) -> bool:
+        descriptor = self._objects.descriptor
+        if error.errno == errno.EBADF and descriptor < 0:
+            raise ValueError("The store is closed")
+        return error.errno == errno.ENOENT and not os.fstat(descriptor).st_nlink

@@ -1,0 +1,223 @@
+"""Reads of a file store's objects, with or without trailers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import IntArray, ReadResult, Rows, Status, keys_of
+from hicachectl.backends.capabilities import trailer_schema
+from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead
+from hicachectl.backends.disk.permissions import NOBODY, Permissions
+from hicachectl.backends.file.trailers import trailer_in
+from hicachectl.formats.errors import UntrustedError
+from hicachectl.formats.trailer import TRAILER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.backends.file.faults import Faults
+    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.file.sizes import MarkedSizes
+    from hicachectl.backends.file.trailers import TrailerChecks
+    from hicachectl.formats.trailer import Trailer
+
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
+_VERSION_BYTES = VERSION.size
+_VERSION_FIELDS = VERSION.size // 8
+
+
+def open_file(name: bytes, directory: int) -> int:
+    """Open a file for reading, if possible (as its owner) without updating its atime."""
+    try:
+        return os.open(name, READ_FLAGS | os.O_NOATIME, dir_fd=directory)
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            raise
+        return os.open(name, READ_FLAGS, dir_fd=directory)
+
+
+def read_file(
+    name: bytes, directory: int, target: memoryview
+) -> tuple[int, os.stat_result, bytearray | None]:
+    """Read a file of exactly the target's size, or of that and a trailer's.
+
+    Return its size, its stat and the bytes after the target's; None if it has no such bytes. A
+    file of another size is not read. Raises OSError.
+    """
+    descriptor = open_file(name, directory)
+    try:
+        facts = os.fstat(descriptor)
+        size = facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.ENXIO, "")
+        if size == len(target):
+            return _fill(descriptor, target) if size else 0, facts, None
+        if size != len(target) + TRAILER_BYTES:
+            return size, facts, None
+        tail = bytearray(TRAILER_BYTES)
+        done = os.preadv(descriptor, (target, tail), 0)
+        if 0 < done < size:
+            if done < len(target):
+                done += _fill(descriptor, target[done:], done)
+            if done >= len(target):
+                place = done - len(target)
+                done += _fill(descriptor, memoryview(tail)[place:], done)
+        return done, facts, tail if done == size else None
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, target: memoryview, offset: int = 0) -> int:
+    """Fill the target from an offset on; return the bytes read, fewer at the file's end."""
+    done = os.preadv(descriptor, (target,), offset)
+    while 0 < done < len(target):
+        count = os.preadv(descriptor, (target[done:],), offset + done)
+        if not count:  # truncated since it was opened
+            break
+        done += count
+    return done
+
+
+class FileReader:
+    """Reads objects of one store, and notes who may read them."""
+
+    def __init__(
+        self, objects: ObjectDirectory, faults: Faults, sizes: MarkedSizes, checks: TrailerChecks
+    ) -> None:
+        self._objects = objects
+        self._faults = faults
+        self._sizes = sizes
+        self._checks = checks
+        self._noting = threading.Lock()
+        self.seen = Permissions()  # common to all files read
+
+    def read(
+        self, rows: Rows, memory: memoryview, offsets: IntArray, capacities: IntArray
+    ) -> ReadResult:
+        """Read objects as `Store.read_into` does."""
+        statuses = np.zeros(len(rows), dtype=np.uint8)
+        nbytes = np.full(len(rows), -1, dtype=np.int64)
+        versions = bytearray(len(rows) * _VERSION_BYTES)
+        errors: dict[int, str] = {}
+        sizes = [-1] * len(rows)
+        tails: list[tuple[int, bytearray]] = []
+        modes, groups, owners = 0o777, set[int](), set[int]()
+        # This loop dominates reads of small objects: look up attributes once, and check keys
+        # together.
+        pack, objects, here = VERSION.pack_into, self._objects, self._objects.descriptor
+        keys = keys_of(rows)
+        check = None if are_plain(keys) else check_key
+        places = zip(keys, offsets.tolist(), capacities.tolist(), strict=True)
+        for index, (key, offset, capacity) in enumerate(places):
+            try:
+                if check is not None:
+                    check(key)
+                if objects.folders:
+                    here, _ = objects.place(key)
+                size, facts, tail = read_file(key, here, memory[offset : offset + capacity])
+            except (OSError, UntrustedError) as error:
+                statuses[index] = self._faults.status(index, error, errors)
+                continue
+            sizes[index] = size
+            if tail is not None:
+                tails.append((index, tail))
+            modes &= facts.st_mode
+            groups.add(facts.st_gid)
+            owners.add(facts.st_uid)
+            pack(
+                versions,
+                index * _VERSION_BYTES,
+                facts.st_ino,
+                facts.st_mtime_ns,
+                facts.st_ctime_ns,
+                facts.st_size,
+            )
+        if groups:
+            self._note_readable(modes, groups, owners)
+        nbytes[:] = sizes
+        if self._sizes.current():
+            nbytes = self._sizes.payloads(rows, nbytes)
+        known = nbytes >= 0
+        statuses[known & (nbytes < capacities)] = Status.SHORT
+        statuses[known & (nbytes > capacities)] = Status.OVERSIZED
+        for index, tail in tails:
+            offset, capacity = int(offsets[index]), int(capacities[index])
+            value = memory[offset : offset + capacity]
+            status = self._checked(keys[index], value, tail, index, errors)
+            statuses[index] = status
+            nbytes[index] = sizes[index] if status == Status.OVERSIZED else capacity
+        fields = np.frombuffer(versions, dtype="<u8").reshape(len(rows), _VERSION_FIELDS)
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
+
+    def _checked(
+        self, key: bytes, value: memoryview, tail: bytearray, index: int, errors: dict[int, str]
+    ) -> Status:
+        trailer, verdict = trailer_in(tail)
+        if trailer is not None:
+            verdict = self._checks.check(key, trailer, (value,), len(value))
+        if verdict.why:
+            errors[index] = verdict.why
+        return verdict.status
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system start reading files not yet in memory."""
+        for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
+            with suppress(OSError, UntrustedError):  # the read will report the error
+                check_key(key)
+                directory, name = self._objects.place(key)
+                descriptor = open_file(name, directory)
+                try:
+                    read_ahead(descriptor, capacity)
+                finally:
+                    os.close(descriptor)
+
+    def trailers(self, rows: Rows) -> Any:
+        """Return what the trailers state, as `Trailed.read_trailers` does."""
+        found = list(self._trailers(keys_of(rows)))
+        columns = (
+            [None if one is None else one.identity for one in found],
+            [None if one is None else one.digest_kind for one in found],
+            [None if one is None else one.digest for one in found],
+        )
+        schema = trailer_schema()
+        arrays = [pa.array(column, f.type) for column, f in zip(columns, schema, strict=True)]
+        return pa.table(arrays, schema=schema)
+
+    def _trailers(self, keys: list[bytes]) -> Iterator[Trailer | None]:
+        for index, key in enumerate(keys):
+            try:
+                yield self._trailer(key)
+            except (OSError, UntrustedError) as error:
+                self._faults.status(index, error, {})
+                yield None
+
+    def _trailer(self, key: bytes) -> Trailer | None:
+        check_key(key)
+        directory, name = self._objects.place(key)
+        descriptor = open_file(name, directory)
+        try:
+            facts = os.fstat(descriptor)
+            nbytes = facts.st_size - TRAILER_BYTES
+            if not stat.S_ISREG(facts.st_mode) or nbytes < 0:
+                return None
+            trailer, _ = trailer_in(os.pread(descriptor, TRAILER_BYTES, nbytes))
+        finally:
+            os.close(descriptor)
+        belongs = trailer is not None and self._checks.belongs(key, nbytes, trailer)
+        return trailer if belongs else None
+
+    def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
+        """Record the permissions common to a call's files; modes: their bitwise AND."""
+        group = groups.pop() if len(groups) == 1 else None
+        owner = owners.pop() if len(owners) == 1 else NOBODY
+        seen = Permissions(modes & 0o777 | 0o700, group, None if modes & 0o004 else owner)
+        with self._noting:
+            self.seen = self.seen.both(seen)

@@ -1,0 +1,153 @@
+"""Sizes of objects without their trailers, from markers: no object is opened."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.file.folders import SIDE_DIRECTORY
+from hicachectl.backends.file.markers import MARKER_DIRECTORY, read_markers, write_marker
+from hicachectl.formats.errors import UntrustedError
+from hicachectl.formats.trailer import TRAILER_BYTES
+
+if TYPE_CHECKING:
+    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.file.faults import Faults
+    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.file.markers import Marker
+
+HASH_BYTES = 64  # hex digits of a page hash, at the start of a key
+_MOST_BYTES = 1 << 30  # binary_slice needs an end
+# Two markers can be written within one tick of the file system's clock.
+_TICK_NS = 1_000_000_000
+_PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
+
+
+class MarkedSizes:
+    """The markers of one store, read again when their directory changes.
+
+    remark: why markers are left alone; "" if they are not.
+    """
+
+    def __init__(self, objects: ObjectDirectory, faults: Faults) -> None:
+        self._objects = objects
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._state: tuple[int, ...] | None = None  # of the directory when it was read
+        self._markers: list[Marker] = []
+        self._known: set[Marker] = set()
+        self._suffixes: Any = None  # distinct, as an Arrow array
+        self._file_sizes = np.zeros(0, dtype=np.int64)  # sorted; of files with a trailer
+        self._pairs = np.zeros(0, dtype=np.int64)  # suffix * len(file_sizes) + file size, by index
+        self.remark = ""
+
+    def current(self) -> list[Marker]:
+        """Return the store's markers.
+
+        Raises StoreUnavailable, UntrustedError and FormatError as `markers.read_markers` does.
+        """
+        with self._lock:
+            try:
+                self._refresh()
+            except OSError as error:
+                raise self._faults.unavailable(error) from error
+            return self._markers
+
+    def ensure(self, markers: set[Marker]) -> None:
+        """Write the markers that the store lacks. Raises OSError, UntrustedError."""
+        missing = markers - self._known
+        if not missing:
+            return
+        with self._objects.outer(writes=True) as directory:
+            for marker in missing:
+                write_marker(directory, marker)
+        self.current()
+        with self._lock:
+            self._known |= missing
+
+    def strip(self, batch: Any) -> Any:
+        """Return a scan's batch with `nbytes` less the trailers of marked objects.
+
+        Like `payloads`, uses the markers that were read last.
+        """
+        if not len(self._pairs) or "nbytes" not in batch.schema.names:
+            return batch
+        at = batch.schema.get_field_index("nbytes")
+        column = batch.column(at)
+        payloads = self.payloads(batch, column.fill_null(-1).to_numpy())
+        unknown = column.is_null().to_numpy(zero_copy_only=False)
+        stripped = pa.array(payloads, pa.int64(), mask=unknown)
+        return batch.set_column(at, batch.schema.field(at), stripped)
+
+    def payloads(self, rows: Rows, files: IntArray) -> IntArray:
+        """Return the bytes of objects without their trailers: [n] int64.
+
+        rows: with `key`. files: [n] int64, bytes of each file.
+        """
+        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+
+        sizes, pairs, suffixes = self._file_sizes, self._pairs, self._suffixes
+        if not len(pairs):
+            return files
+        at = np.minimum(np.searchsorted(sizes, files), len(sizes) - 1)
+        likely = np.flatnonzero(sizes[at] == files)
+        if not len(likely):
+            return files
+        keys = rows.column("key").take(pa.array(likely))
+        own = pc.binary_slice(keys, HASH_BYTES, _MOST_BYTES)
+        which = pc.index_in(own, value_set=suffixes).fill_null(-1).to_numpy().astype(np.int64)
+        marked = np.isin(which * len(sizes) + at[likely], pairs) & (which >= 0)
+        payloads = files.copy()
+        payloads[likely[marked]] -= TRAILER_BYTES
+        return payloads
+
+    def _refresh(self) -> None:
+        state = self._look()
+        if state is not None and state == self._state:
+            return
+        markers: list[Marker] = []
+        self.remark = ""
+        if state is not None:
+            with self._objects.outer(writes=False) as directory:
+                try:
+                    with suppress(FileNotFoundError), directory.directory(SIDE_DIRECTORY):
+                        pass
+                except (UntrustedError, PermissionError) as error:
+                    self.remark = f"{error}; sizes in this listing include trailers"
+                else:
+                    markers = read_markers(directory)
+        self._use(markers)
+        recent = state is not None and time.time_ns() - state[1] < _TICK_NS
+        self._state = None if recent else state
+
+    def _look(self) -> tuple[int, ...] | None:
+        """Return what changes with the directory of the markers; None if it is missing."""
+        try:
+            facts = os.stat(_PATH, dir_fd=self._objects.descriptor, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError:
+            return (0, 0)  # reading them will tell why
+        return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns
+
+    def _use(self, markers: list[Marker]) -> None:
+        if markers == self._markers:
+            return
+        self._markers, self._known = markers, set(markers)
+        suffixes = sorted({marker.suffix.encode(errors="surrogatepass") for marker in markers})
+        at = {suffix: index for index, suffix in enumerate(suffixes)}
+        sizes = np.unique([marker.nbytes + TRAILER_BYTES for marker in markers]).astype(np.int64)
+        pairs = {
+            at[marker.suffix.encode(errors="surrogatepass")] * len(sizes)
+            + int(np.searchsorted(sizes, marker.nbytes + TRAILER_BYTES))
+            for marker in markers
+        }
+        self._suffixes = pa.array(suffixes, pa.binary())
+        self._file_sizes = sizes
+        self._pairs = np.array(sorted(pairs), dtype=np.int64)

@@ -1,0 +1,171 @@
+"""Trailers of a file store's objects: compared when objects are read, made for new objects."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from hicachectl.backends.base import Status
+from hicachectl.backends.file.markers import Marker
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.trailer import (
+    Trailer,
+    digest_function,
+    dump_trailer,
+    parse_trailer,
+    trailer_name,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hicachectl.formats.identity import Identity
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.trailer import Buffer
+
+_T = TypeVar("_T")
+_KEY = re.compile(rb"([0-9a-f]{64})(.*)", re.DOTALL)
+_MOST_SUFFIXES = 1 << 12  # whose names are remembered
+
+
+class Verdict(NamedTuple):
+    """Outcome of a comparison. why: for statuses other than OK."""
+
+    status: Status
+    why: str = ""
+
+
+_OK = Verdict(Status.OK)
+
+
+def split_key(key: bytes) -> tuple[bytes, bytes] | None:
+    """Return the 32 bytes of a key's page hash, and its suffix; None without a page hash."""
+    match = _KEY.fullmatch(key)
+    return None if match is None else (bytes.fromhex(match[1].decode()), match[2])
+
+
+class TrailerChecks:
+    """Comparisons of trailers with what keys say, and with expected identities."""
+
+    def __init__(self) -> None:
+        self._expected: dict[bytes, bytes] = {}  # hashes of identities, by suffix
+        self._names: dict[bytes, frozenset[bytes]] = {}
+        self._codec = codec_for("file")
+
+    def expect(self, identities: Mapping[Affix, Identity]) -> None:
+        """Expect these identities, by affix; those of an earlier call no longer."""
+        self._expected = _by_suffix({affix: one.hash() for affix, one in identities.items()})
+
+    def compare(self, key: bytes, nbytes: int, trailer: Trailer) -> Verdict:
+        """Compare a trailer with its object's key and size: OK, DAMAGED or FOREIGN."""
+        if trailer.nbytes != nbytes:
+            return _damaged(f"its trailer says {trailer.nbytes} bytes, but it has {nbytes}")
+        parts = split_key(key)
+        if parts is None:  # in a quarantine
+            return _OK
+        page, suffix = parts
+        if trailer.page != page:
+            return _damaged(f"its trailer is of page {trailer.page.hex()}")
+        if trailer.name not in (names := self._names_of(suffix)) and names:
+            return _damaged("its trailer is of another pool")
+        expected = self._expected.get(suffix, trailer.identity)
+        if trailer.identity != expected:
+            why = f"its identity is {trailer.identity.hex()}, but {expected.hex()} is expected"
+            return Verdict(Status.FOREIGN, why)
+        return _OK
+
+    def check(self, key: bytes, trailer: Trailer, value: Iterable[Buffer], nbytes: int) -> Verdict:
+        """Compare a trailer with its object's key and bytes: OK, DAMAGED or FOREIGN."""
+        verdict = self.compare(key, nbytes, trailer)
+        if verdict.status != Status.OK or trailer.digest_kind == "off":
+            return verdict
+        if digest_function(trailer.digest_kind)(value) == trailer.digest:
+            return _OK
+        return _damaged(f"its bytes differ from the {trailer.digest_kind} digest in its trailer")
+
+    def belongs(self, key: bytes, nbytes: int, trailer: Trailer) -> bool:
+        """Return whether a trailer is of this key, whatever its identity."""
+        return self.compare(key, nbytes, trailer).status in (Status.OK, Status.FOREIGN)
+
+    def _names_of(self, suffix: bytes) -> frozenset[bytes]:
+        """Return the names that a suffix can have in trailers; none for an unknown grammar."""
+        names = self._names.get(suffix)
+        if names is None:
+            try:
+                readings = self._codec.readings("", suffix.decode())
+            except UnicodeDecodeError:
+                readings = ()
+            if len(self._names) >= _MOST_SUFFIXES:
+                self._names.clear()
+            names = frozenset(trailer_name(one.pool, one.part) for one in readings)
+            self._names[suffix] = names
+        return names
+
+
+class NewTrailers:
+    """Trailers for new objects.
+
+    identities: by suffix. kind: of their digests.
+    """
+
+    def __init__(self, identities: Mapping[Affix, Identity], kind: str) -> None:
+        """Choose the digest; raises UsageError for an unknown kind."""
+        self.identities = _by_suffix(identities)
+        self._hashes = {suffix: one.hash() for suffix, one in self.identities.items()}
+        self._kind = kind
+        self._digest = digest_function(kind)
+
+    def wanted(self, key: bytes) -> bytes | None:
+        """Return the hash of the identity that a key's object gets; None for no trailer."""
+        parts = split_key(key)
+        return None if parts is None else self._hashes.get(parts[1])
+
+    def markers(self, keys: list[bytes], sizes: list[int]) -> set[Marker]:
+        """Return the markers that state the trailers of new objects.
+
+        sizes: [n] bytes of each key's object.
+        """
+        kinds = {
+            (parts[1], nbytes)
+            for key, nbytes in zip(keys, sizes, strict=True)
+            if (parts := split_key(key)) is not None and parts[1] in self.identities
+        }
+        return {
+            Marker(suffix.decode(), nbytes, self.identities[suffix], self._kind)
+            for suffix, nbytes in kinds
+        }
+
+    def make(self, key: bytes, value: Iterable[Buffer], nbytes: int) -> bytes | None:
+        """Return the trailer of a new object; None for no trailer."""
+        parts = split_key(key)
+        identity = None if parts is None else self.identities.get(parts[1])
+        if parts is None or identity is None:
+            return None
+        return dump_trailer(
+            Trailer(
+                self._kind,
+                self._digest(value),
+                nbytes,
+                parts[0],
+                self._hashes[parts[1]],
+                trailer_name(identity.pool, identity.part),
+            )
+        )
+
+
+def trailer_in(data: Buffer) -> tuple[Trailer | None, Verdict]:
+    """Return the trailer in the last bytes of a file, or None with why: DAMAGED, or OVERSIZED."""
+    try:
+        trailer = parse_trailer(data)
+    except FormatError as error:
+        return None, Verdict(Status.DAMAGED, str(error))
+    return trailer, _OK if trailer is not None else Verdict(Status.OVERSIZED)
+
+
+def _damaged(why: str) -> Verdict:
+    return Verdict(Status.DAMAGED, why)
+
+
+def _by_suffix(by_affix: Mapping[Affix, _T]) -> dict[bytes, _T]:
+    return {suffix.encode(): one for (prefix, suffix), one in by_affix.items() if not prefix}

@@ -1,0 +1,246 @@
+"""Writes of a file store: temporary files, synced together, then renamed to their keys."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hicachectl.backends.base import IntArray, Result, Rows, Status, keys_of, mtimes_of
+from hicachectl.backends.disk.copying import write_bytes
+from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace, sync_file_system
+from hicachectl.backends.disk.files import OWN_PREFIX, check_new_key
+from hicachectl.backends.disk.permissions import Permissions, give_file
+from hicachectl.backends.file.listing import SkippedEntries, names_in
+from hicachectl.backends.file.reading import READ_FLAGS
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.wording import failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from hicachectl.backends.file.faults import Faults
+    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.file.markers import Marker
+    from hicachectl.backends.file.sizes import MarkedSizes
+    from hicachectl.backends.file.trailers import NewTrailers
+
+# The 16 bytes of a temporary name: 8 of the owner, 4 of the process, 4 of a counter.
+_OWNER_BYTES, _TOKEN_BYTES = 8, 12
+# Errors that every new file in the directory would get.
+_NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+class Ownership(NamedTuple):
+    """Mode of new files before the umask; their user and group, or None to leave them."""
+
+    mode: int
+    owner: tuple[int, int] | None
+
+
+class Temporary(NamedTuple):
+    """A file under a temporary name. directory: the descriptor of its directory."""
+
+    directory: int
+    name: bytes
+
+
+class FileWriter:
+    """Creates the files of one store. trailers: of new objects; None to write none."""
+
+    def __init__(self, objects: ObjectDirectory, faults: Faults, sizes: MarkedSizes) -> None:
+        self.trailers: NewTrailers | None = None
+        self._objects = objects
+        self._faults = faults
+        self._sizes = sizes
+        self._limit = Permissions()  # of new files
+        self._limiting = threading.Lock()
+        self._numbers = count()
+        self._token = b""  # of temporary names
+        self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
+        facts = os.fstat(objects.descriptor)
+        # As root, new files get the directory's owner and group.
+        self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
+        self._own_group = facts.st_gid if facts.st_mode & stat.S_ISGID else os.getegid()
+        self._new = Ownership(0o666, self._owner)
+
+    # permissions
+
+    def ownership(self, permissions: Permissions) -> Ownership:
+        """Return mode and owner of a new file whose sources have these permissions."""
+        owner = self._owner
+        if owner is not None and permissions.may_own(owner[0]):
+            return Ownership(0o666 & permissions.for_group(owner[1]), owner)
+        return Ownership(0o666 & permissions.for_group(self._own_group), None)
+
+    def limit(self, permissions: Permissions) -> Permissions:
+        """Reduce the permissions of new files; return what remains."""
+        with self._limiting:
+            limit = self._limit = self._limit.both(permissions)
+            self._new = self.ownership(limit)
+        return limit
+
+    # objects
+
+    def write(
+        self,
+        rows: Rows,
+        memory: memoryview,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Write objects as `Store.write_from` does."""
+        keys, times, trailers = keys_of(rows), mtimes_of(rows), self.trailers
+        places = list(zip(offsets.tolist(), sizes.tolist(), strict=True))
+
+        def stage(index: int, errors: dict[int, str]) -> Temporary:
+            offset, size = places[index]
+            value = memory[offset : offset + size]
+            tail = trailers and trailers.make(keys[index], (value,), size)
+
+            def fill(descriptor: int) -> None:
+                write_bytes(value, descriptor)
+                if tail:
+                    write_bytes(memoryview(tail), descriptor)
+
+            return self.write_temporary(keys[index], fill, times[index])
+
+        markers = trailers.markers(keys, sizes.tolist()) if trailers else set()
+        return self.publish(keys, stage, markers, if_absent=if_absent)
+
+    def publish(
+        self,
+        keys: list[bytes],
+        stage: Callable[[int, dict[int, str]], Temporary | Status],
+        markers: set[Marker],
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Write markers; create, sync and rename temporary files; sync their directories.
+
+        stage: creates a row's file; returns it, or a status.
+        """
+        statuses = np.zeros(len(keys), dtype=np.uint8)
+        errors: dict[int, str] = {}
+        written: dict[int, Temporary] = {}
+        changed: set[int] = set()  # directories
+
+        def make(index: int) -> Status:
+            check_new_key(keys[index])
+            made = stage(index, errors)
+            if isinstance(made, Status):
+                return made
+            written[index] = made
+            return Status.OK
+
+        def rename(index: int) -> Status:
+            try:
+                self._rename(written[index], keys[index], if_absent=if_absent)
+            except FileNotFoundError as error:  # HiCacheFile.clear deletes temporary files too
+                raise OSError(
+                    errno.ECANCELED, "another process cleared the store; run again"
+                ) from error
+            changed.add(written.pop(index).directory)
+            return Status.OK
+
+        every = range(len(keys))
+        if not self._faults.synced(partial(self._sizes.ensure, markers), every, statuses, errors):
+            return Result(statuses, errors)
+        try:
+            self._faults.each(every, make, statuses, errors)
+            staged = list(written)
+            sync = partial(self.sync_data, list(written.values()))
+            if staged and self._faults.synced(sync, staged, statuses, errors):
+                self._faults.each(staged, rename, statuses, errors)
+                names = partial(self._objects.sync, changed)
+                self._faults.synced(names, staged, statuses, errors)
+        finally:
+            for file in written.values():
+                _remove(file)
+        return Result(statuses, errors)
+
+    def _rename(self, file: Temporary, key: bytes, *, if_absent: bool) -> None:
+        """Rename a temporary file to its key. Raises FileExistsError."""
+        here, name = file
+        if if_absent:
+            move_noreplace(here, name, here, key)
+        else:
+            os.replace(name, key, src_dir_fd=here, dst_dir_fd=here)
+
+    def sync_data(self, files: Collection[Temporary]) -> None:
+        """Sync files by one syncfs if possible, far cheaper than an fsync per file."""
+        if sync_file_system(self._objects.descriptor):
+            return
+        for directory, name in files:
+            descriptor = os.open(name, READ_FLAGS, dir_fd=directory)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    # temporary files
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Name temporary files after `owner`. sweep: remove existing files of this owner.
+
+        Raises OSError.
+        """
+        # Two processes with the same owner still get different names.
+        self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
+        if not sweep:
+            return
+        prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
+        for _, directory in self._objects.directories([]):
+            for names in names_in(directory, SkippedEntries()):
+                for name in names:
+                    if name.startswith(prefix):
+                        with suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=directory)
+
+    def write_temporary(
+        self,
+        key: bytes,
+        fill: Callable[[int], None],
+        mtime_ns: int | None,
+        new: Ownership | None = None,
+    ) -> Temporary:
+        """Create an unsynced temporary file beside a key's, under a name that SGLang ignores."""
+        mode, owner = new or self._new
+        directory, _ = self._objects.place_for_new(key)
+        name = self._objects.temporary_name(key, self._token, next(self._numbers))
+        file = Temporary(directory, name)
+        try:
+            descriptor = os.open(name, CREATE_FILE, mode, dir_fd=directory)
+        except OSError as error:
+            if error.errno in _NO_NEW_FILES:
+                next_step = "run as the server's user, and check that the file system is writable"
+                raise StoreUnavailable(
+                    failed(self._objects.path, "write to the store", error, next_step)
+                ) from error
+            raise
+        try:
+            if owner is not None:
+                give_file(descriptor, *owner)
+            fill(descriptor)
+            if mtime_ns is not None:
+                os.utime(descriptor, ns=(mtime_ns, mtime_ns))
+        except BaseException:
+            _remove(file)
+            raise
+        finally:
+            os.close(descriptor)
+        return file
+
+
+def _remove(file: Temporary) -> None:
+    with suppress(OSError):
+        os.unlink(file.name, dir_fd=file.directory)
