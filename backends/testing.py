@@ -139,6 +139,10 @@ class StoreSuite(ABC):
     def raw_delete(self, store: Store, key: bytes) -> None:
         """Delete an object, if it exists."""
 
+    def moved(self, key: bytes, value: bytes) -> bytes:
+        """Return the content of the file that a mover makes of an object."""
+        return value
+
     @pytest.fixture(autouse=True)
     def _attached_arena(self, store: Store) -> Iterator[None]:
         with Arena(ARENA_BYTES) as arena:
@@ -495,7 +499,9 @@ class StoreSuite(ABC):
     def test_files_beside_the_objects_are_not_listed(self, store: Store) -> None:
         if not isinstance(store, SideFiles):
             lack(store, "side files")
-        assert store.open_side_directory(writes=False) is None
+        there = store.open_side_directory(writes=False)
+        if there is not None:  # the store keeps files of its own there
+            there.close()
         made = store.open_side_directory(writes=True, makes=True)
         assert made is not None
         with made:
@@ -530,7 +536,7 @@ class StoreSuite(ABC):
             assert mover.take(self.keys[0], "0", before["version"]) == Status.OK
             mover.flush(into_store=True)
             assert set(listing(store)) == {self.keys[1]}
-            assert (tmp_path / "aside" / "0").read_bytes() == values[0]
+            assert (tmp_path / "aside" / "0").read_bytes() == self.moved(self.keys[0], values[0])
             assert mover.put_back("0", self.keys[0]) == Status.OK
         assert self.raw_get(store, self.keys[0]) == values[0]
         after = scanned_rows(store, self.keys[:1]).to_pylist()[0]

@@ -32,7 +32,7 @@ _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
 class MarkedSizes:
     """The markers of one store, read again when their directory changes.
 
-    remark: why markers are left alone; "" if they are not.
+    problem: why the side directory is left alone; "" if it is not.
     """
 
     def __init__(self, objects: ObjectDirectory, faults: Faults) -> None:
@@ -45,7 +45,7 @@ class MarkedSizes:
         self._suffixes: Any = None  # distinct, as an Arrow array
         self._file_sizes = np.zeros(0, dtype=np.int64)  # sorted; of files with a trailer
         self._pairs = np.zeros(0, dtype=np.int64)  # suffix * len(file_sizes) + file size, by index
-        self.remark = ""
+        self.problem = ""
 
     def current(self) -> list[Marker]:
         """Return the store's markers.
@@ -112,14 +112,14 @@ class MarkedSizes:
         if state is not None and state == self._state:
             return
         markers: list[Marker] = []
-        self.remark = ""
+        self.problem = ""
         if state is not None:
             with self._objects.outer(writes=False) as directory:
                 try:
                     with suppress(FileNotFoundError), directory.directory(SIDE_DIRECTORY):
                         pass
                 except (UntrustedError, PermissionError) as error:
-                    self.remark = f"{error}; sizes in this listing include trailers"
+                    self.problem = str(error)
                 else:
                     markers = read_markers(directory)
         self._use(markers)

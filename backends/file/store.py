@@ -105,7 +105,7 @@ class FileStore(
         """Open a directory. objects: the directory if it is open already; taken over."""
         self.path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self.url = str(StoreUrl("file", self.path))
-        self._mark_problem = ""
+        self._mark_problem = ""  # why the mark of folders is left alone
         try:
             self.objects = objects or self._opened(os.open(self.path, _OPEN_DIRECTORY))
         except OSError as error:
@@ -125,7 +125,7 @@ class FileStore(
             return ObjectDirectory.within(self.path, os.dup(descriptor))
         except (UntrustedError, PermissionError) as error:
             os.stat(".", dir_fd=descriptor)
-            self._mark_problem = f"{error}; folders of objects, if there are any, are not listed"
+            self._mark_problem = str(error)
             return ObjectDirectory(self.path, os.dup(descriptor), folders=False)
         finally:
             os.close(descriptor)
@@ -239,7 +239,9 @@ class FileStore(
     def remarks(self) -> tuple[str, ...]:
         """Report what the last listing left out."""
         others, misplaced = self._left_out.others, self._left_out.misplaced
-        remarks = [self._mark_problem, self._sizes.remark, *self._left_out.folders]
+        remarks = list(self._left_out.folders)
+        if problem := self._untrusted:
+            remarks.append(f"{problem}; folders and trailers, if there are any, go unnoticed")
         if others.count:
             remarks.append(
                 f"{self.path}: ignored {others.count} links, FIFOs, sockets or devices with names "
@@ -250,7 +252,7 @@ class FileStore(
                 f"{self.path}: ignored {misplaced.count} files outside the folders of their keys, "
                 f"such as {misplaced.first}; HiCacheFile cannot share a directory with folders"
             )
-        return tuple(dict.fromkeys(remark for remark in remarks if remark))
+        return tuple(remarks)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, by one stat each."""
@@ -288,6 +290,17 @@ class FileStore(
                 raise unavailable(self.path, error) from error
             return False
         return stat.S_ISREG(facts.st_mode)
+
+    @property
+    def _untrusted(self) -> str:
+        """Why the files in the side directory are left alone; "" if they are not."""
+        return self._mark_problem or self._sizes.problem
+
+    def _refuse_untrusted(self) -> None:
+        """Raise UntrustedError before a change, if folders and trailers could go unnoticed."""
+        self._sizes.current()
+        if self._untrusted:
+            raise UntrustedError(self._untrusted)
 
     # reading
 
@@ -332,6 +345,7 @@ class FileStore(
     ) -> Result:
         """Write temporary files, sync them together, rename them, and sync their directories."""
         memory = self.memory(offsets, sizes, len(rows))
+        self._refuse_untrusted()
         return self._writer.write(rows, memory, offsets, sizes, if_absent=if_absent)
 
     def can_copy_from(self, source: Store) -> bool:
@@ -353,12 +367,14 @@ class FileStore(
             raise UnsupportedByBackend(
                 f"{self.url}: cannot copy objects directly from {source.url}"
             )
+        self._refuse_untrusted()
         origin = Origin(source.objects, source._faults, source._checks, source._sizes.current())
         copier = FileCopier(origin, self._writer, self._checks, preserve=preserve)
         return copier.copy(origins, rows, sizes, if_absent=if_absent)
 
     def delete(self, rows: Rows) -> Result:
         """Unlink files durably; a server can finish reading an open file."""
+        self._refuse_untrusted()
         keys = keys_of(rows)
         statuses = np.zeros(len(keys), dtype=np.uint8)
         errors: dict[int, str] = {}
@@ -417,6 +433,7 @@ class FileStore(
 
     def mover(self, directory: Directory) -> FileMover | None:
         """Return a mover to a directory; None if it is on another file system or mount."""
+        self._refuse_untrusted()
         target, here = os.dup(directory.descriptor), self.objects.descriptor
         try:
             # Sub-volumes of one mount differ in st_dev. Between mounts, the rename fails with
