@@ -119,7 +119,9 @@ def profile_tag(profile: Profile) -> str | None:
     identity = object_identity(profile, anchor)
     if identity is None:
         return None
-    drafted = any(pool.is_draft or pool.packed_draft_layers for pool in profile.pools)
+    drafted = profile.draft_weights or any(
+        pool.is_draft or pool.packed_draft_layers for pool in profile.pools
+    )
     return deployment_tag(
         identity,
         tp_size=None if profile.rank_replicated else profile.tp,

@@ -65,7 +65,7 @@ def page_form(grammar: str, pool: ServedPool, *, shared_anchor: bool, tag: str =
     held = HeldPool(
         coordinate=pool.coordinate,
         parts=[part.name for part in pool.parts],
-        layout=pool.identity.layout,
+        layout=pool.identity.layout.partition("+")[0],  # a form of rows may follow
         shared_anchor=shared_anchor,
         tag=tag,
     )

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from hicachectl.backends.urls import StoreUrl
 
 
-def open_layers(settings: Settings) -> Layers:
-    """Return the stores of a server, not yet open. Raises ValueError for stores of no use."""
-    stores = [_store(settings, url, first=not n) for n, url in enumerate(settings.stores)]
+def open_layers(settings: Settings, draft_weights: str = "") -> Layers:
+    """Return the stores of a server, not yet open.
+
+    draft_weights: of the deployment's draft, also on ranks without it; "" without one.
+    """
+    stores = [
+        _store(settings, url, draft_weights, first=not n) for n, url in enumerate(settings.stores)
+    ]
     return Layers(stores, Counters(_name(settings.stores[0])))
 
 
-def _store(settings: Settings, url: StoreUrl, *, first: bool) -> PageStore:
+def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, first: bool) -> PageStore:
     if url.scheme == "file":
         return FilePages(
             url,
@@ -32,7 +37,17 @@ def _store(settings: Settings, url: StoreUrl, *, first: bool) -> PageStore:
             reads_only=not first,
             threads=settings.threads,
         )
-    raise ValueError(f"store: {_name(url)}: not served yet")
+    # Imported late: servers on a file store do without pyarrow.
+    from hicachectl.backends.sglang.stores import StorePages
+
+    return StorePages(
+        url,
+        Counters(_name(url)),
+        writes=first,
+        draft_weights=draft_weights,
+        reads_unstamped=settings.unstamped == "read",
+        threads=settings.threads,
+    )
 
 
 def _name(url: StoreUrl) -> str:

@@ -78,7 +78,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._settings = parse_settings(storage_config.extra_config)
         self._context = read_context(self._settings)
-        self._layers = open_layers(self._settings)
+        self._layers = open_layers(self._settings, self._context.draft_weights)
         self._counters = self._layers.counters
         self._pools: dict[str, ServedPool] = {}
         self._complete = False  # all pools of the attachment are registered

@@ -42,7 +42,7 @@ _SGLANG_KEYS = (
 _WRITABLE = ("file", "hf3fs", "mooncake")
 _NAMED_STORE = re.compile(r"([^/:]+):")
 _LONGEST_IDENTITY = 200
-# Without an effect unless the first store, or any store, has files.
+# Without an effect unless the first store has files, or any store has files or is a pack.
 _WRITTEN_FILES = ("max_size", "min_free_space", "evict", "on_foreign")
 _READ_FILES = ("unstamped",)
 
@@ -140,7 +140,7 @@ def _safe(store: StoreUrl) -> str:
 def _refuse_idle(given: Iterable[str], stores: tuple[StoreUrl, ...]) -> None:
     """Refuse keys that would have no effect on these stores."""
     written = stores[0].scheme == "file"
-    read = any(store.scheme == "file" for store in stores)
+    read = any(store.scheme in ("file", "pack") for store in stores)
     for key in given:
         if (key in _WRITTEN_FILES and not written) or (key in _READ_FILES and not read):
             raise ValueError(f"{key}: has no effect on a {stores[0].scheme} store; remove the key")

@@ -40,7 +40,7 @@ logger = logging.getLogger("hicachectl.sglang")
 
 _GRAMMARS = {"mooncake": "mooncake", "hf3fs": "hf3fs"}  # by scheme; a pack states its own
 _ANCHOR = "kv"
-_SLOT_BYTES = 16 << 20  # or those of one page
+_SLOT_BYTES = 8 << 20  # or those of one page; larger ones were no faster
 _SLOTS_PER_THREAD = 2  # one for a call, one for a call that hangs
 _OPEN_SECONDS, _CLOSE_SECONDS = 5.0, 3.0
 _SECONDS_BETWEEN_OPENS = 5.0
@@ -92,11 +92,16 @@ class StorePages(PageStore):
     # attaching
 
     def add(self, pool: ServedPool) -> None:
-        """Serve a pool; open a pack, to compare its deployment with ours."""
+        """Serve a pool; open a pack, to compare its deployment with ours.
+
+        A rank that cannot name its weights does not compare, since it could refuse alone.
+        """
         self._pools[pool.name] = pool
         try:
             if self._url.scheme in _GRAMMARS:
                 self._forms[pool.name] = self._form(pool, _GRAMMARS[self._url.scheme])
+            elif not pool.identity.weights:
+                return
             elif isinstance(self._store, Archive):
                 self._admit(self._store, pool)
         except HicacheError as error:

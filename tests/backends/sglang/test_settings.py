@@ -144,6 +144,7 @@ def test_interface_v1_is_required(config: dict[str, Any] | None) -> None:
 
 def test_a_list_may_read_files_behind_another_store() -> None:
     assert settings(store=[MOONCAKE, FILES], unstamped="read").unstamped == "read"
+    assert settings(store=[MOONCAKE, "pack:///mnt/a.hcpack"], unstamped="read").unstamped == "read"
 
 
 def test_no_message_shows_a_password() -> None:
