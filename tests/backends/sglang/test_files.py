@@ -365,3 +365,28 @@ def test_pages_written_at_once_by_many_threads_are_whole(tmp_path: Path) -> None
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_clear_makes_pages_misses_until_they_are_written_again(
+    tmp_path: Path, host: HostPool
+) -> None:
+    """For every instance on the directory, also with files of the same bytes."""
+    with opened(tmp_path, host) as one, opened(tmp_path, host) as other:
+        write(one, host)
+        assert exists(other, host) == [True] * 4
+        with Call(SECONDS) as call:
+            one.clear(call)
+        assert exists(one, host) == exists(other, host) == [False] * 4
+        assert read(other, host) == [False] * 4
+        time.sleep(0.05)  # the file system's clock ticks
+        assert write(one, host) == [True] * 4
+        assert read(other, host) == [True] * 4
+
+
+def test_writes_beyond_max_size_fail_and_count(tmp_path: Path, host: HostPool) -> None:
+    """Pages in flight are not evicted, so a directory smaller than them refuses the rest."""
+    each = NBYTES + TRAILER_BYTES
+    with opened(tmp_path, host, max_size=3 * each) as store:
+        written = write(store, host)
+        assert written.count(True) == len(list(tmp_path.glob("*.bin"))) <= 3
+        assert store.counters.snapshot()["full"] == written.count(False) >= 1
