@@ -208,8 +208,8 @@ class FilePages(PageStore):
                 call.check()
                 try:
                     done[index] = act(files, index)
-                except OSError as error:
-                    reason = "full" if error.errno in NO_ROOM else other
+                except (OSError, HicacheError) as error:
+                    reason = "full" if getattr(error, "errno", None) in NO_ROOM else other
                     self.counters.refused(reason, f"{pages[index]}: {reason_of(error)}")
 
         tasks = min(self._threads, len(pages), 1 + len(pages) * nbytes // _BYTES_PER_TASK)

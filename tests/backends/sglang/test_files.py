@@ -390,3 +390,19 @@ def test_writes_beyond_max_size_fail_and_count(tmp_path: Path, host: HostPool) -
         written = write(store, host)
         assert written.count(True) == len(list(tmp_path.glob("*.bin"))) <= 3
         assert store.counters.snapshot()["full"] == written.count(False) >= 1
+
+
+def test_a_folder_that_is_a_link_costs_its_pages_alone(tmp_path: Path, host: HostPool) -> None:
+    """Nothing is written or read through it, and pages in other folders are served."""
+    url = StoreUrl("file", str(tmp_path / "store"), params={"folders": "hex2"})
+    (tmp_path / "elsewhere").mkdir()
+    store = FilePages(url, Counters(str(url)))
+    store.add(host.pool)
+    with Call(SECONDS) as call:
+        store.open(call)
+    (tmp_path / "store" / PAGES[1][:2]).symlink_to(tmp_path / "elsewhere")
+    assert write(store, host) == [True, False, True, True]
+    assert exists(store, host) == [True, False, True, True]
+    assert read(store, host) == [True, False, True, True]
+    assert not list((tmp_path / "elsewhere").iterdir())
+    store.close()
