@@ -24,7 +24,7 @@ from tests.processes import Closing, following
 from tests.waiting import alive, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +32,7 @@ MODEL = "tiny"  # its served name
 PAGE_SIZE = 64
 DEVICE_TOKENS = 2048  # what fits into the device pool
 _ADMIN = "tests"
-_START_S = 300
+_START_S = 600  # twenty on an idle machine
 _REQUEST_S = 120
 _LOG_CHARACTERS = 6000
 
@@ -69,6 +69,25 @@ class Answer(NamedTuple):
         )
 
 
+class HeldCalls(NamedTuple):
+    """Calls that `CpuServer.holding` has concerned."""
+
+    log: Path
+
+    @property
+    def begun(self) -> int:
+        """Calls that wait or waited, or failed."""
+        return sum(not line.startswith("-") for line in self._lines())
+
+    @property
+    def made(self) -> int:
+        """Calls that were made after they had waited."""
+        return sum(line.startswith("-") for line in self._lines())
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+
 class CpuServer(Closing):
     """A server on a free port; a context manager that ends all its processes.
 
@@ -81,6 +100,7 @@ class CpuServer(Closing):
     ) -> None:
         self._log = log
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")  # of its sockets
+        self._switch = Path(self._folder.name, "held-calls")
         self._port = _free_port()
         command = [
             *(str(HERE / "server" / "serve.py"), "--model-path", str(model)),
@@ -101,6 +121,7 @@ class CpuServer(Closing):
             "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}",
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": self._folder.name,
+            "HICACHECTL_HELD_CALLS": str(self._switch),
         }
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -180,9 +201,26 @@ class CpuServer(Closing):
         """Clear the attached storage backend."""
         self._expect("POST", "/hicache/storage-backend/clear")
 
-    def update_weights(self, model: Path) -> None:
+    def update_weights(self, model: Path, version: str | None = None) -> None:
         """Load the weights of a model directory."""
-        self._expect("POST", "/update_weights_from_disk", {"model_path": str(model)})
+        document = {"model_path": str(model), "weight_version": version}
+        self._expect("POST", "/update_weights_from_disk", document)
+
+    @contextlib.contextmanager
+    def holding(self, below: Path, *calls: str, error: int = 0) -> Iterator[HeldCalls]:
+        """Let calls below a directory wait until the end of the block, or fail with an errno.
+
+        calls: names in `os` (server/held_calls.py).
+        """
+        log = Path(f"{self._switch}.log")
+        log.write_text("")
+        unfinished = self._switch.with_name("switch")
+        unfinished.write_text(json.dumps({"below": str(below), "calls": calls, "errno": error}))
+        unfinished.rename(self._switch)
+        try:
+            yield HeldCalls(log)
+        finally:
+            self._switch.unlink(missing_ok=True)  # the server may have been closed
 
     def metrics(self) -> str:
         """Return the server's Prometheus metrics."""

@@ -1,10 +1,10 @@
-"""Hold system calls on a directory, as a store does that hangs.
+"""Let system calls below a directory wait or fail, as on a store that hangs or is broken.
 
 Runs inside the SGLang environment, in every process of a server. HICACHECTL_HELD_CALLS names the
 switch, a file that need not exist. While it does, it holds JSON {"below": directory, "calls":
-names in `os`}: such a call on a path or descriptor below the directory waits until the switch is
-gone, and is then made. Each call that waits appends a line to the file SWITCH.log: its name when
-it starts to wait, `-name` when it was made.
+names in `os`, "errno": number}. It concerns these calls on paths and descriptors below the
+directory. With errno 0 a call waits until the switch is gone, and is then made; else it fails. The
+file SWITCH.log gets a line for each such call: its name, and `-name` after it was made.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ def install() -> None:
 def _held(name: str, call: Callable[..., Any], switch: str) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(*arguments: Any, **options: Any) -> Any:
-        if not _concerned(switch, name, arguments, options):
+        held = _switch(switch)
+        if held is None or not _concerned(held, name, arguments, options):
             return call(*arguments, **options)
         _log(switch, name)
-        while _exists(switch):
+        if held["errno"]:
+            raise OSError(held["errno"], os.strerror(held["errno"]))
+        while _switch(switch) is not None:
             time.sleep(_PAUSE_S)
         try:
             return call(*arguments, **options)
@@ -60,14 +63,18 @@ def _held(name: str, call: Callable[..., Any], switch: str) -> Callable[..., Any
     return wrapper
 
 
-def _concerned(switch: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether the switch holds this call now."""
-    if not _exists(switch):
-        return False
+def _switch(path: str) -> dict[str, Any] | None:
     try:
-        held = json.loads(Path(switch).read_text())
+        _stat(path)  # costs less than the read
+        held: dict[str, Any] = json.loads(Path(path).read_text())
     except FileNotFoundError:
-        return False
+        return None
+    return held
+
+
+def _concerned(
+    held: dict[str, Any], name: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> bool:
     if name not in held["calls"] or not arguments:
         return False
     directory = options.get("dir_fd", options.get("src_dir_fd"))
@@ -85,14 +92,6 @@ def _path(file: Any) -> str:
         return str(Path(f"/proc/self/fd/{file}").readlink())
     except FileNotFoundError:
         return ""
-
-
-def _exists(path: str) -> bool:
-    try:
-        _stat(path)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _log(switch: str, line: str) -> None:

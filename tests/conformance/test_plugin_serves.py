@@ -1,0 +1,156 @@
+"""A real SGLang server reads and writes a file store through the plug-in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.cpu_server import DEVICE_TOKENS, CpuServer, page_files, prompt
+from tests.conformance.plugin_site import PAGE_BYTES, Site, full_hit, plugin_config
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-server")]
+
+PROMPT = prompt(1)
+FULL = full_hit(PROMPT)
+SERVERS = ("cpu_server", "direct_server")
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+@pytest.fixture(scope="module")
+def shared_direct_server(
+    sglang_python: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CpuServer]:
+    log = tmp_path_factory.mktemp("server") / "direct.log"
+    options = ("--hicache-mem-layout", "page_first_direct", "--hicache-io-backend", "direct")
+    with CpuServer(sglang_python, tiny_model, log, *options) as server:
+        yield server
+
+
+@pytest.fixture
+def direct_server(shared_direct_server: CpuServer) -> Iterator[CpuServer]:
+    """A server with layout page_first_direct and direct I/O, detached, with empty pools."""
+    shared_direct_server.detach()
+    yield shared_direct_server
+    shared_direct_server.detach()
+
+
+@pytest.fixture(params=SERVERS)
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+    return Site(request.getfixturevalue(request.param), tmp_path / "store")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_flushed_server_answers_equally_out_of_the_store(site: Site, policy: str) -> None:
+    site.attach(policy)
+    cold = site.server.generate(PROMPT)
+    if policy == "write_through_selective":
+        site.server.generate(PROMPT)  # written at the second use
+    if policy == "write_back":  # written when it leaves the device
+        for seed in range(DEVICE_TOKENS // FULL + 1):
+            site.server.generate(prompt(100 + seed))
+    site.await_stored(PROMPT)
+    warm = site.warm(PROMPT)
+    assert (cold.storage, warm.storage) == (0, FULL)
+    assert warm.same(cold)
+
+
+def test_a_store_is_attached_and_detached_at_run_time(site: Site) -> None:
+    without = site.server.generate(PROMPT)
+    site.server.flush()
+    site.attach()
+    assert site.cold(PROMPT).same(without)
+    site.server.detach()
+    assert (site.warm(PROMPT)).storage == 0
+    site.server.flush()
+    site.attach()
+    again = site.warm(PROMPT)
+    assert again.storage == FULL
+    assert again.same(without)
+
+
+def test_hicachefile_reads_what_the_plugin_wrote(site: Site) -> None:
+    site.attach()
+    cold = site.cold(PROMPT)
+    site.server.detach()
+    site.server.attach("file", {"file_storage_path": str(site.directory)})
+    warm = site.warm(PROMPT)
+    assert warm.storage == FULL
+    assert warm.same(cold)
+
+
+def test_the_plugin_reads_what_hicachefile_wrote_if_told_to(site: Site) -> None:
+    site.server.attach("file", {"file_storage_path": str(site.directory)})
+    cold = site.server.generate(PROMPT)
+    files = page_files(site.directory, PROMPT)
+    wait_until(lambda: all(path.exists() for path in files))
+    site.server.detach()
+    site.attach(unstamped="read")
+    warm = site.warm(PROMPT)
+    assert warm.storage == FULL
+    assert warm.same(cold)
+    assert {path.stat().st_size for path in files} == {PAGE_BYTES}
+
+
+def test_objects_without_trailers_are_misses_and_are_written_again(
+    cpu_server: CpuServer, tmp_path: Path
+) -> None:
+    site = Site(cpu_server, tmp_path / "store")
+    cpu_server.attach("file", {"file_storage_path": str(site.directory)})
+    cold = cpu_server.generate(PROMPT)
+    wait_until(lambda: all(path.exists() for path in site.files(PROMPT)))
+    cpu_server.detach()
+    site.attach()
+    missed = site.warm(PROMPT)
+    assert missed.storage == 0
+    site.await_stored(PROMPT)
+    warm = site.warm(PROMPT)
+    assert warm.storage == FULL
+    assert missed.same(cold)
+    assert warm.same(cold)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"interface_v1": 0}, "interface_v1"),
+        ({"treads": 2}, "treads"),
+        ({"digest": "md5"}, "md5"),
+        ({"op_timeout": 9}, "op_timeout"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_name_and_the_server_lives(
+    cpu_server: CpuServer, tmp_path: Path, change: dict[str, object], named: str
+) -> None:
+    config = plugin_config(tmp_path / "store", **change)
+    assert named in cpu_server.refusal("dynamic", config)
+    site = Site(cpu_server, tmp_path / "store")
+    site.attach()
+    site.cold(PROMPT)
+
+
+def test_the_servers_metrics_count_what_the_plugin_moved(
+    cpu_server: CpuServer, tmp_path: Path
+) -> None:
+    before = _moved(cpu_server)
+    site = Site(cpu_server, tmp_path / "store")
+    site.attach()
+    site.cold(PROMPT)
+    site.warm(PROMPT)
+    wait_until(lambda: _moved(cpu_server) == tuple(count + FULL for count in before))
+
+
+def _moved(server: CpuServer) -> tuple[int, ...]:
+    """Return the tokens that were backed up and prefetched."""
+    counts = []
+    for name in ("backuped_tokens_total", "prefetched_tokens_total"):
+        lines = [
+            line for line in server.metrics().splitlines() if line.startswith(f"sglang:{name}")
+        ]
+        counts.append(int(sum(float(line.rpartition(" ")[2]) for line in lines)))
+    return tuple(counts)
