@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TRAILER_BYTES = 128
 IDENTITY_BYTES = 16
-CHECKSUM_AT, DIGEST_AT, PAGE_AT = 12, 24, 56  # offsets in a trailer
+KIND_AT, CHECKSUM_AT, DIGEST_AT, PAGE_AT = 9, 12, 24, 56  # offsets in a trailer
 DIGEST_KINDS = ("off", "xxh3", "blake3")  # by number in the trailer
 
 _MAGIC = b"\x93HICACHE"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec.structs import replace
 
 from hicachectl.backends.base import (
     BoolArray,
@@ -252,7 +253,10 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         """Record the profile of the next writes, unless it is inferred and so incomplete."""
         if self._writer is None or profile.inferred:
             return
-        if profile != self.recorded_profile():
+        recorded = self.recorded_profile()
+        if self._writer.entries and not (recorded is not None and recorded.weights):
+            profile = replace(profile, weights="", draft_weights="")  # of the objects so far
+        if profile != recorded:
             self._writer.use_metadata(profile=dump_profile(profile))
 
     @property

@@ -174,8 +174,8 @@ class PackWriter:
         if profile is not None and profile != self.metadata.profile:
             if self.entries and self.metadata.profile:
                 raise ProfileError(
-                    f"{self.path}: the pack's profile describes another deployment (print it with "
-                    "hicachectl profile); write to a new pack"
+                    f"{self.path}: the pack's profile describes another deployment or other "
+                    "weights (print it with hicachectl profile); write to a new pack"
                 )
             self.metadata = replace(self.metadata, profile=profile)
 

@@ -5,7 +5,6 @@ Source: SGLang srt/runtime_context.py; the fields are in srt/arg_groups/fields/.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.weights import read_checkpoint
 from hicachectl.backends.sglang.calls import Call, Workers
 from hicachectl.backends.urls import without_secrets
-from hicachectl.formats.errors import FormatError, HicacheError, ProfileError
+from hicachectl.formats.errors import FormatError, ProfileError
 from hicachectl.formats.models.dtypes import stated_kv_dtype
 from hicachectl.formats.models.loading import SETTINGS, loaded_weights
 from hicachectl.formats.weights import Checkpoint, served_weights
@@ -47,10 +46,10 @@ class Context:
     weights, draft_weights: texts that name them, for `Identity`; draft_weights is "" without
         speculation.
     unreadable: why this host cannot name the weights, so that all its pages are misses; else "".
-    weight_version: SGLang's own name of the weights, which changes with an online update.
+    weight_version: from `weight_version`, when the store is attached.
     page_size: tokens of a page.
     fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
-    row_form: environment variables that choose a form of rows; "" for the default.
+    row_form: environment variables that choose another form of rows than the default; else "".
     opaque_rows: what decides the form of rows that hicachectl does not interpret.
     schemes: URL schemes of the stores.
     """
@@ -58,7 +57,7 @@ class Context:
     weights: str
     draft_weights: str = ""
     unreadable: str = ""
-    weight_version: str | None = None
+    weight_version: str = ""
     page_size: int = 1
     fp8: str = "float8_e4m3fn"
     draft_fp8: str = "float8_e4m3fn"
@@ -93,7 +92,6 @@ def read_context(settings: Settings) -> Context:
         revision = spec.speculative_draft_model_revision or model.revision
         names.append(weights.name("speculative_draft_model_path", path, revision, draft=True))
     dtype = model.kv_cache_dtype
-    forms = [f"{name}={os.environ[name]}" for name in _ROW_FORMS if os.environ.get(name)]
     return Context(
         weights=names[0],
         draft_weights=names[1] if len(names) > 1 else "",
@@ -102,20 +100,29 @@ def read_context(settings: Settings) -> Context:
         page_size=runtime.get_schedule().page_size,
         fp8=_fp8(dtype),
         draft_fp8=_fp8(spec.speculative_draft_kv_cache_dtype or dtype),
-        row_form="+".join(forms),
+        row_form=_row_form(),
         opaque_rows="+".join(["uint8", str(dtype), *_kernels(runtime)]),
         schemes=tuple(store.scheme for store in settings.stores),
     )
 
 
-def weight_version() -> str | None:
-    """Return SGLang's name of the weights that are loaded now (scheduler.py ::
-    record_weight_version_change).
+def weight_version() -> str:
+    """Return a text that changes with the weights that are loaded.
+
+    It has SGLang's name of them (scheduler.py :: record_weight_version_change) and the number of
+    updates from files (model_runner.py :: update_model_fields). Other updates without a version are
+    not seen.
     """
+    from sglang.srt.runtime_context import get_context
+
+    files = sum("model_path" in fields for _, fields in get_context().overrides_log())
+    return f"{_version()}, update {files} from files" if files else _version()
+
+
+def _version() -> str:
     from sglang.srt.runtime_context import get_serving
 
-    version = get_serving().weight_version
-    return None if version is None else str(version)
+    return str(get_serving().weight_version)
 
 
 class _Weights:
@@ -150,23 +157,26 @@ class _Weights:
             if (path, revision) not in self._read:
                 self._read[path, revision] = self._checkpoint(path, revision)
             return _updated(loaded_weights(self._read[path, revision], self._facts, draft=draft))
-        except (HicacheError, OSError) as error:
+        except Exception as error:  # of any kind: a rank that raised would hang the others
             self.unreadable = self.unreadable or f"{_AUTO}: {reason_of(error)}"
             return ""
 
     def _checkpoint(self, path: str, revision: str | None) -> Checkpoint:
         """Read a model directory, or the Hub's snapshot of it. Raises HicacheError."""
-        directory = Path(path)
-        if not directory.exists():
-            directory = _snapshot(path, revision, self._cache)
-        workers = Workers(1, "weights")
+        workers = Workers(1, "weights")  # a file system may hang
+        work = [(path, revision, self._cache)]
         try:
-            (found,) = workers.map(Call(_LONGEST_READ_S), read_checkpoint, [(directory,)])
+            (found,) = workers.map(Call(_LONGEST_READ_S), _read, work)
         finally:
             workers.close()
         if found is None:
             raise FormatError(f"{path}: was not read within {_LONGEST_READ_S:.0f} s; {_NAME_THEM}")
         return found
+
+
+def _read(path: str, revision: str | None, cache: str | None) -> Checkpoint:
+    directory = Path(path)
+    return read_checkpoint(directory if directory.exists() else _snapshot(path, revision, cache))
 
 
 def _updated(name: str) -> str:
@@ -175,7 +185,7 @@ def _updated(name: str) -> str:
 
     if not any("weight_version" in fields for _, fields in get_context().overrides_log()):
         return name
-    return served_weights(name, weight_version=weight_version())
+    return served_weights(name, weight_version=_version())
 
 
 def _snapshot(name: str, revision: str | None, cache: str | None) -> Path:
@@ -209,6 +219,14 @@ def _fp8(dtype: str) -> str:
         return str(fp8_dtype).removeprefix("torch.")
     stated = stated_kv_dtype(dtype) or ""
     return stated if stated.startswith("float8") else "float8_e4m3fn"
+
+
+def _row_form() -> str:
+    from sglang.srt.environ import envs
+
+    known = [getattr(envs, name) for name in _ROW_FORMS if hasattr(envs, name)]
+    changed = [field for field in known if field.get() != field.default]
+    return "+".join(f"{field.name}={field.get()}" for field in changed)
 
 
 def _kernels(runtime: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ while the call is open. Writes read the host pool directly: a late one gets no n
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -19,6 +20,8 @@ from hicachectl.backends.disk.durable import NO_ROOM
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.markers import write_marker
 from hicachectl.backends.sglang.calls import Workers
+from hicachectl.backends.sglang.capacity import Capacity
+from hicachectl.backends.sglang.epochs import begin_epoch
 from hicachectl.backends.sglang.page_files import Form, PageFiles
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.errors import HicacheError
@@ -38,11 +41,13 @@ if TYPE_CHECKING:
 _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
 _SECONDS_BETWEEN_OPENS = 5.0
+_ANCHOR = "kv"
 _DETAILS = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
     "foreign": "written for other weights, dtype or layout",
     "unstamped": 'has no trailer; "unstamped": "read" uses such files',
     "unreadable": "not a regular file",
+    "stale": "written before the store was cleared",
 }
 
 
@@ -59,12 +64,15 @@ class FilePages(PageStore):
         replaces_foreign: bool = True,
         reads_only: bool = False,
         threads: int = 4,
+        max_size: int = 0,
+        min_free_space: int = 0,
+        evict: str = "owner",
     ) -> None:
         """Serve from the directory of a `file:` URL, which `open` opens.
 
         digest: kind of new trailers. reads_unstamped: files without a trailer are pages.
         replaces_foreign: writes replace files of another identity. reads_only: change nothing in
-        the directory, and do not create it.
+        the directory, and do not create it. max_size, min_free_space, evict: as in `Capacity`.
         """
         self._url = url
         self.counters = counters
@@ -72,6 +80,9 @@ class FilePages(PageStore):
         self._reads_unstamped = reads_unstamped
         self._replaces_foreign = replaces_foreign
         self._reads_only = reads_only
+        self._max_size = max_size
+        self._min_free_space = min_free_space
+        self._evict = evict
         self._threads = threads
         self._readers = Workers(threads, "hicachectl-read")
         self._writers = Workers(threads, "hicachectl-write")
@@ -82,6 +93,7 @@ class FilePages(PageStore):
         self._opening = threading.Lock()
         self._open_again_at = 0.0
         self._directory: ObjectDirectory | None = None
+        self._capacity: Capacity | None = None
         self._files: dict[str, PageFiles] = {}
 
     def add(self, pool: ServedPool) -> None:
@@ -116,7 +128,7 @@ class FilePages(PageStore):
             if self._is_refused(found.problem, pool, pages[index]):
                 if found.problem == "damaged" and not self._reads_only:
                     call.check()
-                    self._discard(pool, pages[index], found.inode)
+                    self._discard(pool, pages[index], found.facts.st_ino)
                 return False
             call.copy(address, pieces[index])
             return True
@@ -130,27 +142,43 @@ class FilePages(PageStore):
 
         def write(files: PageFiles, index: int) -> bool:
             found = files.examine(pages[index])
-            if found is not None and not found.problem:
+            if found is not None and not found.problem and files.keep(pages[index]):
                 return True
             if found is not None and found.problem == "foreign" and not self._replaces_foreign:
                 self._is_refused("foreign", pool, pages[index])
                 return False
             call.check()
             views = [_view(*piece) for piece in pieces[index]]
-            files.write(pages[index], views, call.check)
+            files.write(pages[index], views, call.check, found)
             return True
 
         return self._each(self._writers, call, pool, pages, pool.nbytes, write)
 
     def clear(self, call: Call) -> None:
-        """Make all objects of this rank misses."""
+        """Make the objects that this rank writes misses at once; they are removed later."""
+        self._writers.map(call, self._begin_epoch, [()])
+
+    def _begin_epoch(self) -> None:
+        self._open()
+        try:
+            if self._directory is None:
+                raise OSError(errno.ENOENT, "the directory is not open")
+            begin_epoch(self._directory, [_suffix(pool) for pool in self._written()])
+        except (OSError, HicacheError) as error:
+            self.counters.refused("uncleared", reason_of(error))
+
+    def _written(self) -> list[ServedPool]:
+        return [pool for pool in self._pools.values() if pool.writes and not self._reads_only]
 
     def close(self) -> None:
         """End the threads, and close the directory."""
         for workers in (self._readers, self._writers, self._askers):
             workers.close()
         directory, self._directory = self._directory, None
+        capacity, self._capacity = self._capacity, None
         self._files = {}
+        if capacity is not None:
+            capacity.close()
         if directory is not None:
             directory.close()
 
@@ -175,12 +203,13 @@ class FilePages(PageStore):
             files = self._files_of(pool)
             if files is None:
                 return
+            files.look()
             for index in left:
                 call.check()
                 try:
                     done[index] = act(files, index)
-                except OSError as error:
-                    reason = "full" if error.errno in NO_ROOM else other
+                except (OSError, HicacheError) as error:
+                    reason = "full" if getattr(error, "errno", None) in NO_ROOM else other
                     self.counters.refused(reason, f"{pages[index]}: {reason_of(error)}")
 
         tasks = min(self._threads, len(pages), 1 + len(pages) * nbytes // _BYTES_PER_TASK)
@@ -205,9 +234,8 @@ class FilePages(PageStore):
             if self._directory is None or self._directory.vanished:
                 self._files = {}
                 self._directory = self._directory_now(self._directory)
-            for pool in self._pools.values():
-                if pool.name not in self._files:
-                    self._files[pool.name] = self._begun(self._directory, pool)
+            if self._pools.keys() - self._files.keys():
+                self._begin(self._directory)
         except (OSError, HicacheError) as error:
             self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
             self.counters.refused("unopened", reason_of(error))
@@ -224,22 +252,37 @@ class FilePages(PageStore):
         earlier.reopen()
         return earlier
 
-    def _begun(self, directory: ObjectDirectory, pool: ServedPool) -> PageFiles:
-        """Return a pool's files, after writing their marker."""
-        form = Form(
-            suffix=FileCodec().affix(pool.coordinate)[1].encode(),
+    def _begin(self, directory: ObjectDirectory) -> None:
+        """Write the markers, and serve all pools from now on."""
+        if self._capacity is not None:
+            self._capacity.close()
+        self._capacity = Capacity(
+            directory,
+            {_suffix(pool): pool.name == _ANCHOR for pool in self._written()},
+            max_size=self._max_size,
+            min_free_space=self._min_free_space,
+            evict=self._evict,
+            counters=self.counters,
+        )
+        trust = Trust(os.fstat(directory.descriptor), writes=True)
+        with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
+            for pool in self._written():
+                suffix = _suffix(pool).decode()
+                write_marker(here, Marker(suffix, pool.nbytes, pool.identity, self._digest))
+        self._files = {
+            pool.name: PageFiles(directory, self._form(pool), self._capacity)
+            for pool in self._pools.values()
+        }
+
+    def _form(self, pool: ServedPool) -> Form:
+        return Form(
+            suffix=_suffix(pool),
             nbytes=pool.nbytes,
             identity=pool.identity.hash(),
             name=trailer_name(pool.name, pool.coordinate.part),
             digest=self._digest,
             bare=self._reads_unstamped,
         )
-        if pool.writes and not self._reads_only:
-            marker = Marker(form.suffix.decode(), form.nbytes, pool.identity, form.digest)
-            trust = Trust(os.fstat(directory.descriptor), writes=True)
-            with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
-                write_marker(here, marker)
-        return PageFiles(directory, form)
 
     def _is_refused(self, problem: str, pool: ServedPool, page: str) -> bool:
         if problem:
@@ -255,8 +298,8 @@ class FilePages(PageStore):
 
         A trailing pool's file goes alone: pages without one are whole.
         """
-        anchor, own = self._files.get("kv"), self._files.get(pool.name)
-        if anchor is not None and pool.name != "kv" and not pool.trailing:
+        anchor, own = self._files.get(_ANCHOR), self._files.get(pool.name)
+        if anchor is not None and pool.name != _ANCHOR and not pool.trailing:
             anchor.remove(page)
         if own is not None and own.remove(page, inode):
             self.counters.count("removed")
@@ -270,6 +313,11 @@ class FilePages(PageStore):
             self._own.memory = memory = memoryview(mapping)
             self._own.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         return memory, self._own.address
+
+
+def _suffix(pool: ServedPool) -> bytes:
+    """Return the end of a pool's file names, after the page hash."""
+    return FileCodec().affix(pool.coordinate)[1].encode()
 
 
 def _view(address: int, nbytes: int) -> memoryview:

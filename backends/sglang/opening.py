@@ -36,6 +36,9 @@ def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, first: bool
             replaces_foreign=settings.on_foreign == "replace",
             reads_only=not first,
             threads=settings.threads,
+            max_size=settings.max_size or 0 if first else 0,
+            min_free_space=settings.min_free_space if first else 0,
+            evict=settings.evict,
         )
     # Imported late: servers on a file store do without pyarrow.
     from hicachectl.backends.sglang.stores import StorePages

@@ -19,6 +19,8 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.trailer import (
     CHECKSUM_AT,
     DIGEST_AT,
+    DIGEST_KINDS,
+    KIND_AT,
     PAGE_AT,
     TRAILER_BYTES,
     Trailer,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.sglang.capacity import Capacity
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -59,23 +62,24 @@ class Form:
 class Found(NamedTuple):
     """A file as it was examined.
 
-    problem: why it is no page of ours: "damaged", "foreign", "unstamped", "unreadable".
+    problem: why it is no page of ours: "damaged", "foreign", "unstamped", "unreadable", "stale";
+    "" for a page of ours. facts: of the open file.
     """
 
     problem: str
-    inode: int
-
-
-_OURS = Found("", 0)
+    facts: os.stat_result
 
 
 class PageFiles:
     """The files of one pool in a directory."""
 
-    def __init__(self, directory: ObjectDirectory, form: Form) -> None:
+    def __init__(self, directory: ObjectDirectory, form: Form, capacity: Capacity) -> None:
         self.form = form
         self._directory = directory
+        self._capacity = capacity
+        self._epoch = capacity.epoch(form.suffix)
         self._hash = digest_function(form.digest)
+        self._whole = form.nbytes + TRAILER_BYTES
         # What trailers begin and end with, to compare without parsing.
         sample = Trailer(form.digest, bytes(32), form.nbytes, bytes(32), form.identity, form.name)
         self._head = dump_trailer(sample)[:CHECKSUM_AT]
@@ -84,65 +88,86 @@ class PageFiles:
         self._token = os.urandom(_TOKEN_BYTES).hex().encode()
         self._numbers = count()
 
-    def examine(self, page: str) -> Found | None:
-        """Judge a page's file by its length and trailer, not by its digest.
+    def look(self) -> None:
+        """Learn which files a `clear` has made stale; once per call of SGLang."""
+        self._epoch.look()
 
-        A problem "" means a page of ours. None if the file is missing.
-        """
+    def examine(self, page: str) -> Found | None:
+        """Judge a page's file by its length and trailer, not by its digest; None if missing."""
         descriptor = self._open(page)
         if descriptor is None:
             return None
         try:
-            # One byte more than a trailer: a longer file shows.
-            data = os.pread(descriptor, TRAILER_BYTES + 1, self.form.nbytes)
-            if self._is_own(page, data):
-                return _OURS
-            return self._judged(page, descriptor, data)
+            facts = os.fstat(descriptor)
+            data = b""
+            if facts.st_size == self._whole:
+                data = os.pread(descriptor, TRAILER_BYTES, self.form.nbytes)
+            return Found(self._problem(page, facts, data), facts)
         finally:
             os.close(descriptor)
 
     def read(self, page: str, memory: memoryview) -> Found | None:
-        """Read a page, and check all that is stored of it.
+        """Read a page, and check all that is stored of it; None if missing.
 
-        memory: more than `nbytes` + TRAILER_BYTES; with a problem "", its first `nbytes` bytes are
-        the page's. None if the file is missing.
+        memory: at least `nbytes` + TRAILER_BYTES. Without a problem, its first `nbytes` bytes are
+        the page's.
         """
         nbytes = self.form.nbytes
         descriptor = self._open(page)
         if descriptor is None:
             return None
         try:
-            # One byte more than a trailer: a longer file shows.
-            whole = nbytes + TRAILER_BYTES
-            read = _fill(descriptor, memory[: whole + 1], whole)
-            data = bytes(memory[nbytes:read])
-            if self._is_own(page, data):
-                digest = self._hash((memory[:nbytes],))
-                if data[DIGEST_AT:PAGE_AT] == digest:
-                    return _OURS
-                return Found("damaged", os.fstat(descriptor).st_ino)
-            found = self._judged(page, descriptor, data)
-            if found.problem or not data:
-                return found
+            facts = os.fstat(descriptor)
+            if facts.st_size not in (nbytes, self._whole):
+                return Found(self._problem(page, facts, b""), facts)
+            if _fill(descriptor, memory[: facts.st_size]) != facts.st_size:
+                return Found("damaged", facts)
+            data = bytes(memory[nbytes : facts.st_size])
+            problem = self._problem(page, facts, data)
+            if not problem and data:
+                kind = DIGEST_KINDS[data[KIND_AT]]
+                if digest_function(kind)((memory[:nbytes],)) != data[DIGEST_AT:PAGE_AT]:
+                    problem = "damaged"
+            if not problem:
+                self._capacity.used(page.encode() + self.form.suffix, descriptor, facts)
+            return Found(problem, facts)
         finally:
             os.close(descriptor)
-        trailer = parse_trailer(data)  # of another digest kind than new ones
-        assert trailer is not None
-        digest = digest_function(trailer.digest_kind)((memory[:nbytes],))
-        return found if digest == trailer.digest else Found("damaged", found.inode)
 
-    def write(self, page: str, views: Sequence[memoryview], check: Callable[[], None]) -> int:
-        """Write a page's file under its name; replace an older one. Return the bytes written.
+    def keep(self, page: str) -> bool:
+        """Mark a page that a write finds in place; False if it is gone."""
+        return self._capacity.keep(page.encode() + self.form.suffix)
+
+    def write(
+        self,
+        page: str,
+        views: Sequence[memoryview],
+        check: Callable[[], None],
+        replaced: Found | None = None,
+    ) -> None:
+        """Write a page's file under its name.
 
         views: the page's bytes in order. check: raises after the page's memory may have changed;
-        then, and if the bytes changed while they were written, nothing gets the name. Raises
-        OSError: EAGAIN if the bytes changed.
+        then, and if the bytes changed while they were written, nothing gets the name. replaced: the
+        file in its place. Raises OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
-        key = page.encode() + self.form.suffix
         if not _PAGE.fullmatch(page):
             raise OSError(errno.EINVAL, "not a page hash")
-        digest = self._hash(views)
+        if not self._capacity.admit(self._whole):
+            raise OSError(errno.ENOSPC, "no room within max_size and min_free_space")
+        try:
+            self._write(page.encode() + self.form.suffix, page, views, check)
+        except BaseException:
+            self._capacity.release(self._whole)
+            raise
+        if replaced is not None:
+            self._capacity.release(replaced.facts.st_size)
+
+    def _write(
+        self, key: bytes, page: str, views: Sequence[memoryview], check: Callable[[], None]
+    ) -> None:
         form = self.form
+        digest = self._hash(views)
         trailer = Trailer(
             form.digest, digest, form.nbytes, bytes.fromhex(page), form.identity, form.name
         )
@@ -163,7 +188,6 @@ class PageFiles:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=here)
             raise
-        return form.nbytes + TRAILER_BYTES
 
     def remove(self, page: str, inode: int | None = None) -> bool:
         """Remove a page's file, only if it still has the inode. Return whether it was removed."""
@@ -196,27 +220,26 @@ class PageFiles:
         except FileNotFoundError:
             return None
 
+    def _problem(self, page: str, facts: os.stat_result, data: bytes) -> str:
+        """Return why a file is no page of ours; "" if it is one, whatever its digest.
+
+        data: the trailer's bytes; b"" for a file without room for one.
+        """
+        if self._epoch.stale(facts):
+            return "stale"
+        return "" if self._is_own(page, data) else self._judged(page, facts, data)
+
     def _is_own(self, page: str, data: bytes) -> bool:
         """Return whether bytes are a trailer as this instance writes it, whatever its digest."""
         return (
-            len(data) == TRAILER_BYTES
-            and data[PAGE_AT:] == bytes.fromhex(page) + self._tail
+            data[PAGE_AT:] == bytes.fromhex(page) + self._tail
             and data.startswith(self._head)
             and zlib.crc32(data[CHECKSUM_AT + 4 :], self._head_checksum)
             == int.from_bytes(data[CHECKSUM_AT : CHECKSUM_AT + 4], "little")
         )
 
-    def _judged(self, page: str, descriptor: int, data: bytes) -> Found:
-        """Judge a file that is no page of ours at first sight.
-
-        data: what follows the bytes of a page, one byte more than a trailer at most.
-        """
+    def _judged(self, page: str, facts: os.stat_result, data: bytes) -> str:
         form = self.form
-        facts = os.fstat(descriptor)
-        return Found(self._problem(form, page, facts, data), facts.st_ino)
-
-    @staticmethod
-    def _problem(form: Form, page: str, facts: os.stat_result, data: bytes) -> str:
         if not stat.S_ISREG(facts.st_mode):
             return "unreadable"
         if facts.st_size == form.nbytes:
@@ -225,7 +248,7 @@ class PageFiles:
             trailer = parse_trailer(data)
         except FormatError:
             return "damaged"
-        if trailer is None:  # another length, too
+        if trailer is None:  # of another length, too
             return "damaged"
         about = (trailer.nbytes, trailer.page, trailer.name)
         if about != (form.nbytes, bytes.fromhex(page), form.name):
@@ -233,10 +256,10 @@ class PageFiles:
         return "" if trailer.identity == form.identity else "foreign"
 
 
-def _fill(descriptor: int, memory: memoryview, enough: int) -> int:
-    """Read from a file's start until `enough` bytes are read, or its end; return their number."""
-    done = os.preadv(descriptor, (memory,), 0)
-    while 0 < done < enough:
+def _fill(descriptor: int, memory: memoryview) -> int:
+    """Read from a file's start; return the bytes read, fewer only at its end."""
+    done = os.preadv(descriptor, (memory,), 0) if memory else 0
+    while 0 < done < len(memory):
         read = os.preadv(descriptor, (memory[done:],), done)
         if not read:
             break

@@ -117,6 +117,15 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def on_host_pools_registered(self) -> None:
         """Open the stores."""
         self._complete = True
+        logger.info(
+            "%s: serves %s of %s; weights %s, page size %d, layout %s",
+            self._counters.place,
+            ", ".join(sorted(self._pools)),
+            self._config.model_name,
+            self._context.weights or "unknown",
+            self._context.page_size,
+            next(iter(self._pools.values())).identity.layout,
+        )
         with self._call() as call:
             self._layers.open(call)
 

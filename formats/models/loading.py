@@ -46,6 +46,7 @@ _SPEED_OPTIONS = (
     "concurrency", "distributed", "enable_gds", "enable_multithread_load", "memory_limit",
     "num_threads",
 )  # fmt: skip
+_ADAPTER = "qlora_adapter_name_or_path"  # BitsAndBytesModelLoader
 _HINT = "name the weights yourself"
 # ModelConfig._parse_modelopt_quant_config
 _MODELOPT = {
@@ -65,11 +66,8 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
     another type. The settings decide, so all ranks and hosts of a deployment refuse alike.
     """
     for name, harmless in _ELSEWHERE.items():
-        value = settings.get(name)
-        if value not in harmless:
-            raise ProfileError(
-                f"{name}: {shown(value)}: not all weights come from the model directory; {_HINT}"
-            )
+        if settings.get(name) not in harmless:
+            raise _from_elsewhere(name, settings[name])
     quantization, load_format, revision = (
         _text(settings, name) for name in (_DRAFT if draft else _TARGET)
     )
@@ -84,16 +82,15 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
             f"load_format: {load_format!r}: the weights are not the safetensors files of the model "
             f"directory; {_HINT}"
         )
-    options = _object(settings, "model_loader_extra_config")
+    if quantization.lower() in own_quantizations(found.configs):
+        quantization = ""
     return served_weights(
         found.fingerprint,
-        quantization=""
-        if quantization.lower() in own_quantizations(found.configs)
-        else quantization,
+        quantization=quantization,
         load_format=load_format,
         revision=revision,
         overrides=_object(settings, "json_model_override_args"),
-        loader={name: value for name, value in options.items() if name not in _SPEED_OPTIONS},
+        loader=_loader_options(settings),
         modelopt=settings.get("modelopt_quant"),
     )
 
@@ -118,6 +115,22 @@ def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
         if method == "modelopt":
             names.update(_modelopt_names(stated))
     return names
+
+
+def _loader_options(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the loader that choose weights. Raises ProfileError for a path."""
+    name = "model_loader_extra_config"
+    options = _object(settings, name)
+    for option, value in options.items():
+        if option == _ADAPTER or (option == "pattern" and "/" in str(value)):
+            raise _from_elsewhere(f"{name}.{option}", value)
+    return {option: value for option, value in options.items() if option not in _SPEED_OPTIONS}
+
+
+def _from_elsewhere(name: str, value: object) -> ProfileError:
+    return ProfileError(
+        f"{name}: {shown(value)}: not all weights come from the model directory; {_HINT}"
+    )
 
 
 def _is_mistral_native(found: Checkpoint) -> bool:

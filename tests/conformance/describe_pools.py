@@ -2,7 +2,7 @@
 
 Runs inside the SGLang environment: `describe_pools.py REQUEST`. The request is a JSON list of
 deployments: case (a name in store_cases.PLUGIN_CASES), profile (fields that replace those of the
-case's profile) and pool (fields that replace those of its kv pool).
+case's profile) and pools (by name, fields that replace those of its pools).
 
 Prints a JSON list with an entry for each pool of each rank of each deployment:
 
@@ -10,6 +10,7 @@ Prints a JSON list with an entry for each pool of each rank of each deployment:
     pp, cp, tp, pool
     key, sglang_key      the file name of a page, and HiCacheFile's
     identity             in hexadecimal
+    contexts             the fields of the server's context that change the identity
     nbytes, page_indices, trailing, writes
     sglang_writes        whether SGLang's controller has this rank write the pool
     parts                name and bytes of each
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,15 @@ else:
     import write_store
     from store_cases import PLUGIN_CASES
 
+_CHANGES: dict[str, Any] = {
+    "weights": "other",
+    "draft_weights": "other",
+    "page_size": 1,
+    "fp8": "float8_e4m3fnuz",
+    "draft_fp8": "float8_e4m3fnuz",
+    "row_form": "hnd",
+    "opaque_rows": "uint8+other",
+}
 PAGES = 6
 PAGE = "ab" * 32
 _NAMES = {"weights": "of the target", "draft_weights": "of the draft"}
@@ -65,10 +76,10 @@ def main() -> None:
 
 def _described(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for given in PLUGIN_CASES[request["case"]].deployments:
-        kv, *others = given.profile["pools"]
-        pools = [{**kv, **request.get("pool", {})}, *others]
-        profile = {**given.profile, "pools": pools, **request.get("profile", {}), **_NAMES}
-        deployment = dataclasses.replace(given, profile=profile)
+        changes = request.get("pools", {})
+        pools = [{**pool, **changes.get(pool["name"], {})} for pool in given.profile["pools"]]
+        profile = {**given.profile, "pools": pools, **_NAMES, **request.get("profile", {})}
+        deployment = replace(given, profile=profile)
         for rank in rank_pools.ranks(profile):
             with rank_pools.parallel(deployment, rank), tempfile.TemporaryDirectory() as folder:
                 for row in _rank(deployment, rank, Path(folder)):
@@ -83,11 +94,13 @@ def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str
     profile = deployment.profile
     pools = rank_pools.build_pools(deployment, rank, PAGES)
     controller = write_store.make_controller(deployment, pools, folder)
+    dtypes = {table["name"]: table.get("dtype") or "float8_e4m3fn" for table in profile["pools"]}
     context = Context(
         weights=profile["weights"],
         draft_weights=profile["draft_weights"] if profile.get("speculative_algorithm") else "",
         page_size=profile["page_size"],
-        fp8=profile["pools"][0].get("dtype") or "float8_e4m3fn",
+        fp8=dtypes["kv"],
+        draft_fp8=dtypes.get("draft", dtypes["kv"]),
     )
     for name, host in pools.host.items():
         pool = served_pool(name, host, controller.storage_config, context)
@@ -98,13 +111,21 @@ def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str
             "key": prefix + PAGE + suffix,
             "sglang_key": controller.storage_backend._get_component_key(PAGE, name) + ".bin",
             "identity": pool.identity.hash().hex(),
+            "contexts": [
+                field
+                for field, value in _CHANGES.items()
+                if served_pool(
+                    name, host, controller.storage_config, replace(context, **{field: value})
+                ).identity
+                != pool.identity
+            ],
             "nbytes": pool.nbytes,
             "page_indices": pool.page_indices,
             "trailing": pool.trailing,
             "writes": pool.writes,
             "sglang_writes": _sglang_writes(controller, name),
             "parts": [[part.name, part.nbytes] for part in pool.parts],
-            "wrong": _wrong_pages(pool, host),
+            "wrong": wrong_pages(pool, host),
             "microseconds": _microseconds(pool),
         }
 
@@ -117,7 +138,8 @@ def _sglang_writes(controller: Any, name: str) -> bool:
     return bool(controller.should_backup(PoolTransfer(name=PoolName(name))))
 
 
-def _wrong_pages(pool: ServedPool, host: Any) -> list[int]:
+def wrong_pages(pool: ServedPool, host: Any) -> list[int]:
+    """Return the host indices of pages whose pieces are not the bytes of HiCacheFile's page."""
     _fill(host)
     last = host.size // pool.page_indices - 1
     indices = [page * pool.page_indices for page in (0, 1, 3, last)]

@@ -3,7 +3,7 @@
 Runs inside the SGLang environment: `read_contexts.py REQUEST`. The request is a JSON object: model,
 the directory of a model; servers, a list of: fields (resolved fields of a server, in place of
 SGLang's defaults for the model), settings (the plug-in's keys), environment, version (of weights
-that the server got after its start).
+that the server got after its start), path (from which it got weights after its start).
 
 Prints a JSON list: for each server, the fields of its Context and `version`, its weights version
 now; or `refusal`, the message of a ValueError.
@@ -41,6 +41,7 @@ def _answer(
     settings: dict[str, Any],
     environment: dict[str, str],
     version: str | None = None,
+    path: str | None = None,
 ) -> dict[str, Any]:
     from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
@@ -49,11 +50,15 @@ def _answer(
     from hicachectl.backends.sglang.settings import parse_settings
 
     server = runtime_context.publish(ServerArgs(model_path=model, device="cpu"), role="scheduler")
-    server.override("tests", **fields)
     if version is not None:  # scheduler.py :: record_weight_version_change
         server.override("scheduler.weight_version", weight_version=version)
+    if path is not None:  # model_runner.py :: update_model_fields
+        server.override("model_runner.update_model_fields", model_path=path, load_format="auto")
     given = parse_settings({"interface_v1": 1, "store": "file:///mnt/hicache", **settings})
-    with mock.patch.dict("os.environ", environment):
+    with mock.patch.dict("os.environ", environment), contextlib.ExitStack() as resolved:
+        for name in ("model", "spec", "memory", "schedule"):
+            bag = server.config_bag(name)
+            resolved.enter_context(bag.override(**{f: fields[f] for f in fields if f in bag}))
         try:
             found = dataclasses.asdict(read_context(given))
         except ValueError as error:

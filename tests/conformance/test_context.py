@@ -41,9 +41,11 @@ SERVERS: dict[str, dict[str, Any]] = {
         "fields": {"kv_cache_dtype": "fp8_e4m3", "speculative_draft_kv_cache_dtype": "fp8_e5m2"}
     },
     "other rows": {"environment": {"SGLANG_USE_HND_KVCACHE": "1"}},
+    "default rows": {"environment": {"SGLANG_USE_HND_KVCACHE": "0"}},
     "pages of 64": {"fields": {"page_size": 64}},
     "version 1": {"version": "1"},
     "version 2": {"version": "2"},
+    "other files": {"path": "DRAFT"},
     "named": {"settings": TEXT, "fields": {"model_path": "s3://bucket/model", **_DRAFTED}},
     "named, version 1": {"settings": TEXT, "version": "1"},
     "two stores": {"settings": {"store": ["/mnt/hicache", "pack:///warm.hcpack"]}},
@@ -87,6 +89,8 @@ def answers(
             for name, value in server.get("fields", {}).items()
         }
         whole: dict[str, Any] = {"settings": {}, "environment": {}, **server, "fields": fields}
+        if "path" in server:
+            whole["path"] = str(places[server["path"]])
         servers.append(whole)
     request = tmp_path_factory.mktemp("contexts") / "request.json"
     request.write_text(json.dumps({"model": str(places["MODEL"]), "servers": servers}))
@@ -147,6 +151,14 @@ def test_an_online_update_changes_the_name(answers: Answers) -> None:
     assert answers["version 1"]["weight_version"] == "1"
 
 
+def test_an_update_from_files_is_seen_without_a_version(
+    answers: Answers, places: dict[str, Path]
+) -> None:
+    found = answers["other files"]
+    assert found["version"] == found["weight_version"] == "default, update 1 from files"
+    assert found["weights"] == read_checkpoint(places["DRAFT"]).fingerprint
+
+
 def test_a_text_stands_for_all_weights(answers: Answers) -> None:
     """No file is read, so that remote weights can be named."""
     assert answers["named"]["weights"] == answers["named"]["draft_weights"] == "step 4000"
@@ -158,7 +170,8 @@ def test_forms_of_rows_are_known(answers: Answers) -> None:
     assert answers["fp8 draft"]["fp8"] == "float8_e4m3fn"
     assert answers["fp8 draft"]["draft_fp8"] == "float8_e5m2"
     assert answers["plain"]["row_form"] == ""
-    assert answers["other rows"]["row_form"] == "SGLANG_USE_HND_KVCACHE=1"
+    assert answers["other rows"]["row_form"] == "SGLANG_USE_HND_KVCACHE=True"
+    assert answers["default rows"] == answers["plain"]
     assert answers["fp8"]["opaque_rows"] != answers["plain"]["opaque_rows"]
     assert (answers["plain"]["page_size"], answers["pages of 64"]["page_size"]) == (1, 64)
     assert answers["two stores"]["schemes"] == ["file", "pack"]

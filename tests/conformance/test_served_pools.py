@@ -32,12 +32,17 @@ REQUESTS: list[Row] = [
         {"case": case, "profile": {"layout": "page_first_direct"}}
         for case in ("mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mla_mamba", "cp2")
     ),
-    {"case": "gqa_tp2", "pool": {"dtype": "float8_e4m3fn"}},
-    {"case": "gqa_tp2", "pool": {"dtype": "float8_e5m2"}},
-    {"case": "gqa_tp2", "pool": {"dtype": "float16"}},
-    {"case": "mla_draft", "pool": {"row": "fp8"}},
-    {"case": "pp2", "profile": _SPECULATIVE, "pool": {"packed_draft_layers": 2}},
+    {"case": "gqa_tp2", "pools": {"kv": {"dtype": "float8_e4m3fn"}}},
+    {"case": "gqa_tp2", "pools": {"kv": {"dtype": "float8_e5m2"}}},
+    {"case": "gqa_tp2", "pools": {"kv": {"dtype": "float16"}}},
+    {"case": "mla_draft", "pools": {"kv": {"row": "fp8"}}},
+    {"case": "pp2", "profile": _SPECULATIVE, "pools": {"kv": {"packed_draft_layers": 2}}},
+    {"case": "mha_draft", "profile": {"draft_weights": ""}},  # as the target's
     {"case": "hybrid_mamba", "profile": {"tp": 4}},
+    {
+        "case": "mha_draft",
+        "pools": {"kv": {"dtype": "float8_e4m3fn"}, "draft": {"dtype": "float8_e5m2"}},
+    },
 ]
 
 
@@ -123,6 +128,30 @@ def test_identities_tell_dtypes_layouts_and_drafts_apart(rows: list[Row]) -> Non
     assert len({row["identity"] for row in first}) == len(forms)
 
 
+def test_identities_depend_on_what_the_bytes_depend_on(rows: list[Row]) -> None:
+    """Other weights, rows or fp8 change an identity; a draft's only if the page has its bytes."""
+    wrong = []
+    for row in rows:
+        table = next(pool for pool in row["profile"]["pools"] if pool["name"] == row["pool"])
+        last = row["pp"] == row["profile"].get("pp", 1) - 1
+        draft = row["pool"] == "draft"
+        # Opaque pages may pack layers of the draft.
+        packs = table["kind"] == "opaque" or (last and "packed_draft_layers" in table)
+        fp8 = "float8" in table.get("dtype", "") or table.get("row") == "fp8"
+        expected = {
+            "weights": True,
+            "draft_weights": draft or packs,
+            "page_size": True,
+            "fp8": fp8 and not draft,
+            "draft_fp8": fp8 and draft,
+            "row_form": True,
+            "opaque_rows": table["kind"] == "opaque",
+        }
+        if row["contexts"] != [field for field, changes in expected.items() if changes]:
+            wrong.append((_name(row), row["contexts"]))
+    assert wrong == []
+
+
 # Each refusal names the object and the remedy; None: served.
 REFUSED = {
     "asymmetric": r"pool kv: K and V differ in width, .*; use --hicache-storage-backend mooncake",
@@ -172,3 +201,41 @@ def test_refusals_name_the_object_and_the_remedy(
         assert message is not None
         assert re.match(expected, message)
         assert "\n" not in message
+
+
+_SCATTERED = r"pool \w+: \w+ in layout layer_first: SGLang cannot store it from its place in memory"
+# Bytes of the parts of a page, by pool of describe_other_pools.py.
+OTHERS: dict[str, list[list[Any]]] = {
+    "compressed states": [[None, 3 * 4 * 6 * 4]],
+    "compressed keys": [[None, 3 * 2 * 16 * 2]],
+    "only keys": [[None, 3 * 8 * 16 * 2]],
+    "packed keys": [[None, 3 * 40]],
+    "packed rows": [["k", 2 * 40], ["v", 40]],
+}
+
+
+@pytest.fixture(scope="module")
+def other_rows(sglang_session: SglangSession) -> list[Row]:
+    """Return the pools of describe_other_pools.py."""
+    found: list[Row] = sglang_session.run("describe_other_pools")
+    return found
+
+
+def test_pools_without_a_profile_are_served_too(other_rows: list[Row]) -> None:
+    """DeepSeek-V4, QSA and MiniMax: HiCacheFile's bytes where SGLang knows the places of pages."""
+    assert {row["name"] for row in other_rows} == OTHERS.keys()
+    served = {row["name"] for row in other_rows if "refusal" not in row}
+    assert served == OTHERS.keys()
+    for row in other_rows:
+        scattered = row["layout"] == "layer_first" and not row["name"].startswith("compressed")
+        if scattered:
+            assert re.match(_SCATTERED, row["refusal"])
+        else:
+            assert (row["parts"], row["wrong"]) == (OTHERS[row["name"]], [])
+
+
+def test_pools_that_may_pack_a_draft_are_named_by_it(other_rows: list[Row]) -> None:
+    """They do not show whether they do; other drafts then never share their pages."""
+    served = [row for row in other_rows if "refusal" not in row]
+    shared = {row["name"] for row in served if row["identity"] == row["drafted"]}
+    assert shared == {"only keys"}

@@ -18,6 +18,7 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status, open_store, scan_schema
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
 
 KEYS = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
 OBJECTS = {key: np.random.default_rng(n).bytes(3000 + n) for n, key in enumerate(KEYS)}
@@ -399,6 +401,36 @@ def test_the_profile_is_recorded_and_another_is_refused(path: Path, arena: Arena
         other = type(PROFILE)(model="other", pools=PROFILE.pools)
         with pytest.raises(ProfileError, match="another deployment"):
             store.use_profile(other)
+
+
+def test_a_pack_has_objects_of_one_weights(path: Path, arena: Arena) -> None:
+    """Servers may read a pack as objects of the weights that its profile names."""
+    weighted = replace(PROFILE, weights="5" * 32)
+    with opened(path, arena, create=True) as store:
+        store.use_profile(weighted)
+        write(store, OBJECTS, if_absent=True)
+    with opened(path, arena, create=True) as store:
+        store.use_profile(weighted)
+        for other in (PROFILE, replace(PROFILE, weights="6" * 32)):
+            with pytest.raises(ProfileError, match="or other weights"):
+                store.use_profile(other)
+    with opened(path, arena) as store:
+        assert store.recorded_profile() == weighted
+
+
+@pytest.mark.parametrize("recorded", [None, PROFILE])
+def test_objects_of_unknown_weights_stay_such(
+    path: Path, arena: Arena, recorded: Profile | None
+) -> None:
+    with opened(path, arena, create=True) as store:
+        if recorded is not None:
+            store.use_profile(recorded)
+        write(store, OBJECTS, if_absent=True)
+    with opened(path, arena, create=True) as store:
+        store.use_profile(replace(PROFILE, weights="5" * 32, draft_weights="6" * 32))
+        write(store, {b"0" * 64 + b"_m_0_1.bin": b"more"}, if_absent=True)
+    with opened(path, arena) as store:
+        assert store.recorded_profile() == PROFILE
 
 
 def test_a_profile_is_added_to_a_pack_without_one(path: Path, arena: Arena) -> None:

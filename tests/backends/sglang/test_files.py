@@ -365,3 +365,44 @@ def test_pages_written_at_once_by_many_threads_are_whole(tmp_path: Path) -> None
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_clear_makes_pages_misses_until_they_are_written_again(
+    tmp_path: Path, host: HostPool
+) -> None:
+    """For every instance on the directory, also with files of the same bytes."""
+    with opened(tmp_path, host) as one, opened(tmp_path, host) as other:
+        write(one, host)
+        assert exists(other, host) == [True] * 4
+        with Call(SECONDS) as call:
+            one.clear(call)
+        assert exists(one, host) == exists(other, host) == [False] * 4
+        assert read(other, host) == [False] * 4
+        time.sleep(0.05)  # the file system's clock ticks
+        assert write(one, host) == [True] * 4
+        assert read(other, host) == [True] * 4
+
+
+def test_writes_beyond_max_size_fail_and_count(tmp_path: Path, host: HostPool) -> None:
+    """Pages in flight are not evicted, so a directory smaller than them refuses the rest."""
+    each = NBYTES + TRAILER_BYTES
+    with opened(tmp_path, host, max_size=3 * each) as store:
+        written = write(store, host)
+        assert written.count(True) == len(list(tmp_path.glob("*.bin"))) <= 3
+        assert store.counters.snapshot()["full"] == written.count(False) >= 1
+
+
+def test_a_folder_that_is_a_link_costs_its_pages_alone(tmp_path: Path, host: HostPool) -> None:
+    """Nothing is written or read through it, and pages in other folders are served."""
+    url = StoreUrl("file", str(tmp_path / "store"), params={"folders": "hex2"})
+    (tmp_path / "elsewhere").mkdir()
+    store = FilePages(url, Counters(str(url)))
+    store.add(host.pool)
+    with Call(SECONDS) as call:
+        store.open(call)
+    (tmp_path / "store" / PAGES[1][:2]).symlink_to(tmp_path / "elsewhere")
+    assert write(store, host) == [True, False, True, True]
+    assert exists(store, host) == [True, False, True, True]
+    assert read(store, host) == [True, False, True, True]
+    assert not list((tmp_path / "elsewhere").iterdir())
+    store.close()

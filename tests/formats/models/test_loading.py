@@ -158,10 +158,16 @@ def test_mistrals_own_format_is_loaded_without_being_asked_for(
         ("quantization", 5, "expected text, found 5"),
         ("json_model_override_args", "[]", "not a JSON object"),
         ("model_loader_extra_config", "{", "not JSON"),
+        (
+            "model_loader_extra_config",
+            '{"qlora_adapter_name_or_path": "adapter"}',
+            "qlora_adapter_name_or_path: 'adapter': not all weights come from",
+        ),
+        ("model_loader_extra_config", {"pattern": "/x/{rank}.safetensors"}, "not all weights come"),
     ],
 )
 def test_settings_that_no_model_directory_decides_are_refused_by_name(
     setting: str, value: Any, problem: str
 ) -> None:
-    with pytest.raises(ProfileError, match=f"^{setting}: .*{problem}"):
+    with pytest.raises(ProfileError, match=f"^{setting}[:.].*{problem}"):
         loaded(**{setting: value})

@@ -1,0 +1,278 @@
+"""List the objects of some suffixes, least recently used pages first, and sweep temporary files.
+
+A listing keeps 49 bytes an object. It works a quarter of the time, so that a server does not feel
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.backends.disk.directory import Trust
+from hicachectl.backends.disk.durable import CREATE_FILE
+from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.sglang.epochs import EpochReader, owner_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from hicachectl.backends.file.folders import ObjectDirectory
+
+_PAGE_DIGITS = 64
+_TEMPORARY_PREFIX = os.fsdecode(OWN_PREFIX) + "-"
+_TEMPORARY_END = ".tmp"
+_TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
+_SAMPLED = 64  # one of so many foreign objects is measured
+_WORK_S, _REST_S = 0.002, 0.006
+
+
+class Trusted:
+    """Whether files of a directory are regular and of trusted owners; asks once for each owner."""
+
+    def __init__(self, directory: int) -> None:
+        self._trust = Trust(os.fstat(directory), writes=True)
+        self._directory = directory
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, facts: os.stat_result) -> bool:
+        """Return whether a file is one of ours."""
+        owner = facts.st_uid, facts.st_gid
+        known = self._known.get(owner)
+        if known is None:
+            known = self._known[owner] = self._trust.includes(facts, self._directory)
+        return known and stat.S_ISREG(facts.st_mode)
+
+
+@dataclass(slots=True)
+class Listing:
+    """Objects of some suffixes, by page, the least recently used page first.
+
+    pages: uint8 [objects, 32]. kinds: of each object, its suffix's position; 0 is the anchor's.
+    sizes: bytes. times: ns, when a page was last used or written; equal for its objects.
+    begun_ns: when the listing began, by the file system's clock.
+    listed, later: bytes of objects from before and from after that time.
+    stale: page and kind of objects before their epoch, not among the rows; anchors first.
+    others: objects of other suffixes. others_bytes: about.
+    """
+
+    pages: NDArray[np.uint8]
+    kinds: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+    times: NDArray[np.int64]
+    begun_ns: int = 0
+    listed: int = 0
+    later: int = 0
+    stale: list[tuple[str, int]] = field(default_factory=list)
+    others: int = 0
+    others_bytes: int = 0
+
+    def page(self, row: int) -> str:
+        """Return the page hash of a row."""
+        digest: bytes = self.pages[row].tobytes()
+        return digest.hex()
+
+    def end_of_page(self, row: int) -> int:
+        """Return the row after the last one of a row's page."""
+        page, end = self.pages[row].tobytes(), row + 1
+        while end < len(self.pages) and self.pages[end].tobytes() == page:
+            end += 1
+        return end
+
+    def sizes_of(self, start: int, end: int) -> dict[int, int]:
+        """Return the sizes of a page's rows, by kind."""
+        kinds, sizes = self.kinds[start:end].tolist(), self.sizes[start:end].tolist()
+        return dict(zip(kinds, sizes, strict=True))
+
+
+class Sweeper:
+    """The objects and temporary files of some suffixes in a directory.
+
+    suffixes: of file names, after the page hash; the first is the anchor's, if there is one.
+    """
+
+    def __init__(self, directory: ObjectDirectory, suffixes: tuple[bytes, ...]) -> None:
+        self._suffixes = suffixes
+        self.epochs = [EpochReader(directory, suffix) for suffix in suffixes]
+        self._directory = directory
+        self._owners = {os.fsdecode(owner_of(suffix)) for suffix in suffixes}
+
+    def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
+        """List the objects, and remove old temporary files of the suffixes.
+
+        measures: with sizes and times; without, only stale objects are listed. stopped: asked
+        often; ends the listing. Raises OSError.
+        """
+        found = _Found(self._suffixes, Trusted(self._directory.descriptor))
+        found.begun_ns = self.now_ns()
+        found.measures = measures
+        found.epochs = [epoch.look() for epoch in self.epochs]
+        for _, descriptor in self._directory.directories([]):
+            for entry in _at_leisure(descriptor, stopped):
+                name = entry.name
+                kind = found.kind_of.get(name[_PAGE_DIGITS:])
+                if kind is None:
+                    if name.startswith(_TEMPORARY_PREFIX):
+                        self._sweep(descriptor, name, found)
+                    else:
+                        found.count_other(entry)
+                elif measures or found.epochs[kind]:
+                    with suppress(FileNotFoundError):
+                        facts = entry.stat(follow_symlinks=False)
+                        if found.trusted(facts):
+                            found.add(name[:_PAGE_DIGITS], kind, facts)
+        return found.sorted()
+
+    def now_ns(self) -> int:
+        """Return the file system's time, from a new file. Raises OSError."""
+        here = self._directory.descriptor
+        token = owner_of(self._suffixes[0]) + os.urandom(4).hex().encode()
+        name = self._directory.temporary_name(b"00", token, 0)
+        descriptor = os.open(name, CREATE_FILE, 0o600, dir_fd=here)
+        try:
+            return os.fstat(descriptor).st_mtime_ns
+        finally:
+            os.close(descriptor)
+            os.unlink(name, dir_fd=here)
+
+    def _sweep(self, descriptor: int, name: str, found: _Found) -> None:
+        """Remove a temporary file of the suffixes if its writer must have ended."""
+        start = len(_TEMPORARY_PREFIX)
+        if name[start : start + 16] not in self._owners or not name.endswith(_TEMPORARY_END):
+            return
+        with suppress(OSError):
+            facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            if not found.trusted(facts):
+                return
+            if facts.st_ctime_ns > found.begun_ns - _TEMPORARY_AGE_NS:
+                found.listed += facts.st_size
+            else:
+                os.unlink(name, dir_fd=descriptor)
+
+
+class _Found:
+    """What a listing has found so far."""
+
+    def __init__(self, suffixes: tuple[bytes, ...], trusted: Trusted) -> None:
+        self.trusted = trusted
+        self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
+        self.begun_ns = 0
+        self.listed = 0
+        self.measures = True
+        self.epochs: list[int] = []
+        self._later = 0
+        self._pages = bytearray()
+        self._kinds = array("B")
+        self._sizes = array("q")
+        self._times = array("q")
+        self._stale: list[tuple[str, int]] = []
+        self._others = self._sampled = self._sampled_bytes = 0
+
+    def count_other(self, entry: os.DirEntry[str]) -> None:
+        """Count an object of another suffix."""
+        if not entry.name.endswith(".bin"):
+            return
+        if self.measures and not self._others % _SAMPLED:
+            with suppress(OSError):
+                self._sampled_bytes += entry.stat(follow_symlinks=False).st_size
+                self._sampled += 1
+        self._others += 1
+
+    def add(self, page: str, kind: int, facts: os.stat_result) -> None:
+        """Add an object."""
+        try:
+            digest = bytes.fromhex(page)
+        except ValueError:
+            return
+        if digest.hex() != page:  # capitals
+            return
+        if facts.st_mtime_ns > self.begun_ns:
+            self._later += facts.st_size
+        else:
+            self.listed += facts.st_size
+        if facts.st_ctime_ns <= self.epochs[kind]:
+            self._stale.append((page, kind))
+        elif self.measures:
+            self._pages += digest
+            self._kinds.append(kind)
+            self._sizes.append(facts.st_size)
+            self._times.append(max(facts.st_atime_ns, facts.st_mtime_ns))
+
+    def sorted(self) -> Listing:
+        """Return the rows by page, least recently used first; clear what was found."""
+        pages = np.frombuffer(self._pages, dtype=np.uint8).reshape(-1, 32)
+        kinds = np.frombuffer(self._kinds, dtype=np.uint8)
+        sizes = np.frombuffer(self._sizes, dtype=np.int64)
+        times = np.frombuffer(self._times, dtype=np.int64)
+        order = _by_page(pages)
+        starts = _starts(pages, order)
+        if len(order):
+            lengths = np.diff(starts, append=len(order))
+            latest = np.maximum.reduceat(times[order], starts)
+            used = np.repeat(latest, lengths)
+            by_use = np.argsort(used, kind="stable")  # keeps the pages together
+            order, times = order[by_use], used[by_use]
+        self._stale.sort(key=lambda one: (one[1] != 0, one[0]))
+        return Listing(
+            pages=pages[order],
+            kinds=kinds[order],
+            sizes=sizes[order],
+            times=times.copy(),
+            begun_ns=self.begun_ns,
+            listed=self.listed,
+            later=self._later,
+            stale=self._stale,
+            others=self._others,
+            others_bytes=self._others * self._sampled_bytes // max(1, self._sampled),
+        )
+
+
+def _by_page(pages: NDArray[np.uint8]) -> NDArray[Any]:
+    """Return the order of rows by the first half of their page hash."""
+    halves = pages.view(np.uint64)
+    return np.lexsort((halves[:, 1], halves[:, 0]))
+
+
+def _starts(pages: NDArray[np.uint8], order: NDArray[Any]) -> NDArray[Any]:
+    """Return where each page starts among ordered rows."""
+    words = pages.view(np.uint64)[order]
+    new = np.ones(len(order), dtype=np.bool_)
+    new[1:] = (words[1:] != words[:-1]).any(axis=1)
+    return np.flatnonzero(new)
+
+
+def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
+    """Yield a directory's entries; rest three quarters of the time."""
+    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        with os.scandir(own) as entries:
+            begun = time.monotonic()
+            for number, entry in enumerate(entries):
+                if not number % 32 and time.monotonic() - begun > _WORK_S:
+                    if stopped():
+                        return
+                    time.sleep(_REST_S)
+                    begun = time.monotonic()
+                yield entry
+    finally:
+        os.close(own)
+
+
+def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[bytes, ...]:
+    """Return the suffixes whose objects go together, the anchor's first.
+
+    suffixes: of what a rank writes; True for the anchor's. pools: names that other servers of the
+    same rank may store beside the anchor; their objects go with it, too.
+    """
+    anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
+    beside = [b"." + pool.encode() + anchor for anchor in anchors for pool in pools]
+    return tuple(dict.fromkeys([*anchors, *sorted(suffixes), *beside]))

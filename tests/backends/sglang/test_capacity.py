@@ -1,0 +1,383 @@
+"""A rank's objects stay within their limits, whoever writes them, and pages go as a whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.sglang import capacity as capacity_module
+from hicachectl.backends.sglang.capacity import Capacity
+from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.epochs import owner_of
+from hicachectl.formats.errors import UsageError
+from tests.backends.sglang.page_writer import (
+    INDEXER,
+    INDEXER_BYTES,
+    KV,
+    KV_BYTES,
+    PAGE_BYTES,
+    SUFFIXES,
+    PageWriter,
+    page_hash,
+    start,
+)
+from tests.small_file_system import small_file_system
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+HOUR_NS = 3600 * 10**9
+LIMIT = 100 * PAGE_BYTES
+
+
+class Place:
+    """A directory of pages, and the capacities over it."""
+
+    def __init__(self, path: Path, *, folders: bool | None = None) -> None:
+        self.path = path
+        self.directory = ObjectDirectory.create(str(path), folders=folders)
+        self.counters = Counters(str(path))
+        self._capacities: list[Capacity] = []
+
+    def capacity(
+        self,
+        limit: int = 0,
+        *,
+        suffixes: Mapping[bytes, bool] = SUFFIXES,
+        min_free: int = 0,
+        evict: str = "owner",
+    ) -> Capacity:
+        made = Capacity(
+            self.directory,
+            suffixes,
+            max_size=limit,
+            min_free_space=min_free,
+            evict=evict,
+            counters=self.counters,
+        )
+        self._capacities.append(made)
+        return made
+
+    def put(self, number: int, suffix: bytes, nbytes: int, age_s: float) -> None:
+        """Write an object that was written, and not used, so long ago."""
+        key = page_hash(number).encode() + suffix
+        here, name = self.directory.place_for_new(key)
+        descriptor = os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, dir_fd=here)
+        os.write(descriptor, bytes(nbytes))
+        self.set_age(descriptor, age_s)
+        os.close(descriptor)
+
+    @staticmethod
+    def set_age(file: int | Path, age_s: float) -> None:
+        then = time.time_ns() - int(age_s * 1e9)
+        os.utime(file, ns=(then, then))
+
+    def put_page(self, number: int, age_s: float) -> None:
+        self.put(number, INDEXER, INDEXER_BYTES, age_s + 0.001)
+        self.put(number, KV, KV_BYTES, age_s)
+
+    def put_pages(self, count: int) -> None:
+        """Write pages, each a minute older than the next one."""
+        for number in range(count):
+            self.put_page(number, 7200 + 60 * (count - number))
+
+    def pages(self, suffix: bytes, count: int = 3000) -> list[int]:
+        """Return the numbers of the pages that have an object."""
+        return [number for number in range(count) if self.has(number, suffix)]
+
+    def has(self, number: int, suffix: bytes) -> bool:
+        return self.file(number, suffix).exists()
+
+    def file(self, number: int, suffix: bytes) -> Path:
+        name = page_hash(number) + suffix.decode()
+        return self.path / name[:2] / name if self.directory.folders else self.path / name
+
+    def total(self) -> int:
+        sizes = 0
+        for file in self.path.rglob("*.bin"):
+            try:
+                sizes += file.stat().st_size
+            except FileNotFoundError:
+                continue
+        return sizes
+
+    def close(self) -> None:
+        for capacity in self._capacities:
+            capacity.close()
+        self.directory.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "store")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("folders", [False, True])
+def test_the_least_recently_used_pages_go_first_and_whole(tmp_path: Path, folders: bool) -> None:
+    place = Place(tmp_path / "store", folders=folders)
+    place.put_pages(150)
+    place.capacity(LIMIT)
+    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    left = place.pages(KV)
+    assert left == place.pages(INDEXER) == list(range(150 - len(left), 150))
+    assert place.total() > 0.94 * LIMIT
+    assert not list(place.path.rglob("*.tmp"))
+    place.close()
+
+
+def test_writers_get_no_room_above_the_limit_and_get_it_after_evictions(place: Place) -> None:
+    """All that is admitted gets written: the files never exceed the limit."""
+    capacity = place.capacity(LIMIT)
+    writer = PageWriter(place.directory, capacity)
+    assert not capacity.admit(LIMIT + 1)
+    written = 0
+
+    def write_the_next() -> bool:
+        nonlocal written
+        written += writer.write_page(written)
+        assert place.total() <= LIMIT
+        return written == 250
+
+    wait_until(write_the_next, "writers get no room")
+    assert place.counters.snapshot()["evicted"] >= 150
+    assert place.total() > 0.9 * LIMIT
+
+
+def test_room_of_failed_and_replaced_writes_comes_back(place: Place) -> None:
+    capacity = place.capacity(LIMIT)
+    wait_until(capacity.evict_now)  # has listed the empty directory
+    for _ in range(300):
+        assert capacity.admit(PAGE_BYTES)
+        capacity.release(PAGE_BYTES)
+
+
+def test_the_room_of_a_killed_writer_comes_back_with_the_next_listing(place: Place) -> None:
+    killed = place.capacity(LIMIT)
+    wait_until(killed.evict_now)
+    assert killed.admit(LIMIT - PAGE_BYTES)
+    killed.close()  # the room is never used nor given back
+    after = place.capacity(LIMIT)
+    wait_until(after.evict_now)
+    assert after.admit(LIMIT // 2)
+
+
+def test_a_page_that_was_read_stays(place: Place) -> None:
+    """A touch moves the atime only, once an hour."""
+    place.put_pages(150)
+    capacity = place.capacity()  # evicts nothing
+    file = place.file(0, KV)
+    with file.open("rb") as opened:
+        before = os.fstat(opened.fileno())
+        capacity.used(os.fsencode(file.name), opened.fileno(), before)
+        once = os.fstat(opened.fileno())
+        capacity.used(os.fsencode(file.name), opened.fileno(), once)
+        twice = os.fstat(opened.fileno())
+    assert once.st_mtime_ns == before.st_mtime_ns
+    assert once.st_atime_ns > before.st_atime_ns + HOUR_NS
+    assert twice.st_atime_ns == once.st_atime_ns
+    capacity.close()
+    place.capacity(LIMIT)
+    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    assert place.has(0, KV)
+    assert place.has(0, INDEXER)
+    assert not place.has(1, KV)
+
+
+def test_sidecars_whose_anchor_may_still_come_stay(place: Place) -> None:
+    """Young sidecars alone, sidecars younger than the anchor, and kept ones are in flight."""
+    place.put_pages(150)
+    place.put(1000, INDEXER, INDEXER_BYTES, 30)  # alone
+    place.put(1001, INDEXER, INDEXER_BYTES, 90)  # alone, and its writer has given up
+    place.put(1, INDEXER, INDEXER_BYTES, 30)  # written anew
+    keeping = place.capacity()
+    assert keeping.keep(page_hash(2).encode() + INDEXER)
+    assert not keeping.keep(page_hash(2000).encode() + INDEXER)
+    keeping.close()
+    for number in range(3, 150):
+        place.set_age(place.file(number, KV), 10)  # younger than all of those
+    place.capacity(10 * PAGE_BYTES)
+    wait_until(lambda: place.total() <= 10 * PAGE_BYTES, "nothing is evicted")
+    assert place.has(1000, INDEXER)
+    assert not place.has(1001, INDEXER)
+    assert not place.has(0, INDEXER)
+    for number in (1, 2):
+        assert place.has(number, KV)
+        assert place.has(number, INDEXER)
+
+
+def test_an_anchor_that_is_used_in_the_last_moment_keeps_its_sidecars(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A touch between the evictor's look and its removal puts the file back."""
+    place.put_pages(150)
+    real, victim = os.rename, os.fsencode(page_hash(0)) + KV
+    first = place.capacity()
+
+    def touch_and_rename(old: bytes, new: bytes, **where: int) -> None:
+        if old == victim:
+            assert first.keep(victim)
+        real(old, new, **where)
+
+    monkeypatch.setattr(os, "rename", touch_and_rename)
+    place.capacity(LIMIT, suffixes=SUFFIXES)
+    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    assert place.has(0, KV)
+    assert place.has(0, INDEXER)
+    assert not place.has(1, KV)
+
+
+def test_pools_of_other_servers_of_the_rank_go_with_their_page(place: Place) -> None:
+    draft = b".draft" + KV
+    place.put_pages(150)
+    place.put(0, draft, 100, 7200 + 60 * 151)
+    place.put(0, b".draft_other_0_1.bin", 100, 7200 + 60 * 151)
+    place.capacity(LIMIT)
+    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    assert not place.has(0, draft)
+    assert place.has(0, b".draft_other_0_1.bin")
+
+
+def test_what_is_not_ours_is_left_alone_and_not_counted(place: Place) -> None:
+    place.put_pages(100)
+    target = place.path / "target"
+    target.write_bytes(b"x" * LIMIT)
+    place.set_age(target, 10**6)
+    link, folder = place.file(1000, KV), place.file(1001, KV)
+    link.symlink_to(target)
+    folder.mkdir()
+    if not os.geteuid():
+        place.put(1002, KV, LIMIT, 10**6)
+        os.chown(place.file(1002, KV), 12345, 12345)
+    capacity = place.capacity(2 * LIMIT)
+    wait_until(capacity.evict_now)
+    assert link.is_symlink()
+    assert folder.is_dir()
+    assert os.geteuid() or place.has(1002, KV)
+    assert len(place.pages(KV, 100)) == 100
+    assert capacity.admit(LIMIT // 2)
+
+
+def test_space_stays_free_for_others(tmp_path: Path) -> None:
+    """Writers are refused below min_free_space, and pages go until it is free again."""
+    with small_file_system(tmp_path / "small", 200 * PAGE_BYTES) as small:
+        place = Place(small / "store")
+        place.put_pages(180)
+        capacity = place.capacity(min_free=100 * PAGE_BYTES)
+        writer = PageWriter(place.directory, capacity)
+        wait_until(lambda: writer.write_page(2000), "writers get no room")
+        space = os.statvfs(small)
+        assert space.f_bavail * space.f_frsize >= 98 * PAGE_BYTES
+        assert writer.refused or not place.has(0, KV)
+        place.close()
+
+
+@pytest.mark.slow
+def test_two_processes_keep_the_limit_and_leave_no_half_page(place: Place) -> None:
+    limit = 40 * (1 << 20)
+    writers = [start("write", place.path, limit, 5, seed) for seed in range(2)]
+    shares = []
+    while any(writer.poll() is None for writer in writers):
+        total = 0
+        for file in place.path.glob("*.bin"):
+            try:
+                facts = file.stat()
+            except FileNotFoundError:
+                continue
+            total += facts.st_size
+            sidecar = file.with_name(file.name[:64] + INDEXER.decode())
+            if file.name.endswith(KV.decode(), 64) and not sidecar.exists():
+                try:
+                    still = file.stat().st_ino == facts.st_ino
+                except FileNotFoundError:
+                    continue
+                # A sidecar that was away for a moment was put back, or written again.
+                assert not still or sidecar.exists(), file.name
+        shares.append(total / limit)
+    for writer in writers:
+        assert int(writer.communicate()[0]) > 100
+    assert max(shares) < 1.05
+    once_full = next(index for index, share in enumerate(shares) if share > 0.95)
+    assert statistics.median(shares[once_full:]) > 0.9
+    wait_until(lambda: not list(place.path.glob("*.tmp")))
+    assert set(place.pages(KV)) <= set(place.pages(INDEXER))
+
+
+def test_another_process_takes_over_when_the_evictor_is_killed(place: Place) -> None:
+    holder = start("hold", place.path, LIMIT)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holds\n"
+    other = place.capacity(LIMIT)
+    assert not other.evict_now()
+    holder.kill()
+    holder.communicate()
+    place.put_pages(150)
+    wait_until(other.evict_now, "the lock is not taken over")
+    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+
+
+def test_this_process_alone_evicts_if_it_is_told_to(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """max_size is refused on a file system whose locks are local, unless one process evicts."""
+    monkeypatch.setattr(capacity_module, "locks_reach_all_hosts", lambda _: False)
+    with pytest.raises(UsageError, match=f'{place.path}: locks .* "evict": "this"'):
+        place.capacity(LIMIT)
+    place.capacity(min_free=1)
+    place.put_pages(150)
+    place.capacity(LIMIT, evict="this")
+    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+
+
+def test_a_directory_that_was_made_again_is_served_again(place: Place) -> None:
+    capacity = place.capacity(LIMIT)
+    wait_until(capacity.evict_now)
+    assert capacity.admit(LIMIT - 10 * PAGE_BYTES)
+    shutil.rmtree(place.path)
+    place.directory.reopen()
+    place.put_pages(150)
+
+    def evicts() -> bool:
+        try:
+            return capacity.evict_now() and place.total() <= 0.98 * LIMIT
+        except FileNotFoundError:
+            return False
+
+    wait_until(evicts, "nothing is evicted")
+    assert place.pages(KV)
+
+
+def test_a_ledger_with_a_wrong_number_evicts_nothing(place: Place) -> None:
+    place.put_pages(50)
+    capacity = place.capacity(LIMIT)
+    wait_until(capacity.evict_now)
+    ledger = place.path / ".hicachectl" / f"used-{owner_of(KV).decode()}"
+    assert struct.unpack("<q", ledger.read_bytes()) == (50 * PAGE_BYTES,)
+    ledger.write_bytes(struct.pack("<q", 2**60))
+    wait_until(lambda: capacity.admit(PAGE_BYTES), "the ledger is not corrected")
+    assert len(place.pages(KV)) == 50
+
+
+def test_a_rank_that_writes_nothing_has_no_limit(place: Place) -> None:
+    capacity = place.capacity(LIMIT, suffixes={})
+    assert capacity.admit(2 * LIMIT)
+    assert not capacity.evict_now()
+    assert not (place.path / ".hicachectl").exists()
+
+
+def test_a_rank_without_an_anchor_evicts_its_sidecars(place: Place) -> None:
+    for number in range(150):
+        place.put(number, INDEXER, INDEXER_BYTES, 30 + 150 - number)
+    place.capacity(100 * INDEXER_BYTES, suffixes={INDEXER: False})
+    wait_until(lambda: place.total() <= 98 * INDEXER_BYTES, "nothing is evicted")
+    assert place.pages(INDEXER)[-1] == 149

@@ -1,0 +1,57 @@
+"""hicachectl-plugin(7): its keys, examples and reasons are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hicachectl.backends.sglang import files, settings
+from hicachectl.backends.sglang.settings import parse_settings
+
+ROOT = Path(__file__).parents[3]
+MANUAL = (ROOT / "man" / "hicachectl-plugin.7").read_text()
+NEWLINE = "\n"
+
+
+def section(name: str) -> str:
+    return MANUAL.split(f".Sh {name}\n")[1].split("\n.Sh ")[0]
+
+
+def test_the_keys_are_those_that_servers_accept() -> None:
+    keys = re.findall(r"^\.It Li (\S+)$", section("KEYS"), re.MULTILINE)
+    assert sorted(keys) == sorted(["store", *settings._PARSERS])
+
+
+def test_the_configuration_to_copy_is_accepted() -> None:
+    text = section("START A SERVER").split("'")[1].replace("\\-", "-").replace(NEWLINE, " ")
+    configuration = json.loads(text)
+    assert configuration["module_path"] == "hicachectl.backends.sglang"
+    assert [str(store) for store in parse_settings(configuration).stores] == ["file:///mnt/hicache"]
+
+
+def test_defaults_are_as_stated() -> None:
+    defaults = parse_settings({"interface_v1": 1, "store": "file:///mnt/hicache"})
+    assert (defaults.op_timeout, defaults.threads) == (5, 4)
+    assert (defaults.digest, defaults.unstamped, defaults.on_foreign) == (
+        "xxh3",
+        "refuse",
+        "replace",
+    )
+    with pytest.raises(ValueError, match="at most 8 seconds"):
+        parse_settings({"interface_v1": 1, "store": "/x", "op_timeout": 9})
+
+
+def test_every_reason_of_a_miss_is_explained() -> None:
+    explained = set(
+        re.findall(r"[a-z-]+", " ".join(re.findall(r"^\.It .*", section("LOG AND METRICS"), re.M)))
+    )
+    assert set(files._DETAILS) <= explained
+    sources = (ROOT / "backends" / "sglang").glob("*.py")
+    used = set(
+        re.findall(r'refused\(\s*"([a-z-]+)"', "".join(path.read_text() for path in sources))
+    )
+    assert used
+    assert used <= explained

@@ -1,0 +1,160 @@
+"""Epochs make objects stale, and the sweeper removes these and abandoned temporary files."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.sglang.capacity import Capacity
+from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.epochs import EpochReader, begin_epoch, owner_of
+from hicachectl.backends.sglang.sweeping import Sweeper
+from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OTHER = b"_other_0_1.bin"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[ObjectDirectory]:
+    with ObjectDirectory.create(str(tmp_path / "store")) as made:
+        yield made
+
+
+def put(directory: ObjectDirectory, number: int, suffix: bytes) -> Path:
+    """Write an object that has an old mtime, as a copy keeps it."""
+    here, name = directory.place_for_new(page_hash(number).encode() + suffix)
+    with os.fdopen(os.open(name, os.O_CREAT | os.O_WRONLY, dir_fd=here), "wb") as file:
+        file.write(b"x" * 100)
+    os.utime(name, (1e9, 1e9), dir_fd=here)
+    return _path(directory, name)
+
+
+def _path(directory: ObjectDirectory, name: bytes) -> Path:
+    from pathlib import Path
+
+    return Path(directory.path) / os.fsdecode(name)
+
+
+def _tick(file: Path) -> None:
+    """Wait until the file system's clock is past a file's ctime."""
+
+    def has_passed() -> bool:
+        probe = file.with_name("probe")
+        probe.write_bytes(b"")
+        passed = probe.stat().st_ctime_ns > file.stat().st_ctime_ns
+        probe.unlink()
+        return passed
+
+    wait_until(has_passed)
+
+
+def test_objects_from_before_an_epoch_are_stale_and_later_ones_are_not(
+    directory: ObjectDirectory,
+) -> None:
+    """Copies keep old mtimes: the ctime decides. A second epoch ends what the first let live."""
+    epoch = EpochReader(directory, KV)
+    before, other = put(directory, 0, KV), EpochReader(directory, OTHER)
+    assert epoch.look() == 0
+    assert not epoch.stale(before.stat())
+    begin_epoch(directory, [KV, INDEXER])
+    assert not epoch.stale(before.stat())  # not looked yet
+    assert epoch.look() > 0
+    assert epoch.stale(before.stat())
+    assert other.look() == 0
+    _tick(_path(directory, b".hicachectl/epoch-" + owner_of(KV)))
+    after = put(directory, 1, KV)
+    assert not epoch.stale(after.stat())
+    _tick(after)
+    begin_epoch(directory, [KV])
+    epoch.look()
+    assert epoch.stale(after.stat())
+
+
+def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirectory) -> None:
+    """The epoch comes after the reader's look at the file, and before its touch."""
+    capacity = Capacity(directory, {}, counters=Counters("test"))
+    file = put(directory, 0, KV)
+    with file.open("rb") as opened:
+        seen = os.fstat(opened.fileno())
+        begin_epoch(directory, [KV])
+        capacity.used(os.fsencode(file.name), opened.fileno(), seen)
+    epoch = EpochReader(directory, KV)
+    epoch.look()
+    assert epoch.stale(file.stat())
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_stale_objects_are_removed_in_the_background(
+    directory: ObjectDirectory, limit: int
+) -> None:
+    files = [put(directory, number, suffix) for number in range(200) for suffix in SUFFIXES]
+    foreign = put(directory, 0, OTHER)
+    capacity = Capacity(directory, SUFFIXES, max_size=limit, counters=Counters("test"))
+    wait_until(capacity.evict_now)
+    assert all(file.exists() for file in files)
+    begin_epoch(directory, SUFFIXES)
+    _tick(_path(directory, b".hicachectl/epoch-" + owner_of(INDEXER)))
+    fresh = [put(directory, number, suffix) for number in range(500, 510) for suffix in SUFFIXES]
+    wait_until(lambda: not any(file.exists() for file in files), "stale objects stay")
+    assert all(file.exists() for file in [*fresh, foreign])
+    capacity.close()
+
+
+def test_an_epoch_is_not_read_through_links(directory: ObjectDirectory, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / f"epoch-{owner_of(KV).decode()}").touch()
+    _path(directory, b".hicachectl").symlink_to(tmp_path / "elsewhere")
+    assert EpochReader(directory, KV).look() == 0
+
+
+def test_only_old_temporary_files_of_the_suffixes_are_swept(
+    directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = os.urandom(4).hex().encode()
+    own = directory.temporary_name(b"00", owner_of(KV) + token, 1)
+    sidecar = directory.temporary_name(b"00", owner_of(INDEXER) + token, 1)
+    others = directory.temporary_name(b"00", owner_of(OTHER) + token, 1)
+    names = [own, sidecar, others, b"." + b"0" * 32 + b".tmp", own[:-4] + b".bin"]
+    files = [_path(directory, name) for name in names]
+    for file in files:
+        file.write_bytes(b"x")
+    link = _path(directory, directory.temporary_name(b"00", owner_of(KV) + token, 2))
+    link.symlink_to(files[0])
+    sweeper = Sweeper(directory, (KV, INDEXER))
+    young = sweeper.list(lambda: False)
+    assert all(file.exists() for file in files)
+    assert young.listed == 2
+    later_ns = time.time_ns() + 61 * 10**9
+    monkeypatch.setattr(sweeper, "now_ns", lambda: later_ns)
+    sweeper.list(lambda: False)
+    assert [file.exists() for file in files] == [False, False, True, True, True]
+    assert link.is_symlink()
+
+
+def test_a_listing_is_by_page_and_by_the_last_use_of_any_object(
+    directory: ObjectDirectory,
+) -> None:
+    for number, used in ((0, 300), (1, 100), (2, 200)):
+        for suffix in SUFFIXES:
+            os.utime(put(directory, number, suffix), (used, 50))
+    os.utime(put(directory, 1, INDEXER), (400, 50))
+    put(directory, 0, OTHER)
+    _path(directory, b"G" * 64 + KV).touch()
+    _path(directory, page_hash(3).upper().encode() + KV).touch()
+    listing = Sweeper(directory, (KV, INDEXER)).list(lambda: False)
+    rows = [(listing.page(row), int(listing.times[row])) for row in range(6)]
+    assert rows[::2] == rows[1::2]
+    assert rows[::2] == [
+        (page_hash(number), used * 10**9) for number, used in ((2, 200), (0, 300), (1, 400))
+    ]
+    assert listing.sizes_of(0, listing.end_of_page(0)) == {0: 100, 1: 100}
+    assert (listing.listed, listing.others, listing.others_bytes) == (600, 1, 100)
