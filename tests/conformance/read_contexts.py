@@ -3,7 +3,8 @@
 Runs inside the SGLang environment: `read_contexts.py REQUEST`. The request is a JSON object: model,
 the directory of a model; servers, a list of: fields (resolved fields of a server, in place of
 SGLang's defaults for the model), settings (the plug-in's keys), environment, version (of weights
-that the server got after its start), path (from which it got weights after its start).
+that the server got after its start), path (from which it got weights after its start), hangs (its
+file system does not answer).
 
 Prints a JSON list: for each server, the fields of its Context and `version`, its weights version
 now; or `refusal`, the message of a ValueError.
@@ -15,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -42,11 +44,13 @@ def _answer(
     environment: dict[str, str],
     version: str | None = None,
     path: str | None = None,
+    *,
+    hangs: bool = False,
 ) -> dict[str, Any]:
     from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
 
-    from hicachectl.backends.sglang.context import read_context, weight_version
+    from hicachectl.backends.sglang import context
     from hicachectl.backends.sglang.settings import parse_settings
 
     server = runtime_context.publish(ServerArgs(model_path=model, device="cpu"), role="scheduler")
@@ -59,11 +63,16 @@ def _answer(
         for name in ("model", "spec", "memory", "schedule"):
             bag = server.config_bag(name)
             resolved.enter_context(bag.override(**{f: fields[f] for f in fields if f in bag}))
+        if hangs:
+            hung = threading.Event()
+            resolved.enter_context(mock.patch.object(context, "_LONGEST_READ_S", 0.1))
+            resolved.enter_context(mock.patch.object(Path, "exists", side_effect=hung.wait))
+            resolved.callback(hung.set)
         try:
-            found = dataclasses.asdict(read_context(given))
+            found = dataclasses.asdict(context.read_context(given))
         except ValueError as error:
             return {"refusal": str(error)}
-    return {**found, "version": weight_version()}
+    return {**found, "version": context.weight_version()}
 
 
 if __name__ == "__main__":

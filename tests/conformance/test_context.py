@@ -31,6 +31,7 @@ SERVERS: dict[str, dict[str, Any]] = {
     "quantised": {"fields": {"quantization": "fp8"}},
     "on the hub": {"fields": {"model_path": "tests/tiny", "download_dir": "HUB"}},
     "not on this host": {"fields": {"model_path": "tests/other", "download_dir": "HUB"}},
+    "hanging": {"hangs": True},
     "truncated": {"fields": {"model_path": "TRUNCATED"}},
     "drafted": {"fields": _DRAFTED},
     "truncated draft": {"fields": {**_DRAFTED, "speculative_draft_model_path": "TRUNCATED"}},
@@ -122,6 +123,7 @@ def test_a_model_of_the_hub_is_read_from_the_local_cache(answers: Answers) -> No
     ("server", "reason"),
     [
         ("not on this host", ".*: tests/other: neither a directory nor in this host's Hugging Fa"),
+        ("hanging", r".*/model: was not read within 0 s; name the weights yourself"),
         ("truncated", r".*: /.*\.safetensors: truncated: .*; download the file again"),
         ("truncated draft", r".*: /.*\.safetensors: truncated: .*; download the file again"),
     ],
@@ -138,6 +140,7 @@ def test_unreadable_weights_are_misses_with_a_reason(
 def test_readable_weights_have_no_reason(answers: Answers) -> None:
     assert [name for name, one in answers.items() if one.get("unreadable")] == [
         "not on this host",
+        "hanging",
         "truncated",
         "truncated draft",
     ]
