@@ -128,23 +128,23 @@ class Capacity:
                 with suppress(OSError):  # the next listing corrects it
                     self._evictor.ledger.give(surplus)
 
-    def keep(self, key: bytes) -> bool:
-        """Mark an object as found by a writer, which will not write it; False if it is gone.
+    def keep(self, key: bytes, facts: os.stat_result) -> bool:
+        """Mark an object that a writer found in place; False if it has to be written after all.
 
-        It is not evicted before the writer has had time to write the page's anchor. Call it for
-        each object that a write finds in place. Raises OSError.
+        facts: its stat, when it was found. Once marked, it is not evicted before the writer has had
+        time to write the page's anchor. Raises OSError.
         """
         try:
             here, name = self._directory.place(key)
+            if _LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
+                # Another user's file cannot be marked.
+                os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        if not _LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
-            return True
-        # Another user's file is not evicted either.
-        with suppress(FileNotFoundError):
-            os.stat(name, dir_fd=here, follow_symlinks=False)
-            return True
-        return False
+        # The mark sets the ctime, and so lifts the object over an epoch that came meanwhile.
+        epoch = self.epoch(key[_PAGE_DIGITS:])
+        epoch.look()
+        return not epoch.stale(facts)
 
     # reading
 

@@ -142,8 +142,10 @@ class FilePages(PageStore):
 
         def write(files: PageFiles, index: int) -> bool:
             found = files.examine(pages[index])
-            if found is not None and not found.problem and files.keep(pages[index]):
-                return True
+            if found is not None and not found.problem:
+                if files.keep(pages[index], found):
+                    return True
+                found = None  # evicted meanwhile
             if found is not None and found.problem == "foreign" and not self._replaces_foreign:
                 self._is_refused("foreign", pool, pages[index])
                 return False

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from hicachectl.backends.sglang.epochs import owner_of
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.trailer import (
     CHECKSUM_AT,
@@ -40,7 +41,7 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOE
 _MODE = 0o666
 _PAGE = re.compile("[0-9a-f]{64}")
 _MOST_PIECES = 1024  # IOV_MAX on Linux
-_TOKEN_BYTES = 12
+_PROCESS_BYTES = 4  # of the 12 in a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class PageFiles:
         self._head = dump_trailer(sample)[:CHECKSUM_AT]
         self._head_checksum = zlib.crc32(self._head + bytes(4))
         self._tail = form.identity + form.name
-        self._token = os.urandom(_TOKEN_BYTES).hex().encode()
+        self._token = owner_of(form.suffix) + os.urandom(_PROCESS_BYTES).hex().encode()
         self._numbers = count()
 
     def look(self) -> None:
@@ -134,9 +135,9 @@ class PageFiles:
         finally:
             os.close(descriptor)
 
-    def keep(self, page: str) -> bool:
-        """Mark a page that a write finds in place; False if it is gone."""
-        return self._capacity.keep(page.encode() + self.form.suffix)
+    def keep(self, page: str, found: Found) -> bool:
+        """Mark a page that a write found in place; False if it has to be written after all."""
+        return self._capacity.keep(page.encode() + self.form.suffix, found.facts)
 
     def write(
         self,

@@ -148,7 +148,7 @@ def calls(directory: ObjectDirectory, capacity: Capacity, keys: list[bytes]) -> 
         "admit, release 1 GiB": lambda _: admit(1 << 30),
         "used": lambda _: capacity.used(key, descriptor, recent),
         "used, with a touch": lambda _: capacity.used(key, descriptor, old),
-        "keep": lambda number: capacity.keep(keys[number % len(keys)]),
+        "keep": lambda number: capacity.keep(keys[number % len(keys)], recent),
         "look at the epoch": lambda _: epoch.look(),
         "stale": lambda _: epoch.stale(old),
     }
@@ -170,6 +170,7 @@ def evict(directory: ObjectDirectory, objects: int) -> None:
     done = counters.snapshot()["evicted"] - first
     print(f"evicted                   {done / (time.perf_counter() - begun):8.0f} pages a second")
     capacity.close()
+    time.sleep(1)  # its thread works on
 
 
 def main() -> None:

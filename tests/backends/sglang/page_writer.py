@@ -51,7 +51,7 @@ class PageWriter:
     def write(self, number: int, suffix: bytes, nbytes: int) -> bool:
         """Write an object unless it is there; return whether it is there now."""
         key = page_hash(number).encode() + suffix
-        if self.capacity.keep(key):
+        if self._keeps(key):
             return True
         if not self.capacity.admit(nbytes):
             self.refused += 1
@@ -64,6 +64,13 @@ class PageWriter:
         os.close(descriptor)
         os.rename(temporary, name, src_dir_fd=here, dst_dir_fd=here)
         return True
+
+    def _keeps(self, key: bytes) -> bool:
+        try:
+            here, name = self.directory.place(key)
+            return self.capacity.keep(key, os.stat(name, dir_fd=here, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

@@ -201,8 +201,9 @@ def test_sidecars_whose_anchor_may_still_come_stay(place: Place) -> None:
     place.put(1001, INDEXER, INDEXER_BYTES, 90)  # alone, and its writer has given up
     place.put(1, INDEXER, INDEXER_BYTES, 30)  # written anew
     keeping = place.capacity()
-    assert keeping.keep(page_hash(2).encode() + INDEXER)
-    assert not keeping.keep(page_hash(2000).encode() + INDEXER)
+    seen = place.file(2, INDEXER).stat()
+    assert keeping.keep(page_hash(2).encode() + INDEXER, seen)
+    assert not keeping.keep(page_hash(2000).encode() + INDEXER, seen)
     keeping.close()
     for number in range(3, 150):
         place.set_age(place.file(number, KV), 10)  # younger than all of those
@@ -226,7 +227,7 @@ def test_an_anchor_that_is_used_in_the_last_moment_keeps_its_sidecars(
 
     def touch_and_rename(old: bytes, new: bytes, **where: int) -> None:
         if old == victim:
-            assert first.keep(victim)
+            assert first.keep(victim, place.file(0, KV).stat())
         real(old, new, **where)
 
     monkeypatch.setattr(os, "rename", touch_and_rename)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from typing import TYPE_CHECKING
@@ -9,11 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.epochs import EpochReader, begin_epoch, owner_of
+from hicachectl.backends.sglang.files import FilePages
 from hicachectl.backends.sglang.sweeping import Sweeper
+from hicachectl.backends.urls import parse_url
 from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
+from tests.backends.sglang.pages import HostPool, hashes
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -87,9 +92,11 @@ def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirector
         seen = os.fstat(opened.fileno())
         begin_epoch(directory, [KV])
         capacity.used(os.fsencode(file.name), opened.fileno(), seen)
-    epoch = EpochReader(directory, KV)
-    epoch.look()
-    assert epoch.stale(file.stat())
+        epoch = EpochReader(directory, KV)
+        epoch.look()
+        assert epoch.stale(file.stat())
+        # A writer that found the object marks it, and learns that it has to write it.
+        assert not capacity.keep(os.fsencode(file.name), seen)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
@@ -138,6 +145,30 @@ def test_only_old_temporary_files_of_the_suffixes_are_swept(
     sweeper.list(lambda: False)
     assert [file.exists() for file in files] == [False, False, True, True, True]
     assert link.is_symlink()
+
+
+def test_what_a_killed_write_of_a_page_leaves_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, path = HostPool(), tmp_path / "store"
+    store = FilePages(parse_url(str(path)), Counters("test"))
+    store.add(host.pool)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "")
+
+    with monkeypatch.context() as patch, Call(5) as call:
+        patch.setattr(os, "rename", fail)  # killed before it,
+        patch.setattr(os, "unlink", fail)  # and before the file is removed
+        assert store.write(host.pool, hashes(1), host.pieces([0]), call) == [False]
+    store.close()
+    suffix = b"_org-model_0_1.bin"
+    with ObjectDirectory.open(str(path)) as directory:
+        sweeper = Sweeper(directory, (suffix,))
+        assert len(list(path.glob(".hicachectl-*.tmp"))) == 1
+        monkeypatch.setattr(sweeper, "now_ns", lambda: time.time_ns() + 61 * 10**9)
+        sweeper.list(lambda: False)
+        assert not list(path.glob(".hicachectl-*.tmp"))
 
 
 def test_a_listing_is_by_page_and_by_the_last_use_of_any_object(
