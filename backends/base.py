@@ -113,10 +113,13 @@ class ReadResult(Result):
     nbytes:   [n] int64, bytes of the stored object; -1 if unknown.
     versions: [n, len(version_fields)] uint64, the numbers of the scan's `version`, for the bytes
         read. Undefined for rows that are not OK, and without `identify`.
+    compared: [n] bool, which OK rows were compared with a digest that the store keeps; None for
+        all rows if `traits.keeps_digests`, else for none.
     """
 
     nbytes: IntArray
     versions: npt.NDArray[np.uint64]
+    compared: BoolArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

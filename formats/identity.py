@@ -83,6 +83,16 @@ def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
     return pool.is_draft or packed
 
 
+def differences(found: Identity, expected: Identity) -> str:
+    """Return in words what differs: `dtype float16 instead of bfloat16`; "" if nothing does."""
+    theirs, ours = asdict(found), asdict(expected)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {theirs[name] or 'none'} instead of {ours[name] or 'none'}"
+        for name in ours
+        if theirs[name] != ours[name]
+    )
+
+
 def profile_identities(profile: Profile, scheme: str) -> dict[Affix, Identity]:
     """Return the identity of the objects of each affix, as far as the profile tells.
 

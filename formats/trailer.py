@@ -37,12 +37,14 @@ TRAILER_BYTES = 128
 IDENTITY_BYTES = 16
 KIND_AT, CHECKSUM_AT, DIGEST_AT, PAGE_AT = 9, 12, 24, 56  # offsets in a trailer
 DIGEST_KINDS = ("off", "xxh3", "blake3")  # by number in the trailer
+DEFAULT_DIGEST = "xxh3"
 
 _MAGIC = b"\x93HICACHE"
 _VERSION = 1
 _FORM = struct.Struct("<8sBBHIQ32s32s16s24s")
 _CHECKSUM = struct.Struct("<I")
 _NAME_BYTES = 24
+_DIGEST_BYTES = {"off": 0, "xxh3": 16, "blake3": 32}
 _LONG_NAME = b"\xff"  # first byte of a hashed name; no UTF-8 text starts with it
 
 
@@ -68,6 +70,15 @@ def trailer_name(pool: str, part: str | None = None) -> bytes:
     if len(text) <= _NAME_BYTES:
         return text.ljust(_NAME_BYTES, b"\0")
     return _LONG_NAME + hashlib.blake2b(text, digest_size=_NAME_BYTES - 1).digest()
+
+
+def digest_text(kind: str, digest: bytes) -> str | None:
+    """Return a trailer's digest in words, as `xxh3:<hex>`; None without a digest.
+
+    digest: 32 bytes, zero-padded.
+    """
+    used = _DIGEST_BYTES[kind]
+    return f"{kind}:{digest[:used].hex()}" if used else None
 
 
 def dump_trailer(trailer: Trailer) -> bytes:

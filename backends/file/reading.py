@@ -148,24 +148,26 @@ class FileReader:
         known = nbytes >= 0
         statuses[known & (nbytes < capacities)] = Status.SHORT
         statuses[known & (nbytes > capacities)] = Status.OVERSIZED
+        compared = np.zeros(len(rows), dtype=np.bool_)
         for index, tail in tails:
             offset, capacity = int(offsets[index]), int(capacities[index])
             value = memory[offset : offset + capacity]
-            status = self._checked(keys[index], value, tail, index, errors)
+            status, compared[index] = self._checked(keys[index], value, tail, index, errors)
             statuses[index] = status
             nbytes[index] = sizes[index] if status == Status.OVERSIZED else capacity
         fields = np.frombuffer(versions, dtype="<u8").reshape(len(rows), _VERSION_FIELDS)
-        return ReadResult(statuses, errors, nbytes=nbytes, versions=fields)
+        return ReadResult(statuses, errors, nbytes=nbytes, versions=fields, compared=compared)
 
     def _checked(
         self, key: bytes, value: memoryview, tail: bytearray, index: int, errors: dict[int, str]
-    ) -> Status:
+    ) -> tuple[Status, bool]:
+        """Return the status of an object with a trailer, and whether it has a digest."""
         trailer, verdict = trailer_in(tail)
         if trailer is not None:
             verdict = self._checks.check(key, trailer, (value,), len(value))
         if verdict.why:
             errors[index] = verdict.why
-        return verdict.status
+        return verdict.status, trailer is not None and trailer.digest_kind != "off"
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""

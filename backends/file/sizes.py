@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.file.faults import Faults
     from hicachectl.backends.file.folders import ObjectDirectory
     from hicachectl.backends.file.markers import Marker
+    from hicachectl.formats.identity import Identity
 
 HASH_BYTES = 64  # hex digits of a page hash, at the start of a key
 _MOST_BYTES = 1 << 30  # binary_slice needs an end
@@ -42,6 +43,7 @@ class MarkedSizes:
         self._state: tuple[int, ...] | None = None  # of the directory when it was read
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
+        self._facts: dict[bytes, Identity] = {}  # by hash
         self._suffixes: Any = None  # distinct, as an Arrow array
         self._file_sizes = np.zeros(0, dtype=np.int64)  # sorted; of files with a trailer
         self._pairs = np.zeros(0, dtype=np.int64)  # suffix * len(file_sizes) + file size, by index
@@ -58,6 +60,10 @@ class MarkedSizes:
             except OSError as error:
                 raise self._faults.unavailable(error) from error
             return self._markers
+
+    def facts(self, identity: bytes) -> Identity | None:
+        """Return the identity with a hash, if a marker that was read last states it."""
+        return self._facts.get(identity)
 
     def ensure(self, markers: set[Marker]) -> None:
         """Write the markers that the store lacks. Raises OSError, UntrustedError."""
@@ -140,6 +146,7 @@ class MarkedSizes:
         if markers == self._markers:
             return
         self._markers, self._known = markers, set(markers)
+        self._facts = {one.identity.hash(): one.identity for one in markers}
         suffixes = sorted({marker.suffix.encode(errors="surrogatepass") for marker in markers})
         at = {suffix: index for index, suffix in enumerate(suffixes)}
         sizes = np.unique([marker.nbytes + TRAILER_BYTES for marker in markers]).astype(np.int64)

@@ -114,7 +114,7 @@ class FileStore(
         self._left_out = LeftOut()
         self._faults = Faults(self.objects)
         self._sizes = MarkedSizes(self.objects, self._faults)
-        self._checks = TrailerChecks()
+        self._checks = TrailerChecks(self._sizes.facts)
         self._reader = FileReader(self.objects, self._faults, self._sizes, self._checks)
         self._writer = FileWriter(self.objects, self._faults, self._sizes)
 

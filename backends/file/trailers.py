@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from hicachectl.backends.base import Status
 from hicachectl.backends.file.markers import Marker
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.identity import differences
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.trailer import (
     Trailer,
@@ -18,7 +19,7 @@ from hicachectl.formats.trailer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
@@ -46,16 +47,22 @@ def split_key(key: bytes) -> tuple[bytes, bytes] | None:
 
 
 class TrailerChecks:
-    """Comparisons of trailers with what keys say, and with expected identities."""
+    """Comparisons of trailers with what keys say, and with expected identities.
 
-    def __init__(self) -> None:
-        self._expected: dict[bytes, bytes] = {}  # hashes of identities, by suffix
+    facts: returns the identity with a hash, if it is known.
+    """
+
+    def __init__(self, facts: Callable[[bytes], Identity | None] = lambda hash_: None) -> None:
+        self._facts = facts
+        self._identities: dict[bytes, Identity] = {}  # expected, by suffix
+        self._expected: dict[bytes, bytes] = {}  # their hashes
         self._names: dict[bytes, frozenset[bytes]] = {}
         self._codec = codec_for("file")
 
     def expect(self, identities: Mapping[Affix, Identity]) -> None:
         """Expect these identities, by affix; those of an earlier call no longer."""
-        self._expected = _by_suffix({affix: one.hash() for affix, one in identities.items()})
+        self._identities = _by_suffix(identities)
+        self._expected = {suffix: one.hash() for suffix, one in self._identities.items()}
 
     def compare(self, key: bytes, nbytes: int, trailer: Trailer) -> Verdict:
         """Compare a trailer with its object's key and size: OK, DAMAGED or FOREIGN."""
@@ -71,9 +78,14 @@ class TrailerChecks:
             return _damaged("its trailer is of another pool")
         expected = self._expected.get(suffix, trailer.identity)
         if trailer.identity != expected:
-            why = f"its identity is {trailer.identity.hex()}, but {expected.hex()} is expected"
-            return Verdict(Status.FOREIGN, why)
+            return Verdict(Status.FOREIGN, self._difference(trailer.identity, suffix))
         return _OK
+
+    def _difference(self, found: bytes, suffix: bytes) -> str:
+        facts = self._facts(found)
+        if facts is None:
+            return f"its identity {found.hex()} is not the expected one, and no marker describes it"
+        return f"its identity differs: {differences(facts, self._identities[suffix])}"
 
     def check(self, key: bytes, trailer: Trailer, value: Iterable[Buffer], nbytes: int) -> Verdict:
         """Compare a trailer with its object's key and bytes: OK, DAMAGED or FOREIGN."""

@@ -288,8 +288,8 @@ VALUES = CheckGroup(
 )
 DIGESTS = CheckGroup(
     "digests",
-    "bytes that differ from the recorded digests; reads objects, needs --catalog, except for "
-    "packs, which store digests",
+    "bytes that differ from the recorded digests, and objects of other weights, dtype or layout; "
+    "reads objects; needs --catalog, except for packs and objects with trailers",
 )
 
 _HITS_ONLY = {COSTS_HITS_ONLY: "warning"}
@@ -404,6 +404,12 @@ for _check in (
         codes=(_DIGEST_MISMATCH, Code("re-recorded", "info")),
         needs=frozenset({Need.DIGESTS, Need.BYTES}),
         function="hicachectl.checks.digests:check_digests",
+    ),
+    Check(
+        name="identities",  # noted in `verify.reading`
+        group=None,
+        codes=(Code("identity-mismatch", "error"),),
+        needs=frozenset({Need.BYTES}),
     ),
     Check(
         name="placement",

@@ -268,6 +268,23 @@ _BACKGROUND: dict[str, dict[str, str]] = {
 
             Groups whose keys can be read in several ways are not copied.
         """,
+        "TRAILERS": """
+            Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:
+            a digest, and an identity that stands for weights, dtype, layout and page size. Plug-in
+            servers read only objects of their identity.
+
+            With --trailers auto, objects that keep key and bytes between file stores keep their
+            trailers. Other objects get new ones if the profile names the weights, and SRC has
+            trailers, or DST has, or SRC is a pack. The weights are those of the profile, of
+            --weights, or of the markers of SRC, if these name only one model's. Transforms change
+            the identity, not the weights. write always writes trailers and refuses to run if the
+            weights are unknown. drop writes none. A pack, Mooncake and 3FS keep no trailers.
+
+            Pages with objects of another identity than the profile's are not copied. Without
+            --trailers write or drop, neither are objects without a trailer, if they would get one
+            but lie beside objects that have one. An object of another identity in DST is a
+            conflict.
+        """,
         "INTERRUPTED RUNS": """
             A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without
             --resume, the same command skips the pages that DST has whole. With --resume, it also
@@ -318,6 +335,12 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             Servers always compute the last token of a request. They skip prefixes below their
             prefetch threshold (256 tokens by default).
         """,
+        "TRAILERS": """
+            In a file store that the SGLang plug-in of hicachectl wrote, objects of another identity
+            (weights, dtype, layout, page size) do not count, nor do objects without a trailer, as
+            for plug-in servers. This needs a profile that names the weights, or markers that name
+            only one model's.
+        """,
     },
     "verify": {
         "VALUE CHECKS": """
@@ -339,6 +362,18 @@ _BACKGROUND: dict[str, dict[str, str]] = {
 
             A pack has digests of its own. verify compares each of its objects, with or without a
             profile or a catalog.
+        """,
+        "TRAILERS": """
+            Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:
+            a digest, and an identity that stands for weights, dtype, layout and page size. The
+            check digests compares each object with its trailer, without a catalog. A difference is
+            a digest-mismatch, or identity-mismatch if the object has another identity than the
+            servers of the profile: they refuse it, but servers without the plug-in read it. The
+            detail says what differs.
+
+            Identities need a profile that names the weights. A profile without weights takes those
+            that the markers in .hicachectl/plugin state, if only one model's agree with it. Objects
+            without a trailer are no findings, but counted in skipped_checks as undigested-objects.
         """,
         "STAMPS": """
             --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A

@@ -288,6 +288,14 @@ transform_options = stack(
     ),
     click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
     click.option("--to-sglang", metavar="VERSION", help="Write the keys of this SGLang release."),
+    click.option(
+        "--trailers",
+        type=click.Choice(["auto", "write", "drop"]),
+        default="auto",
+        show_default=True,
+        help="Trailers of objects written to a file store: as needed, always, or never; see "
+        "TRAILERS in hicachectl-migrate(1).",
+    ),
 )
 
 lock_option = click.option(

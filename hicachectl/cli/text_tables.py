@@ -47,7 +47,11 @@ def objects_for_people(rows: pa.Table) -> pa.Table:
             "ranks": _ranks_text(rows),
             ">size": human_sizes(rows.column("nbytes")),
             ">age": _ages(rows.column("mtime")),
-            **({"digest": _short(rows.column("digest"))} if "digest" in rows.column_names else {}),
+            **{
+                name.replace("_", " "): _short(rows.column(name))
+                for name in ("digest", "identity", "trailer_digest")
+                if name in rows.column_names
+            },
         }
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from hicachectl.move.order import GroupObjects
 
 _JOBS = 3  # one reads while the others write or wait for the disk
+
+
+TrailerMode = Literal["auto", "write", "drop"]
 
 
 class Action(IntEnum):
@@ -47,6 +50,8 @@ class CopyOptions:
     verify: read back and compare each copy. move: then remove the original.
     pin: protect copies from eviction, for pin_seconds or the store's default.
     deadline: `time.monotonic()` after which no batch is begun.
+    trailers: what becomes of them; see `trailers.plan_trailers`. keeps_trailers: write all objects
+    by system copies, which keep trailers.
     """
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -57,6 +62,8 @@ class CopyOptions:
     pin: bool = False
     pin_seconds: float | None = None
     deadline: float | None = None
+    trailers: TrailerMode = "auto"
+    keeps_trailers: bool = False
 
     @property
     def job_count(self) -> int:

@@ -198,7 +198,7 @@ class Executor(Generic[B]):
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
-            if self._copier is None or not batch.by_system:
+            if self._copier is None or not (batch.by_system or self.options.keeps_trailers):
                 keep_as_private(self.destination, self._source)
                 written = self.destination.write_from(rows, offsets, sizes, if_absent=if_absent)
             else:
@@ -314,6 +314,8 @@ class _BatchCopy:
             self._fail(at, failed, "evicted or deleted before it was read back; run again")
         elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
             self._fail(at, failed, f"cannot be read back: {error}")
+        elif status is Status.FOREIGN:
+            self._fail(at, GroupStatus.CONFLICT, f"the destination has another object: {error}")
         elif not ours:
             why = "the destination has other bytes under this key"
             self._fail(at, GroupStatus.CONFLICT, f"{why}; check both stores with hicachectl verify")

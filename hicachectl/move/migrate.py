@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from hicachectl.move.migration_plan import plan_migration
 from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.runs import CopyRun
 from hicachectl.move.survey import StorePair
+from hicachectl.move.trailers import plan_trailers
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
@@ -116,6 +117,8 @@ class _Migration:
             )
         target = request.destination_profile or request.profile
         self._stores = StorePair(source, destination, request.profile, target)
+        self._trailers = plan_trailers(self._stores, request.options.trailers)
+        self._options = replace(request.options, keeps_trailers=self._trailers.keeps)
         self._identity = {
             "source": source.url,
             "destination": destination.url,
@@ -128,7 +131,7 @@ class _Migration:
         self._earlier = self._progress if request.resume else None
 
     def plan(self, on_listed: Callable[[int], None]) -> MigrationPlan:
-        plan = plan_migration(self._stores, self._request, on_listed)
+        plan = plan_migration(self._stores, self._request, self._trailers, on_listed)
         plan.settle_existing(self._request, self._earlier)
         plan.leave_too_large(self._request.options)
         return plan
@@ -152,7 +155,7 @@ class _Migration:
         on_begun: Callable[[], None],
         on_moved: Callable[[int, int], None],
     ) -> MigrationOutcome:
-        options, total = self._request.options, plan.demand()[1]
+        options, total = self._options, plan.demand()[1]
         try:
             opened = Journal(
                 self._journal_path,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.move.journal import Progress
     from hicachectl.move.results import Problem
     from hicachectl.move.survey import IfExists, StorePair, Survey
+    from hicachectl.move.trailers import TrailerPlan
     from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.requests.files import PageList
@@ -173,7 +174,10 @@ class MigrationPlan:
 
 
 def plan_migration(
-    stores: StorePair, request: MigrationRequest, on_listed: Callable[[int], None]
+    stores: StorePair,
+    request: MigrationRequest,
+    trailers: TrailerPlan,
+    on_listed: Callable[[int], None],
 ) -> MigrationPlan:
     """List both stores, and choose an action for each group."""
     source = stores.source
@@ -182,7 +186,10 @@ def plan_migration(
     listed = take_inventory(source, request.profile, columns=columns, on_batch=on_listed)
     inventory = select(listed, request.selection)
     groups = PageGroups(inventory)
-    surveys = stores.survey(inventory, groups, on_batch=on_listed)
+    surveys = [
+        trailers.with_foreign(survey, inventory.objects)
+        for survey in stores.survey(inventory, groups, on_batch=on_listed)
+    ]
     plan = MigrationPlan(inventory, groups, surveys)
     chosen = np.ones(len(groups), dtype=np.bool_)
     named = None if request.pages is None else NamedGroups(request.pages, groups)
@@ -199,6 +206,7 @@ def plan_migration(
     reasons = [
         *_reasons(source, inventory, groups, request, [s.route.deployment_id for s in surveys]),
         (unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"),
+        *trailers.refused(inventory, groups),
     ]
     for behind, why in reasons:
         count = int((chosen & behind).sum())
@@ -206,6 +214,14 @@ def plan_migration(
         if count:
             plan.remarks.append(f"Not copied: {_counted(count, 'page')} {why}")
     plan.actions = [decide(survey, chosen[survey.groups], request.if_exists) for survey in surveys]
+    if count := sum(
+        int((s.foreign & (a == Action.CONFLICT)).sum())
+        for s, a in zip(surveys, plan.actions, strict=True)
+    ):
+        plan.remarks.append(
+            f"In conflict: {_counted(count, 'page')} of which {stores.destination.url} has objects "
+            "of other weights, dtype or layout; --if-exists overwrite replaces them"
+        )
     if foreign := int(inventory.is_foreign.sum()):
         why = "with unknown keys; hicachectl verify lists them"
         plan.remarks.append(f"Not copied: {_counted(foreign, 'object')} {why}")

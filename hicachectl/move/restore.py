@@ -14,6 +14,7 @@ from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import open_mover
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of
 from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
 from hicachectl.move.order import Failures, GroupObjects, publish
@@ -212,7 +213,8 @@ class _Restore:
             self._fail(int(groups.cell_owners[cell]), GroupStatus.CONFLICT, key, _IN_STORE)
         lost = ~there & ~held & self._result.open[groups.owners]
         expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
-        resized = ~there & held & (expected >= 0) & (self._sizes != expected)
+        trailed = self._sizes == expected + TRAILER_BYTES  # the record has sizes without trailers
+        resized = ~there & held & (expected >= 0) & (self._sizes != expected) & ~trailed
         for place in np.flatnonzero(lost | resized).tolist():
             size = int(self._sizes[place])
             problem = f"{size} bytes in the quarantine, but {expected[place]} when it was removed"

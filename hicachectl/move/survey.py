@@ -54,6 +54,7 @@ class Survey:
     there:  table of targets in the destination; a slot has the bytes, or UNSIZED.
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
+    foreign: [n] whether a target in the destination has another identity than its copy would have.
     """
 
     route: Route
@@ -65,6 +66,7 @@ class Survey:
     there: GroupTable
     strays: BoolArray
     times: pa.Int64Array
+    foreign: BoolArray
 
     @cached_property
     def lacking(self) -> GroupTable:
@@ -130,6 +132,11 @@ class StorePair:
         self._plan = self._planned()
         if target is not None and isinstance(destination, Profiled):
             destination.use_profile(target)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all objects keep key and bytes."""
+        return self._plan is None
 
     def _planned(self) -> TransferPlan | None:
         """Return a page's transfer; None if all objects keep key and bytes."""
@@ -203,6 +210,7 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
         there=_targets(route, table.count, ()),
         strays=table.having(others),
         times=times,
+        foreign=np.zeros(table.count, dtype=np.bool_),
     )
 
 
@@ -254,7 +262,7 @@ def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArra
     if if_exists == "overwrite":
         actions[some] = Action.REPLACE
     else:
-        actions[differs] = Action.CONFLICT
+        actions[differs | survey.foreign] = Action.CONFLICT
     actions[~chosen | ~(some | lacks) | survey.unfit] = Action.NOTHING
     return actions
 

@@ -20,14 +20,15 @@ from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy.typing as npt
 
     from hicachectl.formats.profile import Profile
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.profiles.acceptance import Acceptance
     from hicachectl.requests.chains import Chains
 
 
@@ -123,11 +124,15 @@ class PagePlan:
 
 
 def plan_chains(
-    inventory: Inventory, survey: Survey, chains: Chains, request: PrewarmRequest
+    inventory: Inventory, survey: Survey, request: PrewarmRequest, acceptance: Acceptance
 ) -> PagePlan:
-    """Choose the pages of chains that servers can restore, best first, within the budget."""
+    """Choose the pages of chains that servers can restore, best first, within the budget.
+
+    acceptance: of the inventory's objects.
+    """
+    assert request.chains is not None
     assert request.rank is not None  # given with chains
-    hits = find_hits(inventory, 0, chains, own=True)
+    hits = find_hits(inventory, 0, request.chains, own=True, acceptance=acceptance)
     requested = len(hits.page_names)
     usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
     names, page_of = usable.distinct_pages()
@@ -157,14 +162,21 @@ def plan_chains(
     )
 
 
-def plan_pages(groups: PageGroups, survey: Survey, request: PrewarmRequest) -> PagePlan:
-    """Choose whole pages with unknown prefixes.
+def plan_pages(
+    groups: PageGroups,
+    survey: Survey,
+    request: PrewarmRequest,
+    refused: Iterable[tuple[BoolArray, str]] = (),
+) -> PagePlan:
+    """Choose whole pages with unknown prefixes; refused: groups to leave out, and why.
 
     Listed pages keep their order. Otherwise the newest minute is first, and within it the oldest
     page, since no page is older than the pages before it in its chain.
     """
     whole = groups.states[survey.groups] == WHOLE
     asked = int(whole.sum())
+    for left, _ in refused:
+        whole &= ~left[survey.groups]
     if request.pages is not None:
         rank = pc.index_in(survey.pages, value_set=request.pages.cast(survey.pages.type))
         whole &= rank.is_valid().to_numpy(zero_copy_only=False)

@@ -18,6 +18,7 @@ from hicachectl.move.batches import Action
 from hicachectl.move.results import GroupStatus, Problem
 from hicachectl.move.runs import CopyRun
 from hicachectl.move.survey import StorePair, decide, survey_destination
+from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING
@@ -103,6 +104,7 @@ def prewarm(
             raise UnsupportedByBackend(f"{destination.url}: cannot pin objects; leave out --pin")
         destination.pin_writes(request.options.pin_seconds)
     stores = StorePair(source, destination, request.profile, request.target)
+    trailers = plan_trailers(stores, request.options.trailers)
     inventory = (
         take_inventory(source, request.profile, on_batch=on_listed)
         if request.chains is None
@@ -110,15 +112,18 @@ def prewarm(
     )
     groups = PageGroups(inventory)
     (survey,) = stores.survey(inventory, groups, first_only=True, on_batch=on_listed)
-    options = request.options
+    survey = trailers.with_foreign(survey, inventory.objects)
+    options = replace(request.options, keeps_trailers=trailers.keeps)
+    # The destination's servers accept no object without a trailer beside others that have one.
+    trailers = replace(trailers, bare=trailers.bare and not trailers.keeps)
     survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
     survey, large = leave_too_large(
         survey, verify=options.verify, buffer_bytes=options.buffer_bytes
     )
     plan = (
-        plan_pages(groups, survey, request)
+        plan_pages(groups, survey, request, trailers.refused(inventory, groups))
         if request.chains is None
-        else plan_chains(inventory, survey, request.chains, request)
+        else plan_chains(inventory, survey, request, trailers.acceptance(inventory))
     )
     left = [*_asked_for(misfits, _pages_to_fit(plan, request)), *_asked_for(large, plan.names)]
     run = _Prewarming(plan, source, destination, request, started)
@@ -370,8 +375,8 @@ def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
 def _conflicts(plan: PagePlan) -> list[Problem]:
     pages = plan.survey.pages.take(pa.array(plan.conflicts)).to_pylist()
     why = (
-        "the destination has an object of another size under one of the page's keys; check both "
-        "stores with hicachectl verify"
+        "the destination has an object of another size or identity under one of the page's keys; "
+        "check both stores with hicachectl verify"
     )
     return [Problem(page, None, why) for page in pages]
 

@@ -34,10 +34,28 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
             raise UsageError(
                 f"--to-{name} cannot be combined with --to-profile; leave out one of them"
             )
-        return read_profile(options["to_profile"])
+        return _with_weights_of(profile, read_profile(options["to_profile"]))
     if not changes:
         return None
     if profile is None or profile.inferred:
         name = next(iter(changes)).replace("_", "-")
         raise UsageError(needs_profile(f"--to-{name}"))
     return retargeted(profile, **changes)
+
+
+def _with_weights_of(source: Profile | None, target: Profile) -> Profile:
+    """Return the destination's profile with the source's weights, which no conversion changes.
+
+    Raises UsageError if it names others.
+    """
+    from msgspec.structs import replace
+
+    if source is None or not source.weights:
+        return target
+    named = replace(target, weights=source.weights, draft_weights=source.draft_weights)
+    if target.weights and target != named:
+        raise UsageError(
+            "--to-profile: names other weights than the source's profile, but the copies have the "
+            "values of the source's; leave out the weights"
+        )
+    return named

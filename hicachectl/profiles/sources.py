@@ -42,22 +42,27 @@ def profile_from_options(
 ) -> Profile | None:
     """Return the profile of the options, else the store's recorded profile, else None.
 
-    store: receives the profile, and shows the model's name if no option does. looks_only: see
-    `Profiled.use_profile`. warn: called with warnings about a server's answer. Raises UsageError
-    if options contradict each other, ProfileError and StoreUnavailable from the source or store.
+    store: receives the profile, and shows the model's name and weights if no option does.
+    looks_only: see `Profiled.use_profile`. warn: called with warnings about a server's answer.
+    Raises UsageError if options contradict each other, ProfileError and StoreUnavailable from the
+    source or store.
     """
     profile = _asked_for(options, store, warn)
     return profile if store is None else _agreed(store, profile, looks_only)
 
 
 def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
-    """Pass the profile to the store; without a profile, take the recorded one."""
+    """Pass the profile to the store; without a profile or its weights, take the recorded ones."""
     from hicachectl.backends.capabilities import Archive, Profiled
+    from hicachectl.profiles.identities import expect_identities, with_marked_weights
 
     if profile is None and isinstance(store, Archive):
         profile = store.recorded_profile()
     if profile is not None and isinstance(store, Profiled):
         store.use_profile(profile, looks_only=looks_only)
+    if profile is not None:
+        profile = with_marked_weights(profile, store)
+        expect_identities(store, profile)
     return profile
 
 

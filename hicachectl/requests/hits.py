@@ -1,7 +1,8 @@
 """Hits: the part of each page chain that a store can serve, and the object that stops the chain.
 
 An object is usable if it exists with its expected size, or if sizes are unknown. Reads of a
-shorter object fail (files) or return stale bytes (Mooncake).
+shorter object fail (files) or return stale bytes (Mooncake). Where servers compare trailers, an
+object of another identity, or without a trailer, is not usable.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ from hicachectl.formats.restorable import (
 )
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits, object_specs
 from hicachectl.pages.deployments import UNRESOLVED, other_ranks
-from hicachectl.pages.group_table import fill_table
+from hicachectl.pages.group_table import ABSENT, fill_table
 from hicachectl.pages.inventory import look_up, take_inventory
+from hicachectl.profiles.acceptance import BARE, OTHER, acceptance_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.group_table import GroupTable, SlotBlock
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.profiles.acceptance import Acceptance
     from hicachectl.requests.chains import Chains
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-MISFIT, HELD = range(2)  # values of a slot that is not ABSENT; MISFIT: an object of another size
+# Values of a slot that is not ABSENT. MISFIT: an object of another size. UNTRAILED, FOREIGN: an
+# object without a trailer, or of another identity, where servers compare trailers.
+MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
 
 _FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
 
@@ -53,8 +58,8 @@ class Hits:
     """Restorable part of each chain; arrays are [chains] unless stated.
 
     deployment:   of the restoring servers; None if the store shows none.
-    needs:        object sets that servers need; slots: ABSENT, MISFIT or HELD for each of
-        page_names.
+    needs:        object sets that servers need; slots: ABSENT, MISFIT, HELD, UNTRAILED or FOREIGN
+        for each of page_names.
     chains:       cut to their reach.
     page_names, page_of: distinct pages in hex; index of each page of `chains` among these.
     kv_pages:     leading pages with kv on all ranks.
@@ -63,7 +68,7 @@ class Hits:
     stop_pages:   index in its chain of the page that stops the chain; -1: none.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    misfits:      number of objects at fault that exist with another size.
+    faults:       number of objects at fault by value of their slot: MISFIT, UNTRAILED, FOREIGN.
     """
 
     deployment: Deployment | None
@@ -76,7 +81,7 @@ class Hits:
     allowed: BoolArray
     stop_pages: IntArray
     stop_specs: IntArray
-    misfits: int
+    faults: Mapping[int, int]
 
     def usable_within(self, lengths: IntArray) -> IntArray:
         """Return the longest usable prefix of each chain within `lengths` pages: [chains]."""
@@ -125,20 +130,41 @@ def inventory_of_chains(
     return take_inventory(store, profile, on_batch=on_batch)
 
 
+def hits_of_store(
+    store: Store,
+    profile: Profile,
+    chains: Chains,
+    *,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> Hits:
+    """Return the part of each chain that servers of a profile can restore from a store.
+
+    Raises like `take_inventory`.
+    """
+    inventory = inventory_of_chains(store, profile, chains, on_batch=on_batch)
+    return find_hits(inventory, 0, chains, acceptance=acceptance_of(store, inventory, profile))
+
+
 def find_hits(
-    inventory: Inventory, deployment_id: int | None, chains: Chains, *, own: bool = False
+    inventory: Inventory,
+    deployment_id: int | None,
+    chains: Chains,
+    *,
+    own: bool = False,
+    acceptance: Acceptance | None = None,
 ) -> Hits:
     """Return the part of each chain that servers of a deployment can restore from a store.
 
     deployment_id: index into the inventory's deployments; None: nothing can be restored. own:
-    ignore objects that another model wrote under the same keys. Memory: one byte per distinct page
-    and object of its sets, and about 30 bytes per page of a chain.
+    ignore objects that another model wrote under the same keys. acceptance: of the inventory's
+    objects, by their trailers; without one, every object is accepted. Memory: one byte per distinct
+    page and object of its sets, and about 30 bytes per page of a chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.distinct_pages()
     if deployment_id is None:
         return _no_hits(chains, page_names, page_of)
-    table = _held_objects(inventory, deployment_id, page_names, own=own)
+    table = _held_objects(inventory, deployment_id, page_names, own=own, acceptance=acceptance)
     needs = tuple(block for block in table.blocks if block.spec.listed)
     pools = [
         PoolPages(_held(block, table.count)[page_of], block.spec.trailing_pages) for block in needs
@@ -151,7 +177,7 @@ def find_hits(
     stops = _stop_pages(pools, offsets, runs, usable)
     stopped = np.flatnonzero(stops >= 0)
     at = page_of[offsets[:-1][stopped] + stops[stopped]]
-    specs, is_misfit = _at_fault(needs, at, stops[stopped], runs[stopped])
+    specs, slots = _at_fault(needs, at, stops[stopped], runs[stopped])
     stop_specs = np.full(len(chains), -1, dtype=np.int64)
     stop_specs[stopped] = specs
     return Hits(
@@ -165,16 +191,21 @@ def find_hits(
         allowed=allowed,
         stop_pages=stops,
         stop_specs=stop_specs,
-        misfits=int(is_misfit.sum()),
+        faults={value: int((slots == value).sum()) for value in (MISFIT, UNTRAILED, FOREIGN)},
     )
 
 
 def _held_objects(
-    inventory: Inventory, deployment_id: int, page_names: pa.StringArray, *, own: bool
+    inventory: Inventory,
+    deployment_id: int,
+    page_names: pa.StringArray,
+    *,
+    own: bool,
+    acceptance: Acceptance | None,
 ) -> GroupTable:
-    """Return the objects that servers of a deployment find for distinct pages: MISFIT or HELD.
+    """Return the objects that servers of a deployment find for distinct pages, as values of slots.
 
-    Servers look at keys only, so objects of another model count too, except with `own`.
+    SGLang looks at keys only, so objects of another model count too, except with `own`.
     """
     table = inventory.table
     specs = table.deployments[deployment_id].specs
@@ -192,6 +223,10 @@ def _held_objects(
     sizes = sizes.fill_null(UNKNOWN_SIZE).to_numpy()
     expected = np.array([spec.nbytes for spec in specs], dtype=np.int64)[of_objects[rows]]
     held = np.where(fits(sizes, expected), HELD, MISFIT).astype(np.int8)
+    if acceptance is not None:
+        found = acceptance.of(rows)
+        held[(held == HELD) & (found == BARE)] = UNTRAILED
+        held[(held == HELD) & (found == OTHER)] = FOREIGN
     return fill_table(specs, len(page_names), at, of_objects[rows], held)
 
 
@@ -216,7 +251,7 @@ def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> H
         allowed=np.zeros(len(page_of), dtype=np.bool_),
         stop_pages=stops,
         stop_specs=np.full(len(chains), -1),
-        misfits=0,
+        faults={},
     )
 
 
@@ -249,15 +284,15 @@ def _stop_pages(
 
 def _at_fault(
     needs: tuple[SlotBlock, ...], pages: IntArray, stops: IntArray, runs: IntArray
-) -> tuple[IntArray, BoolArray]:
-    """Return the first spec at fault at each stop [stops], and whether its object is a misfit.
+) -> tuple[IntArray, IntArray]:
+    """Return the first spec at fault at each stop, and the value of its slot: [stops] each.
 
     pages: [stops] page numbers. stops: indices of these pages in their chains. runs: see
     `_stop_pages`.
     """
     beyond = stops >= runs
     first = np.full(len(pages), np.iinfo(np.int64).max)
-    is_misfit = np.zeros(len(pages), dtype=np.bool_)
+    values = np.full(len(pages), ABSENT, dtype=np.int64)
     for block in needs:
         in_window = ~beyond & (stops >= runs - block.spec.trailing_pages)
         asked = np.flatnonzero(in_window if block.spec.trailing else beyond)
@@ -266,5 +301,5 @@ def _at_fault(
         found = slots[np.arange(len(asked)), column]
         earlier = (found != HELD) & (block.columns[column] < first[asked])
         first[asked[earlier]] = block.columns[column[earlier]]
-        is_misfit[asked[earlier]] = found[earlier] == MISFIT
-    return first, is_misfit
+        values[asked[earlier]] = found[earlier]
+    return first, values

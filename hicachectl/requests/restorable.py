@@ -11,7 +11,7 @@ from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailabl
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.objects import AXES
 from hicachectl.profiles.stamps import stamp_differences
-from hicachectl.requests.hits import find_hits, inventory_of_chains
+from hicachectl.requests.hits import hits_of_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ def count_usable(
     deployment of each live server, by URL; the pages of the server that can restore the fewest are
     returned. Raises StoreUnavailable, and ProfileError if the target contradicts the store.
     """
-    hits = find_hits(inventory_of_chains(store, target, chains, on_batch=on_batch), 0, chains)
+    hits = hits_of_store(store, target, chains, on_batch=on_batch)
     counted = [] if served else [(hits.usable_pages, target)]
     remarks = []
     for url, profile in served.items():
@@ -128,11 +128,9 @@ def _restorable(
     store: Store, profile: Profile, chains: Chains, on_batch: Callable[[int], None]
 ) -> IntArray:
     try:
-        found = inventory_of_chains(store, profile, chains, on_batch=on_batch)
+        return hits_of_store(store, profile, chains, on_batch=on_batch).usable_pages
     except ProfileError:  # the store has only pages of other deployments
         return np.zeros(len(chains), dtype=np.int64)
-    usable: IntArray = find_hits(found, 0, chains).usable_pages
-    return usable
 
 
 def _differences(target: Profile, served: Profile) -> dict[str, tuple[Any, Any]]:

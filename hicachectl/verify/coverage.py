@@ -6,13 +6,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.hf3fs.page_tables import PageTables
-from hicachectl.checks.registry import GROUPS, SIZES, Need, checks, reading_groups, value_groups
+from hicachectl.checks.registry import (
+    DIGESTS,
+    GROUPS,
+    SIZES,
+    Need,
+    checks,
+    reading_groups,
+    value_groups,
+)
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.formats.wording import GIVE_PROFILE, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.group_table import UNKNOWN
+from hicachectl.profiles.identities import expected_identities
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
@@ -23,7 +33,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
-
+    from hicachectl.profiles.identities import Expected
 
 _ALIKE = (
     {"bfloat16", "float16"},
@@ -93,12 +103,33 @@ def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> 
             "the profile describes no values, only object sizes; give a profile made from "
             "--model-config"
         )
-    if not has_catalog and not store.traits.keeps_digests:
+    if not (has_catalog or compares_own(store, profile)):
         unmet[Need.DIGESTS] = (
             "no recorded digests to compare with; give --catalog FILE and, to record digests, "
             "--update-catalog"
         )
     return unmet
+
+
+def compares_own(store: Store, profile: Profile | None) -> bool:
+    """Return whether reads compare objects with digests of the store, or with identities."""
+    expected = expected_identities(store, profile)
+    return keeps_digests(store) or bool(expected.marked and expected.identities)
+
+
+def trailer_gaps(compared: int, without: int, expected: Expected) -> Iterator[tuple[str, str]]:
+    """Yield the name and the reason of what a store with trailers left uncompared.
+
+    compared: objects compared with the digests in their trailers. without: the others.
+    """
+    if expected.unknown:
+        yield "identities", f"not compared: {expected.unknown}"
+    if without:
+        yield (
+            "undigested-objects" if compared else DIGESTS.name,
+            f"{counted(without, 'object')} without a digest in a trailer, so the bytes were not "
+            "compared; to compare them with later ones, give --catalog FILE and --update-catalog",
+        )
 
 
 def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dict[str, str]:

@@ -10,12 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.capabilities import Trailed
 from hicachectl.checks.findings import combine
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.trailer import digest_text
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory
@@ -39,6 +41,9 @@ _NAMED_CANDIDATES = 4
 @dataclass(frozen=True, slots=True)
 class PageReport:
     """Report on a page. objects: as in `ls --objects`, with digests.
+
+    From a store with trailers, objects have "identity" and "trailer_digest", null without a
+    trailer, and the document's "identities" has what markers know of each.
 
     The document's "contents" has {"key", "tensor", "layer", "values", "minimum", …} for each tensor
     and layer of the objects that a profile describes.
@@ -78,6 +83,12 @@ def inspect_page(
     given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
     found = combine([*check_groups(given), *check_sizes(given), *reading.findings(inventory)])
     objects = _with_digests(object_rows(inventory), reading)
+    identities = {}
+    if isinstance(store, Trailed) and (markers := store.markers()):
+        objects = _with_trailers(objects, store, inventory)
+        seen = set(objects.column("identity").to_pylist())
+        facts = {one.identity.hash().hex(): asdict(one.identity) for one in markers}
+        identities = {name: known for name, known in sorted(facts.items()) if name in seen}
     states = page_rows(groups).drop_columns(["page"]).to_pylist()
     for state in states:
         state["pools"] = {pool: counts for pool, counts in state["pools"].items() if counts}
@@ -89,6 +100,8 @@ def inspect_page(
         "contents": list(_contents(store, inventory, checkers)),
         "findings": found.to_pylist(),
     }
+    if "identity" in objects.column_names:
+        document["identities"] = identities
     return PageReport(document, objects, found)
 
 
@@ -125,6 +138,15 @@ def _with_digests(objects: pa.Table, reading: ReadingResult) -> pa.Table:
         for digest, known in zip(reading.digests, reading.digested, strict=True)
     ]
     return objects.append_column("digest", pa.array(digests, pa.string()))
+
+
+def _with_trailers(objects: pa.Table, store: Trailed, inventory: Inventory) -> pa.Table:
+    trailers = store.read_trailers(inventory.objects).to_pylist()
+    identities = [t["identity"] and t["identity"].hex() for t in trailers]
+    digests = [t["identity"] and digest_text(t["digest_kind"], t["digest"]) for t in trailers]
+    for name, values in (("identity", identities), ("trailer_digest", digests)):
+        objects = objects.append_column(name, pa.array(values, pa.string()))
+    return objects
 
 
 def _contents(

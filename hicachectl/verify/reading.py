@@ -47,10 +47,12 @@ _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
+_COUNTS = ("objects", "bytes_read", "compared", "undigested", "gone")  # of a `ReadingResult`
 # Code of each status of a failed read, and the detail if the store gives no reason.
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
+    Status.FOREIGN: ("identity-mismatch", "the store reports another identity"),
     Status.UNREACHABLE: ("no-replica", "no replica can be reached, so servers miss the page"),
 }
 
@@ -61,7 +63,9 @@ class ReadingResult:
 
     digests: [objects, 32] uint8, versions: [objects, fields] uint64, of the whole inventory, valid
     where `digested`. gone: objects that vanished since the listing. objects: number tried;
-    bytes_read: of objects read whole. complete: all were tried before the deadline.
+    bytes_read: of objects read whole. compared, undigested: of these, the objects that the store
+    compared with a digest of its own, and the others, if it compares each object that has one.
+    complete: all were tried before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -70,6 +74,8 @@ class ReadingResult:
     gone: int = 0
     objects: int = 0
     bytes_read: int = 0
+    compared: int = 0
+    undigested: int = 0
     complete: bool = True
     # Code, row, detail, severity rule.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
@@ -85,17 +91,17 @@ class ReadingResult:
 
     def take_notes(self) -> list[Any]:
         """Return counts and findings as JSON types, for `add_notes` in a parent; reset them."""
-        notes = [self.objects, self.bytes_read, self.gone, self.complete, self._issues]
-        self.objects, self.bytes_read, self.gone, self._issues = 0, 0, 0, []
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        notes = [counts, self.complete, self._issues]
+        for name in _COUNTS:
+            setattr(self, name, 0)
+        self._issues = []
         return notes
 
-    def add_notes(
-        self, objects: int, bytes_read: int, gone: int, complete: bool, issues: list[Any]
-    ) -> None:
+    def add_notes(self, counts: dict[str, int], complete: bool, issues: list[Any]) -> None:
         """Add the notes of another reader of the same objects."""
-        self.objects += objects
-        self.bytes_read += bytes_read
-        self.gone += gone
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
         self.complete &= complete
         for issue in issues:
             self.report(*issue)
@@ -355,6 +361,9 @@ class _Reader:
         ok = read.ok
         result.objects += len(rows)
         result.bytes_read += int(read.nbytes[ok].sum())
+        if read.compared is not None:
+            result.compared += int((ok & read.compared).sum())
+            result.undigested += int((ok & ~read.compared).sum())
         wanted = ok & self._wants_digest[rows]
         result.digests[rows[wanted]] = done.digests[wanted]
         result.versions[rows[wanted]] = read.versions[wanted]

@@ -39,11 +39,14 @@ from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection, select
 from hicachectl.pages.unmatched import explain_selection
+from hicachectl.profiles.identities import Expected, expected_identities
 from hicachectl.text.vocabulary import LOCK
 from hicachectl.verify.coverage import (
+    compares_own,
     impossible_checks,
     indistinct_dtypes,
     reading_gaps,
+    trailer_gaps,
     unjudged,
     unmet_needs,
 )
@@ -59,7 +62,7 @@ from hicachectl.verify.reading import (
 from hicachectl.verify.reading_plan import ReadingPlan, unwritten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
 
@@ -189,6 +192,8 @@ class _Verification:
     now_ns: int = field(default_factory=time.time_ns)
     planned: dict[str, int] = field(default_factory=dict)  # objects to read, by check
     unread: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    expected: Expected = field(default_factory=Expected)
+    undigested: int = 0  # objects not read, since the store has no digests of them
 
     def report(
         self,
@@ -197,6 +202,7 @@ class _Verification:
         on_wait: Callable[[float, int], None],
     ) -> VerifyReport:
         request = self.request
+        self.expected = expected_identities(self.store, request.real_profile)
         if self._reads:  # before a long listing, and for an empty store too
             refuse_missing(request.devices)
         tables = saved_tables(self.store) if GROUPS.name in request.checks else None
@@ -307,8 +313,17 @@ class _Verification:
 
     @property
     def _own_digests(self) -> bool:
-        """Whether objects are read so that the store compares its digests."""
-        return self.store.traits.keeps_digests and DIGESTS.name in self.request.checks
+        """Whether objects are read so that the store compares its digests and identities."""
+        asked = DIGESTS.name in self.request.checks
+        return asked and compares_own(self.store, self.request.real_profile)
+
+    def _has_own_digest(self, inventory: Inventory) -> BoolArray:
+        """Return which objects the store may compare with its digests: [objects]."""
+        has: BoolArray = np.full(len(inventory.objects), self._own_digests)
+        if self.expected.marked:
+            affixes = inventory.table.affixes
+            has &= inventory.by_affix([end in self.expected.marked for _, end in affixes], False)
+        return has
 
     @property
     def _reads(self) -> bool:
@@ -327,7 +342,8 @@ class _Verification:
         replicated = replica_sets(inventory.table) != NO_REPLICAS
         ids = inventory.affix_ids
         of_group = groups.of_object
-        chosen = np.append(~in_flight, self._own_digests)[of_group]  # foreign objects have no group
+        own = self._has_own_digest(inventory)
+        chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))  # foreign objects
         if self.request.selection.pool:
             chosen &= inventory.of_pool(self.request.selection.pool)
         if self.request.sample is not None:
@@ -350,10 +366,12 @@ class _Verification:
             checked = chosen & of_affix[ids]
             self.planned[group] = int(checked.sum())
             valued |= checked
-        compared = chosen & (self._digests | self._own_digests)
+        compared = chosen & (self._digests | own)
         if self._digests or self._own_digests:
             self.planned[DIGESTS.name] = int(compared.sum())
-        rows = np.flatnonzero(digest | valued | compared)
+        read = digest | valued | compared
+        self.undigested = int((chosen & ~read).sum())
+        rows = np.flatnonzero(read)
         limit = self.request.time_limit_seconds
         return ReadingPlan(
             rows=rows,
@@ -469,9 +487,18 @@ class _Verification:
         )
         valued = plan.checkers.values() if self.planned.get(VALUES.name) else ()
         skipped: dict[str, str] = {}
+        of_trailers: Iterable[tuple[str, str]] = ()
+        if self.expected.marked and DIGESTS.name in request.checks:
+            without = reading.undigested + self.undigested
+            if self.expected.identities and not without:
+                valued = ()  # an identity states the dtype
+            of_trailers = trailer_gaps(
+                reading.compared, 0 if self._digests else without, self.expected
+            )
         for name, why in (
             *impossible.items(),
             *gaps,
+            *of_trailers,
             *indistinct_dtypes(valued),
             *unjudged(inventory, groups, request.checks, request.real_profile),
         ):

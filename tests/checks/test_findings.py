@@ -24,8 +24,8 @@ STORE_CODES = remedies()
 SEVERITIES = {
     "error": {
         "missing-pool", "missing-part", "truncated", "oversized", "unreadable", "nan", "inf",
-        "bad-scale", "digest-mismatch", "layout-mismatch", "stamp-mismatch", "unwritten-page",
-        "page-index-shared", "page-index-out-of-range", "page-index-free",
+        "bad-scale", "digest-mismatch", "layout-mismatch", "stamp-mismatch", "identity-mismatch",
+        "unwritten-page", "page-index-shared", "page-index-out-of-range", "page-index-free",
     },
     "warning": {
         "missing-rank", "orphan-sidecar", "all-zero", "replica-mismatch", "page-leaked",

@@ -88,6 +88,7 @@ def survey_of(sizes: list[int]) -> Survey:
         there=fill_table(route.targets, len(sizes), nothing, nothing, nothing),
         strays=np.zeros(len(sizes), dtype=np.bool_),
         times=pa.nulls(len(sizes), pa.int64()),
+        foreign=np.zeros(len(sizes), dtype=np.bool_),
     )
 
 

@@ -70,6 +70,8 @@ def command(
     from hicachectl.cli.output import write_rows
     from hicachectl.cli.text_tables import hits_for_people
     from hicachectl.pages.inventory import take_inventory
+    from hicachectl.profiles.acceptance import acceptance_of
+    from hicachectl.profiles.identities import expected_identities
     from hicachectl.requests.hit_rows import hit_rows
     from hicachectl.requests.hits import find_hits, inventory_of_chains
 
@@ -86,7 +88,12 @@ def command(
             inventory = inventory_of_chains(source, profile, chains, on_batch=advance)
         for text in source.remarks:
             remark(ctx, text)
-    hits = find_hits(inventory, _deployment(inventory, profile, options), chains)
+        acceptance = acceptance_of(source, inventory, profile)
+        hits = find_hits(
+            inventory, _deployment(inventory, profile, options), chains, acceptance=acceptance
+        )
+        if why := expected_identities(source, profile).unknown:
+            remark(ctx, f"Objects of every identity count: {why}")
     page_size = None if hashing is None else hashing.page_size
     _say_what_rows_do_not(ctx, hits, inventory)
     write_rows(
@@ -143,6 +150,7 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
     from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.ambiguity import ambiguity_remark
+    from hicachectl.requests.hits import FOREIGN, MISFIT, UNTRAILED
     from hicachectl.text.units import counted
 
     if hits.deployment is None:
@@ -160,6 +168,10 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
     ambiguous = ambiguity_remark(inventory)
     if ambiguous:
         remark(ctx, f"Ambiguous keys were ignored: {ambiguous}")
-    if hits.misfits:
-        chains = counted(hits.misfits, "chain")
-        remark(ctx, f"Objects of the wrong size stop {chains}; run hicachectl verify")
+    for value, what in (
+        (MISFIT, "of the wrong size stop {}; run hicachectl verify"),
+        (FOREIGN, "of other weights, dtype or layout stop {}; run hicachectl verify"),
+        (UNTRAILED, 'without a trailer stop {}; servers with "unstamped": "read" use them'),
+    ):
+        if count := hits.faults.get(value):
+            remark(ctx, f"Objects {what.format(counted(count, 'chain'))}")

@@ -228,6 +228,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
             bytes_per_second=options["bwlimit"],
             verify=options["verify"] or options["move"],
             move=options["move"],
+            trailers=options["trailers"],
         ),
     )
 

@@ -314,6 +314,7 @@ def _request(
             bytes_per_second=options["bwlimit"],
             pin=options["pin"],
             pin_seconds=options["pin_ttl"],
+            trailers=options["trailers"],
         ),
     )
     return request, wanted

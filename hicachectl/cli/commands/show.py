@@ -59,7 +59,9 @@ def command(
 
     PAGE is a page hash, or its first digits if unique in STORE. The page is read; nothing is
     changed. The result has the objects with their digests, the missing objects, the findings and,
-    with a profile, statistics of the values per layer.
+    with a profile, statistics of the values per layer. Objects with trailers are shown with the
+    identity and the digest in the trailer, and with what is known of the identity: weights, dtype,
+    layout.
     """
     from hicachectl.cli.output import write_document
     from hicachectl.formats.wording import PAGES_COMPARED
@@ -96,6 +98,9 @@ def _lines(report: PageReport, colour: bool) -> Iterator[str]:
         yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
     yield ""
     yield from table_lines(objects_for_people(report.objects), colour=colour)
+    if identities := report.document.get("identities"):
+        yield ""
+        yield from map(_identity_line, identities.items())
     if contents := report.document["contents"]:
         yield ""
         yield from table_lines(contents_for_people(contents), colour=colour)
@@ -103,3 +108,13 @@ def _lines(report: PageReport, colour: bool) -> Iterator[str]:
         yield ""
         columns = report.findings.select(["severity", "code", "key", "detail"])
         yield from table_lines(columns, colour=colour)
+
+
+def _identity_line(named: tuple[str, dict[str, Any]]) -> str:
+    name, facts = named
+    known = ", ".join(
+        f"{fact.replace('_', ' ')} {escape_controls(str(value))}"
+        for fact, value in facts.items()
+        if value not in ("", None)
+    )
+    return f"identity {name}: {known}"
