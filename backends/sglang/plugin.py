@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -42,7 +43,10 @@ _MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
 
 
 def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Return default(*arguments) in place of an exception, and log it."""
+    """Return default(*arguments) in place of an exception, and log it.
+
+    None if the arguments do not fit `default` either, which SGLang takes for a failed call.
+    """
 
     def guard(method: Method) -> Method:
         @functools.wraps(method)
@@ -52,19 +56,25 @@ def _never_raises(default: Callable[..., Any]) -> Callable[[Method], Method]:
             except Exception as error:
                 self._counters.refused("error", f"{method.__name__}: {error!r}")
                 logger.debug("%s", method.__name__, exc_info=True)
-                return default(*arguments, **named)
+                with suppress(Exception):
+                    return default(*arguments, **named)
+                return None
 
         return guarded  # type: ignore[return-value]
 
     return guard
 
 
-def _no_pages(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
-    return [False] * len(keys)
+def _no_pages(keys: Sequence[str] | None, *_: Any, **__: Any) -> list[bool]:
+    return [False] * len(keys or ())
 
 
-def _no_transfers(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[Any, list[bool]]:
-    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
+def _no_pages_of(_name: str, keys: Sequence[str] | None, *_: Any) -> list[bool]:
+    return _no_pages(keys)
+
+
+def _no_transfers(transfers: Sequence[Any] | None, *_: Any, **__: Any) -> dict[Any, list[bool]]:
+    return {transfer.name: _no_pages(transfer.keys) for transfer in transfers or ()}
 
 
 class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
@@ -96,14 +106,14 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register any host pool. Raises ValueError if it cannot be served, until all are known.
 
-        A pool that comes later and cannot be served is a miss.
+        A pool that comes later and cannot be served is a miss, whatever the reason.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) in self._pools:
             return
         try:
             self._add(host_pool_name, host_pool)
-        except ValueError as error:
+        except Exception as error:
             if not self._complete:
                 raise
             self._counters.refused("unserved", str(error))
@@ -211,6 +221,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         """Read pages of other pools."""
         return {t.name: self._read(str(t.name), t.keys or [], t.host_indices) for t in transfers}
 
+    @_never_raises(_no_pages_of)  # a pool that fails costs its own pages only
     def _read(self, name: str, keys: list[str], host_indices: Any) -> list[bool]:
         pool = self._pools.get(name)
         if pool is None or not keys or not self._is_current():
@@ -250,6 +261,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 self._remember(key for key, ok in zip(keys, written, strict=True) if not ok)
         return results
 
+    @_never_raises(_no_pages_of)  # so that `_remember` learns of every failure
     def _write(
         self, name: str, keys: list[str], host_indices: Any, skip: Sequence[bool] = ()
     ) -> list[bool]:

@@ -1,0 +1,32 @@
+"""No call raises into SGLang, and no KV is written whose sidecar could not be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.conformance.conftest import SglangSession
+
+pytestmark = pytest.mark.conformance
+
+
+@pytest.fixture(scope="module")
+def report(
+    sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    found: dict[str, Any] = sglang_session.run("plugin_misuse", tmp_path_factory.mktemp("misused"))
+    return found
+
+
+def test_no_call_raises(report: dict[str, Any]) -> None:
+    """Not with wrong arguments, nor with host pools of unknown classes that come late."""
+    assert report["raised"] == []
+
+
+def test_kv_is_refused_after_sidecars_that_raise(report: dict[str, Any]) -> None:
+    written = report["written"]
+    assert written.pop("right") == [[True, True], 2]
+    assert set(written) == {"none", "short", "outside", "text"}
+    assert all(answer == [[False, False], 0] for answer in written.values())
