@@ -85,6 +85,7 @@ class Workers:
         self._lock = threading.Lock()
         self._running = 0  # threads that take new work
         self._hung = 0
+        self._closed = False
         self._pause_s = 0.0
         self._paused_until = 0.0
 
@@ -92,6 +93,11 @@ class Workers:
     def paused(self) -> bool:
         """Whether calls fail at once now."""
         return time.monotonic() < self._paused_until or self._hung > _MOST_HUNG * self._most
+
+    @property
+    def hanging(self) -> bool:
+        """Whether a thread still is in work that was abandoned."""
+        return self._hung > 0
 
     def map(
         self, call: Call, function: Callable[..., Result], work: Sequence[tuple[object, ...]]
@@ -124,8 +130,9 @@ class Workers:
         return list(results)  # a copy: abandoned workers still hold the list
 
     def close(self) -> None:
-        """Let the threads end; threads that hang in the store end with the process."""
+        """Let the threads end; those that hang in the store end when they come back."""
         with self._lock:
+            self._closed = True
             count, self._running = self._running, 0
         for _ in range(count):
             self._queue.put(None)
@@ -144,10 +151,10 @@ class Workers:
                 return
 
     def _is_extra(self) -> bool:
-        """Count a thread that comes back; return whether its replacement makes it superfluous."""
+        """Count a thread that comes back; return whether it is superfluous: replaced or closed."""
         with self._lock:
             self._hung -= 1
-            extra = self._running >= self._most
+            extra = self._closed or self._running >= self._most
             self._running += not extra
             return extra
 

@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
 _SECONDS_BETWEEN_OPENS = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
 _ANCHOR = "kv"
 _DETAILS = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
     "foreign": "written for other weights, dtype or layout",
     "unstamped": 'has no trailer; "unstamped": "read" uses such files',
-    "unreadable": "not a regular file",
+    "unreadable": "cannot be read, or is no regular file; a write replaces the file",
     "stale": "written before the store was cleared",
 }
 
@@ -173,15 +174,23 @@ class FilePages(PageStore):
         return [pool for pool in self._pools.values() if pool.writes and not self._reads_only]
 
     def close(self) -> None:
-        """End the threads, and close the directory."""
-        for workers in (self._readers, self._writers, self._askers):
-            workers.close()
+        """End the threads, and close the directory once none hangs in it."""
+        workers = (self._readers, self._writers, self._askers)
+        for each in workers:
+            each.close()
         directory, self._directory = self._directory, None
         capacity, self._capacity = self._capacity, None
         self._files = {}
         if capacity is not None:
             capacity.close()
-        if directory is not None:
+        if directory is None:
+            return
+        if any(each.hanging for each in workers):
+            name = "hicachectl-close"
+            threading.Thread(
+                target=_close_later, args=(directory, workers), name=name, daemon=True
+            ).start()
+        else:
             directory.close()
 
     def _each(
@@ -320,6 +329,17 @@ class FilePages(PageStore):
 def _suffix(pool: ServedPool) -> bytes:
     """Return the end of a pool's file names, after the page hash."""
     return FileCodec().affix(pool.coordinate)[1].encode()
+
+
+def _close_later(directory: ObjectDirectory, workers: Sequence[Workers]) -> None:
+    """Close a directory when no worker hangs in it.
+
+    A worker that comes back removes its temporary file through the directory's descriptor, whose
+    number may name another directory once it is closed.
+    """
+    while any(each.hanging for each in workers):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    directory.close()
 
 
 def _view(address: int, nbytes: int) -> memoryview:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.capacity import Capacity
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
+_BAD_FILE = {errno.EACCES, errno.EIO}  # of a file that a rename can replace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666
 _PAGE = re.compile("[0-9a-f]{64}")
@@ -95,6 +96,15 @@ class PageFiles:
 
     def examine(self, page: str) -> Found | None:
         """Judge a page's file by its length and trailer, not by its digest; None if missing."""
+        try:
+            return self._examined(page)
+        except OSError as error:
+            if error.errno not in _BAD_FILE:
+                raise
+            here, name = self._directory.place(page.encode() + self.form.suffix)
+            return Found("unreadable", os.stat(name, dir_fd=here, follow_symlinks=False))
+
+    def _examined(self, page: str) -> Found | None:
         descriptor = self._open(page)
         if descriptor is None:
             return None
@@ -121,7 +131,7 @@ class PageFiles:
             facts = os.fstat(descriptor)
             if facts.st_size not in (nbytes, self._whole):
                 return Found(self._problem(page, facts, b""), facts)
-            if _fill(descriptor, memory[: facts.st_size]) != facts.st_size:
+            if not _is_filled(descriptor, memory[: facts.st_size]):
                 return Found("damaged", facts)
             data = bytes(memory[nbytes : facts.st_size])
             problem = self._problem(page, facts, data)
@@ -257,15 +267,17 @@ class PageFiles:
         return "" if trailer.identity == form.identity else "foreign"
 
 
-def _fill(descriptor: int, memory: memoryview) -> int:
-    """Read from a file's start; return the bytes read, fewer only at its end."""
-    done = os.preadv(descriptor, (memory,), 0) if memory else 0
-    while 0 < done < len(memory):
-        read = os.preadv(descriptor, (memory[done:],), done)
-        if not read:
-            break
-        done += read
-    return done
+def _is_filled(descriptor: int, memory: memoryview) -> bool:
+    """Read a file's start; return whether it has as many bytes, and all of them can be read."""
+    done, read = 0, 1
+    try:
+        while read and done < len(memory):
+            read = os.preadv(descriptor, (memory[done:],), done)
+            done += read
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+    return done == len(memory)
 
 
 def _write_all(descriptor: int, views: Sequence[memoryview]) -> None:

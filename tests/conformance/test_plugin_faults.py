@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-server")]
 PROMPT = prompt(2)
 FULL = full_hit(PROMPT)
 SECOND = PAGE_SIZE  # tokens before the second page, which most tests damage
+READS = ("pread", "preadv", "read", "readv")
 
 
 @pytest.fixture
@@ -202,10 +203,10 @@ def test_what_is_no_file_is_a_miss_that_holds_nothing_up(
     site.attach()
     cold = site.cold(PROMPT)
     replaced(site.files(PROMPT)[1])
-    for _ in range(2):
-        warm = site.warm(PROMPT)
-        assert warm.storage == SECOND
-        assert warm.same(cold)
+    warm = site.warm(PROMPT)
+    assert warm.storage == SECOND
+    assert warm.same(cold)
+    assert site.warm(PROMPT).same(cold)
     assert site.server.alive
 
 
@@ -224,9 +225,7 @@ def test_a_removed_directory_is_made_and_filled_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE], ids=errno.errorcode.get)
-@pytest.mark.parametrize(
-    "calls", [("open", "stat"), ("pread", "preadv", "read", "readv")], ids=["open", "read"]
-)
+@pytest.mark.parametrize("calls", [("open", "stat"), READS], ids=["open", "read"])
 def test_an_unreadable_store_is_a_miss_until_it_is_readable(
     site: Site, calls: tuple[str, ...], error: int
 ) -> None:
@@ -240,6 +239,24 @@ def test_an_unreadable_store_is_a_miss_until_it_is_readable(
     assert site.server.alive
     _fill(site)
     assert site.warm(PROMPT).same(cold)
+
+
+@pytest.mark.parametrize("calls", [("open",), READS, ("preadv",)], ids=["open", "read", "data"])
+def test_a_page_that_cannot_be_read_is_written_again(site: Site, calls: tuple[str, ...]) -> None:
+    site.attach()
+    cold = site.cold(PROMPT)
+    second = site.files(PROMPT)[1]
+    inode = second.stat().st_ino
+    with site.server.holding(second, *calls, error=errno.EIO):
+        warm = site.warm(PROMPT)
+        assert warm.storage == SECOND
+        assert warm.same(cold)
+        wait_until(lambda: _inode(second) not in (inode, None), site.server.log_end())
+    _assert_healed(site)
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 @needs_root

@@ -60,7 +60,11 @@ def test_reads_that_come_late_leave_the_pool_alone(site: Site, calls: tuple[str,
     _assert_served(site, cold.tokens)
 
 
-@pytest.mark.parametrize("calls", [("open",), ("stat", *READS)], ids=["open", "look"])
+@pytest.mark.parametrize(
+    "calls",
+    [("open",), WRITES, NAMING, ("stat", *READS)],
+    ids=["open", "data", "naming", "look"],
+)
 def test_writes_that_come_late_leave_no_page(site: Site, calls: tuple[str, ...]) -> None:
     site.attach(op_timeout=TIMEOUT_S)
     stored = site.cold(OTHER)

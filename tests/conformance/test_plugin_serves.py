@@ -115,6 +115,29 @@ def test_objects_without_trailers_are_misses_and_are_written_again(
     assert warm.same(cold)
 
 
+def test_a_cleared_store_misses_at_once_and_is_filled_again(
+    cpu_server: CpuServer, tmp_path: Path
+) -> None:
+    site = Site(cpu_server, tmp_path / "store")
+    site.attach()
+    cold = site.cold(PROMPT)
+    written = [path.stat().st_mtime_ns for path in site.files(PROMPT)]
+    cpu_server.clear()
+    missed = site.warm(PROMPT)
+    wait_until(lambda: _written_since(site, written))
+    warm = site.warm(PROMPT)
+    assert (missed.storage, warm.storage) == (0, FULL)
+    assert missed.same(cold)
+    assert warm.same(cold)
+
+
+def _written_since(site: Site, times: list[int]) -> bool:
+    files = site.files(PROMPT)
+    return all(path.exists() for path in files) and all(
+        path.stat().st_mtime_ns > time for path, time in zip(files, times, strict=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
