@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyarrow.fs import FileType, LocalFileSystem
 
 from hicachectl.backends.base import scan_batch
+from hicachectl.backends.disk.durable import is_named
 from hicachectl.backends.disk.files import LOST, version_of
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ class SkippedEntries:
 class Place:
     """A directory to list.
 
-    path: of `descriptor`, for faster calls; None if there is none.
-    holds: whether a name is of an object in this directory; None: every name is.
+    path: of `descriptor`, for faster calls.
+    holds: whether a name is of an object in this folder; None: every name is, and this is no
+        folder, so that links may lead to it.
     """
 
     descriptor: int
-    path: str | None
+    path: str
     holds: Callable[[str], bool] | None = None
 
 
@@ -78,7 +80,8 @@ def scan_places(
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
     try:
         for place in places:
-            read = batch_reader(place.descriptor, place.path, schema)
+            links = place.holds is None
+            read = batch_reader(place.descriptor, place.path, schema, links=links)
             for found in names_in(place.descriptor, left_out.others):
                 names = _held(found, place.holds, left_out.misplaced)
                 if not names:
@@ -132,20 +135,26 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
         os.close(own)
 
 
-def batch_reader(directory: int, path: str | None, schema: Any) -> Callable[[list[str]], Any]:
-    """Return the cheapest function from names to a batch with `schema`."""
+def batch_reader(
+    directory: int, path: str, schema: Any, *, links: bool = True
+) -> Callable[[list[str]], Any]:
+    """Return the cheapest function from names to a batch with `schema`.
+
+    links: the path may lead through links.
+    """
 
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
     # Arrow accepts only UTF-8 names and returns no inode.
-    usable = path is not None and path.isascii() and "version" not in schema.names
-    fast = path if usable else None
+    fast = path.isascii() and "version" not in schema.names
 
     def read(names: list[str]) -> Any:
-        if fast is not None and "".join(names).isascii():
+        if fast and "".join(names).isascii():
             with suppress(OSError):  # if stat fails for one file, Arrow fails the batch
-                return _ask_arrow(fast, schema, names)
+                batch = _ask_arrow(path, schema, names)
+                if links or is_named(directory, path):
+                    return batch
         return ask_each(zip(repeat(directory), names), schema)
 
     return read if {"nbytes", "mtime_ns", "version"} & set(schema.names) else only_names

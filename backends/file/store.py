@@ -232,8 +232,8 @@ class FileStore(
             yield Place(self.objects.descriptor, self.path)
             return
         for folder, descriptor in self.objects.directories(left_out.folders):
-            path = f"/proc/self/fd/{descriptor}"  # a folder's name could become a link
-            yield Place(descriptor, path if os.path.isdir(path) else None, _holder(folder))  # noqa: PTH112
+            path = self.path if folder is None else f"{self.path}/{folder.decode()}"
+            yield Place(descriptor, path, _holder(folder))
 
     @property
     def remarks(self) -> tuple[str, ...]:
