@@ -6,13 +6,15 @@ Use isinstance once per operation, not once per batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hicachectl.backends.base import Store
 from hicachectl.backends.disk.permissions import Permissions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from hicachectl.backends.base import (
@@ -227,6 +229,20 @@ class Trailed(Store):
 
         A row is null for an object that is missing, unreadable, or without a whole trailer.
         """
+
+    @abstractmethod
+    def unchecked(self) -> AbstractContextManager[None]:
+        """Read objects without comparing them with their trailers, while the context is open."""
+
+
+@contextmanager
+def as_stored(*stores: Store) -> Iterator[None]:
+    """Read objects of these stores as they are, damaged or not, while the context is open."""
+    with ExitStack() as contexts:
+        for store in stores:
+            if isinstance(store, Trailed):
+                contexts.enter_context(store.unchecked())
+        yield
 
 
 def trailer_schema() -> Any:

@@ -161,14 +161,14 @@ class FileCopier:
 
         excess: bytes of the source after the object's.
         """
-        trailer: Trailer | None = None
         if excess:
             old = os.pread(one.source, excess, one.nbytes)
-            trailer, verdict = trailer_in(old)
-            if self._preserve and verdict.status != Status.OVERSIZED:
+            trailer = trailer_in(old)
+            if isinstance(trailer, Verdict):
+                kept = self._preserve and trailer.status == Status.DAMAGED
+                return old if kept else trailer
+            if self._preserve:
                 return old
-            if trailer is None:
-                return verdict
             verdict = self._origin.checks.compare(one.key, one.nbytes, trailer)
             if verdict.status != Status.OK:
                 return verdict

@@ -91,11 +91,14 @@ class Faults:
         return True
 
     def unavailable(self, error: OSError) -> StoreUnavailable:
-        """Return the exception for the lost store."""
+        """Return the exception for the lost store. Raises ValueError for a closed one."""
+        self._refuse_closed(error)
         return unavailable(self._objects.path, error)
 
     def _removed(self, error: OSError) -> bool:
-        descriptor = self._objects.descriptor
-        if error.errno == errno.EBADF and descriptor < 0:
-            raise ValueError("The store is closed")
-        return error.errno == errno.ENOENT and not os.fstat(descriptor).st_nlink
+        self._refuse_closed(error)
+        return error.errno == errno.ENOENT and not os.fstat(self._objects.descriptor).st_nlink
+
+    def _refuse_closed(self, error: OSError) -> None:
+        if error.errno == errno.EBADF and self._objects.descriptor < 0:
+            raise ValueError("The store is closed") from error

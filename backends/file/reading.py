@@ -16,7 +16,7 @@ from hicachectl.backends.base import IntArray, ReadResult, Rows, Status, keys_of
 from hicachectl.backends.capabilities import trailer_schema
 from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
-from hicachectl.backends.file.trailers import trailer_in
+from hicachectl.backends.file.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
 
@@ -162,12 +162,12 @@ class FileReader:
         self, key: bytes, value: memoryview, tail: bytearray, index: int, errors: dict[int, str]
     ) -> tuple[Status, bool]:
         """Return the status of an object with a trailer, and whether it has a digest."""
-        trailer, verdict = trailer_in(tail)
-        if trailer is not None:
-            verdict = self._checks.check(key, trailer, (value,), len(value))
+        trailer = trailer_in(tail)
+        verdict = self._checks.check(key, trailer, (value,), len(value))
         if verdict.why:
             errors[index] = verdict.why
-        return verdict.status, trailer is not None and trailer.digest_kind != "off"
+        has_digest = not isinstance(trailer, Verdict) and trailer.digest_kind != "off"
+        return verdict.status, has_digest
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""
@@ -210,11 +210,12 @@ class FileReader:
             nbytes = facts.st_size - TRAILER_BYTES
             if not stat.S_ISREG(facts.st_mode) or nbytes < 0:
                 return None
-            trailer, _ = trailer_in(os.pread(descriptor, TRAILER_BYTES, nbytes))
+            trailer = trailer_in(os.pread(descriptor, TRAILER_BYTES, nbytes))
         finally:
             os.close(descriptor)
-        belongs = trailer is not None and self._checks.belongs(key, nbytes, trailer)
-        return trailer if belongs else None
+        if isinstance(trailer, Verdict) or not self._checks.belongs(key, nbytes, trailer):
+            return None
+        return trailer
 
     def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
         """Record the permissions common to a call's files; modes: their bitwise AND."""

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import Result, Status
+from hicachectl.backends.capabilities import as_stored
 from hicachectl.move.batches import Action, CopyBatch, CopyOptions, cut
 from hicachectl.move.copying import Executor
 from hicachectl.move.order import Failures, GroupObjects, publish
@@ -81,7 +82,8 @@ def copy_groups(
         result.fail(int(objects.owners[at]), GroupStatus.FAILED, key, why)
     fitting = np.flatnonzero(~large)
     batches = _batches(targets, objects, sizes, result, executor, fitting, arena.nbytes)
-    executor.run(batches, on_done=include)
+    with as_stored(source, destination):  # a backup of damage is as damaged
+        executor.run(batches, on_done=include)
     result.full = executor.full.is_set()
 
     def copy_alone(places: IntArray) -> MoveResult:
@@ -221,6 +223,7 @@ def same_bytes(
     """
     same = np.zeros(len(sizes), dtype=np.bool_)
     with ExitStack() as exits:
+        exits.enter_context(as_stored(one, other))
         for store in (one, other):
             if store.arena is not arena:
                 store.attach(arena)

@@ -191,7 +191,11 @@ class _Restore:
         self._objects = GroupObjects(keys, groups.owners, groups.anchors[groups.cells])
         self._names = pa.array(groups.files).cast(pa.string()).cast(pa.binary())
         held = batch.held()
-        self._sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
+        sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
+        # Sizes in the record, as in listings, are without trailers.
+        expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
+        trailed = (expected >= 0) & (sizes == expected + TRAILER_BYTES)
+        self._sizes = np.where(trailed, expected, sizes)
         self._here, self._double, self.lost = self._assessed()
         self._refused = ~self._result.open  # first in `rows`
 
@@ -213,8 +217,7 @@ class _Restore:
             self._fail(int(groups.cell_owners[cell]), GroupStatus.CONFLICT, key, _IN_STORE)
         lost = ~there & ~held & self._result.open[groups.owners]
         expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
-        trailed = self._sizes == expected + TRAILER_BYTES  # the record has sizes without trailers
-        resized = ~there & held & (expected >= 0) & (self._sizes != expected) & ~trailed
+        resized = ~there & held & (expected >= 0) & (self._sizes != expected)
         for place in np.flatnonzero(lost | resized).tolist():
             size = int(self._sizes[place])
             problem = f"{size} bytes in the quarantine, but {expected[place]} when it was removed"

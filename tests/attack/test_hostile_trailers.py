@@ -40,7 +40,7 @@ IDENTITIES = {
 }
 
 
-def _filled(path: Path, *, folders: bool = False) -> Path:
+def filled(path: Path, *, folders: bool = False) -> Path:
     """Write three whole pages with trailers."""
     with (
         Arena(ARENA_BYTES) as arena,
@@ -58,12 +58,12 @@ def _filled(path: Path, *, folders: bool = False) -> Path:
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     (tmp_path / "profile.toml").write_text(stores.DSA)
-    return _filled(tmp_path / "store")
+    return filled(tmp_path / "store")
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    return _filled(tmp_path / "folders", folders=True)
+    return filled(tmp_path / "folders", folders=True)
 
 
 def _verify(store: Path, *more: object) -> tuple[object, ...]:
