@@ -6,15 +6,27 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.move.repairs import dsa_store
+from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.identity import Identity
+from tests.move.repairs import dsa_store, indexer, kv
 from tests.power.crash_states import Kind
-from tests.power.writers import BUFFER, PAGES, Writer, half_pages, run_here, wrong_bytes
+from tests.power.writers import (
+    BUFFER,
+    PAGES,
+    Writer,
+    document_of,
+    half_pages,
+    run_here,
+    wrong_bytes,
+)
+from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.power.crash_states import State
+    from tests.stores import Contents
 
 
 class Migration(Writer):
@@ -65,7 +77,12 @@ class FileMigration(Migration):
             yield "the source changed"
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        there = state.directly_in(self.target)
+        yield from self.published_wrong(state, state.directly_in(self.target), document)
+
+    def published_wrong(
+        self, state: State, there: dict[str, bytes], document: dict[str, Any] | None
+    ) -> Iterator[str]:
+        """Yield what is wrong. there: files of the destination, by name."""
         yield from wrong_bytes(there, self.original)
         for name in sorted(half_pages(set(there), orphans=False)):
             yield f"page {name[:8]} of the destination has no sidecar"
@@ -92,6 +109,62 @@ class FileMigrationWithoutSyncfs(FileMigration):
         "publish-names": Kind("fsync", "*/new/store"),
         "new-directory": Kind("fsync", "*/new"),
     }
+
+
+class TrailedMigration(FileMigration):
+    """Objects with trailers, into a new directory with folders."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        # The syncfs of the data makes the names of markers durable too.
+        "marker": Kind("fsync", "*/new/store/.hicachectl/plugin/.*"),
+        "mark": Kind("fsync", "*/new/store/.hicachectl/.*"),
+        "publish-data": Kind("syncfs", "*/new/store"),
+        "publish-names": Kind("fsync", "*/new/store/[0-9a-f][0-9a-f]"),
+        "folder": Kind("fsync", "*/new/store"),
+    }
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.destination = f"file://{self.target}?folders=hex2"
+
+    def prepare(self) -> None:
+        """Give the objects trailers."""
+        super().prepare()
+        identities = {
+            ("", affix): Identity(model="x-dsa", weights="w", pool=pool)
+            for affix, pool in ((kv(0)[64:], "kv"), (indexer(0)[64:], "indexer"))
+        }
+        with FileStore(self.store) as plain, FileStore(self.store) as trailed:
+            (rows,) = plain.scan(("nbytes", "mtime_ns"))
+            trailed.write_trailers(identities, "xxh3")
+            sizes = rows.column("nbytes").to_numpy()
+            assert trailed.copy_from(plain, rows, rows, sizes, if_absent=False).all_ok
+        self.original = contents(self.store)
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        below = state.below(self.target)
+        markers = [document_of(data) for name, data in below.items() if _is_marker(name)]
+        if None in markers:
+            yield "a marker is torn"
+        known = {marker["suffix"] for marker in markers if marker}
+        there = {name.rpartition("/")[2]: data for name, data in below.items() if name[2:3] == "/"}
+        for name in there:
+            if name in self.original and name[64:] not in known:
+                yield f"{name} has a trailer, and no marker"
+        if below.get(".hicachectl/folders") != b"hex2\n" and there:
+            yield "there are objects in folders, and the directory is not marked"
+        yield from self.published_wrong(state, there, document)
+
+    def objects(self, directory: Path | None = None) -> Contents:
+        found: Contents = {}
+        for place in (directory or self.store).glob("[0-9a-f][0-9a-f]"):
+            found |= super().objects(place)
+        return found or super().objects(directory)
+
+
+def _is_marker(name: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    return folder == ".hicachectl/plugin" and not file.startswith(".")
 
 
 class Move(FileMigration):
@@ -189,6 +262,7 @@ class PackToFile(FileMigration):
 WRITERS = (
     FileMigration,
     FileMigrationWithoutSyncfs,
+    TrailedMigration,
     Move,
     MigrationToCopies,
     MoveToCopies,
