@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from hicachectl.backends.sglang import files, settings
 from hicachectl.backends.sglang.settings import parse_settings
+from tests.test_readme import check_arguments
 
 ROOT = Path(__file__).parents[3]
 MANUAL = (ROOT / "man" / "hicachectl-plugin.7").read_text()
@@ -30,6 +32,14 @@ def test_the_configuration_to_copy_is_accepted() -> None:
     configuration = json.loads(text)
     assert configuration["module_path"] == "hicachectl.backends.sglang"
     assert [str(store) for store in parse_settings(configuration).stores] == ["file:///mnt/hicache"]
+
+
+def test_the_commands_are_accepted() -> None:
+    lines = section("MOVE AN EXISTING DIRECTORY UNDER IT").replace("\\-", "-").splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("hicachectl ")]
+    assert [command[0] for command in commands] == ["profile", "verify", "migrate"]
+    for command in commands:
+        check_arguments(command)
 
 
 def test_defaults_are_as_stated() -> None:
