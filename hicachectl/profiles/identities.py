@@ -74,7 +74,7 @@ def expect_identities(store: Store, profile: Profile | None) -> None:
 
 
 def _known(profile: Profile | None, scheme: str) -> Mapping[Affix, Identity]:
-    if profile is None or not profile.weights:
+    if profile is None or profile.inferred or not profile.weights:
         return {}
     return profile_identities(profile, scheme)
 

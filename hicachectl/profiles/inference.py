@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.objects import AXES
-from hicachectl.formats.profile import Profile, profile_from_mapping
+from hicachectl.formats.profile import Profile, profile_from_mapping, validate_profile
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from hicachectl.formats.marker import Marker
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
@@ -55,6 +59,33 @@ def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = 
     profile = _profile(deployment)
     _check_says_all(profile, deployment, scheme)
     return profile
+
+
+def with_marked_facts(
+    profile: Profile, markers: Iterable[Marker], scheme: str
+) -> tuple[Profile, list[str]]:
+    """Return an inferred profile with the facts that all markers of its objects agree on.
+
+    Also the names of these facts: weights, draft_weights, layout, page_size, dtype of a pool.
+    scheme: of the store's keys.
+    """
+    suffixes = {spec.affix[1] for spec in object_specs(profile, scheme)}
+    found = [one.identity for one in markers if one.suffix in suffixes]
+    stated: dict[str, Any] = {}
+    for name in ("weights", "draft_weights", "layout", "page_size"):
+        values = {getattr(one, name) for one in found} - {""}
+        if len(values) == 1:
+            stated[name] = values.pop()
+    if stated.get("draft_weights") == stated.get("weights") or "weights" not in stated:
+        stated.pop("draft_weights", None)  # "" means as weights
+    pools = []
+    for pool in profile.pools:
+        dtypes = {one.dtype for one in found if one.pool == pool.name}
+        known = len(dtypes) == 1 and dtypes <= set(DTYPE_BYTES)
+        pools.append(structs.replace(pool, dtype=dtypes.pop()) if known else pool)
+    names = [*stated, *(f"dtype of {pool.name}" for pool in pools if pool.dtype)]
+    changed = structs.replace(profile, pools=tuple(pools), **stated)
+    return (profile, []) if validate_profile(changed) else (changed, names)
 
 
 def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:

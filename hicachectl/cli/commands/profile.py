@@ -55,7 +55,8 @@ def command(
     comes from --model-config and flags, from --server, or from --profile. Without these options,
     the profile that a pack records is printed, or a profile is inferred from STORE.
 
-    An inferred profile states only the shards, pools and sizes seen in STORE. If STORE has several
+    An inferred profile states only the shards, pools and sizes seen in STORE, and weights, layout,
+    page size and dtypes if the SGLang plug-in of hicachectl wrote STORE. If STORE has several
     deployments, --model, --tp, --pp, --cp and --dcp choose one. An inferred profile is enough for
     ls and the checks names, groups and sizes; commands that must interpret bytes refuse it.
     """
@@ -91,7 +92,8 @@ def _inferred(
     from hicachectl.backends.capabilities import Archive
     from hicachectl.formats.objects import AXES
     from hicachectl.pages.inventory import take_inventory
-    from hicachectl.profiles.inference import PoolGuess, infer_profile
+    from hicachectl.profiles.identities import markers_of
+    from hicachectl.profiles.inference import PoolGuess, infer_profile, with_marked_facts
     from hicachectl.profiles.sources import profile_from_options
 
     sizes = {axis: options.pop(axis) for axis in AXES}
@@ -102,9 +104,11 @@ def _inferred(
             return recorded
         inventory = take_inventory(source, on_batch=advance)
         profile = infer_profile(inventory, source.grammar, PoolGuess(model=model, **sizes))
+        profile, facts = with_marked_facts(profile, markers_of(source), source.grammar)
+    marked = f", and what the markers state: {', '.join(facts)}" if facts else ""
     remark(
         ctx,
         f"{store_name(ctx, store)}: the profile is inferred from the objects; it states only their "
-        "shards, pools and sizes",
+        f"shards, pools and sizes{marked}",
     )
     return profile
