@@ -175,7 +175,7 @@ class Capacity:
         return self._evictor is not None and self._evictor.turn()
 
     def close(self) -> None:
-        """Give unused room back, and let the thread end; wait for nothing."""
+        """Give unused room back, and let the thread end; wait half a second for it."""
         evictor, self._evictor = self._evictor, None
         if evictor is None:
             return

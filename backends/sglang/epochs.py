@@ -8,6 +8,7 @@ from the file system's clock. Mtimes are no measure: copies keep them.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -41,10 +42,9 @@ def begin_epoch(directory: ObjectDirectory, suffixes: Iterable[bytes]) -> None:
         for suffix in suffixes:
             descriptor = side.open_lock(os.fsdecode(_name(suffix)))
             try:
-                os.truncate(descriptor, 0)
-                os.pwrite(descriptor, suffix + b"\n", 0)  # for people; writing sets the ctime
-                os.utime(descriptor)
-                os.fsync(descriptor)
+                with suppress(OSError):  # the text is for people, and the disk may be full
+                    os.pwrite(descriptor, suffix + b"\n", 0)
+                os.utime(descriptor)  # sets the ctime
             finally:
                 os.close(descriptor)
 

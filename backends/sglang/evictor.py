@@ -39,8 +39,8 @@ _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
 _FREE_SPACE_MARGIN = 0.05  # of the free space to keep
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
 _LISTED_AGAIN_S = 60.0  # at the earliest, while too little can be evicted
-_SWEEP_EVERY_S = 3600.0
-_LONGEST_TURN_S = 0.5  # then the thread looks whether it shall end
+_SWEEP_EVERY_S, _LIMIT_SWEEP_S = 3600.0, 300.0
+_LONGEST_TURN_S, _LONGEST_JOIN_S = 0.5, 0.5
 _REST_S = 0.001  # after 64 stale objects
 _LOST_PAUSE_S = 5.0
 
@@ -81,6 +81,7 @@ class Evictor:
         self._ledger_name = f"used-{owner}"
         self._working = threading.Lock()  # one turn at a time
         self._ended = False
+        self._thread = threading.Thread(target=self._run, name="hicachectl-evict", daemon=True)
         self._holds = False
         self._busy = False  # the last turn evicted
         self._lock_file = -1
@@ -112,15 +113,14 @@ class Evictor:
                 self._ledger = Ledger(used, self._limit, shared=not self._alone)
 
     def _reopen_if_gone(self) -> None:
-        """Open the control files again if the directory was removed, and made again."""
+        """Open the control files again if they, or the directory, were replaced."""
         here = self._directory.descriptor
-        name = f".hicachectl/{self._lock_name}"
-        if os.fstat(here).st_nlink and is_named(self._lock_file, name, here):
-            return
         if self._directory.vanished:
             if not Path(self._directory.path).exists():
                 raise FileNotFoundError(errno.ENOENT, "the directory is gone")
             self._directory.reopen()
+        elif is_named(self._lock_file, f".hicachectl/{self._lock_name}", here):
+            return
         self._close_control()
         self._forget()
         self._open()
@@ -152,12 +152,13 @@ class Evictor:
 
     def start(self) -> None:
         """Start the thread; it ends with the process, or after `close`."""
-        threading.Thread(target=self._run, name="hicachectl-evict", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
-        """Let the thread end; it closes the files. Waits for nothing."""
+        """Let the thread end, which closes the files; do not wait long for it."""
         self._ended = True
         self.wake.set()
+        self._thread.join(_LONGEST_JOIN_S)
 
     def turn(self) -> bool:
         """Do what is due now. Return whether this process evicts. Raises OSError, HicacheError."""
@@ -210,7 +211,9 @@ class Evictor:
         since = time.monotonic() - self._listed_at
         if since < 3 * self._listing_s:
             return False
-        if since >= _SWEEP_EVERY_S or (self._limit and self._is_limit_listing_due()):
+        # Others may add objects without a ledger: HiCacheFile, or a migration.
+        again_s = max(_LIMIT_SWEEP_S, 20 * self._listing_s) if self._limit else _SWEEP_EVERY_S
+        if since >= again_s or (self._limit and self._is_limit_listing_due()):
             return True
         is_short = self._next == len(listing.kinds) and self._missing_bytes() > 0
         return since >= _LISTED_AGAIN_S and (self._alone or is_short)
@@ -244,7 +247,7 @@ class Evictor:
         self._listing_s = time.monotonic() - begun
         self._listed_at = time.monotonic()
         self._epochs = [epoch.ctime_ns for epoch in self._sweeper.epochs]
-        self._remover.clock_ns = listing.begun_ns - time.time_ns()
+        self._remover.clock_ns = listing.clock_ns
         self._next, self._known = 0, int(listing.sizes.sum())
         self._listing, self._evicted = listing, 0
         if self._limit:
@@ -314,7 +317,9 @@ class Evictor:
         if listing is None:
             return
         freed = pages = 0
-        while freed < nbytes and self._next < len(listing.kinds) and time.monotonic() < until:
+        while freed < nbytes and self._next < len(listing.kinds):
+            if self._ended or time.monotonic() > until:
+                break
             start, self._next = self._next, listing.end_of_page(self._next)
             sizes = listing.sizes_of(start, self._next)
             self._known -= sum(sizes.values())

@@ -82,8 +82,9 @@ class Remover:
         Sidecars come first: one that was written or kept after the anchor shows such a writer.
         """
         anchor_ns = _used_ns(found[0]) if 0 in found else 0
-        oldest_ns = max(anchor_ns, time.time_ns() + self.clock_ns - _IN_FLIGHT_NS)
-        return any(_used_ns(facts) > oldest_ns for kind, facts in found.items() if kind)
+        now_ns = time.time_ns() + self.clock_ns
+        oldest_ns, newest_ns = max(anchor_ns, now_ns - _IN_FLIGHT_NS), now_ns + _IN_FLIGHT_NS
+        return any(oldest_ns < _used_ns(facts) < newest_ns for kind, facts in found.items() if kind)
 
     def _key(self, page: str, kind: int) -> bytes:
         return page.encode() + self._suffixes[kind]

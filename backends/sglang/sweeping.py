@@ -32,6 +32,7 @@ _PAGE_DIGITS = 64
 _TEMPORARY_PREFIX = os.fsdecode(OWN_PREFIX) + "-"
 _TEMPORARY_END = ".tmp"
 _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
+_CLOCKS_DIFFER_NS = 10**9
 _SAMPLED = 64  # one of so many foreign objects is measured
 _WORK_S, _REST_S = 0.002, 0.006
 
@@ -59,8 +60,8 @@ class Listing:
 
     pages: uint8 [objects, 32]. kinds: of each object, its suffix's position; 0 is the anchor's.
     sizes: bytes. times: ns, when a page was last used or written; equal for its objects.
-    begun_ns: when the listing began, by the file system's clock.
-    listed, later: bytes of objects from before and from after that time.
+    clock_ns: the file system's time less ours.
+    listed, later: bytes of objects that were written before and after the listing began.
     stale: page and kind of objects before their epoch, not among the rows; anchors first.
     others: objects of other suffixes. others_bytes: about.
     """
@@ -69,7 +70,7 @@ class Listing:
     kinds: NDArray[np.uint8]
     sizes: NDArray[np.int64]
     times: NDArray[np.int64]
-    begun_ns: int = 0
+    clock_ns: int = 0
     listed: int = 0
     later: int = 0
     stale: list[tuple[str, int]] = field(default_factory=list)
@@ -112,9 +113,9 @@ class Sweeper:
         measures: with sizes and times; without, only stale objects are listed. stopped: asked
         often; ends the listing. Raises OSError.
         """
-        found = _Found(self._suffixes, Trusted(self._directory.descriptor))
-        found.begun_ns = self.now_ns()
-        found.measures = measures
+        found = _Found(
+            self._suffixes, Trusted(self._directory.descriptor), self.now_ns(), measures=measures
+        )
         found.epochs = [epoch.look() for epoch in self.epochs]
         for _, descriptor in self._directory.directories([]):
             for entry in _at_leisure(descriptor, stopped):
@@ -162,12 +163,16 @@ class Sweeper:
 class _Found:
     """What a listing has found so far."""
 
-    def __init__(self, suffixes: tuple[bytes, ...], trusted: Trusted) -> None:
+    def __init__(
+        self, suffixes: tuple[bytes, ...], trusted: Trusted, begun_ns: int, *, measures: bool
+    ) -> None:
+        """begun_ns: by the file system's clock."""
         self.trusted = trusted
+        self.begun_ns = begun_ns
+        self.measures = measures
+        self._own_begun_ns = time.time_ns()
         self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
-        self.begun_ns = 0
         self.listed = 0
-        self.measures = True
         self.epochs: list[int] = []
         self._later = 0
         self._pages = bytearray()
@@ -195,7 +200,7 @@ class _Found:
             return
         if digest.hex() != page:  # capitals
             return
-        if facts.st_mtime_ns > self.begun_ns:
+        if self._is_later(facts.st_mtime_ns):
             self._later += facts.st_size
         else:
             self.listed += facts.st_size
@@ -206,6 +211,12 @@ class _Found:
             self._kinds.append(kind)
             self._sizes.append(facts.st_size)
             self._times.append(max(facts.st_atime_ns, facts.st_mtime_ns))
+
+    def _is_later(self, mtime_ns: int) -> bool:
+        """Return whether an object was written since the beginning; not if it is of the future."""
+        if mtime_ns <= self.begun_ns:
+            return False
+        return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
 
     def sorted(self) -> Listing:
         """Return the rows by page, least recently used first; clear what was found."""
@@ -226,8 +237,8 @@ class _Found:
             pages=pages[order],
             kinds=kinds[order],
             sizes=sizes[order],
-            times=times.copy(),
-            begun_ns=self.begun_ns,
+            times=times,
+            clock_ns=self.begun_ns - self._own_begun_ns,
             listed=self.listed,
             later=self._later,
             stale=self._stale,

@@ -1,4 +1,4 @@
-"""Write pages within a capacity as the plug-in does, here or in a process of its own.
+"""Write pages of two pools as the plug-in does, here or in a process of its own.
 
 `write DIR LIMIT SECONDS SEED` writes random pages, and says how many. `hold DIR LIMIT` says "holds"
 when it evicts, and stays.
@@ -7,7 +7,6 @@ when it evicts, and stays.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import subprocess
 import sys
@@ -16,19 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.epochs import owner_of
+from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.urls import parse_url
+from hicachectl.formats.trailer import TRAILER_BYTES
+from tests.backends.sglang.pages import HostPool
 from tests.processes import following
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-KV, INDEXER = b"_m_0_1.bin", b".indexer_m_0_1.bin"
-KV_BYTES, INDEXER_BYTES = 16384, 8192
+KV, INDEXER = b"_org-model_0_1.bin", b".indexer_org-model_0_1.bin"
+KV_BYTES, INDEXER_BYTES = 16384, 8192  # of files
 PAGE_BYTES = KV_BYTES + INDEXER_BYTES
 SUFFIXES: Mapping[bytes, bool] = {KV: True, INDEXER: False}
-_PAGES_OF_A_NODE = 8
+PAGES = 3000
+_NODE = 8
 
 
 def page_hash(number: int) -> str:
@@ -36,41 +40,31 @@ def page_hash(number: int) -> str:
 
 
 class PageWriter:
-    """Writes pages of two pools, sidecars first."""
+    """Writes nodes: all sidecars of a node, then its anchors."""
 
-    def __init__(self, directory: ObjectDirectory, capacity: Capacity) -> None:
-        self.directory = directory
-        self.capacity = capacity
-        self.refused = 0
-        self._token = owner_of(KV) + os.urandom(4).hex().encode()
-        self._count = 0
+    def __init__(self, path: str, limit: int = 0, min_free: int = 0) -> None:
+        self.counters = Counters(path)
+        self._store = FilePages(
+            parse_url(path), self.counters, max_size=limit, min_free_space=min_free, threads=2
+        )
+        self._kv = HostPool(KV_BYTES - TRAILER_BYTES, _NODE)
+        self._indexer = HostPool(INDEXER_BYTES - TRAILER_BYTES, _NODE, name="indexer")
+        for host in (self._indexer, self._kv):
+            self._store.add(host.pool)
 
-    def write_page(self, number: int) -> bool:
-        return self.write(number, INDEXER, INDEXER_BYTES) and self.write(number, KV, KV_BYTES)
+    def write(self, numbers: Sequence[int]) -> int:
+        """Write a node; return how many of its pages are there."""
+        pages = [page_hash(number) for number in numbers]
+        with_sidecar = self._write(self._indexer, pages)
+        return len(self._write(self._kv, with_sidecar))
 
-    def write(self, number: int, suffix: bytes, nbytes: int) -> bool:
-        """Write an object unless it is there; return whether it is there now."""
-        key = page_hash(number).encode() + suffix
-        if self._keeps(key):
-            return True
-        if not self.capacity.admit(nbytes):
-            self.refused += 1
-            return False
-        here, name = self.directory.place_for_new(key)
-        self._count += 1
-        temporary = self.directory.temporary_name(key, self._token, self._count)
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=here)
-        os.write(descriptor, bytes(nbytes))
-        os.close(descriptor)
-        os.rename(temporary, name, src_dir_fd=here, dst_dir_fd=here)
-        return True
+    def _write(self, host: HostPool, pages: list[str]) -> list[str]:
+        with Call(8) as call:
+            written = self._store.write(host.pool, pages, host.pieces(range(len(pages))), call)
+        return [page for page, ok in zip(pages, written, strict=True) if ok]
 
-    def _keeps(self, key: bytes) -> bool:
-        try:
-            here, name = self.directory.place(key)
-            return self.capacity.keep(key, os.stat(name, dir_fd=here, follow_symlinks=False))
-        except FileNotFoundError:
-            return False
+    def close(self) -> None:
+        self._store.close()
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -84,30 +78,34 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def _write(writer: PageWriter, seconds: float, seed: int) -> int:
-    """Write nodes of random pages: all sidecars of a node, then its anchors."""
-    numbers, written = random.Random(seed), 0
+def write_at_random(path: str, limit: int, seconds: float, seed: int) -> int:
+    """Write nodes of random pages; return how many pages were written, or found in place."""
+    writer, numbers, written = PageWriter(path, limit), random.Random(seed), 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        node = [numbers.randrange(3000) for _ in range(_PAGES_OF_A_NODE)]
-        whole = [page for page in node if writer.write(page, INDEXER, INDEXER_BYTES)]
-        written += sum(writer.write(page, KV, KV_BYTES) for page in whole)
-        if len(whole) < len(node):
+        node = writer.write(numbers.sample(range(PAGES), _NODE))
+        written += node
+        if node < _NODE:
             time.sleep(0.005)
+    writer.close()
     return written
 
 
+def hold(path: str, limit: int) -> None:
+    """Say when this process evicts, and stay."""
+    with ObjectDirectory.create(path) as directory:
+        capacity = Capacity(directory, SUFFIXES, max_size=limit, counters=Counters(path))
+        while not capacity.evict_now():
+            time.sleep(0.05)
+        print("holds", flush=True)
+        time.sleep(600)
+
+
 def main(what: str, path: str, limit: str, *arguments: str) -> None:
-    directory = ObjectDirectory.create(path)
-    capacity = Capacity(directory, SUFFIXES, max_size=int(limit), counters=Counters(path))
-    if what == "write":
-        print(_write(PageWriter(directory, capacity), float(arguments[0]), int(arguments[1])))
-        capacity.close()
-        return
-    while not capacity.evict_now():
-        time.sleep(0.05)
-    print("holds", flush=True)
-    time.sleep(600)
+    if what == "hold":
+        hold(path, int(limit))
+    else:
+        print(write_at_random(path, int(limit), float(arguments[0]), int(arguments[1])))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import struct
 import time
@@ -137,21 +136,21 @@ def test_the_least_recently_used_pages_go_first_and_whole(tmp_path: Path, folder
 
 
 def test_writers_get_no_room_above_the_limit_and_get_it_after_evictions(place: Place) -> None:
-    """All that is admitted gets written: the files never exceed the limit."""
-    capacity = place.capacity(LIMIT)
-    writer = PageWriter(place.directory, capacity)
-    assert not capacity.admit(LIMIT + 1)
+    """Files that are being written during a listing may be missed by it, and be above the limit."""
+    writer = PageWriter(str(place.path), LIMIT)
     written = 0
 
     def write_the_next() -> bool:
         nonlocal written
-        written += writer.write_page(written)
-        assert place.total() <= LIMIT
-        return written == 250
+        written += writer.write(range(written, written + 5))
+        assert place.total() <= 1.05 * LIMIT
+        return written >= 250
 
     wait_until(write_the_next, "writers get no room")
-    assert place.counters.snapshot()["evicted"] >= 150
+    assert writer.counters.snapshot()["evicted"] >= 150
     assert place.total() > 0.9 * LIMIT
+    assert not place.capacity(LIMIT).admit(LIMIT + 1)
+    writer.close()
 
 
 def test_room_of_failed_and_replaced_writes_comes_back(place: Place) -> None:
@@ -239,14 +238,14 @@ def test_an_anchor_that_is_used_in_the_last_moment_keeps_its_sidecars(
 
 
 def test_pools_of_other_servers_of_the_rank_go_with_their_page(place: Place) -> None:
-    draft = b".draft" + KV
+    draft, other = b".draft" + KV, b".draft_other_0_1.bin"
     place.put_pages(150)
     place.put(0, draft, 100, 7200 + 60 * 151)
-    place.put(0, b".draft_other_0_1.bin", 100, 7200 + 60 * 151)
+    place.put(0, other, 100, 7200 + 60 * 151)
     place.capacity(LIMIT)
     wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
     assert not place.has(0, draft)
-    assert place.has(0, b".draft_other_0_1.bin")
+    assert place.has(0, other)
 
 
 def test_what_is_not_ours_is_left_alone_and_not_counted(place: Place) -> None:
@@ -274,18 +273,21 @@ def test_space_stays_free_for_others(tmp_path: Path) -> None:
     with small_file_system(tmp_path / "small", 200 * PAGE_BYTES) as small:
         place = Place(small / "store")
         place.put_pages(180)
-        capacity = place.capacity(min_free=100 * PAGE_BYTES)
-        writer = PageWriter(place.directory, capacity)
-        wait_until(lambda: writer.write_page(2000), "writers get no room")
+        writer = PageWriter(str(place.path), min_free=100 * PAGE_BYTES)
+        wait_until(lambda: writer.write([2000]), "writers get no room")
         space = os.statvfs(small)
         assert space.f_bavail * space.f_frsize >= 98 * PAGE_BYTES
-        assert writer.refused or not place.has(0, KV)
+        counts = writer.counters.snapshot()
+        assert counts["full"]
+        assert counts["evicted"]
+        assert not place.has(0, KV)
+        writer.close()
         place.close()
 
 
 @pytest.mark.slow
 def test_two_processes_keep_the_limit_and_leave_no_half_page(place: Place) -> None:
-    limit = 40 * (1 << 20)
+    limit = 600 * PAGE_BYTES
     writers = [start("write", place.path, limit, 5, seed) for seed in range(2)]
     shares = []
     while any(writer.poll() is None for writer in writers):
@@ -305,9 +307,10 @@ def test_two_processes_keep_the_limit_and_leave_no_half_page(place: Place) -> No
                 # A sidecar that was away for a moment was put back, or written again.
                 assert not still or sidecar.exists(), file.name
         shares.append(total / limit)
+        time.sleep(0.01)
     for writer in writers:
         assert int(writer.communicate()[0]) > 100
-    assert max(shares) < 1.05
+    assert 0.95 < max(shares) < 1.05
     once_full = next(index for index, share in enumerate(shares) if share > 0.95)
     assert statistics.median(shares[once_full:]) > 0.9
     wait_until(lambda: not list(place.path.glob("*.tmp")))
@@ -320,9 +323,9 @@ def test_another_process_takes_over_when_the_evictor_is_killed(place: Place) -> 
     assert holder.stdout.readline() == "holds\n"
     other = place.capacity(LIMIT)
     assert not other.evict_now()
+    place.put_pages(150)  # which no process knows of
     holder.kill()
     holder.communicate()
-    place.put_pages(150)
     wait_until(other.evict_now, "the lock is not taken over")
     wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
 
@@ -344,9 +347,12 @@ def test_a_directory_that_was_made_again_is_served_again(place: Place) -> None:
     capacity = place.capacity(LIMIT)
     wait_until(capacity.evict_now)
     assert capacity.admit(LIMIT - 10 * PAGE_BYTES)
-    shutil.rmtree(place.path)
+    other = Place(place.path.with_name("other"))
+    other.put_pages(150)
+    other.close()
+    place.path.rename(place.path.with_name("removed"))
+    other.path.rename(place.path)
     place.directory.reopen()
-    place.put_pages(150)
 
     def evicts() -> bool:
         try:

@@ -162,9 +162,8 @@ def test_what_a_killed_write_of_a_page_leaves_is_swept(
         patch.setattr(os, "unlink", fail)  # and before the file is removed
         assert store.write(host.pool, hashes(1), host.pieces([0]), call) == [False]
     store.close()
-    suffix = b"_org-model_0_1.bin"
     with ObjectDirectory.open(str(path)) as directory:
-        sweeper = Sweeper(directory, (suffix,))
+        sweeper = Sweeper(directory, (KV,))
         assert len(list(path.glob(".hicachectl-*.tmp"))) == 1
         monkeypatch.setattr(sweeper, "now_ns", lambda: time.time_ns() + 61 * 10**9)
         sweeper.list(lambda: False)
