@@ -1,7 +1,7 @@
 """Write pages of two pools as the plug-in does, here or in a process of its own.
 
-`write DIR LIMIT SECONDS SEED` writes random pages, and says how many. `hold DIR LIMIT` says "holds"
-when it evicts, and stays.
+`write DIR LIMIT COUNT SEED` writes so many random pages. `hold DIR LIMIT` says "holds" when it
+evicts, and stays.
 """
 
 from __future__ import annotations
@@ -78,17 +78,15 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def write_at_random(path: str, limit: int, seconds: float, seed: int) -> int:
-    """Write nodes of random pages; return how many pages were written, or found in place."""
+def write_at_random(path: str, limit: int, count: int, seed: int) -> None:
+    """Write nodes of random pages until so many pages were written, or found in place."""
     writer, numbers, written = PageWriter(path, limit), random.Random(seed), 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while written < count:
         node = writer.write(numbers.sample(range(PAGES), _NODE))
         written += node
         if node < _NODE:
             time.sleep(0.005)
     writer.close()
-    return written
 
 
 def hold(path: str, limit: int) -> None:
@@ -105,7 +103,7 @@ def main(what: str, path: str, limit: str, *arguments: str) -> None:
     if what == "hold":
         hold(path, int(limit))
     else:
-        print(write_at_random(path, int(limit), float(arguments[0]), int(arguments[1])))
+        write_at_random(path, int(limit), int(arguments[0]), int(arguments[1]))
 
 
 if __name__ == "__main__":
