@@ -34,7 +34,8 @@ def test_a_directory_is_shared_with_another_dtype_other_weights_and_a_killed_wri
         here, there = Site(cpu_server, tmp_path / "store"), Site(server, tmp_path / "store")
         _replace_each_other(here, there)
         _miss_other_weights(there, model)
-        _miss_a_new_weight_version(there, model)
+        _miss_while_updated(there, model, seed=9, version=None)
+        _miss_while_updated(there, model, seed=10, version="next")
         _die_while_writing(here, there)
 
 
@@ -72,12 +73,12 @@ def _miss_other_weights(there: Site, model: Path) -> None:
     assert there.warm(PROMPT).same(alone)
 
 
-def _miss_a_new_weight_version(there: Site, model: Path) -> None:
-    """With a new weight version, nothing is read or written until the next attachment."""
-    tiny_llama.write_weights(model, seed=9)
-    there.server.update_weights(model, version="next")
+def _miss_while_updated(there: Site, model: Path, seed: int, version: str | None) -> None:
+    """After an update from files, nothing is read or written until the next attachment."""
+    tiny_llama.write_weights(model, seed)
+    there.server.update_weights(model, version)
     there.server.flush()
-    unseen = prompt(6)
+    unseen = prompt(1000 + seed)
     first, other = there.server.generate(PROMPT), there.server.generate(unseen)
     assert (first.storage, other.storage) == (0, 0)
     assert there.warm(PROMPT).same(first)
