@@ -277,6 +277,7 @@ def server_arguments(deployment: Deployment, **more: Any) -> Iterator[None]:
         "page_size": profile["page_size"],
         "hicache_mem_layout": profile["layout"],
         "hicache_storage_backend": "dynamic",
+        "speculative_algorithm": profile.get("speculative_algorithm"),
         **more,
     }
     with get_context().override_server_args(**fields):

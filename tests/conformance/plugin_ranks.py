@@ -8,6 +8,7 @@ Runs inside the SGLang environment: `plugin_ranks.py REQUEST`. The request is a 
     backend     "dynamic", or a backend of SGLang
     settings    its extra_config
     ranks       settings of single ranks, by "PP.CP.TP"
+    environment variables of all ranks
     steps       what all ranks do, one after another: "write", "read". Before each, the rank gets
                 new host pools and attaches the backend; afterwards it detaches
 
@@ -98,6 +99,7 @@ def _run_rank(
 ) -> None:  # never returns
     import torch
 
+    os.environ.update(request.get("environment", {}))
     rank = rank_pools.ranks(deployment.profile)[number]
     report: dict[str, Any] = {**dataclasses.asdict(rank), "steps": [], "error": ""}
     log = attached_rank.Messages("hicachectl.sglang")
