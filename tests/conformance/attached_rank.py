@@ -151,17 +151,23 @@ class AttachedRank:
         for operation in operations:
             self.write(operation)
         done = [self.written() for _ in operations]
+        for operation in operations:
+            self.free(operation)
         return [operation.completed_tokens // prompt.page_size for operation in done]
 
-    def write(self, operation: Any) -> None:
-        """Put a node into the backup queue."""
-        self.controller.write_storage(
+    def write(self, operation: Any, transfers: list[Any] | None = None) -> int:
+        """Put a node into the backup queue; return the number of SGLang's operation.
+
+        transfers: in place of the operation's own, which the controller changes.
+        """
+        number: int = self.controller.write_storage(
             operation.host_indices,
             operation.token_ids,
             hash_value=operation.hash_value,
             prefix_keys=operation.prefix_keys,
-            extra_pools=operation.pool_transfers,
+            extra_pools=operation.pool_transfers if transfers is None else transfers,
         )
+        return number
 
     def written(self) -> Any:
         """Return the next operation that has left the backup queue."""
@@ -186,17 +192,21 @@ class AttachedRank:
         return found
 
     def query(self, prompt: Prompt) -> Prefetched:
-        """Have the controller ask storage for a prompt."""
+        """Have the controller ask storage for a prompt, and return the answer."""
+        operation = self.ask(prompt)
+        answered = self.controller.prefetch_hit_queue.get(timeout=PATIENCE_S)
+        assert answered is operation
+        return Prefetched(operation.storage_hit_count // prompt.page_size, operation=operation)
+
+    def ask(self, prompt: Prompt) -> Any:
+        """Put a prompt into the prefetch queue, which asks storage for it."""
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-        operation = self.controller.prefetch(
+        return self.controller.prefetch(
             CacheRequestHandle(f"request {next(self._requests)}", 0),
             prompt.tokens,
             extra_pools=prompt_nodes.queries(self.profile),
         )
-        answered = self.controller.prefetch_hit_queue.get(timeout=PATIENCE_S)
-        assert answered is operation
-        return Prefetched(operation.storage_hit_count // prompt.page_size, operation=operation)
 
     def place(self, operation: Any) -> None:
         """Allocate host pages for a hit (unified_radix_cache.py :: _try_alloc_storage_hit)."""
@@ -247,7 +257,14 @@ class AttachedRank:
 
     def holds(self, prompt: Prompt, name: str, page: str, index: int) -> bool:
         """Return whether a host page has the values of a prompt's page."""
-        values = self.pools.values(name, page_values.page_salt(page, name, prompt.seed))
+        return self.has(name, index, self.values(prompt, name, page))
+
+    def values(self, prompt: Prompt, name: str, page: str) -> page_values.Parts:
+        """Return the values of a prompt's page in a pool."""
+        return self.pools.values(name, page_values.page_salt(page, name, prompt.seed))
+
+    def has(self, name: str, index: int, values: page_values.Parts) -> bool:
+        """Return whether a host page has these values."""
         return host_pages.holds(self._view(name, index), values, self._kind(name))
 
     def _view(self, name: str, index: int) -> dict[str, Any]:
@@ -284,16 +301,16 @@ def server_arguments(deployment: Deployment, **more: Any) -> Iterator[None]:
         yield
 
 
-class Messages(logging.Handler):
-    """Keeps the messages of a logger."""
+class Warnings(logging.Handler):
+    """Keeps the warnings of a logger."""
 
     def __init__(self, logger: str) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.texts: list[str] = []
         logging.getLogger(logger).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
+        """Keep a warning."""
         self.texts.append(record.getMessage())
 
 

@@ -10,11 +10,13 @@ Runs inside the SGLang environment: `plugin_ranks.py REQUEST`. The request is a 
     ranks       settings of single ranks, by "PP.CP.TP"
     environment variables of all ranks
     steps       what all ranks do, one after another: "write", "read". Before each, the rank gets
-                new host pools and attaches the backend; afterwards it detaches
+                new host pools and attaches the backend; afterwards it detaches. Steps joined
+                by "+" share pools and attachment; there is also "clear", by which the first rank
+                removes the empty directory `obstacle`
 
 Prints a JSON list with an entry for each rank: pp, cp, tp; steps, with the results of each (write:
 the pages that each node's operation completed; read: attached_rank.Prefetched); pages (their
-hashes); log, the plug-in's messages; error, a traceback or "".
+hashes); log, the plug-in's warnings; error, a traceback or "".
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def _run_rank(
     os.environ.update(request.get("environment", {}))
     rank = rank_pools.ranks(deployment.profile)[number]
     report: dict[str, Any] = {**dataclasses.asdict(rank), "steps": [], "error": ""}
-    log = attached_rank.Messages("hicachectl.sglang")
+    log = attached_rank.Warnings("hicachectl.sglang")
     try:
         torch.set_num_threads(1)
         _join(number, len(rank_pools.ranks(deployment.profile)), folder)
@@ -110,7 +112,9 @@ def _run_rank(
             rank_pools.parallel(deployment, rank),
             attached_rank.server_arguments(deployment),
         ):
-            report["steps"] = _steps(request, deployment, rank)
+            prompt = requested_prompt(request, deployment)
+            report["pages"] = prompt.pages
+            report["steps"] = _steps(request, deployment, rank, prompt)
     except BaseException:
         report["error"] = traceback.format_exc()
     report["log"] = log.texts
@@ -129,8 +133,17 @@ def _join(number: int, ranks: int, folder: Path) -> None:
         )
 
 
-def _steps(request: dict[str, Any], deployment: Deployment, rank: Rank) -> list[Any]:
-    prompt = requested_prompt(request, deployment)
+def _meet() -> None:
+    """Wait until all ranks are here."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _steps(
+    request: dict[str, Any], deployment: Deployment, rank: Rank, prompt: Prompt
+) -> list[Any]:
     groups = Groups(deployment, rank)
     settings = {
         **request.get("settings", {}),
@@ -140,7 +153,12 @@ def _steps(request: dict[str, Any], deployment: Deployment, rank: Rank) -> list[
     for step in request["steps"]:
         attached = AttachedRank(deployment, rank, len(prompt.pages), groups)
         with attached.attached(settings, request.get("backend", "dynamic")):
-            results.append(_step(attached, step, prompt))
+            for part in step.split("+"):
+                _meet()
+                if part != "clear":
+                    results.append(_step(attached, part, prompt))
+                elif rank == rank_pools.Rank(0, 0, 0):
+                    Path(request["obstacle"]).rmdir()
     return results
 
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing import IO
 
-    from tests.conformance import sglang_env
+    from tests.conformance import prompt_nodes, sglang_env
 else:
+    import prompt_nodes
     import sglang_env
 
 # Modules that the scripts import when they run.
@@ -46,6 +47,7 @@ def main() -> None:
     os.dup2(2, 1)  # output of libraries goes to stderr
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
+    prompt_nodes.hash_pages([0], page_size=1)  # loads SGLang's extension of page hashes
     for line in sys.stdin:
         status, begun = _answered(line, answers)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV and not begun:

@@ -1,0 +1,69 @@
+"""Attach the plug-in with settings and pools that it refuses, and attach it again afterwards.
+
+Runs inside the SGLang environment: `plugin_refusals.py REQUEST`. The request is a JSON list of
+requests like those of plugin_ranks.py, without steps, each with `rank`: the coordinates [pp, cp,
+tp]. A setting of null is absent. `pools` maps names of host pools to attributes that take other
+values; `buffer_only` is SGLang's mode of that name.
+
+Prints a JSON list with an entry for each: refused, the exception's message, "" if there was none;
+attachable, whether a backend of SGLang could be attached and detached afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.conformance import attached_rank, plugin_ranks, rank_pools, sglang_env
+    from tests.conformance.attached_rank import AttachedRank
+else:
+    import attached_rank
+    import plugin_ranks
+    import rank_pools
+    import sglang_env
+    from attached_rank import AttachedRank
+
+
+def main() -> None:
+    """Attach as the requests ask, and print what was refused."""
+    parser = argparse.ArgumentParser(description="Attach what the plug-in refuses.")
+    parser.add_argument("request", type=Path)
+    requests = json.loads(parser.parse_args().request.read_text())
+    attached_rank.find_plugin()
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+        results = [_attached(request, folder) for request in requests]
+    print(json.dumps(results))
+
+
+def _attached(request: dict[str, Any], folder: str) -> dict[str, Any]:
+    deployment = plugin_ranks.requested(request)
+    rank = rank_pools.Rank(*request.get("rank", (0, 0, 0)))
+    mode = "buffer_only" if request.get("buffer_only") else "cache"
+    with (
+        rank_pools.parallel(deployment, rank),
+        attached_rank.server_arguments(deployment, hicache_host_memory_mode=mode),
+    ):
+        attached = AttachedRank(deployment, rank, pages=2)
+        for name, changes in request.get("pools", {}).items():
+            for attribute, value in changes.items():
+                setattr(attached.pools.host[name], attribute, value)
+        refused = ""
+        try:
+            with attached.attached(request["settings"]):
+                pass
+        except ValueError as error:
+            refused = str(error)
+        with attached.attached({"file_storage_path": folder}, "file"):
+            attachable = bool(attached.controller.enable_storage)
+        return {"refused": refused, "attachable": attachable}
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

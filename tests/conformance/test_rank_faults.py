@@ -1,0 +1,89 @@
+"""Killed writers, hanging stores, load and refusals, under SGLang's own controller.
+
+Each script runs one rank: plugin_kills.py, plugin_hangs.py, plugin_load.py, plugin_refusals.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conformance.conftest import SglangSession
+
+    Run = Callable[..., Any]
+
+pytestmark = pytest.mark.conformance
+
+KILLS = 10
+LOAD_S = 4
+OP_TIMEOUT_S = 1.0
+LATE_S = 0.5  # for the end of a call after its time-out
+ALONE: dict[str, Any] = {"tp": 1}
+
+
+@pytest.fixture
+def run(sglang_session: SglangSession, tmp_path: Path) -> Run:
+    """Return a function that runs a script with a request, on a store in tmp_path."""
+
+    def run_script(script: str, case: str, **request: Any) -> Any:
+        settings = {"store": f"file://{tmp_path}/store", **request.pop("settings", {})}
+        path = tmp_path / "request.json"
+        document = {"case": case, "profile": ALONE, "settings": settings, **request}
+        path.write_text(json.dumps(document))
+        return sglang_session.run(script, path)
+
+    return run_script
+
+
+def check_kills(run: Run, folder: Path, kills: int) -> None:
+    """Kill backups; every page is whole or missing, and the next server writes it again."""
+    results = run("plugin_kills", "mla_indexer", kills=kills)
+    assert len(results) == kills
+    for result in results:
+        assert not any(result["wrong"]), result
+        # A server reads a page's sidecars only after its kv.
+        assert all("kv" not in pools or pools == ["indexer", "kv"] for pools in result["pages"]), (
+            result
+        )
+        assert result["healed"] == len(result["pages"])
+    # Killed at various points: some pages were there, and some were not.
+    assert {"kv" in pools for result in results for pools in result["pages"]} == {True, False}
+    for path in (folder / "store").glob("*.bin"):
+        assert parse_trailer(path.read_bytes()[-TRAILER_BYTES:]) is not None, path
+
+
+def check_load(run: Run, seconds: float) -> dict[str, Any]:
+    """Ask, read and write at once; no byte is wrong."""
+    result: dict[str, Any] = run("plugin_load", "mha_draft", seconds=seconds, prompts=16)
+    assert result["wrong"] == {}
+    assert min(result["found"], result["read"], result["written"]) > 0
+    return result
+
+
+def test_killed_writers_leave_whole_pages(run: Run, tmp_path: Path) -> None:
+    check_kills(run, tmp_path, KILLS)
+
+
+def test_all_threads_at_once(run: Run) -> None:
+    check_load(run, LOAD_S)
+
+
+def test_a_store_that_hangs(run: Run) -> None:
+    """Operations and detaching end in time; late reads and writes change nothing."""
+    results = run("plugin_hangs", "mla_indexer", settings={"op_timeout": OP_TIMEOUT_S})
+    for result in results.values():
+        assert result["hung"] > 0
+        assert OP_TIMEOUT_S - 0.1 < result["seconds"] < OP_TIMEOUT_S + LATE_S
+        assert result["pages"] == 0
+        assert result["detached"] < 10  # then SGLang gives up, and its scheduler with it
+    assert results["read"]["untouched"]
+    assert results["write"]["untouched"]
+    assert results["write"]["new"] == []
