@@ -109,6 +109,10 @@ class Place:
                 continue
         return sizes
 
+    def wait(self, capacity: Capacity, limit: int) -> None:
+        """Wait until the objects are within a limit, and no eviction is under way."""
+        wait_until(lambda: capacity.evict_now() and self.total() <= 0.98 * limit, "no eviction")
+
     def close(self) -> None:
         for capacity in self._capacities:
             capacity.close()
@@ -126,8 +130,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_the_least_recently_used_pages_go_first_and_whole(tmp_path: Path, folders: bool) -> None:
     place = Place(tmp_path / "store", folders=folders)
     place.put_pages(150)
-    place.capacity(LIMIT)
-    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    capacity = place.capacity(LIMIT)
+    place.wait(capacity, LIMIT)
     left = place.pages(KV)
     assert left == place.pages(INDEXER) == list(range(150 - len(left), 150))
     assert place.total() > 0.94 * LIMIT
@@ -186,8 +190,8 @@ def test_a_page_that_was_read_stays(place: Place) -> None:
     assert once.st_atime_ns > before.st_atime_ns + HOUR_NS
     assert twice.st_atime_ns == once.st_atime_ns
     capacity.close()
-    place.capacity(LIMIT)
-    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    capacity = place.capacity(LIMIT)
+    place.wait(capacity, LIMIT)
     assert place.has(0, KV)
     assert place.has(0, INDEXER)
     assert not place.has(1, KV)
@@ -206,8 +210,8 @@ def test_sidecars_whose_anchor_may_still_come_stay(place: Place) -> None:
     keeping.close()
     for number in range(3, 150):
         place.set_age(place.file(number, KV), 10)  # younger than all of those
-    place.capacity(10 * PAGE_BYTES)
-    wait_until(lambda: place.total() <= 10 * PAGE_BYTES, "nothing is evicted")
+    capacity = place.capacity(10 * PAGE_BYTES)
+    place.wait(capacity, 10 * PAGE_BYTES)
     assert place.has(1000, INDEXER)
     assert not place.has(1001, INDEXER)
     assert not place.has(0, INDEXER)
@@ -230,8 +234,8 @@ def test_an_anchor_that_is_used_in_the_last_moment_keeps_its_sidecars(
         real(old, new, **where)
 
     monkeypatch.setattr(os, "rename", touch_and_rename)
-    place.capacity(LIMIT, suffixes=SUFFIXES)
-    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    capacity = place.capacity(LIMIT, suffixes=SUFFIXES)
+    place.wait(capacity, LIMIT)
     assert place.has(0, KV)
     assert place.has(0, INDEXER)
     assert not place.has(1, KV)
@@ -242,8 +246,8 @@ def test_pools_of_other_servers_of_the_rank_go_with_their_page(place: Place) -> 
     place.put_pages(150)
     place.put(0, draft, 100, 7200 + 60 * 151)
     place.put(0, other, 100, 7200 + 60 * 151)
-    place.capacity(LIMIT)
-    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    capacity = place.capacity(LIMIT)
+    place.wait(capacity, LIMIT)
     assert not place.has(0, draft)
     assert place.has(0, other)
 
@@ -327,8 +331,7 @@ def test_another_process_takes_over_when_the_evictor_is_killed(place: Place) -> 
     place.put_pages(150)  # which no process knows of
     holder.kill()
     holder.communicate()
-    wait_until(other.evict_now, "the lock is not taken over")
-    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    place.wait(other, LIMIT)
 
 
 def test_this_process_alone_evicts_if_it_is_told_to(
@@ -340,8 +343,8 @@ def test_this_process_alone_evicts_if_it_is_told_to(
         place.capacity(LIMIT)
     place.capacity(min_free=1)
     place.put_pages(150)
-    place.capacity(LIMIT, evict="this")
-    wait_until(lambda: place.total() <= 0.98 * LIMIT, "nothing is evicted")
+    capacity = place.capacity(LIMIT, evict="this")
+    place.wait(capacity, LIMIT)
 
 
 def test_a_directory_that_was_made_again_is_served_again(place: Place) -> None:
@@ -386,6 +389,6 @@ def test_a_rank_that_writes_nothing_has_no_limit(place: Place) -> None:
 def test_a_rank_without_an_anchor_evicts_its_sidecars(place: Place) -> None:
     for number in range(150):
         place.put(number, INDEXER, INDEXER_BYTES, 30 + 150 - number)
-    place.capacity(100 * INDEXER_BYTES, suffixes={INDEXER: False})
-    wait_until(lambda: place.total() <= 98 * INDEXER_BYTES, "nothing is evicted")
+    capacity = place.capacity(100 * INDEXER_BYTES, suffixes={INDEXER: False})
+    place.wait(capacity, 100 * INDEXER_BYTES)
     assert place.pages(INDEXER)[-1] == 149
