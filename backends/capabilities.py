@@ -224,6 +224,10 @@ class Trailed(Store):
         """
 
     @abstractmethod
+    def stale(self, rows: Rows) -> BoolArray:
+        """Return which objects are misses since a server cleared the store: [n] bool."""
+
+    @abstractmethod
     def read_trailers(self, rows: Rows) -> Any:
         """Return what the objects' trailers state: a table with `trailer_schema()`, a row per row.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.identity import Identity
 
 HASH_BYTES = 64  # hex digits of a page hash, at the start of a key
-_MOST_BYTES = 1 << 30  # binary_slice needs an end
+MOST_BYTES = 1 << 30  # binary_slice needs an end
 # Two markers can be written within one tick of the file system's clock.
 _TICK_NS = 1_000_000_000
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
@@ -106,7 +106,7 @@ class MarkedSizes:
         if not len(likely):
             return files
         keys = rows.column("key").take(pa.array(likely))
-        own = pc.binary_slice(keys, HASH_BYTES, _MOST_BYTES)
+        own = pc.binary_slice(keys, HASH_BYTES, MOST_BYTES)
         which = pc.index_in(own, value_set=suffixes).fill_null(-1).to_numpy().astype(np.int64)
         marked = np.isin(which * len(sizes) + at[likely], pairs) & (which >= 0)
         payloads = files.copy()

@@ -329,6 +329,10 @@ class FileStore(
         """See `Trailed`. Raises UsageError for an unknown digest."""
         self._writer.trailers = NewTrailers(identities, digest)
 
+    def stale(self, rows: Rows) -> BoolArray:
+        """Compare the times of files with the epochs in `.hicachectl`."""
+        return self._reader.stale(rows)
+
     def read_trailers(self, rows: Rows) -> Any:
         """Read the last bytes of each object's file."""
         return self._reader.trailers(rows)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.sglang.epochs import owner_of
+from hicachectl.backends.file.epochs import owner_of
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.trailer import (
     CHECKSUM_AT,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import move_noreplace
-from hicachectl.backends.sglang.epochs import owner_of
+from hicachectl.backends.file.epochs import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

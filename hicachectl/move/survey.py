@@ -54,7 +54,8 @@ class Survey:
     there:  table of targets in the destination; a slot has the bytes, or UNSIZED.
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
-    foreign: [n] whether a target in the destination has another identity than its copy would have.
+    foreign: [n] whether a target in the destination has another identity than its copy would have,
+        or is older than a server's `clear`.
     """
 
     route: Route

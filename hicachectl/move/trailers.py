@@ -14,7 +14,7 @@ from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.trailer import DEFAULT_DIGEST
 from hicachectl.pages.group_table import ABSENT
-from hicachectl.profiles.acceptance import BARE, OTHER, Acceptance
+from hicachectl.profiles.acceptance import BARE, OTHER, STALE, Acceptance
 from hicachectl.profiles.identities import expected_identities, markers_of
 
 if TYPE_CHECKING:
@@ -63,13 +63,14 @@ class TrailerPlan:
         for value, why in (
             (OTHER, "with objects of other weights, dtype or layout; hicachectl verify lists them"),
             (BARE, "with objects without a trailer; --trailers write or drop copies them"),
+            (STALE, "with objects from before a server cleared the store"),
         ):
             found = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last: objects without a group
             found[groups.of_object[values == value]] = True
             yield found[:-1], why
 
     def with_foreign(self, survey: Survey, objects: pa.Table) -> Survey:
-        """Return the survey with groups that have targets of another identity.
+        """Return the survey with groups that have targets which servers refuse.
 
         objects: the source's listing.
         """
@@ -79,6 +80,10 @@ class TrailerPlan:
         at, targets, _ = survey.there.objects(np.arange(len(survey.groups)))
         doubtful = np.flatnonzero(self._doubtful(survey, markers)[targets])
         foreign = np.zeros(len(survey.groups), dtype=np.bool_)
+        for start in range(0, len(at), _ASKED_AT_ONCE):
+            asked = slice(start, start + _ASKED_AT_ONCE)
+            rows = pa.table({"key": survey.keys(at[asked], targets[asked])})
+            foreign[at[asked][self.destination.stale(rows)]] = True
         for start in range(0, len(doubtful), _ASKED_AT_ONCE):
             some = doubtful[start : start + _ASKED_AT_ONCE]
             keys = survey.keys(at[some], targets[some])

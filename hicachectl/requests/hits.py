@@ -30,7 +30,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, fits, object_specs
 from hicachectl.pages.deployments import UNRESOLVED, other_ranks
 from hicachectl.pages.group_table import ABSENT, fill_table
 from hicachectl.pages.inventory import look_up, take_inventory
-from hicachectl.profiles.acceptance import BARE, OTHER, acceptance_of
+from hicachectl.profiles.acceptance import BARE, OTHER, STALE, acceptance_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,8 +47,10 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Values of a slot that is not ABSENT. MISFIT: an object of another size. UNTRAILED, FOREIGN: an
-# object without a trailer, or of another identity, where servers compare trailers.
-MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
+# object without a trailer, or of another identity, where servers compare trailers. CLEARED: an
+# object from before a server cleared the store.
+MISFIT, HELD, UNTRAILED, FOREIGN, CLEARED = range(5)
+_REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN, STALE: CLEARED}
 
 _FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
 
@@ -58,8 +60,8 @@ class Hits:
     """Restorable part of each chain; arrays are [chains] unless stated.
 
     deployment:   of the restoring servers; None if the store shows none.
-    needs:        object sets that servers need; slots: ABSENT, MISFIT, HELD, UNTRAILED or FOREIGN
-        for each of page_names.
+    needs:        object sets that servers need; slots: ABSENT, or a value from MISFIT on, for each
+        of page_names.
     chains:       cut to their reach.
     page_names, page_of: distinct pages in hex; index of each page of `chains` among these.
     kv_pages:     leading pages with kv on all ranks.
@@ -68,7 +70,7 @@ class Hits:
     stop_pages:   index in its chain of the page that stops the chain; -1: none.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    faults:       number of objects at fault by value of their slot: MISFIT, UNTRAILED, FOREIGN.
+    faults:       number of objects at fault by value of their slot, such as MISFIT.
     """
 
     deployment: Deployment | None
@@ -191,7 +193,7 @@ def find_hits(
         allowed=allowed,
         stop_pages=stops,
         stop_specs=stop_specs,
-        faults={value: int((slots == value).sum()) for value in (MISFIT, UNTRAILED, FOREIGN)},
+        faults={value: int((slots == value).sum()) for value in (MISFIT, *_REFUSED.values())},
     )
 
 
@@ -225,8 +227,8 @@ def _held_objects(
     held = np.where(fits(sizes, expected), HELD, MISFIT).astype(np.int8)
     if acceptance is not None:
         found = acceptance.of(rows)
-        held[(held == HELD) & (found == BARE)] = UNTRAILED
-        held[(held == HELD) & (found == OTHER)] = FOREIGN
+        for value, refused in _REFUSED.items():
+            held[(held == HELD) & (found == value)] = refused
     return fill_table(specs, len(page_names), at, of_objects[rows], held)
 
 

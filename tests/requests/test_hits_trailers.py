@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
+from hicachectl.backends.sglang.calls import Call
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.trailer import TRAILER_BYTES
 from tests.served_stores import (
@@ -116,6 +117,26 @@ def test_plain_files_count_in_a_store_that_no_plug_in_wrote(
     row, said = hits(invoke, store, profile)
     assert (row["usable_pages"], row["stopped_by"]) == (5, None)
     assert "trailer" not in said
+
+
+@models
+def test_what_a_server_cleared_does_not_count(
+    invoke: Invoke, tmp_path: Path, profile: Profile
+) -> None:
+    """Although the files may stay for a while; what is written afterwards counts."""
+    store = tmp_path / "store"
+    served_store(store, profile, range(5))
+    with serving(store, profile) as ranks:
+        for rank in ranks:
+            with Call(5) as call:
+                rank.store.clear(call)
+    row, said = hits(invoke, store, profile)
+    if (store / row["stopped_by"]["key"]).exists():
+        assert "from before a server cleared the store stop 1 chain" in said
+    assert row["usable_pages"] == 0 == restored(store, profile)
+    served_store(store, profile, range(3))
+    row, _ = hits(invoke, store, profile)
+    assert row["usable_pages"] == 3 == restored(store, profile)
 
 
 def test_weights_that_markers_leave_open_are_asked_for(invoke: Invoke, tmp_path: Path) -> None:

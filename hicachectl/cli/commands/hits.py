@@ -150,7 +150,7 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
     from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.ambiguity import ambiguity_remark
-    from hicachectl.requests.hits import FOREIGN, MISFIT, UNTRAILED
+    from hicachectl.requests.hits import CLEARED, FOREIGN, MISFIT, UNTRAILED
     from hicachectl.text.units import counted
 
     if hits.deployment is None:
@@ -172,6 +172,7 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
         (MISFIT, "of the wrong size stop {}; run hicachectl verify"),
         (FOREIGN, "of other weights, dtype or layout stop {}; run hicachectl verify"),
         (UNTRAILED, 'without a trailer stop {}; servers with "unstamped": "read" use them'),
+        (CLEARED, "from before a server cleared the store stop {}"),
     ):
         if count := hits.faults.get(value):
             remark(ctx, f"Objects {what.format(counted(count, 'chain'))}")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.file.epochs import owner_of
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang import capacity as capacity_module
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.epochs import owner_of
 from hicachectl.formats.errors import UsageError
 from tests.backends.sglang.page_writer import (
     INDEXER,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.file.epochs import EpochReader, begin_epoch, owner_of
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.epochs import EpochReader, begin_epoch, owner_of
 from hicachectl.backends.sglang.files import FilePages
 from hicachectl.backends.sglang.sweeping import Sweeper
 from hicachectl.backends.urls import parse_url
