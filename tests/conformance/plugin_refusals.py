@@ -6,7 +6,8 @@ tp]. A setting of null is absent. `pools` maps names of host pools to attributes
 values; `buffer_only` is SGLang's mode of that name.
 
 Prints a JSON list with an entry for each: refused, the exception's message, "" if there was none;
-attachable, whether a backend of SGLang could be attached and detached afterwards.
+attachable, whether the next backend could be attached at once; detachable, whether it could be
+after a detaching.
 """
 
 from __future__ import annotations
@@ -59,9 +60,20 @@ def _attached(request: dict[str, Any], folder: str) -> dict[str, Any]:
                 pass
         except ValueError as error:
             refused = str(error)
+        attachable = _takes_files(attached, folder)
+        if not attachable:
+            attached.detach()
+        detachable = attachable or _takes_files(attached, folder)
+        return {"refused": refused, "attachable": attachable, "detachable": detachable}
+
+
+def _takes_files(attached: AttachedRank, folder: str) -> bool:
+    """Return whether SGLang's file backend can be attached and detached."""
+    try:
         with attached.attached({"file_storage_path": folder}, "file"):
-            attachable = bool(attached.controller.enable_storage)
-        return {"refused": refused, "attachable": attachable}
+            return bool(attached.controller.enable_storage)
+    except RuntimeError:  # already attached
+        return False
 
 
 if __name__ == "__main__":

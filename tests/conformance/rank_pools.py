@@ -171,6 +171,7 @@ def _mha_device(profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank
         dtype=getattr(torch, table["dtype"]),
         head_num=max(1, table["kv_heads"] // profile.get("tp", 1)),
         head_dim=table["head_dim"],
+        v_head_dim=table.get("v_head_dim"),
         layer_num=len(held),
         device="cpu",
         enable_memory_saver=False,

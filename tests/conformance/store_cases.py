@@ -212,6 +212,13 @@ PLUGIN_CASES: dict[str, Case] = {
     "mla_draft": Case(
         (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mla(1, name="draft")])),)
     ),
+    # Refused: SGLang stores such a draft from one rank only, and such K and V on Mooncake only.
+    "mla_mha_draft": Case(
+        (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mha("draft", 1)])),)
+    ),
+    "asymmetric": Case(
+        (Deployment(_profile("XiaomiMiMo/MiMo-Tiny", [_mha("kv", 2, v_head_dim=32)], tp=2)),)
+    ),
     "logical": Case(
         (
             Deployment(
@@ -254,9 +261,7 @@ MOONCAKE_CASES: dict[str, Case] = {
         (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mla(1, name="draft")])),)
     ),
     # Every rank stores its own shard of such a draft, but only the first rank stores kv.
-    "mla_mha_draft": Case(
-        (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mha("draft", 1)])),)
-    ),
+    "mla_mha_draft": PLUGIN_CASES["mla_mha_draft"],
     "tag_and_none": Case((_hybrid_mamba(tag="teamA"), _hybrid_mamba())),
     "groups": Case((_hybrid_mamba(groups=True),)),
     "split_heads": Case(

@@ -87,3 +87,61 @@ def test_a_store_that_hangs(run: Run) -> None:
     assert results["read"]["untouched"]
     assert results["write"]["untouched"]
     assert results["write"]["new"] == []
+
+
+# What is refused, and words of the message: the key or pool, its value, and the remedy.
+REFUSED: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"settings": {"interface_v1": None}}, ("interface_v1: 0", 'set "interface_v1": 1')),
+    ({"settings": {"interface_v1": 0}}, ("interface_v1: 0", 'set "interface_v1": 1')),
+    ({"settings": {"thread": 2}}, ("'thread'", "known:", "threads")),
+    ({"settings": {"op_timeout": 9}}, ("op_timeout: 9", "at most 8 seconds")),
+    (
+        {"settings": {"tp_lcm_size": 4}, "profile": {"layout": "page_head"}},
+        ("tp_lcm_size: 4", "remove the key"),
+    ),
+    (
+        {"settings": {"store": "mooncake://127.0.0.1:1"}, "profile": {"layout": "layer_first"}},
+        ("'layer_first'", "--hicache-mem-layout page_first"),
+    ),
+    (
+        {"pools": {"kv": {"layout": "page_first_kv_split"}}},
+        ("'page_first_kv_split'", "--hicache-mem-layout page_first"),
+    ),
+    (
+        {"pools": {"kv": {"stores_page_envelope": True}}},
+        ("pool kv", "page envelope", "without unified memory"),
+    ),
+    ({"case": "asymmetric"}, ("pool kv", "K and V differ in width", "mooncake")),
+    ({"buffer_only": True}, ("'buffer_only'", "--hicache-host-memory-mode cache")),
+    (
+        {"case": "mla_mha_draft", "rank": [0, 0, 0]},
+        ("pool draft", "tp_size 2", "without this draft"),
+    ),
+    (
+        {"case": "mla_mha_draft", "rank": [0, 0, 1]},
+        ("pool draft", "tp_size 2", "without this draft"),
+    ),
+)
+
+
+def test_what_is_refused_leaves_the_controller_usable(
+    sglang_session: SglangSession, tmp_path: Path
+) -> None:
+    """Each refusal names what, its value and the remedy; another backend can then be attached.
+
+    SGLang does not undo an attachment for the pools after the anchor's: that takes a detaching.
+    """
+    store = {"store": f"file://{tmp_path}/store"}
+    requests = [
+        {"case": "gqa_tp2", **request, "settings": {**store, **request.get("settings", {})}}
+        for request, _ in REFUSED
+    ]
+    served = [{"case": case, "settings": store} for case in ("gqa_tp2", "mla_draft")]
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps([*requests, *served]))
+    results = sglang_session.run("plugin_refusals", path)
+    for result, (request, words) in zip(results, REFUSED, strict=False):
+        assert all(word in result["refused"] for word in words), (request, result)
+        assert result["attachable"] == ("draft" not in result["refused"]), (request, result)
+        assert result["detachable"], (request, result)
+    assert [result["refused"] for result in results[len(REFUSED) :]] == ["", ""]
