@@ -37,6 +37,8 @@ class Call:
         self.deadline = time.monotonic() + seconds
         self.ended = False
         self._lock = threading.Lock()
+        self._holders = 0
+        self._left = threading.Semaphore(0)  # released by holders after the end
 
     @property
     def seconds_left(self) -> float:
@@ -48,21 +50,42 @@ class Call:
         if self.ended or time.monotonic() >= self.deadline:
             raise Ended
 
+    def hold(self) -> None:
+        """Keep the call from ending until `let_go`, for work on host memory that cannot hang.
+
+        Raises Ended.
+        """
+        with self._lock:
+            self.check()
+            self._holders += 1
+
+    def let_go(self) -> None:
+        """End a `hold`."""
+        with self._lock:
+            self._holders -= 1
+            if self.ended:
+                self._left.release()
+
     def copy(self, source: int, pieces: Iterable[tuple[int, int]]) -> None:
         """Copy bytes at an address, piece after piece, to addresses in the host pool.
 
         pieces: target addresses and bytes. Raises Ended, and then has copied nothing.
         """
-        with self._lock:
-            self.check()
+        self.hold()
+        try:
             for target, nbytes in pieces:
                 ctypes.memmove(target, source, nbytes)
                 source += nbytes
+        finally:
+            self.let_go()
 
     def end(self) -> None:
-        """End the call: wait for copies in progress, allow none after them."""
+        """End the call: wait for those that hold it, allow none after them."""
         with self._lock:
+            holders = 0 if self.ended else self._holders
             self.ended = True
+        for _ in range(holders):
+            self._left.acquire()
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +115,8 @@ class Workers:
     @property
     def paused(self) -> bool:
         """Whether calls fail at once now."""
-        return time.monotonic() < self._paused_until or self._hung > _MOST_HUNG * self._most
+        too_many = self._hung > _MOST_HUNG * self._most
+        return self._closed or too_many or time.monotonic() < self._paused_until
 
     @property
     def hanging(self) -> bool:
@@ -118,7 +142,12 @@ class Workers:
         ]
         for task in tasks:
             self._queue.put(task)
-        self._start(len(tasks))
+        try:
+            self._start(len(tasks))
+        except RuntimeError:
+            for task in tasks:
+                task.abandon()
+            raise
         if all(done.acquire(timeout=call.seconds_left) for _ in tasks):
             self._pause_s = 0.0
         else:
@@ -130,7 +159,7 @@ class Workers:
         return list(results)  # a copy: abandoned workers still hold the list
 
     def close(self) -> None:
-        """Let the threads end; those that hang in the store end when they come back."""
+        """Let the threads end, those that hang when they come back; later calls fail at once."""
         with self._lock:
             self._closed = True
             count, self._running = self._running, 0
@@ -138,11 +167,17 @@ class Workers:
             self._queue.put(None)
 
     def _start(self, tasks: int) -> None:
+        """Start the threads that are missing. Raises RuntimeError if there is none then."""
         with self._lock:
-            missing = min(tasks, self._most) - self._running
-            self._running += max(0, missing)
-        for _ in range(missing):
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            missing = 0 if self._closed else min(tasks, self._most) - self._running
+            for _ in range(missing):
+                try:
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                except RuntimeError:  # the system allows no more threads
+                    if not self._running:
+                        raise
+                    return
+                self._running += 1
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:

@@ -32,6 +32,7 @@ _PAGE_DIGITS = 64
 _TOUCHED_EVERY_NS = 3600 * 10**9
 _ROOM_SHARE = 1024  # of max_size: what is taken from the ledger at once
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
+_CLOSE_WAIT_S = 0.1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_SYMLINK_NOFOLLOW = 0x100
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
@@ -179,13 +180,12 @@ class Capacity:
         evictor, self._evictor = self._evictor, None
         if evictor is None:
             return
-        with self._lock:
+        credit = 0
+        # A writer that hangs in the store keeps the lock; the next listing corrects its room.
+        if self._lock.acquire(timeout=_CLOSE_WAIT_S):
             credit, self._credit = self._credit, 0
-            if credit and self._limit:
-                with suppress(OSError):
-                    evictor.ledger.give(credit)
-            self._limit = 0
-        evictor.close()
+            self._lock.release()
+        evictor.close(credit)
 
     def _wake(self) -> None:
         if self._evictor is not None:

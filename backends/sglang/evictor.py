@@ -82,6 +82,7 @@ class Evictor:
         self._working = threading.Lock()  # one turn at a time
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="hicachectl-evict", daemon=True)
+        self._unused = 0
         self._holds = False
         self._busy = False  # the last turn evicted
         self._lock_file = -1
@@ -154,8 +155,9 @@ class Evictor:
         """Start the thread; it ends with the process, or after `close`."""
         self._thread.start()
 
-    def close(self) -> None:
-        """Let the thread end, which closes the files; do not wait long for it."""
+    def close(self, unused: int = 0) -> None:
+        """Let the thread give unused room back, close the files and end; wait shortly for it."""
+        self._unused = unused
         self._ended = True
         self.wake.set()
         self._thread.join(_LONGEST_JOIN_S)
@@ -189,6 +191,9 @@ class Evictor:
             self.wake.wait(pause)
             self.wake.clear()
         with self._working:
+            if self._ledger is not None and self._unused:
+                with suppress(OSError):
+                    self._ledger.give(self._unused)
             self._close_files()
 
     def _take_lock(self) -> bool:

@@ -8,11 +8,11 @@ while the call is open. Writes read the host pool directly: a late one gets no n
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory, Trust
@@ -24,8 +24,10 @@ from hicachectl.backends.sglang.calls import Workers
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.page_files import Form, PageFiles
 from hicachectl.backends.sglang.served import PageStore
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
 from hicachectl.formats.trailer import TRAILER_BYTES, trailer_name
 from hicachectl.formats.wording import reason_of
@@ -42,6 +44,7 @@ _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
 _SECONDS_BETWEEN_OPENS = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
+_LONGEST_NAME = 255  # bytes, on Linux
 _ANCHOR = "kv"
 _DETAILS = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
@@ -93,12 +96,16 @@ class FilePages(PageStore):
         self._pools: dict[str, ServedPool] = {}
         self._opening = threading.Lock()
         self._open_again_at = 0.0
+        self._clears = self._cleared = 0  # asked for, and done
+        self._closing = threading.Lock()
+        self._closed = False
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None
         self._files: dict[str, PageFiles] = {}
 
     def add(self, pool: ServedPool) -> None:
-        """Serve a pool."""
+        """Serve a pool. Raises ValueError, on all ranks alike, for names that no file can have."""
+        _check_names(pool)
         self._longest = max(self._longest, pool.nbytes)
         self._pools[pool.name] = pool
 
@@ -152,43 +159,51 @@ class FilePages(PageStore):
                 return False
             call.check()
             views = [_view(*piece) for piece in pieces[index]]
-            files.write(pages[index], views, call.check, found)
+            files.write(pages[index], views, call, found)
             return True
 
         return self._each(self._writers, call, pool, pages, pool.nbytes, write)
 
     def clear(self, call: Call) -> None:
-        """Make the objects that this rank writes misses at once; they are removed later."""
-        self._writers.map(call, self._begin_epoch, [()])
+        """Make the objects that this rank writes misses at once; they are removed later.
 
-    def _begin_epoch(self) -> None:
-        self._open()
-        try:
-            if self._directory is None:
-                raise OSError(errno.ENOENT, "the directory is not open")
-            begin_epoch(self._directory, [_suffix(pool) for pool in self._written()])
-        except (OSError, HicacheError) as error:
-            self.counters.refused("uncleared", reason_of(error))
+        If that cannot be written into the directory now, all pages are misses until it is.
+        """
+        self._clears += 1
+        self._writers.map(call, self._open, [()])
+        if self._clears != self._cleared:
+            self.counters.refused(
+                "uncleared", "the directory did not answer yet; until it does, all pages are misses"
+            )
 
     def _written(self) -> list[ServedPool]:
         return [pool for pool in self._pools.values() if pool.writes and not self._reads_only]
 
     def close(self) -> None:
         """End the threads, and close the directory once none hangs in it."""
-        workers = (self._readers, self._writers, self._askers)
-        for each in workers:
-            each.close()
-        directory, self._directory = self._directory, None
-        capacity, self._capacity = self._capacity, None
-        self._files = {}
+        for workers in self._workers:
+            workers.close()
+        self._closed = True
+        self._release()
+
+    @property
+    def _workers(self) -> tuple[Workers, ...]:
+        return self._readers, self._writers, self._askers
+
+    def _release(self) -> None:
+        """Leave the directory."""
+        with self._closing:
+            directory, self._directory = self._directory, None
+            capacity, self._capacity = self._capacity, None
+            self._files = {}
         if capacity is not None:
             capacity.close()
         if directory is None:
             return
-        if any(each.hanging for each in workers):
+        if any(workers.hanging for workers in self._workers):
             name = "hicachectl-close"
             threading.Thread(
-                target=_close_later, args=(directory, workers), name=name, daemon=True
+                target=_close_later, args=(directory, self._workers), name=name, daemon=True
             ).start()
         else:
             directory.close()
@@ -232,26 +247,50 @@ class FilePages(PageStore):
         return list(done)  # a copy: a worker that hangs still holds the list
 
     def _files_of(self, pool: ServedPool) -> PageFiles | None:
-        """Return a pool's files; None if the directory cannot be opened now."""
-        if self._directory is None or self._directory.vanished or pool.name not in self._files:
+        """Return a pool's files; None if the directory cannot be used now."""
+        directory = self._directory
+        if (
+            directory is None
+            or pool.name not in self._files
+            or self._clears != self._cleared
+            or self._is_gone(directory)
+        ):
             self._open()
-        return self._files.get(pool.name)
+        return self._files.get(pool.name) if self._clears == self._cleared else None
+
+    def _is_gone(self, directory: ObjectDirectory) -> bool:
+        """Return whether the path does not lead to the directory."""
+        try:
+            return directory.vanished
+        except OSError:
+            return True
 
     def _open(self) -> None:
-        """Open or create the directory, unless another thread does so, or it failed just before."""
+        """Open or create the directory, unless another thread does so, or it failed just before.
+
+        Make its objects stale if a `clear` did not come so far.
+        """
         if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
             return
         try:
+            if self._closed:
+                return
             if self._directory is None or self._directory.vanished:
                 self._files = {}
                 self._directory = self._directory_now(self._directory)
             if self._pools.keys() - self._files.keys():
                 self._begin(self._directory)
+            if self._clears != self._cleared:
+                clears = self._clears
+                begin_epoch(self._directory, [_suffix(pool) for pool in self._written()])
+                self._cleared = clears
         except (OSError, HicacheError) as error:
             self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
             self.counters.refused("unopened", reason_of(error))
         finally:
             self._opening.release()
+            if self._closed:  # meanwhile
+                self._release()
 
     def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
         """Return the directory that the path names; make it unless this store is only read."""
@@ -329,6 +368,25 @@ class FilePages(PageStore):
 def _suffix(pool: ServedPool) -> bytes:
     """Return the end of a pool's file names, after the page hash."""
     return FileCodec().affix(pool.coordinate)[1].encode()
+
+
+def _check_names(pool: ServedPool) -> None:
+    """Raise ValueError if a file of the model cannot have its name, of any pool and rank."""
+    shard = pool.coordinate.shard
+    longest = max((one.name for one in pool_names()), key=len)
+    last = replace(
+        shard,
+        tp_rank=shard.tp_size and shard.tp_size - 1,
+        pp_rank=shard.pp_size and shard.pp_size - 1,
+        cp_rank=shard.cp_size and shard.cp_size - 1,
+    )
+    suffix = FileCodec().affix(replace(pool.coordinate, pool=longest, shard=last))[1]
+    nbytes = len(os.fsencode(f"{64 * '0'}{suffix}"))
+    if nbytes > _LONGEST_NAME or not suffix.isprintable():
+        raise ValueError(
+            f"model_name: {shown(pool.coordinate.model)} makes file names of {nbytes} bytes, at "
+            f"most {_LONGEST_NAME} are possible, all printable; give a shorter --served-model-name"
+        )
 
 
 def _close_later(directory: ObjectDirectory, workers: Sequence[Workers]) -> None:

@@ -6,6 +6,7 @@ write. Who evicts gives room back, and sets the number after each listing.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -104,6 +105,8 @@ class Ledger:
             if not self._shared:
                 yield
                 return
+            if self._descriptor < 0:
+                raise OSError(errno.EBADF, "the ledger is closed")
             deadline = time.monotonic() + _LOCK_WAIT_S
             while True:
                 try:

@@ -1,6 +1,6 @@
 """The files of one pool's pages: HiCacheFile's names and bytes, then a trailer of ours.
 
-Nothing here knows host memory or calls; everything raises OSError.
+Nothing here knows host pools; everything raises OSError.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from hicachectl.formats.trailer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.sglang.calls import Call
     from hicachectl.backends.sglang.capacity import Capacity
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
@@ -153,32 +154,30 @@ class PageFiles:
         self,
         page: str,
         views: Sequence[memoryview],
-        check: Callable[[], None],
+        call: Call,
         replaced: Found | None = None,
     ) -> None:
         """Write a page's file under its name.
 
-        views: the page's bytes in order. check: raises after the page's memory may have changed;
-        then, and if the bytes changed while they were written, nothing gets the name. replaced: the
-        file in its place. Raises OSError: ENOSPC without room, EAGAIN if the bytes changed.
+        views: the page's bytes in order, in memory that may change after the call. Then, and if the
+        bytes changed while they were written, nothing gets the name. replaced: the file in its
+        place. Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
         if not _PAGE.fullmatch(page):
             raise OSError(errno.EINVAL, "not a page hash")
         if not self._capacity.admit(self._whole):
             raise OSError(errno.ENOSPC, "no room within max_size and min_free_space")
         try:
-            self._write(page.encode() + self.form.suffix, page, views, check)
+            self._write(page.encode() + self.form.suffix, page, views, call)
         except BaseException:
             self._capacity.release(self._whole)
             raise
         if replaced is not None:
             self._capacity.release(replaced.facts.st_size)
 
-    def _write(
-        self, key: bytes, page: str, views: Sequence[memoryview], check: Callable[[], None]
-    ) -> None:
+    def _write(self, key: bytes, page: str, views: Sequence[memoryview], call: Call) -> None:
         form = self.form
-        digest = self._hash(views)
+        digest = self._digest(views, call)
         trailer = Trailer(
             form.digest, digest, form.nbytes, bytes.fromhex(page), form.identity, form.name
         )
@@ -187,18 +186,26 @@ class PageFiles:
         descriptor = os.open(temporary, _CREATE_FLAGS, _MODE, dir_fd=here)
         try:
             try:
+                call.check()
                 _write_all(descriptor, [*views, memoryview(dump_trailer(trailer))])
             finally:
                 os.close(descriptor)
-            check()
-            if self._hash(views) != digest:
+            if self._digest(views, call) != digest:
                 raise OSError(errno.EAGAIN, "the page changed while it was written")
-            check()
+            call.check()
             os.rename(temporary, name, src_dir_fd=here, dst_dir_fd=here)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=here)
             raise
+
+    def _digest(self, views: Sequence[memoryview], call: Call) -> bytes:
+        """Return the digest of a page while its call lasts. Raises Ended."""
+        call.hold()
+        try:
+            return self._hash(views)
+        finally:
+            call.let_go()
 
     def remove(self, page: str, inode: int | None = None) -> bool:
         """Remove a page's file, only if it still has the inode. Return whether it was removed."""

@@ -30,3 +30,9 @@ def test_kv_is_refused_after_sidecars_that_raise(report: dict[str, Any]) -> None
     assert written.pop("right") == [[True, True], 2]
     assert set(written) == {"none", "short", "outside", "text"}
     assert all(answer == [[False, False], 0] for answer in written.values())
+
+
+def test_after_close_all_are_misses_and_no_thread_is_left(report: dict[str, Any]) -> None:
+    no = [False, False]
+    assert report["closed"] == [0, 0, no, no, [no], None, None]
+    assert report["threads"] == []

@@ -32,6 +32,7 @@ class HostPool:
         name: str = "kv",
         weights: str = "w",
         trailing: bool = False,
+        model: str = "org-model",
     ) -> None:
         self._count, self._half = count, nbytes // 2
         self._other = nbytes - self._half
@@ -39,8 +40,8 @@ class HostPool:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pool = ServedPool(
             name=name,
-            coordinate=Coordinate("org-model", name, None, "", Shard(tp_rank=0, tp_size=1)),
-            identity=Identity(model="org-model", weights=weights, pool=name, layer_bytes=nbytes),
+            coordinate=Coordinate(model, name, None, "", Shard(tp_rank=0, tp_size=1)),
+            identity=Identity(model=model, weights=weights, pool=name, layer_bytes=nbytes),
             page_indices=1,
             nbytes=nbytes,
             parts=(),

@@ -84,3 +84,57 @@ def test_the_first_error_is_raised_after_all_work() -> None:
         workers.map(Call(5), work, [(0,), (1,), (2,)])
     assert sorted(done) == [1, 2]
     workers.close()
+
+
+def test_a_call_ends_when_those_that_hold_it_let_go() -> None:
+    """And nobody holds it afterwards."""
+    call, ended = Call(5), threading.Event()
+    call.hold()
+    call.hold()
+
+    def end() -> None:
+        call.end()
+        ended.set()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    call.let_go()
+    assert not ended.wait(0.1)
+    call.let_go()
+    assert ended.wait(5)
+    thread.join()
+    with pytest.raises(Ended):
+        call.hold()
+
+
+def test_threads_that_hang_end_when_they_come_back_after_the_close() -> None:
+    workers, release = Workers(2, "test-closed"), threading.Event()
+    assert workers.map(Call(0.05), release.wait, [(), ()]) == [None, None]
+    workers.close()
+    assert workers.map(Call(5), lambda: 1, [()]) == [None]
+    release.set()
+    deadline = time.monotonic() + 5
+    while any(thread.name == "test-closed" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_work_goes_on_after_the_system_refused_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one thread less than wanted, and with none at all."""
+    workers, start = Workers(2, "test"), threading.Thread.start
+    left = [0]
+
+    def refuse(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="thread"):
+        workers.map(Call(5), lambda: 1, [(), ()])
+    left[0] = 1
+    assert workers.map(Call(5), lambda: 1, [(), ()]) == [1, 1]
+    monkeypatch.undo()
+    assert workers.map(Call(5), lambda: 1, [(), ()]) == [1, 1]
+    workers.close()
