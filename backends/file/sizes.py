@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,18 @@ _TICK_NS = 1_000_000_000
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
 
 
+class _Table(NamedTuple):
+    """Markers as arrays.
+
+    suffixes: distinct, binary. sizes: of files with a trailer, distinct, sorted, int64.
+    pairs: of the markers: index of the suffix * len(sizes) + index of the size, sorted, int64.
+    """
+
+    suffixes: Any
+    sizes: IntArray
+    pairs: IntArray
+
+
 class MarkedSizes:
     """The markers of one store, read again when their directory changes.
 
@@ -44,9 +56,7 @@ class MarkedSizes:
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
         self._facts: dict[bytes, Identity] = {}  # by hash
-        self._suffixes: Any = None  # distinct, as an Arrow array
-        self._file_sizes = np.zeros(0, dtype=np.int64)  # sorted; of files with a trailer
-        self._pairs = np.zeros(0, dtype=np.int64)  # suffix * len(file_sizes) + file size, by index
+        self._table = _table([])  # replaced at once: other threads may be using it
         self.problem = ""
 
     def current(self) -> list[Marker]:
@@ -82,7 +92,7 @@ class MarkedSizes:
 
         Like `payloads`, uses the markers that were read last.
         """
-        if not len(self._pairs) or "nbytes" not in batch.schema.names:
+        if not len(self._table.pairs) or "nbytes" not in batch.schema.names:
             return batch
         at = batch.schema.get_field_index("nbytes")
         column = batch.column(at)
@@ -98,7 +108,7 @@ class MarkedSizes:
         """
         import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
-        sizes, pairs, suffixes = self._file_sizes, self._pairs, self._suffixes
+        suffixes, sizes, pairs = self._table
         if not len(pairs):
             return files
         at = np.minimum(np.searchsorted(sizes, files), len(sizes) - 1)
@@ -129,7 +139,7 @@ class MarkedSizes:
                 else:
                     markers = read_markers(directory)
         self._use(markers)
-        recent = state is not None and time.time_ns() - state[1] < _TICK_NS
+        recent = state is not None and abs(time.time_ns() - state[1]) < _TICK_NS
         self._state = None if recent else state
 
     def _look(self) -> tuple[int, ...] | None:
@@ -147,14 +157,14 @@ class MarkedSizes:
             return
         self._markers, self._known = markers, set(markers)
         self._facts = {one.identity.hash(): one.identity for one in markers}
-        suffixes = sorted({marker.suffix.encode(errors="surrogatepass") for marker in markers})
-        at = {suffix: index for index, suffix in enumerate(suffixes)}
-        sizes = np.unique([marker.nbytes + TRAILER_BYTES for marker in markers]).astype(np.int64)
-        pairs = {
-            at[marker.suffix.encode(errors="surrogatepass")] * len(sizes)
-            + int(np.searchsorted(sizes, marker.nbytes + TRAILER_BYTES))
-            for marker in markers
-        }
-        self._suffixes = pa.array(suffixes, pa.binary())
-        self._file_sizes = sizes
-        self._pairs = np.array(sorted(pairs), dtype=np.int64)
+        self._table = _table(markers)
+
+
+def _table(markers: list[Marker]) -> _Table:
+    encoded = [marker.suffix.encode(errors="surrogatepass") for marker in markers]
+    files = np.array([marker.nbytes + TRAILER_BYTES for marker in markers], dtype=np.int64)
+    suffixes, sizes = sorted(set(encoded)), np.unique(files)
+    at = {suffix: index for index, suffix in enumerate(suffixes)}
+    which = np.array([at[suffix] for suffix in encoded], dtype=np.int64)
+    pairs = np.unique(which * len(sizes) + np.searchsorted(sizes, files))
+    return _Table(pa.array(suffixes, pa.binary()), sizes, pairs)
