@@ -28,9 +28,12 @@ def _into_folders(source: Path, target: Path) -> None:
     with FileStore(source) as one, FileStore.create(url) as other:
         rows = pa.Table.from_batches(list(one.scan(("nbytes", "mtime_ns"))))
         suffixes = {key[64:].decode() for key in rows.column("key").to_pylist()}
-        other.write_trailers(
-            {("", suffix): Identity(model="m", weights=suffix) for suffix in suffixes}, "xxh3"
-        )
+        pools = {suffix: "mamba" if suffix.startswith(".mamba_") else "kv" for suffix in suffixes}
+        identities = {
+            ("", suffix): Identity(model="m", weights="w", pool=pool)
+            for suffix, pool in pools.items()
+        }
+        other.write_trailers(identities, "xxh3")
         sizes = rows.column("nbytes").to_numpy()
         statuses = other.copy_from(one, rows, rows, sizes, if_absent=True).statuses
         assert (statuses == Status.OK).all()
