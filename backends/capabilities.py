@@ -129,6 +129,18 @@ class PageSized(Store):
         """
 
 
+class Claimed(Store):
+    """Store whose keys do not name the deployment, so that it holds the pages of one only."""
+
+    @abstractmethod
+    def claimed_by(self, tag: str, *, writes: bool) -> str | None:
+        """Return the tag of the deployment that has claimed the store; None without one.
+
+        tag: of our deployment, which claims the store if `writes` and no other one has.
+        Raises StoreUnavailable.
+        """
+
+
 class Archive(Profiled):
     """Store with the objects, keys and profile of another store."""
 

@@ -31,8 +31,16 @@ from hicachectl.backends.base import (
     keys_of,
     scan_schema,
 )
-from hicachectl.backends.capabilities import Announces, FilePermissions, PageSized, Profiled, Touch
+from hicachectl.backends.capabilities import (
+    Announces,
+    Claimed,
+    FilePermissions,
+    PageSized,
+    Profiled,
+    Touch,
+)
 from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.backends.hf3fs.claims import claimed_by
 from hicachectl.backends.hf3fs.creating import TableMaker
 from hicachectl.backends.hf3fs.files import DataFiles, FilePages, PageReader
 from hicachectl.backends.hf3fs.keys import (
@@ -64,7 +72,7 @@ if TYPE_CHECKING:
 _HIGHEST = np.iinfo(np.int64).max
 
 
-class Hf3fsStore(Announces, FilePermissions, PageSized, PageTables, Profiled, Touch):
+class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Profiled, Touch):
     """Tables of a metadata server (or its snapshot), and data files.
 
     Object sizes are unknown before `use_profile`.
@@ -172,6 +180,10 @@ class Hf3fsStore(Announces, FilePermissions, PageSized, PageTables, Profiled, To
     def use_sizes(self, sizes: Mapping[tuple[str, str], int]) -> None:
         """Set the bytes of objects by affix; objects of one table must be equally large."""
         self._sizes = PageSizes.of_objects(sizes.items())
+
+    def claimed_by(self, tag: str, *, writes: bool) -> str | None:
+        """Return the deployment that the file beside the data files names."""
+        return claimed_by(self.settings.prefix, tag, writes=writes)
 
     def _lengths(self, tables: Collection[TableName]) -> dict[str, int]:
         sizes = {

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Affix
 
 _KEYS = pa.schema([SCAN_FIELDS["key"]])
+_REASONS = {
+    Status.SHORT: "damaged",
+    Status.OVERSIZED: "damaged",
+    Status.DAMAGED: "damaged",
+    Status.FULL: "full",
+}
 
 
 class FormObject(NamedTuple):
@@ -125,6 +131,31 @@ def put(
         again = rows_of([keys[n] for n in wrong.tolist()])
         there[wrong] = store.write_from(again, offsets[wrong], sizes[wrong], if_absent=True).ok
     return there, result
+
+
+def count_failures(
+    counters: Counters,
+    other: str,
+    result: Result,
+    keys: Sequence[bytes],
+    form: PageForm,
+    nbytes: IntArray,
+) -> None:
+    """Count the pages that failed, each by its first object that failed.
+
+    other: reason of an error without one of its own. nbytes: [n] int64, of each object; -1 if
+    unknown.
+    """
+    failed = np.flatnonzero((result.statuses != Status.OK) & (result.statuses != Status.EXISTS))
+    _, first = np.unique(failed // len(form.objects), return_index=True)
+    for n in failed[first].tolist():
+        status = Status(result.statuses[n])
+        if status == Status.GONE:
+            counters.count("gone")
+            continue
+        wanted = form.objects[n % len(form.objects)].nbytes
+        detail = result.errors.get(n, f"{nbytes[n]} bytes instead of {wanted}")
+        counters.refused(_REASONS.get(status, other), f"{keys[n].decode()}: {detail}")
 
 
 def _tells_sizes(store: Store) -> bool:

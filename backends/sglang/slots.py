@@ -14,6 +14,9 @@ from hicachectl.backends.arena import ALIGNMENT, Arena
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.backends.sglang.calls import Call
+    from hicachectl.backends.sglang.served import Pieces
+
 
 class NoSlotError(Exception):
     """All slots are held by calls that hang in the store."""
@@ -48,3 +51,10 @@ class Slots:
     def unused(self) -> bool:
         """Whether no call holds a slot."""
         return len(self._free) == self._count
+
+
+def gather(call: Call, pieces: Pieces, address: int) -> None:
+    """Copy pieces of the host pool to one address of ours. Raises Ended."""
+    for source, nbytes in pieces:
+        call.copy(source, [(address, nbytes)])
+        address += nbytes

@@ -17,13 +17,27 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hicachectl.backends.arena import place
-from hicachectl.backends.base import Result, Status, Store, open_store
-from hicachectl.backends.capabilities import Archive, Confirm, Leases, PageSized, RacyWrites
+from hicachectl.backends.base import Store, open_store
+from hicachectl.backends.capabilities import (
+    Archive,
+    Claimed,
+    Confirm,
+    Leases,
+    PageSized,
+    RacyWrites,
+)
 from hicachectl.backends.sglang.archives import archive_problem
 from hicachectl.backends.sglang.calls import Call, Workers
-from hicachectl.backends.sglang.objects import PageForm, page_form, put, right_sizes, rows_of
+from hicachectl.backends.sglang.objects import (
+    PageForm,
+    count_failures,
+    page_form,
+    put,
+    right_sizes,
+    rows_of,
+)
 from hicachectl.backends.sglang.served import PageStore
-from hicachectl.backends.sglang.slots import NoSlotError, Slots
+from hicachectl.backends.sglang.slots import NoSlotError, Slots, gather
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import deployment_tag
 from hicachectl.formats.wording import reason_of
@@ -31,7 +45,6 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicachectl.backends.base import IntArray
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import Pieces, ServedPool
     from hicachectl.backends.urls import StoreUrl
@@ -45,12 +58,6 @@ _SLOTS_PER_THREAD = 2  # one for a call, one for a call that hangs
 _OPEN_SECONDS, _CLOSE_SECONDS = 5.0, 3.0
 _SECONDS_BETWEEN_OPENS = 5.0
 _OBJECTS_PER_RUN = 128  # as SGLang's batches
-_REASONS = {
-    Status.SHORT: "damaged",
-    Status.OVERSIZED: "damaged",
-    Status.DAMAGED: "damaged",
-    Status.FULL: "full",
-}
 
 
 class StorePages(PageStore):
@@ -87,7 +94,7 @@ class StorePages(PageStore):
         self._open_again_at = 0.0
         self._store: Store | None = None
         self._slots: Slots | None = None
-        self._refusal = ""  # why an archive is not used
+        self._refusal = ""  # why an opened store is not used
 
     # attaching
 
@@ -154,6 +161,15 @@ class StorePages(PageStore):
 
     def _attached(self, store: Store) -> Slots:
         """Give the store memory for all pools."""
+        if isinstance(store, Claimed):
+            named = bool(self._anchor.identity.weights)
+            owner = store.claimed_by(self._tag, writes=self._writes and named)
+            if owner not in (None, self._tag):
+                self._refusal = (
+                    f"{self.counters.place}: holds pages of another model, weights, dtype or "
+                    f"layout ({owner}, ours is {self._tag}); use other data files and tables, or "
+                    "clear the tables and remove PREFIX.hicachectl-deployment"
+                )
         if isinstance(store, PageSized):
             forms = self._forms.values()
             store.use_sizes({one.affix: one.nbytes for form in forms for one in form.objects})
@@ -169,16 +185,24 @@ class StorePages(PageStore):
 
     def _form(self, pool: ServedPool, grammar: str, tag: str | None = None) -> PageForm:
         """Return the objects of a pool's pages. tag: None for our deployment's."""
-        anchor = self._pools.get(_ANCHOR, pool)
-        shard = anchor.coordinate.shard
-        if tag is None:
-            tag = deployment_tag(
-                anchor.identity,
-                tp_size=shard.tp_size,
-                pp_size=shard.pp_size or 1,
-                draft_weights=self._draft_weights,
-            )
-        return page_form(grammar, pool, shared_anchor=shard.tp_rank is None, tag=tag)
+        shared = self._anchor.coordinate.shard.tp_rank is None
+        tag = self._tag if tag is None else tag
+        return page_form(grammar, pool, shared_anchor=shared, tag=tag)
+
+    @property
+    def _anchor(self) -> ServedPool:
+        return self._pools.get(_ANCHOR) or next(iter(self._pools.values()))
+
+    @property
+    def _tag(self) -> str:
+        """Return our deployment's tag."""
+        shard = self._anchor.coordinate.shard
+        return deployment_tag(
+            self._anchor.identity,
+            tp_size=shard.tp_size,
+            pp_size=shard.pp_size or 1,
+            draft_weights=self._draft_weights,
+        )
 
     # serving
 
@@ -207,7 +231,7 @@ class StorePages(PageStore):
                 addresses = slots.arena.address + offsets
                 result = read_into(rows_of(keys), offsets, sizes, identify=False)
                 done = form.whole(result.ok)
-                self._count(result, keys, len(form.objects), result.nbytes, sizes)
+                count_failures(self.counters, "unreadable", result, keys, form, result.nbytes)
                 for n, page in enumerate(some):
                     if done[n]:
                         for one, address in form.of_page(addresses, n):
@@ -229,9 +253,9 @@ class StorePages(PageStore):
                 addresses = slots.arena.address + offsets
                 for n, page in enumerate(some):
                     for one, address in form.of_page(addresses, n):
-                        _gather(call, pieces[page][one.pieces], address)
+                        gather(call, pieces[page][one.pieces], address)
                 there, result = put(store, keys, offsets, sizes, self.counters)
-            self._count(result, keys, len(form.objects), sizes, sizes)
+            count_failures(self.counters, "unwritable", result, keys, form, sizes)
             return form.whole(there)
 
         return self._each(self._writers, call, pool, len(pages), write)
@@ -315,23 +339,6 @@ class StorePages(PageStore):
             return None
         return _Opened(store, form, slots)
 
-    def _count(
-        self, result: Result, keys: list[bytes], objects: int, found: IntArray, sizes: IntArray
-    ) -> None:
-        """Count the pages that failed, each by its first object that failed.
-
-        objects: of a page. found: [n] int64, bytes of each object, or -1.
-        """
-        failed = np.flatnonzero((result.statuses != Status.OK) & (result.statuses != Status.EXISTS))
-        _, first = np.unique(failed // objects, return_index=True)
-        for n in failed[first].tolist():
-            status = Status(result.statuses[n])
-            if status == Status.GONE:
-                self.counters.count("gone")
-                continue
-            detail = result.errors.get(n, f"{found[n]} bytes instead of {sizes[n]}")
-            self.counters.refused(_REASONS.get(status, "failed"), f"{keys[n].decode()}: {detail}")
-
 
 class _Opened(NamedTuple):
     store: Store
@@ -348,10 +355,3 @@ def _pages_per_run(pool: ServedPool) -> int:
     """Return how many pages are handled together: at most a slot, and a batch of the store."""
     fitting = _SLOT_BYTES // max(1, _page_bytes(pool))
     return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
-
-
-def _gather(call: Call, pieces: Pieces, address: int) -> None:
-    """Copy pieces of host memory to one address. Raises Ended."""
-    for source, nbytes in pieces:
-        call.copy(source, [(address, nbytes)])
-        address += nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -211,6 +212,46 @@ def test_a_page_that_3fs_moves_during_a_read_is_a_miss(
         assert found.read() == [False] + [True] * 5
         assert found.counts["gone"] == 1
         assert found.pools["kv"].page(1) == held["kv"][1]
+
+
+def test_pages_of_other_weights_on_3fs_are_misses(hf3fs_url: str, tmp_path: Path) -> None:
+    """Keys name neither model nor weights, so a file beside the data names the deployment."""
+    other = structs.replace(DSA, weights="other")
+    claim = tmp_path / "hicache.hicachectl-deployment"
+    with served(hf3fs_url, other, writes=False) as found:
+        assert not any(found.exists())
+        assert not claim.exists()
+    with served(hf3fs_url, DSA) as found:
+        held = written(found)
+    assert claim.read_text() == profile_tag(DSA)
+    for writes in (True, False):
+        with served(hf3fs_url, other, writes=writes) as found:
+            assert not any(found.exists() + found.read() + (found.write() if writes else []))
+            assert found.counts["other-deployment"]
+    with served(hf3fs_url, DSA) as found:
+        expect_all(found, held)
+
+
+def test_a_rank_that_cannot_name_its_weights_claims_no_3fs(hf3fs_url: str, tmp_path: Path) -> None:
+    pool = rank_pools(DSA)["kv"].pool
+    store = StorePages(parse_url(hf3fs_url), Counters("test"))
+    store.add(replace(pool, identity=replace(pool.identity, weights="")))
+    with Call(SECONDS) as call:
+        store.open(call)
+    store.close()
+    assert not (tmp_path / "hicache.hicachectl-deployment").exists()
+
+
+@pytest.mark.parametrize("content", ["", "x" * 32, "a" * 33])
+def test_a_claim_that_is_no_tag_is_a_miss(hf3fs_url: str, tmp_path: Path, content: str) -> None:
+    claim = tmp_path / "hicache.hicachectl-deployment"
+    claim.write_text(content)
+    with served(hf3fs_url, DSA) as found:
+        assert not any(found.exists() + found.write())
+        assert found.counts == {"unopened": 1}
+        claim.unlink()
+        found.store._open_again_at = 0.0
+        assert found.write() == [True] * 6
 
 
 def test_a_hanging_read_ends_at_the_deadline_and_touches_nothing_later(hf3fs_url: str) -> None:
