@@ -190,7 +190,7 @@ def plan_migration(
         trailers.with_foreign(survey, inventory.objects)
         for survey in stores.survey(inventory, groups, on_batch=on_listed)
     ]
-    plan = MigrationPlan(inventory, groups, surveys)
+    plan = MigrationPlan(inventory, groups, surveys, remarks=[*filter(None, [trailers.remark])])
     chosen = np.ones(len(groups), dtype=np.bool_)
     named = None if request.pages is None else NamedGroups(request.pages, groups)
     if named is not None:

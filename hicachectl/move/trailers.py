@@ -12,6 +12,7 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import Archive, Trailed, copier_of
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import profile_identities
+from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import DEFAULT_DIGEST
 from hicachectl.pages.group_table import ABSENT
 from hicachectl.profiles.acceptance import BARE, OTHER, STALE, Acceptance
@@ -40,7 +41,7 @@ class TrailerPlan:
 
     expected: identities of the source's objects. identities: of new trailers, by affix; empty to
     write none. keeps: copies have the trailers of their sources. bare: objects without a trailer
-    are copied, also from a store with trailers.
+    are copied, also from a store with trailers. remark: for the user, or "".
     """
 
     source: Store
@@ -49,6 +50,7 @@ class TrailerPlan:
     identities: Mapping[Affix, Identity]
     keeps: bool
     bare: bool
+    remark: str = ""
 
     def acceptance(self, inventory: Inventory) -> Acceptance:
         """Return which objects of the source can be copied."""
@@ -154,6 +156,19 @@ def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
         identities=identities if writes or keeps else {},
         keeps=keeps,
         bare=keeps or not writes or mode == "write",
+        remark="" if markers or writes else _bare_remark(stores),
+    )
+
+
+def _bare_remark(stores: StorePair) -> str:
+    """Return a remark if servers of the destination refuse copies without trailers."""
+    specs = () if stores.target is None else object_specs(stores.target, stores.grammar)
+    suffixes = {marker.suffix for marker in markers_of(stores.destination)}
+    if suffixes.isdisjoint(spec.affix[1] for spec in specs):
+        return ""
+    return (
+        f"{stores.destination.url}: its servers read objects with trailers, but the copies get "
+        "none, unless --weights names the weights"
     )
 
 

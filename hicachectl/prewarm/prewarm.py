@@ -142,6 +142,7 @@ def prewarm(
     outcome.document["failed"] += len(left)
     outcome.problems += left
     outcome.plan = plan.rows()
+    outcome.remarks += filter(None, [trailers.remark])
     if request.chains is None and not len(groups):
         outcome.remarks.append(explain_selection(source, inventory, EVERYTHING))
     return outcome

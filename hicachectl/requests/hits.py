@@ -31,6 +31,7 @@ from hicachectl.pages.deployments import UNRESOLVED, other_ranks
 from hicachectl.pages.group_table import ABSENT, fill_table
 from hicachectl.pages.inventory import look_up, take_inventory
 from hicachectl.profiles.acceptance import BARE, OTHER, STALE, acceptance_of
+from hicachectl.profiles.identities import with_marked_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -141,8 +142,10 @@ def hits_of_store(
 ) -> Hits:
     """Return the part of each chain that servers of a profile can restore from a store.
 
-    Raises like `take_inventory`.
+    If the profile names no weights, they are those that the store's markers agree on. Raises like
+    `take_inventory`.
     """
+    profile = with_marked_weights(profile, store)
     inventory = inventory_of_chains(store, profile, chains, on_batch=on_batch)
     return find_hits(inventory, 0, chains, acceptance=acceptance_of(store, inventory, profile))
 

@@ -271,6 +271,21 @@ def test_an_object_of_other_weights_in_the_destination_is_a_conflict(
     assert ("In conflict: 2 pages" in document["stderr"]) is not replaces
 
 
+def test_a_comparison_knows_identities_that_no_marker_states(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """The bytes are equal, so only the trailer tells the two objects apart."""
+    served_store(target, HYBRID, range(2))
+    served_store(target, OTHER, range(2, 3))
+    for marker in (target / ".hicachectl/plugin").iterdir():
+        if OTHER_WEIGHTS in marker.read_text():
+            marker.unlink()
+    options = (*given(tmp_path, HYBRID), "--if-exists", "verify")
+    document = migrated(invoke, source, target, *options, exit_code=4)
+    assert (document["skipped"], document["conflicts"], document["pages"]) == (2, 1, 1)
+    assert "no marker describes it" in document["problems"][0]["detail"]
+
+
 @pytest.mark.parametrize("if_exists", ["skip", "verify"])
 def test_other_weights_in_the_destination_are_seen_without_a_profile(
     invoke: Invoke, source: Path, target: Path, if_exists: str

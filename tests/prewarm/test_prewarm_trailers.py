@@ -107,3 +107,27 @@ def test_trailers_can_be_dropped(invoke: Invoke, tmp_path: Path) -> None:
     assert served_by(tmp_path / "target", INDEXED, PAGES[:2]) == [False] * 2
     target = tmp_path / "target"
     assert served_by(target, INDEXED, PAGES[:2], reads_unstamped=True) == [True] * 2
+
+
+def test_copies_of_unknown_weights_are_no_hits_of_servers_with_the_plug_in(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """The source has no trailers, and nobody names its weights."""
+    served_store(tmp_path / "marked", INDEXED, range(5))
+    invoke("migrate", tmp_path / "marked", tmp_path / "source", "--trailers", "drop")
+    served_store(tmp_path / "target", INDEXED, range(2))
+    unnamed = replace(INDEXED, weights="")
+    document = prewarm(invoke, tmp_path, unnamed, *chain(tmp_path))
+    assert document["copied_pages"] == 3
+    assert document["usable_tokens"] == 2 * INDEXED.page_size
+    assert "its servers read objects with trailers, but the copies get none" in document["stderr"]
+    assert served_by(tmp_path / "target", INDEXED, PAGES) == [True] * 2 + [False] * 3
+
+
+def test_named_weights_make_plain_files_hits(invoke: Invoke, tmp_path: Path) -> None:
+    served_store(tmp_path / "marked", INDEXED, range(5))
+    invoke("migrate", tmp_path / "marked", tmp_path / "source", "--trailers", "drop")
+    served_store(tmp_path / "target", INDEXED, range(2))
+    document = prewarm(invoke, tmp_path, INDEXED, *chain(tmp_path))
+    assert document["usable_tokens"] == 5 * INDEXED.page_size
+    assert served_by(tmp_path / "target", INDEXED, PAGES) == [True] * 5
