@@ -152,8 +152,12 @@ class Evictor:
     # the thread
 
     def start(self) -> None:
-        """Start the thread; it ends with the process, or after `close`."""
-        self._thread.start()
+        """Start the thread; it ends with the process, or after `close`. Raises OSError."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system allows no more threads
+            self._close_files()
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def close(self, unused: int = 0) -> None:
         """Let the thread give unused room back, close the files and end; wait shortly for it."""

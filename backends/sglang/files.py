@@ -153,7 +153,9 @@ class FilePages(PageStore):
             if found is not None and not found.problem:
                 if files.keep(pages[index], found):
                     return True
-                found = None  # evicted meanwhile
+                # Evicted meanwhile, or cleared: then the mark has made it newer than the epoch.
+                files.remove(pages[index], found.facts.st_ino)
+                found = None
             if found is not None and found.problem == "foreign" and not self._replaces_foreign:
                 self._is_refused("foreign", pool, pages[index])
                 return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -126,9 +127,10 @@ class Layers:
         self._stores[0].clear(call)
 
     def close(self) -> None:
-        """Release everything; later calls are misses."""
-        for store in self._stores:
-            store.close()
+        """Release everything, also after a store that raises; later calls are misses."""
+        with ExitStack() as stack:
+            for store in self._stores:
+                stack.callback(store.close)
 
     def _sources(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[int]:
         """Return the store of each page; a sidecar's is that of the anchor last read."""

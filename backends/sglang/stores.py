@@ -92,6 +92,7 @@ class StorePages(PageStore):
         self._forms: dict[str, PageForm] = {}
         self._opening = threading.Lock()
         self._open_again_at = 0.0
+        self._closed = False
         self._store: Store | None = None
         self._slots: Slots | None = None
         self._refusal = ""  # why an opened store is not used
@@ -137,6 +138,8 @@ class StorePages(PageStore):
             self.counters.refused("unopened", reason_of(error))
         finally:
             self._opening.release()
+            if self._closed:  # meanwhile; nobody else has used the store
+                self._leave(in_use=False)
 
     def _prepared(self, store: Store) -> Store:
         """Set a store up for a server's calls, which must be short."""
@@ -270,16 +273,22 @@ class StorePages(PageStore):
 
     def close(self) -> None:
         """End the threads, and leave the store; what hangs in it keeps its memory."""
+        workers = (self._askers, self._readers, self._writers)
+        for each in workers:
+            each.close()
         self._open_again_at = float("inf")
+        self._closed = True
         closer = Workers(1, "hicachectl-close")
         with Call(_CLOSE_SECONDS) as call:
-            closer.map(call, self._leave, [()])
-        for workers in (self._askers, self._readers, self._writers, closer):
-            workers.close()
+            closer.map(call, self._leave, [(any(each.hanging for each in workers),)])
+        closer.close()
 
-    def _leave(self) -> None:
+    def _leave(self, in_use: bool) -> None:
+        """Close the store, unless a thread hangs in it: a client that is used must stay."""
         store, self._store = self._store, None
         slots, self._slots = self._slots, None
+        if in_use:
+            return
         if store is None or not (slots is None or slots.unused):
             return
         store.close()

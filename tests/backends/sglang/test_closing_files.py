@@ -13,6 +13,7 @@ import pytest
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.page_files import PageFiles
 from hicachectl.backends.urls import StoreUrl, parse_url
 from tests.backends.sglang.pages import HostPool, hashes
 
@@ -179,6 +180,57 @@ def test_a_clear_that_comes_while_the_store_hangs_is_not_lost(
     assert exists(store, host) == read(other, host) == [True] * 4
     store.close()
     other.close()
+
+
+def test_a_page_that_is_cleared_while_it_is_kept_stays_a_miss(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the disk is full, so that it cannot be written again."""
+    store, other = store_of(tmp_path, host), store_of(tmp_path, host)
+    assert write(store, host) == exists(other, host) == [True] * 4
+    keep = PageFiles.keep
+
+    def keep_later(files: PageFiles, *arguments: Any) -> bool:
+        with Call(5) as call:
+            other.clear(call)
+        time.sleep(0.05)  # the file system's clock ticks
+        return keep(files, *arguments)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageFiles, "keep", keep_later)
+        patch.setattr(os, "writev", full)
+        assert write(store, host) == [False] * 4
+    assert exists(store, host) == exists(other, host) == [False] * 4
+    store.close()
+    other.close()
+
+
+def test_a_system_without_more_threads_costs_no_descriptors(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory cannot be served then; later it is."""
+    store, start = store_of(tmp_path, host, max_size=1 << 30), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "hicachectl-evict":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert exists(store, host) == [False] * 4
+        before = _descriptors()
+        for _ in range(5):
+            store._open_again_at = 0.0
+            assert write(store, host) == [False] * 4
+        assert _descriptors() == before
+        assert store.counters.snapshot() == {"unopened": 6}
+    store._open_again_at = 0.0
+    assert write(store, host) == [True] * 4
+    store.close()
 
 
 def test_a_path_that_cannot_be_asked_is_a_miss_with_a_reason(

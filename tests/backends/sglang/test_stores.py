@@ -338,6 +338,58 @@ def test_a_store_that_is_not_there_is_a_miss_and_is_opened_later(
         expect_all(found, written(found))
 
 
+def test_a_store_in_which_a_call_hangs_is_not_closed_under_it(hf3fs_url: str) -> None:
+    """A client library may crash if it is closed while it is used."""
+    with served(hf3fs_url, DSA, threads=1) as found:
+        written(found)
+        store: Any = found.store._store
+        look, release, closed = store.look, threading.Event(), threading.Event()
+
+        def look_late(*arguments: Any, **named: Any) -> Any:
+            release.wait()
+            return look(*arguments, **named)
+
+        close = store.close
+        store.look, store.exists = look_late, look_late
+        store.close = closed.set
+        assert not any(found.exists(seconds=0.3))
+        begun = time.monotonic()
+        found.store.close()
+        assert time.monotonic() - begun < 2
+        assert not closed.is_set()
+        release.set()
+        close()
+
+
+def test_a_store_that_opens_after_its_close_is_closed(
+    hf3fs_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    def open_late(*arguments: Any, **named: Any) -> Any:
+        release.wait()
+        store: Any = open_store(*arguments, **named)
+        close = store.close
+
+        def closing() -> None:
+            close()
+            closed.set()
+
+        store.close = closing
+        return store
+
+    monkeypatch.setattr("hicachectl.backends.sglang.stores.open_store", open_late)
+    store = StorePages(parse_url(hf3fs_url), Counters(hf3fs_url))
+    for host in rank_pools(DSA).values():
+        store.add(host.pool)
+    with Call(0.3) as call:
+        store.open(call)
+    store.close()
+    assert not closed.is_set()
+    release.set()
+    assert closed.wait(10)
+
+
 def test_a_closed_store_is_a_miss(hf3fs_url: str) -> None:
     with served(hf3fs_url, DSA) as found:
         written(found)
