@@ -40,6 +40,8 @@ class ServerDeployment:
     model_path: a path on the server's machine, or a Hub name.
     draft_model_path: "" without a separate draft model.
     settings: those that change the loaded weights, `formats.models.loading.SETTINGS`.
+    tagged: the server writes to Mooncake through our storage plug-in, so that its keys have the tag
+        `identity.profile_tag`.
     notes: messages about missing information.
     """
 
@@ -47,6 +49,7 @@ class ServerDeployment:
     model_path: str
     settings: Mapping[str, Any]
     draft_model_path: str = ""
+    tagged: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -100,6 +103,7 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
         model_path=model_path,
         draft_model_path="" if draft_path == model_path else draft_path,
         settings={name: values.values.get(name) for name in SETTINGS},
+        tagged=_is_tagged(values),
         notes=_notes(values),
     )
 
@@ -212,6 +216,15 @@ def _extra_config(reply: _Reply) -> Mapping[str, Any]:
         where = f"{_SOURCE}: hicache_storage_backend_extra_config"
         stated = parse_json(stated or "{}", where, refusal=ProfileError)
     return stated if isinstance(stated, Mapping) else {}
+
+
+def _is_tagged(reply: _Reply) -> bool:
+    """Return whether our plug-in writes to Mooncake: the first of its stores."""
+    extra = _extra_config(reply)
+    store = extra.get("store")
+    first = store[0] if isinstance(store, list) and store else store
+    ours = extra.get("module_path") == "hicachectl.backends.sglang"
+    return ours and isinstance(first, str) and first.startswith("mooncake:")
 
 
 def _environment(reply: _Reply) -> Mapping[str, str]:

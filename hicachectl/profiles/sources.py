@@ -124,7 +124,21 @@ def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Pro
 
     for text in found.warnings:
         remark(text)
-    return with_weights(found.profile, options, found.deployment, remark)
+    profile = with_weights(found.profile, options, found.deployment, remark)
+    return _tagged(profile, remark) if found.deployment.tagged else profile
+
+
+def _tagged(profile: Profile, warn: Callable[[str], None]) -> Profile:
+    """Return the profile with the tag of the storage plug-in's keys on Mooncake."""
+    from msgspec.structs import replace
+
+    from hicachectl.formats.identity import profile_tag
+
+    tag = profile.tag or profile_tag(profile)
+    if tag is None:
+        warn("the tag of its keys names the weights, which are unknown; give --weights")
+        return profile
+    return replace(profile, tag=tag)
 
 
 def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:

@@ -16,6 +16,7 @@ import pytest
 
 from hicachectl.backends.disk.weights import read_checkpoint
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UsageError
+from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.profiles import server
 from hicachectl.profiles.server import fetch_server, profile_from_server, read_model_config
@@ -326,6 +327,30 @@ def test_weights_on_this_machine_are_named_as_the_server_loads_them(
     assert len(names) == 4
     assert read_checkpoint(model).fingerprint in names
     assert named(invoke, sglang, "--weights", "5" * 32)[0].weights == "5" * 32
+
+
+def test_keys_of_the_plug_in_on_mooncake_have_the_profiles_tag(
+    invoke: Invoke, sglang: Sglang, model: Path
+) -> None:
+    extra = {"module_path": "hicachectl.backends.sglang", "interface_v1": 1}
+    tags = []
+    for store in ("mooncake://m:50051", ["mooncake://m:50051", "/backup"], "file:///mnt/hicache"):
+        config = json.dumps({**extra, "store": store})
+        answer = {**INFO, "hicache_storage_backend_extra_config": config}
+        answer["hicache_storage_backend"] = "dynamic"
+        sglang.answer("/server_info", {**answer, "model_path": str(model)})
+        profile, said = named(invoke, sglang)
+        assert said == ""
+        tags.append(profile.tag)
+    expected = profile_tag(profile)  # which does not depend on its tag
+    assert tags == [expected, expected, ""]
+    answer["hicache_storage_backend_extra_config"] = json.dumps(
+        {**extra, "store": "mooncake://m:50051"}
+    )
+    sglang.answer("/server_info", answer)
+    profile, said = named(invoke, sglang, "--model-config", model)
+    assert profile.tag == ""
+    assert "the tag of its keys names the weights, which are unknown; give --weights" in said
 
 
 def test_a_draft_has_weights_of_its_own(invoke: Invoke, sglang: Sglang, model: Path) -> None:
