@@ -6,6 +6,7 @@ import os
 import statistics
 import struct
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,7 +33,6 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 HOUR_NS = 3600 * 10**9
 LIMIT = 100 * PAGE_BYTES
@@ -384,6 +384,21 @@ def test_a_rank_that_writes_nothing_has_no_limit(place: Place) -> None:
     assert capacity.admit(2 * LIMIT)
     assert not capacity.evict_now()
     assert not (place.path / ".hicachectl").exists()
+
+
+def test_closing_leaves_neither_descriptors_nor_threads(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before, place = descriptors(), Place(tmp_path / "store", folders=True)
+    place.put_pages(20)
+    for _ in range(5):
+        capacity = place.capacity(LIMIT, min_free=1)
+        assert capacity.admit(1)
+        capacity.close()
+        assert not capacity.admit(1)  # a call that comes late
+    place.close()
+    wait_until(lambda: descriptors() == before, "descriptors are left open")
 
 
 def test_a_rank_without_an_anchor_evicts_its_sidecars(place: Place) -> None:
