@@ -112,6 +112,10 @@ REFUSED: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
         ("pool kv", "page envelope", "without unified memory"),
     ),
     ({"case": "asymmetric"}, ("pool kv", "K and V differ in width", "mooncake")),
+    (
+        {"case": "mla_indexer", "profile": {"layout": "layer_first"}},
+        ("pool indexer", "layer_first", "--hicache-mem-layout page_first"),
+    ),
     ({"buffer_only": True}, ("'buffer_only'", "--hicache-host-memory-mode cache")),
     (
         {"case": "mla_mha_draft", "rank": [0, 0, 0]},
@@ -142,6 +146,7 @@ def test_what_is_refused_leaves_the_controller_usable(
     results = sglang_session.run("plugin_refusals", path)
     for result, (request, words) in zip(results, REFUSED, strict=False):
         assert all(word in result["refused"] for word in words), (request, result)
-        assert result["attachable"] == ("draft" not in result["refused"]), (request, result)
+        side_pool = result["refused"].startswith(("pool draft", "pool indexer"))
+        assert result["attachable"] == (not side_pool), (request, result)
         assert result["detachable"], (request, result)
     assert [result["refused"] for result in results[len(REFUSED) :]] == ["", ""]

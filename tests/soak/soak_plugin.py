@@ -30,11 +30,11 @@ LOAD_S = float(os.environ.get("HICACHECTL_SOAK_SECONDS", "600"))
 WARM = 5  # samples of memory before which it may grow
 GROWTH = 0.02  # of resident memory after that
 REFUSED = ("mla_mha_draft", "asymmetric", "cp2_without_dp", "two_models")
-# SGLang's own assertions of host pools.
+# Layouts that SGLang's host pools assert against, or for which they name no memory.
 UNSUPPORTED = {
     "mla": ("page_head",),
     "mamba": ("layer_first", "page_head"),
-    "dsa_indexer": ("page_head",),
+    "dsa_indexer": ("layer_first", "page_head"),
     "opaque": ("layer_first", "page_head"),
 }
 
