@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
 
 from hicachectl.formats.profile import dump_profile
+from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.transfer import retargeted
 from tests.served_stores import HYBRID, INDEXED, OTHER_WEIGHTS, served_by, served_store
-from tests.stores import page
+from tests.stores import OLD, page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,3 +133,14 @@ def test_named_weights_make_plain_files_hits(invoke: Invoke, tmp_path: Path) -> 
     document = prewarm(invoke, tmp_path, INDEXED, *chain(tmp_path))
     assert document["usable_tokens"] == 5 * INDEXED.page_size
     assert served_by(tmp_path / "target", INDEXED, PAGES) == [True] * 5
+
+
+def test_a_page_without_trailers_beside_others_is_missing(invoke: Invoke, tmp_path: Path) -> None:
+    """Its copy would have none either, and the servers would refuse it."""
+    served_store(tmp_path / "source", INDEXED, range(5))
+    for path in (tmp_path / "source").glob(f"{page(3)}*"):
+        path.write_bytes(path.read_bytes()[:-TRAILER_BYTES])
+        os.utime(path, (OLD, OLD))
+    document = prewarm(invoke, tmp_path, INDEXED, *chain(tmp_path))
+    assert (document["copied_pages"], document["missing_pages"]) == (3, 2)
+    assert served_by(tmp_path / "target", INDEXED, PAGES) == [True] * 3 + [False] * 2
