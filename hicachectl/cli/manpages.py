@@ -283,7 +283,7 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             Pages with objects of another identity than the profile's are not copied. Without
             --trailers write or drop, neither are objects without a trailer, if they would get one
             but lie beside objects that have one. An object of another identity in DST is a
-            conflict.
+            conflict, and with --trailers write also one without a trailer.
         """,
         "INTERRUPTED RUNS": """
             A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without

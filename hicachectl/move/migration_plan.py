@@ -220,8 +220,8 @@ def plan_migration(
     ):
         plan.remarks.append(
             f"In conflict: {_counted(count, 'page')} of which {stores.destination.url} has objects "
-            "of other weights, dtype or layout, or from before a server cleared the store; "
-            "--if-exists overwrite replaces them"
+            "that plug-in servers refuse: of other weights, dtype or layout, from before a server "
+            "cleared the store, or without a trailer; --if-exists overwrite replaces them"
         )
     if foreign := int(inventory.is_foreign.sum()):
         why = "with unknown keys; hicachectl verify lists them"

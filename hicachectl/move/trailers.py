@@ -41,7 +41,8 @@ class TrailerPlan:
 
     expected: identities of the source's objects. identities: of new trailers, by affix; empty to
     write none. keeps: copies have the trailers of their sources. bare: objects without a trailer
-    are copied, also from a store with trailers. remark: for the user, or "".
+    are copied, also from a store with trailers. always: no object may lack its trailer afterwards.
+    remark: for the user, or "".
     """
 
     source: Store
@@ -50,6 +51,7 @@ class TrailerPlan:
     identities: Mapping[Affix, Identity]
     keeps: bool
     bare: bool
+    always: bool = False
     remark: str = ""
 
     def acceptance(self, inventory: Inventory) -> Acceptance:
@@ -77,7 +79,7 @@ class TrailerPlan:
         objects: the source's listing.
         """
         markers = markers_of(self.destination)
-        if not isinstance(self.destination, Trailed) or not markers:
+        if not isinstance(self.destination, Trailed) or not (markers or self.always):
             return survey
         at, targets, _ = survey.there.objects(np.arange(len(survey.groups)))
         doubtful = np.flatnonzero(self._doubtful(survey, markers)[targets])
@@ -92,18 +94,23 @@ class TrailerPlan:
             theirs = _identities_in(self.destination, keys)
             ours = self._wanted(survey, at[some], targets[some], objects)
             pairs = zip(theirs, ours, strict=True)
-            foreign[at[some][[None not in pair and pair[0] != pair[1] for pair in pairs]]] = True
+            refused = [
+                here != copied and copied is not None and (here is not None or self.always)
+                for here, copied in pairs
+            ]
+            foreign[at[some][refused]] = True
         return replace(survey, foreign=foreign)
 
     def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
-        """Return which targets can have another identity in the destination: [targets]."""
+        """Return which targets can have another trailer in the destination: [targets]."""
         known: dict[str, set[bytes]] = defaultdict(set)
         for marker in (*markers, *(markers_of(self.source) if self.keeps else ())):
             known[marker.suffix].add(marker.identity.hash())
         for (_, suffix), identity in self.identities.items():
             known[suffix].add(identity.hash())
         ends = [target.affix[1] for target in survey.route.targets]
-        return np.array([len(known.get(end, ())) > 1 for end in ends], dtype=np.bool_)
+        least = 1 if self.always else 2
+        return np.array([len(known.get(end, ())) >= least for end in ends], dtype=np.bool_)
 
     def _wanted(
         self, survey: Survey, at: IntArray, targets: IntArray, objects: pa.Table
@@ -156,6 +163,7 @@ def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
         identities=identities if writes or keeps else {},
         keeps=keeps,
         bare=keeps or not writes or mode == "write",
+        always=mode == "write",
         remark="" if markers or writes else _bare_remark(stores),
     )
 

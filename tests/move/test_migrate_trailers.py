@@ -177,6 +177,20 @@ def test_trailers_can_be_dropped(
     assert not (target / ".hicachectl/plugin").exists()
 
 
+def test_always_writing_does_not_leave_out_pages_that_are_there(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """Pages without trailers in the destination are conflicts, unless they are overwritten."""
+    migrated(invoke, source, target, "--trailers", "drop")
+    write = (*given(tmp_path), "--trailers", "write")
+    document = migrated(invoke, source, target, *write, exit_code=4)
+    assert (document["conflicts"], document["skipped"]) == (4, 0)
+    document = migrated(invoke, source, target, *write, "--if-exists", "overwrite")
+    assert document["pages"] == 4
+    assert files(target) == files(source)
+    assert migrated(invoke, source, target, *write)["skipped"] == 4
+
+
 def test_trailers_that_cannot_be_written_are_refused(
     invoke: Invoke, tmp_path: Path, target: Path
 ) -> None:
