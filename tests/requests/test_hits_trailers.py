@@ -119,6 +119,19 @@ def test_plain_files_count_in_a_store_that_no_plug_in_wrote(
     assert "trailer" not in said
 
 
+def test_another_models_trailers_say_nothing_of_plain_files(invoke: Invoke, tmp_path: Path) -> None:
+    """Only servers of the other model use the plug-in."""
+    store = tmp_path / "store"
+    served_store(store, HYBRID, range(5))
+    for path in store.glob("*.bin"):
+        path.write_bytes(path.read_bytes()[:-TRAILER_BYTES])
+    for marker in (store / ".hicachectl/plugin").iterdir():
+        marker.unlink()
+    served_store(store, INDEXED, range(5))
+    assert hits(invoke, store, HYBRID)[0]["usable_pages"] == 5
+    assert hits(invoke, store, INDEXED)[0]["usable_pages"] == 5
+
+
 @models
 def test_what_a_server_cleared_does_not_count(
     invoke: Invoke, tmp_path: Path, profile: Profile
