@@ -133,7 +133,7 @@ class StorePages(PageStore):
                 self._store = self._prepared(open_store(str(self._url), create=self._writes))
             if with_memory and self._slots is None and not self._refusal:
                 self._slots = self._attached(self._store)
-        except (HicacheError, OSError) as error:
+        except Exception as error:  # of any kind: a rank that raised would hang the others
             self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
             self.counters.refused("unopened", reason_of(error))
         finally:

@@ -509,6 +509,21 @@ def test_a_damaged_object_of_a_pack_is_a_miss(tmp_path: Path) -> None:
         assert found.counts["damaged"] == 1
 
 
+def test_a_pack_that_fails_on_this_host_alone_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is raised: the other ranks wait for this one after the registration."""
+    url, _ = packed(tmp_path / "pages.hcpack", MHA)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("odd pack")
+
+    monkeypatch.setattr("hicachectl.backends.sglang.stores.open_store", fail)
+    with served(url, MHA, writes=False) as found:
+        assert not any(found.exists() + found.read())
+        assert found.counts["unopened"] >= 1
+
+
 def test_an_unfinished_pack_is_a_miss(tmp_path: Path) -> None:
     path = tmp_path / "pages.hcpack"
     url, _ = packed(path, MHA)
