@@ -1,9 +1,11 @@
 """Listing against `find`, whole processes, and start-up; run by hand.
 
-    python tests/bench/bench_ls.py --objects 200000 [--directory DIR] [--runs 7]
+    python tests/bench/bench_ls.py --objects 200000 [--directory DIR] [--runs 7] [--folders]
+        [--trailers]
 
 Fills a directory with objects without content (sparse, 52 KB each) unless they exist, then runs
 each command in turn with find. Prints the median of the pairwise ratios, and peak memory.
+--folders: 256 folders. --trailers: the files are longer by a trailer, and markers say so.
 """
 
 from __future__ import annotations
@@ -19,19 +21,31 @@ import tempfile
 import time
 from pathlib import Path
 
+from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.file.markers import Marker, write_marker
+from hicachectl.formats.identity import Identity
+from hicachectl.formats.trailer import TRAILER_BYTES
+
 SUFFIXES = ("_Qwen-Qwen3-32B_0_2", "_Qwen-Qwen3-32B_1_2", ".mamba_Qwen-Qwen3-32B_0_2",
             ".mamba_Qwen-Qwen3-32B_1_2")  # fmt: skip
 OBJECT_BYTES = 52_000
 
 
-def fill(directory: Path, objects: int) -> None:
+def fill(directory: Path, objects: int, *, folders: bool, trailers: bool) -> None:
     """Write the names of a TP=2 hybrid model."""
-    for number in range(objects // len(SUFFIXES)):
-        page = hashlib.sha256(str(number).encode()).hexdigest()
-        for suffix in SUFFIXES:
-            path = directory / f"{page}{suffix}.bin"
-            path.touch()
-            os.truncate(path, OBJECT_BYTES)
+    nbytes = OBJECT_BYTES + TRAILER_BYTES * trailers
+    with ObjectDirectory.create(str(directory), folders=folders or None) as place:
+        for number in range(objects // len(SUFFIXES)):
+            page = hashlib.sha256(str(number).encode()).hexdigest()
+            for suffix in SUFFIXES:
+                where, name = place.place_for_new(f"{page}{suffix}.bin".encode())
+                descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=where)
+                os.truncate(descriptor, nbytes)
+                os.close(descriptor)
+        for suffix in SUFFIXES if trailers else ():
+            identity = Identity(model="Qwen-Qwen3-32B", weights="w")
+            with place.outer(writes=True) as outer:
+                write_marker(outer, Marker(f"{suffix}.bin", OBJECT_BYTES, identity, "xxh3"))
 
 
 def timed(command: list[str]) -> tuple[float, float]:
@@ -63,11 +77,13 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=200_000)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--folders", action="store_true")
+    parser.add_argument("--trailers", action="store_true")
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp(prefix="hicachectl-bench-"))
     directory.mkdir(parents=True, exist_ok=True)
     if not any(directory.iterdir()):
-        fill(directory, options.objects)
+        fill(directory, options.objects, folders=options.folders, trailers=options.trailers)
     with tempfile.TemporaryDirectory() as outputs:
         parquet = str(Path(outputs) / "objects.parquet")
         cases = {
