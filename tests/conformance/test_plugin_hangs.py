@@ -157,6 +157,6 @@ def _freezable_mount(folder: Path) -> Iterator[tuple[Path, int]]:
             missing("the right to mount with FUSE", "run the tests as root, with CAP_SYS_ADMIN")
         yield mount, process.pid
     finally:
-        process.send_signal(signal.SIGCONT)
         subprocess.run([unmount, "-u", "-z", mount], check=False)
-        process.wait(10)
+        process.kill()
+        process.wait()
