@@ -190,20 +190,23 @@ class ObjectDirectory:
         except NotADirectoryError:
             return True
 
-    def reopen(self) -> None:
-        """Open what the path names now; make it again, with its mark, if it is missing.
+    def reopen(self, *, makes: bool = True) -> None:
+        """Open what the path names now.
 
-        Calls that use the earlier directory at this time may fail. Raises like `create`.
+        makes: make it again, with its mark, if it is missing; else take it in the form that it has.
+        Calls that use the earlier directory at this time may fail. Raises like `create` or `open`.
         """
-        make_directories(self.path)
+        if makes:
+            make_directories(self.path)
         opened = os.open(self.path, _OPEN)
         try:
-            _settle(self.path, opened, self.folders)
+            folders = _settle(self.path, opened, self.folders if makes else None)
             with self._opening:
                 if self.descriptor < 0:
                     raise ValueError("The directory is closed")
                 os.dup2(opened, self.descriptor, inheritable=False)
                 self._current.clear()
+                self.folders = folders
         finally:
             os.close(opened)
 

@@ -296,12 +296,12 @@ class FilePages(PageStore):
 
     def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
         """Return the directory that the path names; make it unless this store is only read."""
-        if self._reads_only:
+        if earlier is None and self._reads_only:
             return ObjectDirectory.open(self._url.path)
         if earlier is None:
             folders = self._url.params.get("folders") is not None or None
             return ObjectDirectory.create(self._url.path, folders=folders)
-        earlier.reopen()
+        earlier.reopen(makes=not self._reads_only)
         return earlier
 
     def _begin(self, directory: ObjectDirectory) -> None:

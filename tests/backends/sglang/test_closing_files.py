@@ -233,6 +233,29 @@ def test_a_system_without_more_threads_costs_no_descriptors(
     store.close()
 
 
+def test_a_directory_that_is_replaced_costs_a_reader_no_descriptors(
+    tmp_path: Path, host: HostPool
+) -> None:
+    """It is read in the form that it has, and never made."""
+    path = tmp_path / "store"
+    store = store_of(path, host, reads_only=True)
+    descriptors = set()
+    for number in range(6):
+        url = StoreUrl("file", str(path), params={"folders": "hex2"} if number % 2 else {})
+        writer = FilePages(url, Counters(str(url)))
+        writer.add(host.pool)
+        assert write(writer, host) == [True] * 4
+        writer.close()
+        store._open_again_at = 0.0
+        assert read(store, host) == [True] * 4
+        path.rename(tmp_path / f"moved {number}")
+        assert read(store, host) == [False] * 4
+        assert not path.exists()
+        descriptors.add(_descriptors())
+    assert max(descriptors) <= min(descriptors) + len(PAGES)  # of folders
+    store.close()
+
+
 def test_a_path_that_cannot_be_asked_is_a_miss_with_a_reason(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
