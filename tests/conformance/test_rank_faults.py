@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conformance.conftest import SglangSession
+    from tests.conformance.store_cases import PLUGIN_CASES
+    from tests.conftest import Invoke
 
     Run = Callable[..., Any]
+else:
+    from store_cases import PLUGIN_CASES
 
 pytestmark = pytest.mark.conformance
 
@@ -27,6 +31,7 @@ LOAD_S = 4
 OP_TIMEOUT_S = 1.0
 LATE_S = 0.5  # for the end of a call after its time-out
 ALONE: dict[str, Any] = {"tp": 1}
+KILLED = "mla_indexer"
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def run(sglang_session: SglangSession, tmp_path: Path) -> Run:
 
 def check_kills(run: Run, folder: Path, kills: int) -> None:
     """Kill backups; every page is whole or missing, and the next server writes it again."""
-    results = run("plugin_kills", "mla_indexer", kills=kills)
+    results = run("plugin_kills", KILLED, kills=kills)
     assert len(results) == kills
     for result in results:
         assert not any(result["wrong"]), result
@@ -68,8 +73,21 @@ def check_load(run: Run, seconds: float) -> dict[str, Any]:
     return result
 
 
-def test_killed_writers_leave_whole_pages(run: Run, tmp_path: Path) -> None:
+def test_killed_writers_leave_whole_pages(run: Run, tmp_path: Path, invoke: Invoke) -> None:
+    """`verify` compares digests, identities and values, and finds temporary files only."""
     check_kills(run, tmp_path, KILLS)
+    profile = {
+        **PLUGIN_CASES[KILLED].deployments[0].profile,
+        **ALONE,
+        "weights": "weights of the tests",
+    }
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    verify = ("verify", tmp_path / "store", "--profile", tmp_path / "profile.json")
+    found = invoke(*verify, "--grace", "0s", "--fail-on", "error", "--format", "json").document
+    assert {"groups", "values", "digests"} <= set(found["checks"])
+    assert found["skipped_checks"] == []  # identities would be named here
+    assert found["pages"] == 8 * (KILLS + 1)
+    assert set(found["counts"]) <= {"stale-temporary"}
 
 
 def test_all_threads_at_once(run: Run) -> None:
