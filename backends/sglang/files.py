@@ -322,7 +322,9 @@ class FilePages(PageStore):
                 suffix = _suffix(pool).decode()
                 write_marker(here, Marker(suffix, pool.nbytes, pool.identity, self._digest))
         self._files = {
-            pool.name: PageFiles(directory, self._form(pool), self._capacity)
+            pool.name: PageFiles(
+                directory, self._form(pool), self._capacity, touches=not self._reads_only
+            )
             for pool in self._pools.values()
         }
 

@@ -76,10 +76,14 @@ class Found(NamedTuple):
 class PageFiles:
     """The files of one pool in a directory."""
 
-    def __init__(self, directory: ObjectDirectory, form: Form, capacity: Capacity) -> None:
+    def __init__(
+        self, directory: ObjectDirectory, form: Form, capacity: Capacity, *, touches: bool = True
+    ) -> None:
+        """touches: reads count as use, for the order of eviction."""
         self.form = form
         self._directory = directory
         self._capacity = capacity
+        self._touches = touches
         self._epoch = capacity.epoch(form.suffix)
         self._hash = digest_function(form.digest)
         self._whole = form.nbytes + TRAILER_BYTES
@@ -140,7 +144,7 @@ class PageFiles:
                 kind = DIGEST_KINDS[data[KIND_AT]]
                 if digest_function(kind)((memory[:nbytes],)) != data[DIGEST_AT:PAGE_AT]:
                     problem = "damaged"
-            if not problem:
+            if not problem and self._touches:
                 self._capacity.used(page.encode() + self.form.suffix, descriptor, facts)
             return Found(problem, facts)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -405,3 +406,26 @@ def test_a_folder_that_is_a_link_costs_its_pages_alone(tmp_path: Path, host: Hos
     assert read(store, host) == [True, False, True, True]
     assert not list((tmp_path / "elsewhere").iterdir())
     store.close()
+
+
+def test_a_store_that_is_only_read_is_not_changed(tmp_path: Path, host: HostPool) -> None:
+    """No marker, no removal of damaged files, no times of reads."""
+    with opened(tmp_path, host) as store:
+        write(store, host)
+    shutil.rmtree(tmp_path / ".hicachectl")
+    os.truncate(file_of(tmp_path, PAGES[0]), 10)
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    before = {path.name: path.stat() for path in tmp_path.iterdir()}
+    with opened(tmp_path, host, reads_only=True) as store:
+        assert exists(store, host) == read(store, host) == [False, True, True, True]
+    after = {path.name: path.stat() for path in tmp_path.iterdir()}
+    assert before.keys() == after.keys()
+    for name, facts in before.items():
+        assert (facts.st_ino, facts.st_ctime_ns) == (after[name].st_ino, after[name].st_ctime_ns)
+
+
+def test_a_missing_store_that_is_only_read_is_not_made(tmp_path: Path, host: HostPool) -> None:
+    with opened(tmp_path / "missing", host, reads_only=True) as store:
+        assert exists(store, host) == [False] * 4
+    assert not list(tmp_path.iterdir())
