@@ -50,7 +50,7 @@ _DETAILS = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
     "foreign": "written for other weights, dtype or layout",
     "unstamped": 'has no trailer; "unstamped": "read" uses such files',
-    "unreadable": "cannot be read, or is no regular file; a write replaces the file",
+    "unreadable": "cannot be read, or is no regular file",
     "stale": "written before the store was cleared",
 }
 
