@@ -243,7 +243,7 @@ class FilePages(PageStore):
         tasks = min(self._threads, len(pages), 1 + len(pages) * nbytes // _BYTES_PER_TASK)
         paused = workers.paused
         workers.map(call, work, [()] * tasks)
-        if call.ended:
+        if (call.ended or not call.seconds_left) and not all(done):
             why = "a pause after a call that timed out" if paused else "no answer in time"
             self.counters.refused("timeout", why, done.count(False))
         return list(done)  # a copy: a worker that hangs still holds the list

@@ -429,3 +429,22 @@ def test_a_missing_store_that_is_only_read_is_not_made(tmp_path: Path, host: Hos
     with opened(tmp_path / "missing", host, reads_only=True) as store:
         assert exists(store, host) == [False] * 4
     assert not list(tmp_path.iterdir())
+
+
+def test_a_slow_store_serves_what_it_can_in_time(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a hanging thread: the pages that came too late count as timed out."""
+    original = os.preadv
+
+    def slow(*arguments: Any) -> int:
+        time.sleep(0.2)
+        return original(*arguments)
+
+    with opened(tmp_path, host, threads=1) as store:
+        write(store, host)
+        monkeypatch.setattr(os, "preadv", slow)
+        with Call(0.5) as call:
+            done = store.read(host.pool, PAGES, host.pieces(range(4)), call)
+        assert 1 <= done.count(True) < 4
+        assert store.counters.snapshot()["timeout"] == done.count(False)
