@@ -212,7 +212,6 @@ PLUGIN_CASES: dict[str, Case] = {
     "mla_draft": Case(
         (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mla(1, name="draft")])),)
     ),
-    # Refused: SGLang stores such a draft from one rank only, and such K and V on Mooncake only.
     "mla_mha_draft": Case(
         (Deployment(_drafted("deepseek-ai/DeepSeek-Tiny", [_mla(3), _mha("draft", 1)])),)
     ),
@@ -276,6 +275,8 @@ MOONCAKE_CASES: dict[str, Case] = {
         )
     ),
 }
+# Of PLUGIN_CASES: SGLang stores such a draft from one rank only, and such K and V on Mooncake only.
+PLUGIN_REFUSES = ("mla_mha_draft", "asymmetric")
 # (case, layout); in layer_first, MooncakeStore accepts only MLA pages without an indexer.
 MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
     *((name, case.deployments[0].profile["layout"]) for name, case in MOONCAKE_CASES.items()),

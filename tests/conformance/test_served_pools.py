@@ -14,9 +14,9 @@ from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
     from tests.conformance.conftest import SglangSession
-    from tests.conformance.store_cases import LAYOUTS, PLUGIN_CASES
+    from tests.conformance.store_cases import LAYOUTS, PLUGIN_CASES, PLUGIN_REFUSES
 else:
-    from store_cases import LAYOUTS, PLUGIN_CASES
+    from store_cases import LAYOUTS, PLUGIN_CASES, PLUGIN_REFUSES
 
 pytestmark = pytest.mark.conformance
 
@@ -25,7 +25,7 @@ _HEADED = ("gqa_tp2", "mha_draft", "packed_draft", "pp2", "swa")
 _LATENT = ("mla_draft", "logical")
 _SPECULATIVE = {"speculative_algorithm": "EAGLE"}
 REQUESTS: list[Row] = [
-    *({"case": case} for case in PLUGIN_CASES),
+    *({"case": case} for case in PLUGIN_CASES if case not in PLUGIN_REFUSES),
     *({"case": case, "profile": {"layout": layout}} for case in _HEADED for layout in LAYOUTS),
     *({"case": case, "profile": {"layout": layout}} for case in _LATENT for layout in LAYOUTS[:3]),
     *(
