@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.urls import StoreUrl
 
 _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
+# Pages of fewer bytes take mostly Python, which one thread at a time runs; on a store that takes
+# longer for a page than Python does, several threads wait at once.
+_LARGE_BYTES = 256 << 10
+_SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
 _SECONDS_BETWEEN_OPENS = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
@@ -93,6 +97,7 @@ class FilePages(PageStore):
         self._askers = Workers(threads, "hicachectl-exists")
         self._own = threading.local()  # each reader's memory
         self._longest = 0  # bytes of the longest page
+        self._seconds: dict[Workers, float] = {}  # of a thread for a page, in the last call
         self._pools: dict[str, ServedPool] = {}
         self._opening = threading.Lock()
         self._open_again_at = 0.0
@@ -240,9 +245,13 @@ class FilePages(PageStore):
                     reason = "full" if getattr(error, "errno", None) in NO_ROOM else other
                     self.counters.refused(reason, f"{pages[index]}: {reason_of(error)}")
 
-        tasks = min(self._threads, len(pages), 1 + len(pages) * nbytes // _BYTES_PER_TASK)
-        paused = workers.paused
+        tasks = 1
+        if nbytes >= _LARGE_BYTES or self._seconds.get(workers, 0.0) > _SLOW_SECONDS:
+            tasks = min(self._threads, len(pages), 1 + len(pages) * nbytes // _BYTES_PER_TASK)
+        paused, begun = workers.paused, time.monotonic()
         workers.map(call, work, [()] * tasks)
+        if pages and not paused:
+            self._seconds[workers] = (time.monotonic() - begun) * tasks / len(pages)
         if (call.ended or not call.seconds_left) and not all(done):
             why = "a pause after a call that timed out" if paused else "no answer in time"
             self.counters.refused("timeout", why, done.count(False))

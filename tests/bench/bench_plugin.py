@@ -51,6 +51,7 @@ else:
 MIB = 1 << 20
 DIGESTS = ("off", "xxh3", "blake3")
 THREADS = 4
+LARGE = 256 << 10  # bytes of a page from which threads pay
 
 
 def _profile(pools: list[dict[str, Any]], page_size: int) -> Any:
@@ -118,7 +119,10 @@ class Rank:
         kv = self.host["kv"]
         self.indices = kv.alloc(count * kv.page_size)
         for pool in self.host.values():
-            for buffer in pool.get_hybrid_pool_buffer():
+            for name in ("kv_buffer", "index_k_with_scale_buffer"):
+                buffer = getattr(pool, name, None)
+                if buffer is None:
+                    continue
                 buffer.view(-1).view(sys.modules["torch"].uint8).random_()
         self.config = HiCacheStorageConfig(
             tp_rank=0,
@@ -277,7 +281,8 @@ class Bare:
             for number in left:
                 work(name, number)
 
-        threads = [threading.Thread(target=loop) for _ in range(THREADS)]
+        count = THREADS if self.rank.nbytes[name] >= LARGE else 1  # more only wait for each other
+        threads = [threading.Thread(target=loop) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
