@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
 
+pytestmark = pytest.mark.slow
+
 PAGES = [page(number) for number in range(4)]
 KV = f"{page(1)}_demo-hybrid-1b_0_2.bin"
 OTHER = replace(HYBRID, weights=OTHER_WEIGHTS)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Invoke
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("folders", [False, True], ids=["flat", "folders"])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["renamed", "copied"])

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
 
+pytestmark = pytest.mark.slow
+
 SUFFIX = "_m_0_1.bin"  # of the suite's keys
 IDENTITY = Identity(model="m", weights="w", dtype="bfloat16", page_size=64, layer_bytes=1)
 

@@ -34,6 +34,8 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+pytestmark = pytest.mark.slow
+
 HOUR_NS = 3600 * 10**9
 LIMIT = 100 * PAGE_BYTES
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
+pytestmark = pytest.mark.slow
+
 PAGES = hashes(4)
 NBYTES = 1000
 SOON = 2.0  # seconds; far less than a call that hangs
