@@ -103,7 +103,7 @@ class TrailerChecks:
     ) -> Verdict:
         """Compare a trailer with its object's key and bytes: OK, DAMAGED or FOREIGN.
 
-        trailer: or why there is none.
+        trailer: or the reason why the file has none.
         """
         if isinstance(trailer, Verdict):
             skipped = self._suspended and trailer.status == Status.DAMAGED
@@ -188,7 +188,7 @@ class NewTrailers:
 
 
 def trailer_in(data: Buffer) -> Trailer | Verdict:
-    """Return the trailer in the last bytes of a file, or why there is none.
+    """Return the trailer in the last bytes of a file, or the reason why it has no trailer.
 
     The file is DAMAGED, or, without any sign of a trailer, OVERSIZED.
     """

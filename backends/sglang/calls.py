@@ -167,7 +167,7 @@ class Workers:
             self._queue.put(None)
 
     def _start(self, tasks: int) -> None:
-        """Start the threads that are missing. Raises RuntimeError if there is none then."""
+        """Start the missing threads. Raises RuntimeError if no thread can be started."""
         with self._lock:
             missing = 0 if self._closed else min(tasks, self._most) - self._running
             for _ in range(missing):

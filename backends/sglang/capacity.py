@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PAGE_DIGITS = 64
 _TOUCHED_EVERY_NS = 3600 * 10**9
-_ROOM_SHARE = 1024  # of max_size: what is taken from the ledger at once
+_ROOM_SHARE = 1024  # one share of max_size is taken from the ledger at a time
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _CLOSE_WAIT_S = 0.1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -71,7 +71,7 @@ class Capacity:
         self._lock = threading.Lock()
         self._credit = 0  # bytes taken from the ledger, not yet admitted
         self._chunk = max_size // _ROOM_SHARE
-        self._free = 0  # bytes, when last probed, less what was admitted since
+        self._free = 0  # bytes at the last probe, minus the bytes admitted since
         self._admitted = 0  # bytes, since the probe
         self._probed_at = 0.0
         self._epochs: dict[bytes, EpochReader] = {}

@@ -205,7 +205,7 @@ def _snapshot(name: str, revision: str | None, cache: str | None) -> Path:
 
 
 def _leaf(bags: tuple[Any, ...], name: str) -> Any:
-    """Return a setting from the namespace that has it; None if there is none."""
+    """Return a setting from the namespace that has it; None if no namespace has it."""
     return next((value for bag in bags if (value := getattr(bag, name, None)) is not None), None)
 
 

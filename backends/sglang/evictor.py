@@ -142,7 +142,7 @@ class Evictor:
         self._listing: Listing | None = None
         self._next = 0  # row
         self._known = 0  # bytes of the rows from there on
-        self._expected = 0  # the total after the listing, less what was evicted
+        self._expected = 0  # bytes found by the listing, minus those evicted since
         self._listed_at = self._tried_at = self._looked_at = 0.0  # by time.monotonic
         self._listing_s = 0.0
         self._written = 0  # total of the ledger, and all that was evicted, at the listing
@@ -167,7 +167,10 @@ class Evictor:
         self._thread.join(_LONGEST_JOIN_S)
 
     def turn(self) -> bool:
-        """Do what is due now. Return whether this process evicts. Raises OSError, HicacheError."""
+        """List and evict if it is time. Return whether this process evicts.
+
+        Raises OSError, HicacheError.
+        """
         with self._working:
             self._reopen_if_gone()
             if not self._holds and not self._take_lock():
@@ -243,7 +246,7 @@ class Evictor:
         return total + self._evicted - self._written > _WRITTEN_AT_LEAST * self._limit
 
     def _list(self) -> None:
-        """List the objects, set the ledger, and remove what is stale."""
+        """List the objects, set the ledger, and remove stale objects."""
         first = self._listing is None
         self._listing = None  # not two at a time in memory
         begun = time.monotonic()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FORM = struct.Struct("<q")
-HIGH = 0.98  # of the limit: somebody has to evict
-_ASSUMED = 0.95  # of the limit is in use, until somebody has listed the directory
+HIGH = 0.98  # share of the limit above which the evictor works
+_ASSUMED = 0.95  # share of the limit taken as used before the first listing
 _LOCK_WAIT_S, _LOCK_PAUSE_S = 0.2, 0.0002
 
 
@@ -54,7 +54,7 @@ class Ledger:
             return self._read()
 
     def take(self, least: int, most: int) -> int:
-        """Take room for `most` bytes, or for what is left; return 0 if `least` are not left."""
+        """Take `most` bytes of room, or all that is left; 0 if fewer than `least` are left."""
         with self._locked():
             total = self._read()
             taken = min(most, self.limit - total)

@@ -81,7 +81,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     """SGLang's storage backend over stores of this package."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        """Check the configuration. Raises ValueError for what is the same on every rank.
+        """Check the configuration. Raises ValueError, on every rank alike.
 
         storage_config: SGLang's HiCacheStorageConfig. kwargs: empty, from the controller.
         """
