@@ -41,6 +41,8 @@ SCAN_FIELDS = {
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes that change whenever the data of the object may have changed.
     "version": pa.field("version", pa.binary()),
+    # When a server's `clear` made the object a miss, Unix nanoseconds; else null.
+    "cleared_ns": pa.field("cleared_ns", pa.int64()),
     # The store's copies of the object. kind: "memory", "disk", "local_disk" or "nof".
     "replicas": pa.field(
         "replicas",
@@ -198,8 +200,10 @@ class Store(ABC):
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield record batches of bounded size with every object, in the store's own order.
 
-        Batches have `scan_schema(columns)`; columns that the store lacks are null.
-        Objects deleted during the scan may be missing. Closing the generator frees its resources.
+        Batches have `scan_schema(columns)`; columns that the store lacks are null. Objects that
+        are misses since a server's `clear` do not exist for any operation; only with the column
+        `cleared_ns`, scans and looks return them. Objects deleted during the scan may be missing.
+        Closing the generator frees its resources.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from hicachectl.backends.base import Store
 from hicachectl.backends.disk.permissions import Permissions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -236,8 +236,19 @@ class Trailed(Store):
         """
 
     @abstractmethod
-    def stale(self, rows: Rows) -> BoolArray:
-        """Return which objects are misses since a server cleared the store: [n] bool."""
+    def remove_cleared(self, rows: Rows) -> Result:
+        """Delete objects that are misses since a server's `clear`.
+
+        Statuses: OK; GONE also for objects that were written again, which stay; ERROR.
+        """
+
+    @abstractmethod
+    def add_markers(self, markers: Iterable[Marker]) -> None:
+        """Write the markers that the store lacks, before objects with trailers come to it.
+
+        `write_from` and `copy_from` without `preserve` do so by themselves. Raises
+        StoreUnavailable, UntrustedError.
+        """
 
     @abstractmethod
     def read_trailers(self, rows: Rows) -> Any:

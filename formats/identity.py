@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.pools import model_layer_count
+from hicachectl.formats.pools import model_layer_count, partition_text
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import IDENTITY_BYTES
 
@@ -37,6 +37,7 @@ class Identity:
     layout: SGLang's --hicache-mem-layout after normalisation.
     page_size: tokens of a page.
     layer_bytes: bytes of one layer of the object; 0 for a logical anchor.
+    pp_partition: from `pools.partition_text`: equal keys have other layers under another division.
     """
 
     model: str
@@ -48,11 +49,20 @@ class Identity:
     layout: str = "page_first"
     page_size: int = 1
     layer_bytes: int = 0
+    pp_partition: str = ""
 
     def hash(self) -> bytes:
         """Return the identity's hash: 16 bytes."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=True)
+        text = json.dumps(_hashed(self), sort_keys=True, ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
+
+
+def _hashed(identity: Identity) -> dict[str, object]:
+    """Return the facts that a hash covers; those that came later, only where they are stated."""
+    facts = asdict(identity)
+    if not identity.pp_partition:
+        del facts["pp_partition"]
+    return facts
 
 
 def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
@@ -74,6 +84,7 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
         layout=profile.layout,
         page_size=profile.page_size,
         layer_bytes=spec.nbytes // layers if layers else 0,
+        pp_partition=partition_text(profile.pp_partition, profile.pp),
     )
 
 
@@ -124,7 +135,7 @@ def deployment_tag(
         than ranks, objects of one rank but other TP sizes have equal bytes of other heads.
     draft_weights: of the deployment's draft, also on stages without it; "" without a draft.
     """
-    facts = asdict(replace(anchor, part=None, draft_weights=draft_weights))
+    facts = _hashed(replace(anchor, part=None, draft_weights=draft_weights))
     text = json.dumps([facts, dict(sidecars), tp_size, pp_size], sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).hexdigest()
 

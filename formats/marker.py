@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ MAX_MARKER_BYTES = 16 << 10
 _FORM = 1
 _MAX_VALUES = 100
 _MAX_OBJECT_BYTES = 1 << 48
+_Digest = Literal["off", "xxh3", "blake3"]
 _Text = Annotated[str, Meta(max_length=4096)]
 _Count = Annotated[int, Meta(ge=0, le=_MAX_OBJECT_BYTES)]
 
@@ -59,27 +60,43 @@ class _Facts(msgspec.Struct, forbid_unknown_fields=True):
     layout: _Text
     page_size: _Count
     layer_bytes: _Count
+    pp_partition: _Text = ""
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class MarkerForm(msgspec.Struct, forbid_unknown_fields=True):
+    """A marker in JSON."""
+
     form: int
     suffix: Annotated[str, Meta(min_length=1, max_length=255)]
     nbytes: _Count
-    digest: Literal["off", "xxh3", "blake3"]
+    digest: _Digest
     identity: str
     facts: _Facts
 
 
+def marker_form(marker: Marker) -> MarkerForm:
+    """Return the form of a marker; inverse of `marker_of`."""
+    return MarkerForm(
+        form=_FORM,
+        suffix=marker.suffix,
+        nbytes=marker.nbytes,
+        digest=cast("_Digest", marker.digest),
+        identity=marker.identity.hash().hex(),
+        facts=_Facts(**asdict(marker.identity)),
+    )
+
+
+def marker_of(form: MarkerForm, source: str) -> Marker:
+    """Return a marker. source: names it in messages. Raises FormatError."""
+    identity = Identity(**msgspec.structs.asdict(form.facts))
+    if identity.hash().hex() != form.identity:
+        raise FormatError(f"{source}: the identity is not that of its facts; remove the file")
+    return Marker(form.suffix, form.nbytes, identity, form.digest)
+
+
 def dump_marker(marker: Marker) -> bytes:
     """Return a marker as JSON; inverse of `parse_marker`."""
-    document = {
-        "form": _FORM,
-        "suffix": marker.suffix,
-        "nbytes": marker.nbytes,
-        "digest": marker.digest,
-        "identity": marker.identity.hash().hex(),
-        "facts": asdict(marker.identity),
-    }
+    document = msgspec.to_builtins(marker_form(marker))
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
@@ -91,8 +108,4 @@ def parse_marker(data: bytes, source: str) -> Marker:
     form = table.get("form")
     if type(form) is int and form > _FORM:
         raise FormatError(f"{source}: has form {form}, a later one; use a newer hicachectl")
-    document = convert(table, _Document, source)
-    identity = Identity(**msgspec.structs.asdict(document.facts))
-    if identity.hash().hex() != document.identity:
-        raise FormatError(f"{source}: its identity is not that of its facts; remove the file")
-    return Marker(document.suffix, document.nbytes, identity, document.digest)
+    return marker_of(convert(table, MarkerForm, source), source)

@@ -103,14 +103,25 @@ def pp_ranges(
     """
     if pp == 1:  # SGLang then ignores the partition
         return ((0, num_layers),)
-    small = pp - num_layers % pp
-    sizes = list(partition) or [num_layers // pp + (rank >= small) for rank in range(pp)]
+    sizes = list(partition) or _even(num_layers, pp)
     if len(sizes) != pp or sum(sizes) != num_layers:
         raise ProfileError(f"pp_partition: {sizes} does not split {num_layers} layers over pp {pp}")
     if min(sizes) < 1:
         raise ProfileError(f"pp: {num_layers} layers cannot fill {pp} stages; give a smaller pp")
     ends = list(accumulate(sizes))
     return tuple(zip([0, *ends], ends, strict=False))
+
+
+def _even(num_layers: int, pp: int) -> list[int]:
+    small = pp - num_layers % pp
+    return [num_layers // pp + (rank >= small) for rank in range(pp)]
+
+
+def partition_text(partition: Sequence[int], pp: int) -> str:
+    """Return the layers of each pipeline stage, as `16,15`; "" for SGLang's own division."""
+    if pp == 1 or not partition or list(partition) == _even(sum(partition), pp):
+        return ""
+    return ",".join(map(str, partition))
 
 
 def layer_shard_range(rank: int, size: int, num_layers: int) -> tuple[int, int]:

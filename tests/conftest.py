@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +31,11 @@ from tests.small_file_system import other_file_system  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# pyarrow imports dateutil for each Python value that it converts without a type. A package that is
+# absent is looked for anew each time, in all of sys.path and by the finder of pytest.
+if importlib.util.find_spec("dateutil") is None:
+    sys.modules["dateutil"] = None  # type: ignore[assignment]
 
 # A shell starts a job in the background with SIGINT ignored, and children inherit that. Tests
 # interrupt their children, so these start with the default again.

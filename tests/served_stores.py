@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from hicachectl.backends.file.epochs import begin_epoch
+from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages
@@ -139,6 +142,14 @@ def age(directory: Path) -> None:
     """Give all objects old times, so that none is in flight."""
     for path in directory.rglob("*.bin"):
         os.utime(path, (OLD, OLD))
+
+
+def clear(store: Path) -> None:
+    """Make all present objects misses, as the plug-in's `clear` does, but not later ones."""
+    names = {path.name.encode() for path in store.rglob("*.bin")}
+    with ObjectDirectory.open(str(store)) as directory:
+        begin_epoch(directory, {name[64:] for name in names})
+    time.sleep(0.05)  # the file system's clock has ticks of some milliseconds
 
 
 def served_by(

@@ -31,5 +31,5 @@ def small_file_system(directory: Path, size: int | str) -> Iterator[Path]:
 @pytest.fixture
 def other_file_system(tmp_path: Path) -> Iterator[Path]:
     """Return a directory on another file system than tmp_path, so renames between them fail."""
-    with small_file_system(tmp_path / "other-file-system", "16m") as directory:
+    with small_file_system(tmp_path / "other-file-system", "64m") as directory:
         yield directory

@@ -1,23 +1,27 @@
-"""Run the tool on a terminal that answers its questions."""
+"""A terminal that answers the questions of the command line."""
 
 from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
-def on_a_terminal(*arguments: object, answer: str) -> tuple[str, str]:
-    """Run the tool on a terminal that answers; return its stdout and stderr."""
-    primary, secondary = pty.openpty()
-    command = [sys.executable, "-m", "hicachectl", *map(str, arguments)]
-    done = subprocess.Popen(
-        command, stdin=secondary, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    os.write(primary, f"{answer}\n".encode())
-    out, err = done.communicate(timeout=60)
-    os.close(primary)
-    os.close(secondary)
-    assert done.returncode in (0, 4), err
-    return out, err
+@contextmanager
+def answering(answer: str) -> Iterator[None]:
+    """Let stdin be a terminal on which somebody has typed an answer."""
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, f"{answer}\n".encode())
+    try:
+        with os.fdopen(terminal) as stdin, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "stdin", stdin)
+            yield
+    finally:
+        os.close(keyboard)

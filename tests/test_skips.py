@@ -11,6 +11,7 @@ from textwrap import dedent
 import pytest
 
 from tests.skips import REQUIRE_ALL
+from tests.speed import slow
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = "from tests.skips import register as pytest_configure\n"
@@ -49,7 +50,7 @@ def pytest_of(folder: Path, *options: str) -> list[str]:
 
 
 PARALLEL = pytest.mark.parametrize(
-    "options", [[], ["-p", "xdist.plugin", "-n", "1"]], ids=["alone", "xdist"]
+    "options", [[], slow(["-p", "xdist.plugin", "-n", "1"])], ids=["alone", "xdist"]
 )
 
 
@@ -73,6 +74,7 @@ def test_what_is_missing_fails_a_run_that_requires_everything(tmp_path: Path) ->
     assert "FAILED, a skip that is not allowed: missing bindfs: `apt-get install bindfs`" in said
 
 
+@pytest.mark.slow
 def test_a_fixture_that_skips_counts_too(tmp_path: Path) -> None:
     text = """
         import pytest
@@ -87,6 +89,7 @@ def test_a_fixture_that_skips_counts_too(tmp_path: Path) -> None:
     assert "1 missing no-such-program: `apt-get install programs` installs it" in said
 
 
+@pytest.mark.slow
 def test_cuda_and_what_a_store_lacks_may_always_be_skipped(tmp_path: Path) -> None:
     text = """
         import pytest
@@ -105,10 +108,10 @@ def test_cuda_and_what_a_store_lacks_may_always_be_skipped(tmp_path: Path) -> No
     "text",
     [
         "import pytest\n@pytest.mark.skip(reason='later')\ndef test_one(): pass\n",
-        "import pytest\npytest.importorskip('no_such_module')\ndef test_one(): pass\n",
-        "import pytest\n@pytest.mark.parametrize('n', [])\ndef test_one(n): pass\n",
-        "import pytest\n@pytest.mark.xfail\ndef test_one(): assert False\n",
-        "import pytest\n@pytest.mark.xfail\ndef test_one(): pass\n",
+        slow("import pytest\npytest.importorskip('no_such_module')\ndef test_one(): pass\n"),
+        slow("import pytest\n@pytest.mark.parametrize('n', [])\ndef test_one(n): pass\n"),
+        slow("import pytest\n@pytest.mark.xfail\ndef test_one(): assert False\n"),
+        slow("import pytest\n@pytest.mark.xfail\ndef test_one(): pass\n"),
     ],
     ids=["skip", "importorskip", "no parameters", "xfail", "xpass"],
 )
@@ -118,6 +121,7 @@ def test_any_other_skip_fails_the_run(tmp_path: Path, text: str) -> None:
     assert "FAILED, a skip that is not allowed: not a reason of tests/skips.py" in said
 
 
+@pytest.mark.slow
 def test_a_run_without_skips_says_nothing_of_them(tmp_path: Path) -> None:
     status, said = pytest_run(tmp_path, require_all=True, test_a="def test_one(): pass\n")
     assert status == 0, said

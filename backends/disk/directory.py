@@ -13,14 +13,24 @@ from contextlib import suppress
 from typing import Self
 
 from hicachectl.backends.disk.copying import write_bytes
-from hicachectl.backends.disk.durable import CREATE_FILE, is_named, lock, new_file, sync_directory
+from hicachectl.backends.disk.durable import (
+    CREATE_FILE,
+    UNSUPPORTED,
+    is_named,
+    new_file,
+    sync_directory,
+    temporary_name,
+)
+from hicachectl.backends.disk.durable import lock as lock_file
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.permissions import Permissions, give_file
-from hicachectl.formats.errors import UntrustedError
+from hicachectl.formats.errors import UnsupportedByBackend, UntrustedError
 
 _OPEN_NAMED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_DIRECTORY = _OPEN_NAMED | os.O_NOFOLLOW
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_CREATE_FILE = CREATE_FILE & ~os.O_WRONLY | os.O_RDWR
+_NO_LINKS = UNSUPPORTED | {errno.EXDEV, errno.EMLINK}
 _ROOT = 0
 _KINDS = {
     stat.S_IFLNK: "a symbolic link, and links are not followed here",
@@ -174,7 +184,7 @@ class Directory:
 
     def read(self, name: str, most: int) -> bytes:
         """Read at most `most` bytes of a regular file."""
-        descriptor = self._checked_file(name, self._open(name, _OPEN_FILE))
+        descriptor = self.open_file(name)
         try:
             parts = []
             while most > 0 and (part := os.read(descriptor, min(most, 1 << 20))):
@@ -183,6 +193,10 @@ class Directory:
             return b"".join(parts)
         finally:
             os.close(descriptor)
+
+    def open_file(self, name: str) -> int:
+        """Open a regular file for reading; return the descriptor."""
+        return self._checked_file(name, self._open(name, _OPEN_FILE))
 
     def _open(self, name: str, flags: int, mode: int = 0) -> int:
         try:
@@ -254,6 +268,71 @@ class Directory:
             self._give_away(descriptor)
             write_bytes(memoryview(content), descriptor)
 
+    def create(self, name: str) -> int:
+        """Create a file with permissions as in `make_directory`; return its descriptor."""
+        descriptor = self._open(name, _CREATE_FILE, self._readable & 0o666 | 0o600)
+        try:
+            self._give_away(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def publish(self, name: str, content: bytes) -> bool:
+        """Create a file, whole and durable, unless its name exists; return whether it is ours.
+
+        Uses link(2), which never replaces a file, also if processes of several hosts publish one
+        name at once. Raises UnsupportedByBackend on a file system without links.
+        """
+        descriptor = self.publish_locked(name, content, lock=False)
+        if descriptor is None:
+            return False
+        os.close(descriptor)
+        return True
+
+    def publish_locked(self, name: str, content: bytes, *, lock: bool = True) -> int | None:
+        """Publish a file that is locked (flock) before it has its name.
+
+        Return its descriptor, or None if the name exists. On a file system without locks, the file
+        is not locked. See `publish`.
+        """
+        partial = temporary_name()
+        descriptor = self.create(partial)
+        try:
+            if lock:
+                lock_file(descriptor, optional=True)
+            write_bytes(memoryview(content), descriptor)
+            os.fsync(descriptor)
+            ours = self._link(partial, name, descriptor)
+            self.sync()
+        except BaseException:
+            os.close(descriptor)
+            raise
+        finally:
+            with suppress(OSError):
+                self.remove(partial)
+        if ours:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def _link(self, partial: str, name: str, descriptor: int) -> bool:
+        here = self.descriptor
+        try:
+            os.link(partial, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
+        except FileExistsError:
+            # An NFS client may repeat a call whose answer was lost: then the name is ours.
+            return is_named(descriptor, name, here)
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise UnsupportedByBackend(
+                    f"{self.path}: this file system has no hard links ({error.strerror}), which "
+                    "several hosts need to publish files whole; use a directory on NFS, Lustre or "
+                    "a local disk"
+                ) from error
+            raise
+        return True
+
     @property
     def _readable(self) -> int:
         return self._facts.st_mode & self.trust.permissions.for_group(self._facts.st_gid)
@@ -289,4 +368,4 @@ class Directory:
 
         Returns True on a file system without locks.
         """
-        return lock(self.descriptor, optional=True)
+        return lock_file(self.descriptor, optional=True)

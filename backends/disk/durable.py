@@ -117,6 +117,11 @@ def move_noreplace(source: int | None, old: bytes, target: int | None, new: byte
 # files
 
 
+def temporary_name() -> str:
+    """Return a name of a temporary file that no other process uses."""
+    return f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+
+
 @contextmanager
 def new_file(
     path: str,
@@ -137,7 +142,7 @@ def new_file(
     Raises OSError.
     """
     # Not derived from the file's name, which may have the maximum length.
-    partial = partial or f".hicachectl-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    partial = partial or temporary_name()
     partial = os.path.join(os.path.dirname(path), partial)  # noqa: PTH118, PTH120
     descriptor = os.open(partial, CREATE_FILE, mode, dir_fd=directory)
     try:
@@ -235,4 +240,21 @@ def is_named(
         facts = os.stat(path, dir_fd=directory, follow_symlinks=follow)
     except FileNotFoundError:
         return False
-    return os.path.samestat(facts, os.fstat(descriptor))
+    found = _open_facts(descriptor)
+    return found is not None and os.path.samestat(facts, found)
+
+
+def is_linked(descriptor: int) -> bool:
+    """Return whether an open file has a name. Raises OSError."""
+    found = _open_facts(descriptor)
+    return found is not None and found.st_nlink > 0
+
+
+def _open_facts(descriptor: int) -> os.stat_result | None:
+    """Return the stat of an open file; None for one that another host removed from NFS."""
+    try:
+        return os.fstat(descriptor)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return None

@@ -3,17 +3,21 @@
 The epoch of a suffix is the ctime of a file in `.hicachectl/`. Objects whose ctime is not later are
 stale. A rename sets the ctime, so it is the time at which an object got its name; both times are
 from the file system's clock. Mtimes are no measure: copies keep them.
+
+Stale objects are no objects of the store: the plug-in removes them after a while.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OPEN_SIDE = _OPEN_FILE | os.O_DIRECTORY
+_PREFIX = b"epoch-"
 
 
 def owner_of(suffix: bytes) -> bytes:
@@ -49,6 +54,42 @@ def begin_epoch(directory: ObjectDirectory, suffixes: Iterable[bytes]) -> None:
                 os.close(descriptor)
 
 
+def read_epochs(directory: ObjectDirectory) -> dict[bytes, int]:
+    """Return all epochs of a directory, Unix nanoseconds by `owner_of` their suffix.
+
+    Empty if the side directory is missing, or not trusted. Raises OSError.
+    """
+    found: dict[bytes, int] = {}
+    with (
+        suppress(FileNotFoundError, PermissionError, UntrustedError),
+        directory.outer(writes=False) as here,
+        here.directory(os.fsdecode(OWN_PREFIX)) as side,
+    ):
+        for name in map(os.fsencode, os.listdir(side.descriptor)):  # noqa: PTH208 - no path
+            if name.startswith(_PREFIX):
+                with suppress(FileNotFoundError):
+                    found[name.removeprefix(_PREFIX)] = _known_ctime(name, side.descriptor)
+    return found
+
+
+def _known_ctime(name: bytes, side: int) -> int:
+    """Return the ctime of an epoch's file, even an unreadable one; 0 if it is no regular file."""
+    try:
+        return _ctime(name, side)
+    except OSError:
+        facts = os.stat(name, dir_fd=side, follow_symlinks=False)
+        return facts.st_ctime_ns if stat.S_ISREG(facts.st_mode) else 0
+
+
+def _ctime(name: bytes, side: int) -> int:
+    """Return the ctime of an epoch. Opening the file shows what other hosts did (NFS)."""
+    descriptor = os.open(name, _OPEN_FILE, dir_fd=side)
+    try:
+        return os.fstat(descriptor).st_ctime_ns
+    finally:
+        os.close(descriptor)
+
+
 class EpochReader:
     """The epoch of one suffix, as it was when `look` was last called.
 
@@ -63,18 +104,14 @@ class EpochReader:
     def look(self) -> int:
         """Read and return `ctime_ns`; an unreadable epoch leaves it.
 
-        Call it once per call of SGLang. Opening the file shows what other hosts did (NFS).
+        Call it once per call of SGLang.
         """
         try:
             side = os.open(OWN_PREFIX, _OPEN_SIDE, dir_fd=self._directory.descriptor)
             try:
-                descriptor = os.open(self._name, _OPEN_FILE, dir_fd=side)
+                self.ctime_ns = _ctime(self._name, side)
             finally:
                 os.close(side)
-            try:
-                self.ctime_ns = os.fstat(descriptor).st_ctime_ns
-            finally:
-                os.close(descriptor)
         except FileNotFoundError:
             self.ctime_ns = 0
         except OSError:
@@ -87,4 +124,4 @@ class EpochReader:
 
 
 def _name(suffix: bytes) -> bytes:
-    return b"epoch-" + owner_of(suffix)
+    return _PREFIX + owner_of(suffix)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.durable import (
+    is_linked,
     is_named,
     make_directories,
     sync_directory,
@@ -120,6 +121,10 @@ class ObjectDirectory:
 
     # places of objects
 
+    def is_folder(self, name: bytes) -> bool:
+        """Return whether a directory of this name holds objects."""
+        return self.folders and name in _NAMES
+
     def place(self, key: bytes) -> tuple[int, bytes]:
         """Return the descriptor of the directory with an object's file, and the file's name.
 
@@ -216,7 +221,7 @@ class ObjectDirectory:
         """Return a folder's descriptor. makes: make a missing folder."""
         if folder in self._current:
             number = self._numbers[folder]
-            if os.fstat(number).st_nlink:  # another process may have removed the folder
+            if is_linked(number):  # another process may have removed the folder
                 return number
         with self._opening:
             opened = self._open_folder(os.fsdecode(folder), makes=makes)

@@ -59,11 +59,13 @@ class Place:
 class LeftOut:
     """What listings left out. others: links, FIFOs, sockets and devices named like objects.
 
-    misplaced: files outside the folder that their name belongs to. folders: messages.
+    misplaced: files outside the folder that their name belongs to. cleared: numbers of objects from
+    before a `clear`. folders: messages.
     """
 
     others: SkippedEntries = field(default_factory=SkippedEntries)
     misplaced: SkippedEntries = field(default_factory=SkippedEntries)
+    cleared: list[int] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
 

@@ -15,6 +15,8 @@ from hicachectl.backends.disk.durable import move_noreplace, sync_directory
 from hicachectl.backends.disk.files import check_key, check_new_key, version_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicachectl.backends.file.faults import Faults
     from hicachectl.backends.file.folders import ObjectDirectory
 
@@ -22,8 +24,18 @@ if TYPE_CHECKING:
 class FileMover(Mover):
     """Mover of a file store."""
 
-    def __init__(self, objects: ObjectDirectory, there: int, faults: Faults) -> None:
-        """Use the store's directory, and the descriptor of the other, which `close` closes."""
+    def __init__(
+        self,
+        objects: ObjectDirectory,
+        there: int,
+        faults: Faults,
+        remove_stale: Callable[[bytes], bool],
+    ) -> None:
+        """Use the store's directory, and the descriptor of the other, which `close` closes.
+
+        remove_stale: removes an object from before a `clear`; returns whether the key has one.
+        """
+        self._remove_stale = remove_stale
         self._objects = objects
         self._there = there
         self._faults = faults
@@ -68,7 +80,12 @@ class FileMover(Mover):
             if not stat.S_ISREG(held.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file in the quarantine")
             here, _ = self._objects.place_for_new(key)
-            move_noreplace(self._there, source, here, key)
+            try:
+                move_noreplace(self._there, source, here, key)
+            except FileExistsError:
+                if not self._remove_stale(key):
+                    return Status.EXISTS
+                move_noreplace(self._there, source, here, key)
         except FileExistsError:
             return Status.EXISTS
         except OSError as error:

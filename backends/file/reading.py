@@ -13,19 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import (
-    BoolArray,
     IntArray,
     ReadResult,
     Rows,
     Status,
-    as_table,
     keys_of,
 )
 from hicachectl.backends.capabilities import trailer_schema
 from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
-from hicachectl.backends.file.epochs import EpochReader
-from hicachectl.backends.file.sizes import HASH_BYTES, MOST_BYTES
 from hicachectl.backends.file.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
@@ -226,27 +222,6 @@ class FileReader:
         if isinstance(trailer, Verdict) or not self._checks.belongs(key, nbytes, trailer):
             return None
         return trailer
-
-    def stale(self, rows: Rows) -> BoolArray:
-        """Return which objects a server's `clear` made misses, as `Trailed.stale` does."""
-        import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
-
-        keys = as_table(rows).column("key").combine_chunks()
-        suffixes = pc.binary_slice(keys, HASH_BYTES, MOST_BYTES).dictionary_encode()
-        epochs = [EpochReader(self._objects, end) for end in suffixes.dictionary.to_pylist()]
-        begun = np.array([epoch.look() > 0 for epoch in epochs], dtype=np.bool_)
-        which = suffixes.indices.to_numpy()
-        stale = np.zeros(len(keys), dtype=np.bool_)
-        for row in np.flatnonzero(begun[which]).tolist():
-            try:
-                check_key(key := keys[row].as_py())
-                directory, name = self._objects.place(key)
-                facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            except (OSError, UntrustedError) as error:
-                self._faults.status(row, error, {})
-            else:
-                stale[row] = epochs[which[row]].stale(facts)
-        return stale
 
     def _note_readable(self, modes: int, groups: set[int], owners: set[int]) -> None:
         """Record the permissions common to a call's files; modes: their bitwise AND."""

@@ -13,14 +13,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import pyarrow as pa
 
 from hicachectl.backends.base import (
     BoolArray,
@@ -33,7 +31,6 @@ from hicachectl.backends.base import (
     Store,
     Traits,
     keys_of,
-    scan_schema,
 )
 from hicachectl.backends.capabilities import (
     Announces,
@@ -47,12 +44,12 @@ from hicachectl.backends.capabilities import (
 )
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.durable import sync_directory, sync_file_system
-from hicachectl.backends.disk.files import LOST, OWN_PREFIX, check_key, is_file_name
+from hicachectl.backends.disk.files import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.file.copies import FileCopier, Origin
 from hicachectl.backends.file.faults import Faults, unavailable
-from hicachectl.backends.file.folders import SIDE_DIRECTORY, ObjectDirectory, folder_of
-from hicachectl.backends.file.listing import LeftOut, Place, ask_each, scan_places
+from hicachectl.backends.file.folders import SIDE_DIRECTORY, ObjectDirectory
+from hicachectl.backends.file.lister import FileLister
 from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.file.reading import FileReader
 from hicachectl.backends.file.sizes import MarkedSizes
@@ -68,7 +65,7 @@ from hicachectl.formats.errors import (
 from hicachectl.formats.wording import failed, not_one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
@@ -111,10 +108,10 @@ class FileStore(
         except OSError as error:
             raise unavailable(self.path, error) from error
         self._made: list[str] = []  # directories that `create` made, innermost first
-        self._left_out = LeftOut()
         self._faults = Faults(self.objects)
         self._sizes = MarkedSizes(self.objects, self._faults)
         self._checks = TrailerChecks(self._sizes.facts)
+        self._lister = FileLister(self.objects, self._sizes)
         self._reader = FileReader(self.objects, self._faults, self._sizes, self._checks)
         self._writer = FileWriter(self.objects, self._faults, self._sizes)
 
@@ -218,78 +215,23 @@ class FileStore(
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List every regular file; its columns are null if its stat fails."""
-        left_out = self._left_out = LeftOut()
-        schema = scan_schema(columns)
-        try:
-            if "nbytes" in schema.names:
-                self._sizes.current()
-            yield from scan_places(self._places(left_out), schema, left_out, self._sizes.strip)
-        except OSError as error:
-            raise unavailable(self.path, error) from error
-
-    def _places(self, left_out: LeftOut) -> Iterator[Place]:
-        if not self.objects.folders:
-            yield Place(self.objects.descriptor, self.path)
-            return
-        for folder, descriptor in self.objects.directories(left_out.folders):
-            path = self.path if folder is None else f"{self.path}/{folder.decode()}"
-            yield Place(descriptor, path, _holder(folder))
+        return self._lister.scan(columns)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Report what the last listing left out."""
-        others, misplaced = self._left_out.others, self._left_out.misplaced
-        remarks = list(self._left_out.folders)
+        remarks = list(self._lister.remarks)
         if problem := self._untrusted:
             remarks.append(f"{problem}; folders and trailers, if there are any, go unnoticed")
-        if others.count:
-            remarks.append(
-                f"{self.path}: ignored {others.count} links, FIFOs, sockets or devices with names "
-                f"of objects, such as {others.first}; only regular files are objects"
-            )
-        if misplaced.count:
-            remarks.append(
-                f"{self.path}: ignored {misplaced.count} files outside the folders of their keys, "
-                f"such as {misplaced.first}; HiCacheFile cannot share a directory with folders"
-            )
         return tuple(remarks)
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, by one stat each."""
-        schema = scan_schema(columns)
-        try:
-            if "nbytes" in schema.names:
-                self._sizes.current()
-            batch = ask_each(self._files(keys_of(rows)), schema)
-        except OSError as error:
-            raise unavailable(self.path, error) from error
-        return pa.Table.from_batches([self._sizes.strip(batch)])
-
-    def _files(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
-        """Yield directory and name of each key's file, unless there can be none."""
-        for key in keys:
-            if is_file_name(key):
-                with suppress(FileNotFoundError, NotADirectoryError, UntrustedError):
-                    directory, name = self.objects.place(key)
-                    yield directory, os.fsdecode(name)
+        return self._lister.look(rows, columns)
 
     def exists(self, rows: Rows) -> BoolArray:
         """Return which keys are regular files, by one stat each."""
-        keys = keys_of(rows)
-        return np.fromiter(map(self._is_there, keys), dtype=np.bool_, count=len(keys))
-
-    def _is_there(self, key: bytes) -> bool:
-        try:
-            check_key(key)
-            directory, name = self.objects.place(key)
-            facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        except UntrustedError:
-            return False
-        except OSError as error:
-            if error.errno in LOST:
-                raise unavailable(self.path, error) from error
-            return False
-        return stat.S_ISREG(facts.st_mode)
+        return self._lister.exists(rows)
 
     @property
     def _untrusted(self) -> str:
@@ -329,9 +271,43 @@ class FileStore(
         """See `Trailed`. Raises UsageError for an unknown digest."""
         self._writer.trailers = NewTrailers(identities, digest)
 
-    def stale(self, rows: Rows) -> BoolArray:
-        """Compare the times of files with the epochs in `.hicachectl`."""
-        return self._reader.stale(rows)
+    def add_markers(self, markers: Iterable[Marker]) -> None:
+        """See `Trailed`."""
+        self._refuse_untrusted()
+        try:
+            self._sizes.ensure(set(markers))
+        except OSError as error:
+            raise unavailable(self.path, error) from error
+
+    def remove_cleared(self, rows: Rows) -> Result:
+        """Remove stale files, and sync their directories."""
+        self._refuse_untrusted()
+        keys = keys_of(rows)
+        changed: set[int] = set()  # directories
+
+        def remove(index: int) -> Status:
+            check_key(keys[index])
+            if not self._writer.remove_stale(keys[index]):
+                return Status.GONE
+            changed.add(self.objects.place(keys[index])[0])
+            return Status.OK
+
+        return self._removed(len(keys), remove, changed)
+
+    def _removed(self, count: int, remove: Callable[[int], Status], changed: set[int]) -> Result:
+        """Return the result of removing rows, and sync their directories.
+
+        changed: gets these from `remove`.
+        """
+        statuses = np.zeros(count, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        self._faults.each(range(count), remove, statuses, errors)
+        # After a crash, an anchor must not reappear without its sidecars.
+        removed = np.flatnonzero(statuses == Status.OK).tolist()
+        if removed:
+            sync = partial(self.objects.sync, changed)
+            self._faults.synced(sync, removed, statuses, errors)
+        return Result(statuses, errors)
 
     def read_trailers(self, rows: Rows) -> Any:
         """Read the last bytes of each object's file."""
@@ -386,8 +362,6 @@ class FileStore(
         """Unlink files durably; a server can finish reading an open file."""
         self._refuse_untrusted()
         keys = keys_of(rows)
-        statuses = np.zeros(len(keys), dtype=np.uint8)
-        errors: dict[int, str] = {}
         changed: set[int] = set()  # directories
 
         def unlink(index: int) -> Status:
@@ -397,13 +371,7 @@ class FileStore(
             changed.add(directory)
             return Status.OK
 
-        self._faults.each(range(len(keys)), unlink, statuses, errors)
-        # After a crash, an anchor must not reappear without its sidecars.
-        deleted = np.flatnonzero(statuses == Status.OK).tolist()
-        if deleted:
-            sync = partial(self.objects.sync, changed)
-            self._faults.synced(sync, deleted, statuses, errors)
-        return Result(statuses, errors)
+        return self._removed(len(keys), unlink, changed)
 
     def flush(self) -> None:
         """Sync the file system, because servers and killed runs leave files unsynced."""
@@ -428,18 +396,10 @@ class FileStore(
         Servers that start later evict in the order of these times; running servers keep their own
         order in memory.
         """
-        now = time.time_ns()
-        touched = np.zeros(len(rows), dtype=np.bool_)
-        for index, key in enumerate(keys_of(rows)):
-            try:
-                check_key(key)
-                directory, name = self.objects.place(key)
-                times = now + index, now + index
-                os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
-                touched[index] = True
-            except (OSError, UntrustedError) as error:
-                self._faults.status(index, error, {})
-        return touched
+        try:
+            return self._writer.touch(keys_of(rows))
+        except OSError as error:
+            raise unavailable(self.path, error) from error
 
     def mover(self, directory: Directory) -> FileMover | None:
         """Return a mover to a directory; None if it is on another file system or mount."""
@@ -464,7 +424,7 @@ class FileStore(
         except BaseException:
             os.close(target)
             raise
-        return FileMover(self.objects, target, self._faults)
+        return FileMover(self.objects, target, self._faults, self._writer.remove_stale)
 
     def free_bytes(self) -> int | None:
         """Return the file system's free bytes for users other than root."""
@@ -478,11 +438,3 @@ def _folders_in(url: StoreUrl) -> bool | None:
     if value not in (None, FOLDERS):
         raise UsageError(f"{url}: {not_one_of('folders', value, [FOLDERS])}")
     return None if value is None else True
-
-
-def _holder(folder: bytes | None) -> Callable[[str], bool]:
-    """Return whether a name's file belongs into a folder, or beside the folders."""
-    if folder is None:
-        return lambda name: folder_of(os.fsencode(name)) is None
-    text = os.fsdecode(folder)
-    return lambda name: name.startswith(text) or folder_of(os.fsencode(name)) == folder

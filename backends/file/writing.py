@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -13,18 +14,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicachectl.backends.base import IntArray, Result, Rows, Status, keys_of, mtimes_of
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Result,
+    Rows,
+    Status,
+    keys_of,
+    mtimes_of,
+)
 from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace, sync_file_system
-from hicachectl.backends.disk.files import OWN_PREFIX, check_new_key
+from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
+from hicachectl.backends.file.cleared import Epochs
 from hicachectl.backends.file.listing import SkippedEntries, names_in
 from hicachectl.backends.file.reading import READ_FLAGS
-from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.backends.file.removing import remove_seen
+from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from hicachectl.backends.file.faults import Faults
     from hicachectl.backends.file.folders import ObjectDirectory
@@ -88,6 +99,51 @@ class FileWriter:
         return limit
 
     # objects
+
+    def touch(self, keys: list[bytes]) -> BoolArray:
+        """Set the mtimes of existing objects to now, in order; return which were set.
+
+        Raises OSError, StoreUnavailable.
+        """
+        now = time.time_ns()
+        epochs = Epochs(self._objects)
+        touched: dict[int, os.stat_result] = {}
+        for index, key in enumerate(keys):
+            try:
+                check_key(key)
+                directory, name = self._objects.place(key)
+                facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if epochs.stale(key, facts):  # it would be new again
+                    continue
+                times = now + index, now + index
+                os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
+                touched[index] = facts
+            except (OSError, UntrustedError) as error:
+                self._faults.status(index, error, {})
+        for index in self._cleared_since(epochs, keys, touched):
+            del touched[index]
+        done = np.zeros(len(keys), dtype=np.bool_)
+        done[list(touched)] = True
+        return done
+
+    def _cleared_since(
+        self, epochs: Epochs, keys: list[bytes], touched: Mapping[int, os.stat_result]
+    ) -> list[int]:
+        """Remove touched objects that a `clear` since `epochs` made stale; return their rows."""
+        later = Epochs(self._objects)
+        rows = [
+            index
+            for index, facts in touched.items()
+            if later.of(keys[index]) != epochs.of(keys[index]) and later.stale(keys[index], facts)
+        ]
+        for index in rows:
+            key = keys[index]
+            with suppress(FileNotFoundError):
+                here, name = self._objects.place(key)
+                now = os.stat(name, dir_fd=here, follow_symlinks=False)
+                if now.st_ino == touched[index].st_ino:
+                    remove_seen(self._objects, key, now, self._temporary(key), used_since=True)
+        return rows
 
     def write(
         self,
@@ -171,10 +227,29 @@ class FileWriter:
     def _rename(self, file: Temporary, key: bytes, *, if_absent: bool) -> None:
         """Rename a temporary file to its key. Raises FileExistsError."""
         here, name = file
-        if if_absent:
-            move_noreplace(here, name, here, key)
-        else:
+        if not if_absent:
             os.replace(name, key, src_dir_fd=here, dst_dir_fd=here)
+            return
+        try:
+            move_noreplace(here, name, here, key)
+        except FileExistsError:
+            if not self.remove_stale(key):
+                raise
+            move_noreplace(here, name, here, key)
+
+    def remove_stale(self, key: bytes) -> bool:
+        """Remove a key's file if a server's `clear` made it stale; return whether it was.
+
+        Raises OSError.
+        """
+        try:
+            here, name = self._objects.place(key)
+            facts = os.stat(name, dir_fd=here, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISREG(facts.st_mode) or not Epochs(self._objects).stale(key, facts):
+            return False
+        return remove_seen(self._objects, key, facts, self._temporary(key), used_since=True)
 
     def sync_data(self, files: Collection[Temporary]) -> None:
         """Sync files by one syncfs if possible, far cheaper than an fsync per file."""
@@ -206,6 +281,9 @@ class FileWriter:
                         with suppress(FileNotFoundError):
                             os.unlink(name, dir_fd=directory)
 
+    def _temporary(self, key: bytes) -> bytes:
+        return self._objects.temporary_name(key, self._token, next(self._numbers))
+
     def write_temporary(
         self,
         key: bytes,
@@ -216,7 +294,7 @@ class FileWriter:
         """Create an unsynced temporary file beside a key's, under a name that SGLang ignores."""
         mode, owner = new or self._new
         directory, _ = self._objects.place_for_new(key)
-        name = self._objects.temporary_name(key, self._token, next(self._numbers))
+        name = self._temporary(key)
         file = Temporary(directory, name)
         try:
             descriptor = os.open(name, CREATE_FILE, mode, dir_fd=directory)

@@ -11,7 +11,7 @@ from hicachectl.formats.identity import object_identity
 from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from hicachectl.backends.capabilities import Archive
     from hicachectl.backends.sglang.served import ServedPool
@@ -23,9 +23,9 @@ _AXES = ("tp", "pp", "cp")
 
 
 def archive_problem(
-    archive: Archive, pool: ServedPool, *, reads_unstamped: bool = False
-) -> str | None:
-    """Return why a server cannot use an archive's pages of a pool; None if it can.
+    archive: Archive, pools: Iterable[ServedPool], *, reads_unstamped: bool = False
+) -> str:
+    """Return why a server cannot use an archive's pages; "" if it can.
 
     A pool that the archive lacks is no problem: its pages are misses.
 
@@ -35,21 +35,23 @@ def archive_problem(
     profile = archive.recorded_profile()
     if profile is None or profile.inferred:
         return (
-            f"{archive.url}: does not record its deployment; pack the pages again with --profile, "
-            "which `hicachectl profile --server URL` writes"
+            "does not record its deployment; pack the pages again with --profile, which "
+            "`hicachectl profile --server URL` writes"
         )
     if not (profile.weights or reads_unstamped):
         return (
-            f"{archive.url}: does not name the weights of its pages; pack them again with a "
-            'profile that does, or give "unstamped": "read"'
+            "does not name the weights of its pages; pack them again with a profile that does, or "
+            'give "unstamped": "read"'
         )
-    files = [spec for spec in object_specs(profile, "file") if spec.pool == pool.name]
-    if files and (different := [*_differences(profile, files, pool)]):
-        return (
-            f"{archive.url}: its pages of {pool.name} have {', '.join(different)}; attach a pack "
-            "of this deployment, or convert the pack with hicachectl migrate"
-        )
-    return None
+    specs = object_specs(profile, "file")
+    for pool in pools:
+        files = [spec for spec in specs if spec.pool == pool.name]
+        if files and (different := [*_differences(profile, files, pool)]):
+            return (
+                f"its pages of {pool.name} have {', '.join(different)}; attach a pack of this "
+                "deployment, or convert the pack with hicachectl migrate"
+            )
+    return ""
 
 
 def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) -> Iterator[str]:

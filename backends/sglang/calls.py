@@ -36,8 +36,7 @@ class Call:
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
         self.ended = False
-        self._lock = threading.Lock()
-        self._holders = 0
+        self._holders: list[None] = []  # one for each
         self._left = threading.Semaphore(0)  # released by holders after the end
 
     @property
@@ -55,16 +54,18 @@ class Call:
 
         Raises Ended.
         """
-        with self._lock:
-            self.check()
-            self._holders += 1
+        # Without a lock: a holder registers and then looks at `ended`; `end` sets `ended` and then
+        # looks for holders. So one of the two sees the other.
+        self._holders.append(None)
+        if self.ended or time.monotonic() >= self.deadline:
+            self.let_go()
+            raise Ended
 
     def let_go(self) -> None:
         """End a `hold`."""
-        with self._lock:
-            self._holders -= 1
-            if self.ended:
-                self._left.release()
+        self._holders.pop()
+        if self.ended:
+            self._left.release()
 
     def copy(self, source: int, pieces: Iterable[tuple[int, int]]) -> None:
         """Copy bytes at an address, piece after piece, to addresses in the host pool.
@@ -81,10 +82,8 @@ class Call:
 
     def end(self) -> None:
         """End the call: wait for those that hold it, allow none after them."""
-        with self._lock:
-            holders = 0 if self.ended else self._holders
-            self.ended = True
-        for _ in range(holders):
+        self.ended = True
+        while self._holders:
             self._left.acquire()
 
     def __enter__(self) -> Self:

@@ -103,6 +103,8 @@ class Capacity:
 
         nbytes: of its file, with trailer. Give the room of a failed write back by `release`.
         """
+        if not (self._limit or self._min_free):
+            return True
         with self._lock:
             try:
                 if self._min_free and not self._has_space(nbytes):
@@ -149,15 +151,15 @@ class Capacity:
 
     # reading
 
-    def used(self, key: bytes, descriptor: int, facts: os.stat_result) -> None:
-        """Note that an object was read, for the order of eviction; at most once an hour.
+    def used(self, suffix: bytes, descriptor: int, facts: os.stat_result) -> None:
+        """Note that an object of a suffix was read, for the order of eviction; hourly at most.
 
         descriptor: of its open file. facts: its fstat.
         """
         if time.time_ns() - facts.st_atime_ns < _TOUCHED_EVERY_NS:
             return
         # The touch sets the ctime: it must not lift an object over an epoch that came meanwhile.
-        epoch = self.epoch(key[_PAGE_DIGITS:])
+        epoch = self.epoch(suffix)
         epoch.look()
         if not epoch.stale(facts):
             _LIBC.futimens(descriptor, _ATIME_ONLY)

@@ -5,6 +5,7 @@ Source: SGLang srt/runtime_context.py; the fields are in srt/arg_groups/fields/.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +51,7 @@ class Context:
     page_size: tokens of a page.
     fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
     row_form: environment variables that choose another form of rows than the default; else "".
+    pp_partition: layers of each pipeline stage, if the server was told; else ().
     opaque_rows: what decides the form of rows that hicachectl does not interpret.
     schemes: URL schemes of the stores.
     """
@@ -62,6 +64,7 @@ class Context:
     fp8: str = "float8_e4m3fn"
     draft_fp8: str = "float8_e4m3fn"
     row_form: str = ""
+    pp_partition: tuple[int, ...] = ()
     opaque_rows: str = "uint8"
     schemes: tuple[str, ...] = ("file",)
 
@@ -101,6 +104,7 @@ def read_context(settings: Settings) -> Context:
         fp8=_fp8(dtype),
         draft_fp8=_fp8(spec.speculative_draft_kv_cache_dtype or dtype),
         row_form=_row_form(),
+        pp_partition=_pp_partition(),
         opaque_rows="+".join(["uint8", str(dtype), *_kernels(runtime)]),
         schemes=tuple(store.scheme for store in settings.stores),
     )
@@ -219,6 +223,15 @@ def _fp8(dtype: str) -> str:
         return str(fp8_dtype).removeprefix("torch.")
     stated = stated_kv_dtype(dtype) or ""
     return stated if stated.startswith("float8") else "float8_e4m3fn"
+
+
+def _pp_partition() -> tuple[int, ...]:
+    """Return the division of layers that get_pp_indices reads (distributed/utils.py)."""
+    stated = os.environ.get("SGLANG_PP_LAYER_PARTITION")
+    try:
+        return tuple(map(int, stated.split(","))) if stated else ()
+    except ValueError:  # a server with stages would not have started
+        return ()
 
 
 def _row_form() -> str:

@@ -42,6 +42,13 @@ class Counters:
         since = "" if total - before == 1 else f" ({total - before} pages since the last line)"
         logger.warning("%s: %s: %s%s", self.place, reason, detail, since)
 
+    def excluded(self, reason: str, detail: str) -> None:
+        """Count and log, as an error, why all pages are misses until the next attach."""
+        self.count(reason)
+        logger.error(
+            "%s: %s: %s; all its pages are misses until the next attach", self.place, reason, detail
+        )
+
     def snapshot(self) -> dict[str, int]:
         """Return all counts by reason."""
         with self._lock:

@@ -108,19 +108,21 @@ class Evictor:
             self._directory, self._suffixes, trusted, has_anchor=self._has_anchor
         )
         with open_side(self._directory) as side:
-            self._lock_file = side.open_lock(self._lock_name)
             if self._limit:
                 used = side.open_lock(self._ledger_name)
                 self._ledger = Ledger(used, self._limit, shared=not self._alone)
+            self._lock_file = side.open_lock(self._lock_name)  # last: it shows that all are open
 
     def _reopen_if_gone(self) -> None:
-        """Open the control files again if they, or the directory, were replaced."""
+        """Open the control files again if they were replaced, or some could not be opened."""
         here = self._directory.descriptor
         if self._directory.vanished:
             if not Path(self._directory.path).exists():
                 raise FileNotFoundError(errno.ENOENT, "the directory is gone")
             self._directory.reopen()
-        elif is_named(self._lock_file, f".hicachectl/{self._lock_name}", here):
+        elif self._lock_file >= 0 and is_named(
+            self._lock_file, f".hicachectl/{self._lock_name}", here
+        ):
             return
         self._close_control()
         self._forget()

@@ -20,9 +20,8 @@ from hicachectl.backends.disk.durable import NO_ROOM
 from hicachectl.backends.file.epochs import begin_epoch
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.markers import write_marker
-from hicachectl.backends.sglang.calls import Workers
 from hicachectl.backends.sglang.capacity import Capacity
-from hicachectl.backends.sglang.page_files import Form, PageFiles
+from hicachectl.backends.sglang.page_files import Form, Found, PageFiles
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
@@ -35,7 +34,7 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicachectl.backends.sglang.calls import Call
+    from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import Pieces, ServedPool
     from hicachectl.backends.urls import StoreUrl
@@ -46,8 +45,6 @@ _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
 _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
-_SECONDS_BETWEEN_OPENS = 5.0
-_SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
 _LONGEST_NAME = 255  # bytes, on Linux
 _ANCHOR = "kv"
 _DETAILS = {
@@ -80,30 +77,23 @@ class FilePages(PageStore):
 
         digest: kind of new trailers. reads_unstamped: files without a trailer are pages.
         replaces_foreign: writes replace files of another identity. reads_only: change nothing in
-        the directory, and do not create it. max_size, min_free_space, evict: as in `Capacity`.
+        the directory, and do not create it. A directory that this process may not change is only
+        read, too. max_size, min_free_space, evict: as in `Capacity`.
         """
+        super().__init__(counters, threads)
         self._url = url
-        self.counters = counters
         self._digest = digest
         self._reads_unstamped = reads_unstamped
         self._replaces_foreign = replaces_foreign
         self._reads_only = reads_only
+        self._changes = not reads_only  # as far as the open directory allows it
         self._max_size = max_size
         self._min_free_space = min_free_space
         self._evict = evict
-        self._threads = threads
-        self._readers = Workers(threads, "hicachectl-read")
-        self._writers = Workers(threads, "hicachectl-write")
-        self._askers = Workers(threads, "hicachectl-exists")
         self._own = threading.local()  # each reader's memory
         self._longest = 0  # bytes of the longest page
         self._seconds: dict[Workers, float] = {}  # of a thread for a page, in the last call
-        self._pools: dict[str, ServedPool] = {}
-        self._opening = threading.Lock()
-        self._open_again_at = 0.0
         self._clears = self._cleared = 0  # asked for, and done
-        self._closing = threading.Lock()
-        self._closed = False
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None
         self._files: dict[str, PageFiles] = {}
@@ -114,16 +104,14 @@ class FilePages(PageStore):
         self._longest = max(self._longest, pool.nbytes)
         self._pools[pool.name] = pool
 
-    def open(self, call: Call) -> None:
-        """Open or create the directory."""
-        self._askers.map(call, self._open, [()])
-
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
         """Return which pages have a file of our identity and of the right length."""
 
         def exists(files: PageFiles, index: int) -> bool:
-            found = files.examine(pages[index])
-            return found is not None and not self._is_refused(found.problem, pool, pages[index])
+            problem = files.problem(pages[index])
+            if problem:
+                self._refuse(problem, pool, pages[index])
+            return problem == ""
 
         return self._each(self._askers, call, pool, pages, _EXAMINED_BYTES, exists)
 
@@ -138,10 +126,11 @@ class FilePages(PageStore):
             if found is None:
                 self.counters.count("gone")
                 return False
-            if self._is_refused(found.problem, pool, pages[index]):
-                if found.problem == "damaged" and not self._reads_only:
+            if found.problem:
+                self._refuse(found.problem, pool, pages[index])
+                if found.problem == "damaged" and self._changes:
                     call.check()
-                    self._discard(pool, pages[index], found.facts.st_ino)
+                    self._discard(pool, pages[index], found)
                 return False
             call.copy(address, pieces[index])
             return True
@@ -152,6 +141,9 @@ class FilePages(PageStore):
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
         """Write pages that are not there under temporary names; rename them if still in time."""
+        if not self._changes:
+            self.counters.refused("unwritable", "the directory is only read", len(pages))
+            return [False] * len(pages)
 
         def write(files: PageFiles, index: int) -> bool:
             found = files.examine(pages[index])
@@ -159,12 +151,11 @@ class FilePages(PageStore):
                 if files.keep(pages[index], found):
                     return True
                 # Evicted meanwhile, or cleared: then the mark has made it newer than the epoch.
-                files.remove(pages[index], found.facts.st_ino)
+                files.remove(pages[index], found)
                 found = None
             if found is not None and found.problem == "foreign" and not self._replaces_foreign:
-                self._is_refused("foreign", pool, pages[index])
+                self._refuse("foreign", pool, pages[index])
                 return False
-            call.check()
             views = [_view(*piece) for piece in pieces[index]]
             files.write(pages[index], views, call, found)
             return True
@@ -184,36 +175,15 @@ class FilePages(PageStore):
             )
 
     def _written(self) -> list[ServedPool]:
-        return [pool for pool in self._pools.values() if pool.writes and not self._reads_only]
+        return [pool for pool in self._pools.values() if pool.writes and self._changes]
 
-    def close(self) -> None:
-        """End the threads, and close the directory once none hangs in it."""
-        for workers in self._workers:
-            workers.close()
-        self._closed = True
-        self._release()
-
-    @property
-    def _workers(self) -> tuple[Workers, ...]:
-        return self._readers, self._writers, self._askers
-
-    def _release(self) -> None:
-        """Leave the directory."""
-        with self._closing:
-            directory, self._directory = self._directory, None
-            capacity, self._capacity = self._capacity, None
-            self._files = {}
+    def _forget(self) -> Callable[[], None] | None:
+        directory, self._directory = self._directory, None
+        capacity, self._capacity = self._capacity, None
+        self._files = {}
         if capacity is not None:
             capacity.close()
-        if directory is None:
-            return
-        if any(workers.hanging for workers in self._workers):
-            name = "hicachectl-close"
-            threading.Thread(
-                target=_close_later, args=(directory, self._workers), name=name, daemon=True
-            ).start()
-        else:
-            directory.close()
+        return None if directory is None else directory.close
 
     def _each(
         self,
@@ -253,8 +223,7 @@ class FilePages(PageStore):
         if pages and not paused:
             self._seconds[workers] = (time.monotonic() - begun) * tasks / len(pages)
         if (call.ended or not call.seconds_left) and not all(done):
-            why = "a pause after a call that timed out" if paused else "no answer in time"
-            self.counters.refused("timeout", why, done.count(False))
+            self._count_late(done.count(False), paused=paused)
         return list(done)  # a copy: a worker that hangs still holds the list
 
     def _files_of(self, pool: ServedPool) -> PageFiles | None:
@@ -276,32 +245,19 @@ class FilePages(PageStore):
         except OSError:
             return True
 
-    def _open(self) -> None:
-        """Open or create the directory, unless another thread does so, or it failed just before.
-
-        Make its objects stale if a `clear` did not come so far.
-        """
-        if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
-            return
-        try:
-            if self._closed:
-                return
-            if self._directory is None or self._directory.vanished:
-                self._files = {}
-                self._directory = self._directory_now(self._directory)
-            if self._pools.keys() - self._files.keys():
-                self._begin(self._directory)
-            if self._clears != self._cleared:
-                clears = self._clears
-                begin_epoch(self._directory, [_suffix(pool) for pool in self._written()])
-                self._cleared = clears
-        except (OSError, HicacheError) as error:
-            self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
-            self.counters.refused("unopened", reason_of(error))
-        finally:
-            self._opening.release()
-            if self._closed:  # meanwhile
-                self._release()
+    def _open_now(self) -> None:
+        """Open or create the directory; make its objects stale if a `clear` did not come so far."""
+        if self._directory is None or self._directory.vanished:
+            self._files = {}
+            self._directory = self._directory_now(self._directory)
+            self._changes = not self._reads_only and _may_change(self._directory)
+        if self._pools.keys() - self._files.keys():
+            self._begin(self._directory)
+        if self._clears != self._cleared:
+            clears = self._clears
+            own = [_suffix(pool) for pool in self._pools.values() if pool.writes]
+            begin_epoch(self._directory, own)
+            self._cleared = clears
 
     def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
         """Return the directory that the path names; make it unless this store is only read."""
@@ -331,9 +287,7 @@ class FilePages(PageStore):
                 suffix = _suffix(pool).decode()
                 write_marker(here, Marker(suffix, pool.nbytes, pool.identity, self._digest))
         self._files = {
-            pool.name: PageFiles(
-                directory, self._form(pool), self._capacity, touches=not self._reads_only
-            )
+            pool.name: PageFiles(directory, self._form(pool), self._capacity, touches=self._changes)
             for pool in self._pools.values()
         }
 
@@ -347,24 +301,20 @@ class FilePages(PageStore):
             bare=self._reads_unstamped,
         )
 
-    def _is_refused(self, problem: str, pool: ServedPool, page: str) -> bool:
-        if problem:
-            self.counters.refused(problem, self._named(problem, pool, page))
-        return bool(problem)
+    def _refuse(self, problem: str, pool: ServedPool, page: str) -> None:
+        self.counters.refused(problem, f"{pool.name} of page {page}: {_DETAILS[problem]}")
 
-    @staticmethod
-    def _named(problem: str, pool: ServedPool, page: str) -> str:
-        return f"{pool.name} of page {page}: {_DETAILS[problem]}"
-
-    def _discard(self, pool: ServedPool, page: str, inode: int) -> None:
+    def _discard(self, pool: ServedPool, page: str, found: Found) -> None:
         """Remove a damaged file, this rank's anchor first, so that the page is written again.
 
         A trailing pool's file goes alone: pages without one are whole.
         """
         anchor, own = self._files.get(_ANCHOR), self._files.get(pool.name)
         if anchor is not None and pool.name != _ANCHOR and not pool.trailing:
-            anchor.remove(page)
-        if own is not None and own.remove(page, inode):
+            seen = anchor.examine(page)
+            if seen is not None:
+                anchor.remove(page, seen)
+        if own is not None and own.remove(page, found):
             self.counters.count("removed")
 
     def _memory(self) -> tuple[memoryview, int]:
@@ -381,6 +331,11 @@ class FilePages(PageStore):
 def _suffix(pool: ServedPool) -> bytes:
     """Return the end of a pool's file names, after the page hash."""
     return FileCodec().affix(pool.coordinate)[1].encode()
+
+
+def _may_change(directory: ObjectDirectory) -> bool:
+    """Return whether this process may make files in a directory."""
+    return os.access(".", os.W_OK, dir_fd=directory.descriptor, effective_ids=True)
 
 
 def _check_names(pool: ServedPool) -> None:
@@ -400,17 +355,6 @@ def _check_names(pool: ServedPool) -> None:
             f"model_name: {shown(pool.coordinate.model)} makes file names of {nbytes} bytes, at "
             f"most {_LONGEST_NAME} are possible, all printable; give a shorter --served-model-name"
         )
-
-
-def _close_later(directory: ObjectDirectory, workers: Sequence[Workers]) -> None:
-    """Close a directory when no worker hangs in it.
-
-    A worker that comes back removes its temporary file through the directory's descriptor, whose
-    number may name another directory once it is closed.
-    """
-    while any(each.hanging for each in workers):
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    directory.close()
 
 
 def _view(address: int, nbytes: int) -> memoryview:

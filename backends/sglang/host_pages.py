@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -34,20 +36,24 @@ class EvenPages:
     ) -> None:
         self._page_indices = page_indices
         self._count = count
-        self._pieces = tuple(pieces)
+        bases, steps, sizes = zip(*pieces, strict=True) if pieces else ((), (), ())
+        self._bases = np.array(bases, dtype=np.int64)
+        self._steps = np.array(steps, dtype=np.int64)
+        self._sizes: tuple[int, ...] = sizes
 
     def pieces(self, host_indices: Sequence[int]) -> list[Pieces]:
         """See `HostPages`."""
-        page_indices, count, pieces = self._page_indices, self._count, self._pieces
-        found = []
-        for index in host_indices:
-            page, rest = divmod(index, page_indices)
-            if rest or not 0 <= page < count:
-                raise ValueError(
-                    f"host index {index}: not the start of one of {count} pages of {page_indices}"
-                )
-            found.append(tuple([(base + page * step, nbytes) for base, step, nbytes in pieces]))
-        return found
+        indices = np.array(host_indices, dtype=np.int64)
+        pages, rest = np.divmod(indices, self._page_indices)
+        wrong = (rest != 0) | (pages < 0) | (pages >= self._count)
+        if wrong.any():
+            raise ValueError(
+                f"host index {indices[wrong][0]}: not the start of one of {self._count} pages of "
+                f"{self._page_indices}"
+            )
+        addresses = self._bases + pages[:, None] * self._steps
+        sizes = self._sizes
+        return [tuple(zip(row, sizes, strict=True)) for row in addresses.tolist()]
 
 
 def host_pages(

@@ -1,4 +1,4 @@
-"""A list of stores: the first is written, the others are read on a miss.
+"""A list of stores: the first is written, unless it is a pack; the others are read on a miss.
 
 All of a page comes from one store, since SGLang asks for the pools of a page in several calls:
 first what exists, then the anchor, then sidecars, then trailing states (cache_controller.py ::
@@ -35,11 +35,13 @@ _MOST_CHOICES = 1 << 16  # pages
 class Layers:
     """Stores in the order of their list."""
 
-    def __init__(self, stores: Sequence[PageStore], counters: Counters) -> None:
-        """Serve from at least one store. counters: of the plug-in."""
+    def __init__(
+        self, stores: Sequence[PageStore], counters: Counters, *, writes: bool = True
+    ) -> None:
+        """Serve from at least one store. counters: of the plug-in. writes: to the first store."""
         self.counters = counters
-        self._stores = list(stores)
-        self._read = len(self._stores)  # how many of the stores are read
+        self.writes = writes
+        self._stores = self._read = list(stores)  # all, and those that are read
         self._pools: list[ServedPool] = []
         self._lock = threading.Lock()
         # Stores by page, only for a list: as last asked, and as the anchor was last read.
@@ -55,28 +57,30 @@ class Layers:
     def open(self, call: Call) -> None:
         """Open the stores."""
         for place, store in enumerate(self._stores):
-            with self._part(call, len(self._stores) - place) as part:
-                store.open(part)
+            with _share(call, len(self._stores) - place) as share:
+                store.open(share)
 
     def exists(self, pools: Sequence[ServedPool], pages: Sequence[str], call: Call) -> BoolArray:
         """Return which pages of each pool can be read: [pools, pages] bool.
 
-        A page is that of the first store that has it whole. If one of these also has its trailing
-        states, that store comes first. Without any, it is that of the first store.
+        A page comes from the store that has it whole with the most trailing states, the first of
+        equal ones. A page that no store has whole comes from the first.
         """
+        stores = self._read
         present = np.zeros((len(pools), len(pages)), dtype=np.bool_)
-        if self._read == 1:
-            _ask(self._stores[0], pools, pages, call, present)
+        if len(stores) < 2:
+            for store in stores:
+                _ask(store, pools, pages, call, present)
             return present
         chosen = np.zeros(len(pages), dtype=np.int64)
         best = np.full(len(pages), -1, dtype=np.int64)
         open_ = np.arange(len(pages))  # pages that a later store may have in a better state
-        for place in range(self._read):
+        for place, store in enumerate(stores):
             if not len(open_) or call.seconds_left < _LEAST_SECONDS:
                 break
             found = np.zeros((len(pools), len(open_)), dtype=np.bool_)
-            with self._part(call, self._read - place) as part:
-                _ask(self._stores[place], pools, [pages[n] for n in open_.tolist()], part, found)
+            with _share(call, len(stores) - place) as share:
+                _ask(store, pools, [pages[n] for n in open_.tolist()], share, found)
             scores = _scores(pools, found)
             better = scores > best[open_]
             taken = open_[better]
@@ -91,8 +95,11 @@ class Layers:
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
         """Read pages into host memory, each from its store. Return which were read whole."""
-        if self._read == 1:
-            return self._stores[0].read(pool, pages, pieces, call)
+        stores = self._read
+        if not stores:
+            return [False] * len(pages)
+        if len(stores) == 1:
+            return stores[0].read(pool, pages, pieces, call)
         sources = self._sources(pool, pages, call)
         done = [False] * len(pages)
         places = sorted(set(sources))
@@ -100,9 +107,9 @@ class Layers:
             if call.seconds_left < _LEAST_SECONDS:
                 break
             mine = [n for n, source in enumerate(sources) if source == place]
-            with self._part(call, len(places) - turn) as part:
-                read = self._stores[place].read(
-                    pool, [pages[n] for n in mine], [pieces[n] for n in mine], part
+            with _share(call, len(places) - turn) as share:
+                read = stores[place].read(
+                    pool, [pages[n] for n in mine], [pieces[n] for n in mine], share
                 )
             for n, ok in zip(mine, read, strict=True):
                 done[n] = ok
@@ -112,19 +119,23 @@ class Layers:
     def write(
         self, pool: ServedPool, pages: Sequence[str], pieces: Sequence[Pieces], call: Call
     ) -> list[bool]:
-        """Write pages to the first store. Return which are there now."""
+        """Write pages to the first store, if it is written. Return which are there now."""
+        if not self.writes:
+            self.counters.count("unwritable", len(pages))
+            return [False] * len(pages)
         return self._stores[0].write(pool, pages, pieces, call)
 
     def clear(self, call: Call) -> None:
-        """Make all objects of this rank misses; read the later stores no more."""
-        if self._read > 1:
+        """Make all objects of this rank misses; leave other stores unread until the next attach."""
+        if len(self._stores) > self.writes:
             logger.info(
-                "%s: cleared; the other stores of the list stay as they are, and are read again "
+                "%s: cleared; stores that are only read stay as they are, and are read again "
                 "after the next attach",
                 self.counters.place,
             )
-        self._read = 1
-        self._stores[0].clear(call)
+        self._read = self._stores[: int(self.writes)]
+        for store in self._read:
+            store.clear(call)
 
     def close(self) -> None:
         """Release everything, also after a store that raises; later calls are misses."""
@@ -162,12 +173,13 @@ class Layers:
                 read = zip(pages, sources, done, strict=True)
                 _remember(self._anchored, ((page, place) for page, place, ok in read if ok))
 
-    def _part(self, call: Call, stores: int) -> Call:
-        """Return a call within a call, with this store's share of the time left.
 
-        A store that hangs ends its own call only, so that the next store can answer.
-        """
-        return Call(call.seconds_left / stores)
+def _share(call: Call, stores: int) -> Call:
+    """Return a call within a call, with one store's share of the time left.
+
+    A store that hangs ends its own call only, so that the next store can answer.
+    """
+    return Call(call.seconds_left / stores)
 
 
 def _ask(

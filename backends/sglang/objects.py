@@ -106,7 +106,7 @@ def right_sizes(
     wrong = [(key, size) for key, size in wanted if held.get(key, size) != size]
     if wrong:
         key, size = wrong[0]
-        detail = f"{key.decode()} has {held[key]} bytes instead of {size}; it is written again"
+        detail = f"{key.decode()}: {held[key]} bytes instead of {size}"
         counters.refused("damaged", detail, len(wrong))
     return np.array([held.get(key) == size for key, size in wanted], dtype=np.bool_)
 

@@ -20,13 +20,15 @@ def open_layers(settings: Settings, draft_weights: str = "") -> Layers:
 
     draft_weights: of the deployment's draft, also on ranks without it; "" without one.
     """
+    writes = not settings.reads_only
     stores = [
-        _store(settings, url, draft_weights, first=not n) for n, url in enumerate(settings.stores)
+        _store(settings, url, draft_weights, written=writes and not n)
+        for n, url in enumerate(settings.stores)
     ]
-    return Layers(stores, Counters(_name(settings.stores[0])))
+    return Layers(stores, Counters(_name(settings.stores[0])), writes=writes)
 
 
-def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, first: bool) -> PageStore:
+def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, written: bool) -> PageStore:
     if url.scheme == "file":
         return FilePages(
             url,
@@ -34,10 +36,10 @@ def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, first: bool
             digest=settings.digest,
             reads_unstamped=settings.unstamped == "read",
             replaces_foreign=settings.on_foreign == "replace",
-            reads_only=not first,
+            reads_only=not written,
             threads=settings.threads,
-            max_size=settings.max_size or 0 if first else 0,
-            min_free_space=settings.min_free_space if first else 0,
+            max_size=settings.max_size or 0 if written else 0,
+            min_free_space=settings.min_free_space if written else 0,
             evict=settings.evict,
         )
     # Imported late: servers on a file store do without pyarrow.
@@ -46,7 +48,7 @@ def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, first: bool
     return StorePages(
         url,
         Counters(_name(url)),
-        writes=first,
+        writes=written,
         draft_weights=draft_weights,
         reads_unstamped=settings.unstamped == "read",
         threads=settings.threads,

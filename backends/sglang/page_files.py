@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.file.epochs import owner_of
+from hicachectl.backends.file.removing import remove_seen
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.trailer import (
-    CHECKSUM_AT,
-    DIGEST_AT,
-    DIGEST_KINDS,
-    KIND_AT,
-    PAGE_AT,
     TRAILER_BYTES,
-    Trailer,
+    PoolTrailers,
     digest_function,
-    dump_trailer,
     parse_trailer,
 )
 
@@ -38,10 +31,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.capacity import Capacity
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
-_BAD_FILE = {errno.EACCES, errno.EIO}  # of a file that a rename can replace
+_BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666
-_PAGE = re.compile("[0-9a-f]{64}")
+_PAGE_DIGITS = 64
 _MOST_PIECES = 1024  # IOV_MAX on Linux
 _PROCESS_BYTES = 4  # of the 12 in a token
 
@@ -87,17 +80,30 @@ class PageFiles:
         self._epoch = capacity.epoch(form.suffix)
         self._hash = digest_function(form.digest)
         self._whole = form.nbytes + TRAILER_BYTES
-        # What trailers begin and end with, to compare without parsing.
-        sample = Trailer(form.digest, bytes(32), form.nbytes, bytes(32), form.identity, form.name)
-        self._head = dump_trailer(sample)[:CHECKSUM_AT]
-        self._head_checksum = zlib.crc32(self._head + bytes(4))
-        self._tail = form.identity + form.name
+        self._trailers = PoolTrailers(form.digest, form.nbytes, form.identity, form.name)
         self._token = owner_of(form.suffix) + os.urandom(_PROCESS_BYTES).hex().encode()
         self._numbers = count()
 
     def look(self) -> None:
         """Learn which files a `clear` has made stale; once per call of SGLang."""
         self._epoch.look()
+
+    def problem(self, page: str) -> str | None:
+        """Return the problem that `examine` would find; None if the file is missing."""
+        descriptor = self._open(page)
+        if descriptor is None:
+            return None
+        try:
+            # One byte more, to see that there is none. Most files need no second look.
+            data = os.pread(descriptor, TRAILER_BYTES + 1, self.form.nbytes)
+        except OSError:
+            data = b""
+        finally:
+            os.close(descriptor)
+        if self._trailers.digest(data, bytes.fromhex(page)) and not self._epoch.ctime_ns:
+            return ""
+        found = self.examine(page)
+        return found and found.problem
 
     def examine(self, page: str) -> Found | None:
         """Judge a page's file by its length and trailer, not by its digest; None if missing."""
@@ -128,25 +134,30 @@ class PageFiles:
         memory: at least `nbytes` + TRAILER_BYTES. Without a problem, its first `nbytes` bytes are
         the page's.
         """
-        nbytes = self.form.nbytes
         descriptor = self._open(page)
         if descriptor is None:
             return None
+        nbytes = self.form.nbytes
         try:
             facts = os.fstat(descriptor)
-            if facts.st_size not in (nbytes, self._whole):
+            size = facts.st_size
+            if size not in (nbytes, self._whole):
                 return Found(self._problem(page, facts, b""), facts)
-            if not _is_filled(descriptor, memory[: facts.st_size]):
+            if not _is_filled(descriptor, memory[:size]):
                 return Found("damaged", facts)
-            data = bytes(memory[nbytes : facts.st_size])
-            problem = self._problem(page, facts, data)
-            if not problem and data:
-                kind = DIGEST_KINDS[data[KIND_AT]]
-                if digest_function(kind)((memory[:nbytes],)) != data[DIGEST_AT:PAGE_AT]:
-                    problem = "damaged"
-            if not problem and self._touches:
-                self._capacity.used(page.encode() + self.form.suffix, descriptor, facts)
-            return Found(problem, facts)
+            data = bytes(memory[nbytes:size])
+            digest, hashed = self._trailers.digest(data, bytes.fromhex(page)), self._hash
+            if digest is None or self._epoch.ctime_ns:
+                if problem := self._problem(page, facts, data):
+                    return Found(problem, facts)
+                trailer = parse_trailer(data)
+                if trailer is not None:
+                    digest, hashed = trailer.digest, digest_function(trailer.digest_kind)
+            if digest is not None and hashed((memory[:nbytes],)) != digest:
+                return Found("damaged", facts)
+            if self._touches:
+                self._capacity.used(self.form.suffix, descriptor, facts)
+            return Found("", facts)
         finally:
             os.close(descriptor)
 
@@ -167,7 +178,7 @@ class PageFiles:
         bytes changed while they were written, nothing gets the name. replaced: the file in its
         place. Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
-        if not _PAGE.fullmatch(page):
+        if not _is_page(page):
             raise OSError(errno.EINVAL, "not a page hash")
         if not self._capacity.admit(self._whole):
             raise OSError(errno.ENOSPC, "no room within max_size and min_free_space")
@@ -180,18 +191,15 @@ class PageFiles:
             self._capacity.release(replaced.facts.st_size)
 
     def _write(self, key: bytes, page: str, views: Sequence[memoryview], call: Call) -> None:
-        form = self.form
         digest = self._digest(views, call)
-        trailer = Trailer(
-            form.digest, digest, form.nbytes, bytes.fromhex(page), form.identity, form.name
-        )
+        trailer = self._trailers.dump(bytes.fromhex(page), digest)
         here, name = self._directory.place_for_new(key)
         temporary = self._temporary(key)
         descriptor = os.open(temporary, _CREATE_FLAGS, _MODE, dir_fd=here)
         try:
             try:
                 call.check()
-                _write_all(descriptor, [*views, memoryview(dump_trailer(trailer))])
+                _write_all(descriptor, [*views, memoryview(trailer)], self._whole)
             finally:
                 os.close(descriptor)
             if self._digest(views, call) != digest:
@@ -211,30 +219,17 @@ class PageFiles:
         finally:
             call.let_go()
 
-    def remove(self, page: str, inode: int | None = None) -> bool:
-        """Remove a page's file, only if it still has the inode. Return whether it was removed."""
-        try:
-            key = page.encode() + self.form.suffix
-            here, name = self._directory.place(key)
-            temporary = self._temporary(key)
-            # Away first, then look: another writer can rename a whole file to the name at any time.
-            os.rename(name, temporary, src_dir_fd=here, dst_dir_fd=here)
-        except FileNotFoundError:
-            return False
-        taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
-        is_it = inode in (None, taken.st_ino)
-        if not is_it:
-            with suppress(FileExistsError):  # it was replaced once more
-                os.link(temporary, name, src_dir_fd=here, dst_dir_fd=here, follow_symlinks=False)
-        os.unlink(temporary, dir_fd=here)
-        return is_it
+    def remove(self, page: str, found: Found) -> bool:
+        """Remove a page's file if it is still the one examined. Return whether it was removed."""
+        key = page.encode() + self.form.suffix
+        return remove_seen(self._directory, key, found.facts, self._temporary(key), used_since=True)
 
     def _temporary(self, key: bytes) -> bytes:
         return self._directory.temporary_name(key, self._token, next(self._numbers))
 
     def _open(self, page: str) -> int | None:
         """Open a page's file for reading; None if it is missing."""
-        if not _PAGE.fullmatch(page):
+        if not _is_page(page):
             return None
         try:
             here, name = self._directory.place(page.encode() + self.form.suffix)
@@ -247,18 +242,7 @@ class PageFiles:
 
         data: the trailer's bytes; b"" for a file without room for one.
         """
-        if self._epoch.stale(facts):
-            return "stale"
-        return "" if self._is_own(page, data) else self._judged(page, facts, data)
-
-    def _is_own(self, page: str, data: bytes) -> bool:
-        """Return whether bytes are a trailer as this instance writes it, whatever its digest."""
-        return (
-            data[PAGE_AT:] == bytes.fromhex(page) + self._tail
-            and data.startswith(self._head)
-            and zlib.crc32(data[CHECKSUM_AT + 4 :], self._head_checksum)
-            == int.from_bytes(data[CHECKSUM_AT : CHECKSUM_AT + 4], "little")
-        )
+        return "stale" if self._epoch.stale(facts) else self._judged(page, facts, data)
 
     def _judged(self, page: str, facts: os.stat_result, data: bytes) -> str:
         form = self.form
@@ -278,26 +262,42 @@ class PageFiles:
         return "" if trailer.identity == form.identity else "foreign"
 
 
+def _is_page(text: str) -> bool:
+    """Return whether a text is a page hash."""
+    try:
+        return len(text) == _PAGE_DIGITS and bytes.fromhex(text).hex() == text
+    except ValueError:
+        return False
+
+
 def _is_filled(descriptor: int, memory: memoryview) -> bool:
     """Read a file's start; return whether it has as many bytes, and all of them can be read."""
-    done, read = 0, 1
+    done = 0
     try:
-        while read and done < len(memory):
-            read = os.preadv(descriptor, (memory[done:],), done)
+        while done < len(memory):
+            read = os.preadv(descriptor, (memory[done:] if done else memory,), done)
+            if not read:
+                return False
             done += read
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-    return done == len(memory)
+        return False
+    return True
 
 
-def _write_all(descriptor: int, views: Sequence[memoryview]) -> None:
-    """Write buffers one after another."""
-    for start in range(0, len(views), _MOST_PIECES):
-        left = list(views[start : start + _MOST_PIECES])
-        while left:
-            written = os.writev(descriptor, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
+def _write_all(descriptor: int, views: Sequence[memoryview], nbytes: int) -> None:
+    """Write buffers one after another. nbytes: of all."""
+    written = os.writev(descriptor, views[:_MOST_PIECES])
+    while written < nbytes:
+        written += os.writev(descriptor, _without(views, written)[:_MOST_PIECES])
+
+
+def _without(views: Sequence[memoryview], skipped: int) -> list[memoryview]:
+    """Return buffers without their first bytes."""
+    left = []
+    for view in views:
+        if skipped < len(view):
+            left.append(view[skipped:])
+        skipped = max(0, skipped - len(view))
+    return left

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.context import read_context, weight_version
 from hicachectl.backends.sglang.opening import open_layers
-from hicachectl.backends.sglang.pools import served_pool
+from hicachectl.backends.sglang.pools import ThisRankError, served_pool
 from hicachectl.backends.sglang.settings import parse_settings
 from hicachectl.formats.restorable import ALL_PAGES, PoolPages, restorable
 
@@ -38,6 +38,9 @@ logger = logging.getLogger("hicachectl.sglang")
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
+# Pages of a call of SGLang (cache_controller.py :: STORAGE_BATCH_SIZE), except for those that write
+# other pools than kv: they have a whole node.
+_BATCH = 128
 _FIRST_ASKED = 64  # pages; then twice as many each time, while all are there
 _MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
 
@@ -104,29 +107,38 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._add(PoolName.KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register any host pool. Raises ValueError if it cannot be served, until all are known.
-
-        A pool that comes later and cannot be served is a miss, whatever the reason.
-        """
+        """Register any host pool. Raises ValueError if it cannot be served, on all ranks alike."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) in self._pools:
-            return
-        try:
+        if str(host_pool_name) not in self._pools:
             self._add(host_pool_name, host_pool)
-        except Exception as error:
-            if not self._complete:
-                raise
-            self._counters.refused("unserved", str(error))
 
     def _add(self, name: Any, host_pool: Any) -> None:
-        pool = served_pool(str(name), host_pool, self._config, self._context)
-        self._layers.add(pool)
+        """Serve a pool; without it all pages are misses.
+
+        Raises ValueError for a reason that all ranks see, until SGLang has registered all pools. A
+        rank that raised alone, for a draft of the last pipeline stage, would keep the others
+        waiting.
+        """
+        others_lack_it = name != PoolName.KV and self._config.pp_size > 1
+        try:
+            pool = served_pool(str(name), host_pool, self._config, self._context)
+            self._layers.add(pool)
+        except Exception as error:
+            alone = others_lack_it or self._complete or isinstance(error, ThisRankError)
+            if not alone:
+                raise
+            self._counters.excluded("unserved", str(error))
+            return
         self._pools[pool.name] = pool
 
     @_never_raises(lambda: None)
     def on_host_pools_registered(self) -> None:
-        """Open the stores."""
+        """Open the stores, unless all pages are misses in any case."""
         self._complete = True
+        if self._context.unreadable:
+            self._counters.excluded("unnamed-weights", self._context.unreadable)
+        if self._context.unreadable or str(PoolName.KV) not in self._pools:
+            return
         logger.info(
             "%s: serves %s of %s; weights %s, page size %d, layout %s",
             self._counters.place,
@@ -134,8 +146,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._config.model_name,
             self._context.weights or "unknown",
             self._context.page_size,
-            next(iter(self._pools.values())).identity.layout,
+            self._pools[str(PoolName.KV)].identity.layout,
         )
+        if not self._layers.writes:
+            logger.info("%s: nothing is written: packs are only read", self._counters.place)
         with self._call() as call:
             self._layers.open(call)
 
@@ -179,27 +193,25 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         """Return how many leading pages every pool can restore, and all such lengths."""
         transfers = [t for t in pool_transfers or () if _gates(t)]
         names = [str(PoolName.KV), *(str(transfer.name) for transfer in transfers)]
-        pools = [self._pools.get(name) for name in names]
-        if not keys or not self._is_current() or pools[0] is None:
+        pools = [pool for name in names if (pool := self._pools.get(name)) is not None]
+        if not keys or len(pools) < len(names) or not self._is_current():
             return PoolTransferResult.empty()
         found = self._present(pools, keys)
         windows = [ALL_PAGES, *(_window(transfer) for transfer in transfers)]
         pages = [PoolPages(row, window) for row, window in zip(found, windows, strict=True)]
         return _result(names, pages)
 
-    def _present(self, pools: Sequence[ServedPool | None], keys: list[str]) -> Any:
+    def _present(self, pools: Sequence[ServedPool], keys: list[str]) -> Any:
         """Return which pages of each pool can be read: [pools, pages] bool.
 
         Pages after the first one without an anchor count as absent, since no prefix reaches them.
         """
         present = np.zeros((len(pools), len(keys)), dtype=np.bool_)
-        known = [row for row, pool in enumerate(pools) if pool is not None]
         start, length = 0, _FIRST_ASKED
         with self._call() as call:
             while start < len(keys):
                 asked = slice(start, start + length)
-                served = [pool for pool in pools if pool is not None]
-                present[known, asked] = self._layers.exists(served, keys[asked], call)
+                present[:, asked] = self._layers.exists(pools, keys[asked], call)
                 if not present[0, asked].all():
                     break
                 start, length = start + length, length * 2
@@ -212,24 +224,28 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Read pages of the anchor's pool into the host pool. Return which were read whole."""
-        return self._read(str(PoolName.KV), keys, host_indices)
+        with self._call() as call:
+            return self._read(str(PoolName.KV), keys, host_indices, call)
 
     @_never_raises(_no_transfers)
     def batch_get_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
-        """Read pages of other pools."""
-        return {t.name: self._read(str(t.name), t.keys or [], t.host_indices) for t in transfers}
+        """Read pages of other pools, all within the time of one call."""
+        with self._call() as call:
+            return {
+                t.name: self._read(str(t.name), t.keys or [], t.host_indices, call)
+                for t in transfers
+            }
 
     @_never_raises(_no_pages_of)  # a pool that fails costs its own pages only
-    def _read(self, name: str, keys: list[str], host_indices: Any) -> list[bool]:
+    def _read(self, name: str, keys: list[str], host_indices: Any, call: Call) -> list[bool]:
         pool = self._pools.get(name)
         if pool is None or not keys or not self._is_current():
             return [False] * len(keys)
         begun = time.perf_counter()
-        with self._call() as call:
-            pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
-            read = self._layers.read(pool, keys, pieces, call)
+        pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
+        read = self._layers.read(pool, keys, pieces, call)
         self._moved.read(sum(read), pool.nbytes, time.perf_counter() - begun)
         return read
 
@@ -251,13 +267,22 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_set_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[Any, list[bool]]:
-        """Write pages of other pools; remember those that failed and that every page needs."""
+        """Write pages of other pools; remember those that failed and that every page needs.
+
+        What earlier calls left of these pages is forgotten: after a page that failed, SGLang asks
+        for no kv of the pages behind it. All pools that a page needs come in one call.
+
+        SGLang waits for writes before it stops their thread (scheduler.py :: is_fully_idle), so
+        each batch of a node has the time of a call.
+        """
+        for key in {key for transfer in transfers if _is_needed(transfer) for key in transfer.keys}:
+            self._failed.pop(key, None)
         results = {}
         for transfer in transfers:
             keys = transfer.keys or []
             written = self._write(str(transfer.name), keys, transfer.host_indices)
             results[transfer.name] = written
-            if _gates(transfer) and _window(transfer) == ALL_PAGES:
+            if self._layers.writes and _is_needed(transfer):
                 self._remember(key for key, ok in zip(keys, written, strict=True) if not ok)
         return results
 
@@ -271,13 +296,15 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         wanted = [index for index in range(len(keys)) if not (skip and skip[index])]
         written = [False] * len(keys)
         begun = time.perf_counter()
-        with self._call() as call:
-            pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
-            done = self._layers.write(
-                pool, [keys[n] for n in wanted], [pieces[n] for n in wanted], call
-            )
-        for index, ok in zip(wanted, done, strict=True):
-            written[index] = ok
+        pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
+        for start in range(0, len(wanted), _BATCH):
+            some = wanted[start : start + _BATCH]
+            with self._call() as call:
+                done = self._layers.write(
+                    pool, [keys[n] for n in some], [pieces[n] for n in some], call
+                )
+            for index, ok in zip(some, done, strict=True):
+                written[index] = ok
         self._moved.written(sum(written), pool.nbytes, time.perf_counter() - begun)
         return written
 
@@ -337,6 +364,11 @@ def _gates(transfer: Any) -> bool:
     BLOCK_GROUPS pools never do (hicache_storage.py :: PoolHitPolicy).
     """
     return transfer.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+
+
+def _is_needed(transfer: Any) -> bool:
+    """Return whether a page without the pool is not whole."""
+    return transfer.hit_policy == PoolHitPolicy.ALL_PAGES and bool(transfer.keys)
 
 
 def _window(transfer: Any) -> int:

@@ -3,9 +3,9 @@
 A page's object has HiCacheFile's name and HiCacheFile's bytes (hicache_storage.py :: HiCacheFile,
 get_data_page of the pool), so that either reads what the other wrote.
 
-Refused is what no object can hold, or what reads wrong data. All reasons are the same on each rank:
-SGLang's ranks wait for one another after a registration (cache_controller.py ::
-attach_storage_backend).
+Refused is what no object can hold, or what reads wrong data. All reasons are the same on each rank,
+except those of `ThisRankError`: SGLang's ranks wait for one another after a registration
+(cache_controller.py :: attach_storage_backend).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hicachectl.formats.identity import Identity
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_LAYOUTS
 from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.pools import partition_text
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.context import Context
 
 _BYTES = "uint8"  # structured rows, or fp8 (memory_pool.py :: KVCache.store_dtype)
+
+
+class ThisRankError(ValueError):
+    """Raised for a pool that other ranks may serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,8 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     """Return a pool of this rank that stores can serve.
 
     name: SGLang's PoolName, or its text. host_pool: SGLang's. config: HiCacheStorageConfig.
-    Raises ValueError for pools and deployments that are not supported.
+    Raises ValueError for pools and deployments that are not supported, ThisRankError if other
+    ranks may support them.
     """
     pool = str(name)
     _check_deployment(config)
@@ -78,6 +84,7 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
             layout="+".join(filter(None, (host_pool.layout, context.row_form))),
             page_size=context.page_size,
             layer_bytes=nbytes // form.layers if form.layers else 0,
+            pp_partition=partition_text(context.pp_partition, config.pp_size),
         ),
         page_indices=host_pool.page_size,
         nbytes=nbytes,
@@ -121,7 +128,7 @@ def _check_pool(name: str, host_pool: Any, context: Context) -> None:
             f"pool {name}: {kind}: the host pool's form is not known; use a newer hicachectl"
         )
     if getattr(host_pool, "_is_dummy", False):
-        raise ValueError(
+        raise ThisRankError(
             f"pool {name}: {kind}: has no memory on this rank (MLA host deduplication); attach the "
             "store at the start of the server"
         )

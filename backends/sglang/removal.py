@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.file.epochs import owner_of
+from hicachectl.backends.file.removing import remove_seen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,9 +71,9 @@ class Remover:
         """Remove an object if it is from before its epoch; return the bytes that are free now."""
         key = self._key(page, kind)
         seen = self._look(key)
-        if seen is None or seen.st_ctime_ns > epoch_ns or not self._remove(key, seen):
+        if seen is None or seen.st_ctime_ns > epoch_ns:
             return 0
-        return seen.st_size
+        return seen.st_size if self._remove(key, seen, used_since=True) else 0
 
     def _is_in_flight(self, found: Mapping[int, os.stat_result]) -> bool:
         """Return whether a writer may be about to write the page's anchor.
@@ -100,32 +99,12 @@ class Remover:
             raise OSError(errno.EPERM, "not a regular file of a trusted user")
         return facts
 
-    def _remove(self, key: bytes, seen: os.stat_result) -> bool:
-        """Remove an object's file if it is the one seen, and unused since; return whether.
-
-        It is taken away first and looked at then, since a writer can replace or touch it at any
-        time: a touch that found the name shows here.
-        """
+    def _remove(self, key: bytes, seen: os.stat_result, *, used_since: bool = False) -> bool:
+        """Remove an object's file as `remove_seen` does."""
         self._numbers += 1
         temporary = self._directory.temporary_name(key, self._token, self._numbers)
-        try:
-            here, name = self._directory.place(key)
-            os.rename(name, temporary, src_dir_fd=here, dst_dir_fd=here)
-        except FileNotFoundError:
-            return False
-        taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
-        if _state(taken) != _state(seen):
-            with suppress(FileExistsError):  # replaced once more
-                move_noreplace(here, temporary, here, name)
-                return False
-        os.unlink(temporary, dir_fd=here)
-        return _state(taken) == _state(seen)
+        return remove_seen(self._directory, key, seen, temporary, used_since=used_since)
 
 
 def _used_ns(facts: os.stat_result) -> int:
     return max(facts.st_atime_ns, facts.st_mtime_ns)
-
-
-def _state(facts: os.stat_result) -> tuple[int, ...]:
-    """Return what changes when a file is replaced, written or touched, but not when renamed."""
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_atime_ns

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from hicachectl.backends.sglang.calls import Workers
+from hicachectl.formats.wording import reason_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicachectl.backends.sglang.calls import Call
+    from hicachectl.backends.sglang.counters import Counters
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.objects import Coordinate
+
+_SECONDS_BETWEEN_OPENS = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
+_LONGEST_CLOSE_S = 3.0  # that the server waits for
 
 Piece = tuple[int, int]  # address and bytes of one stretch of host memory
 Pieces = tuple[Piece, ...]  # of one page, in the order of its object's bytes
@@ -70,13 +80,23 @@ class PageStore(ABC):
     the call's deadline. After that, nothing of it touches host memory.
     """
 
+    def __init__(self, counters: Counters, threads: int) -> None:
+        """threads: as many ask what exists, as many read, and as many write."""
+        self.counters = counters
+        self._threads = threads
+        self._askers = Workers(threads, "hicachectl-exists")
+        self._readers = Workers(threads, "hicachectl-read")
+        self._writers = Workers(threads, "hicachectl-write")
+        self._workers = (self._askers, self._readers, self._writers)
+        self._pools: dict[str, ServedPool] = {}
+        self._closed = False
+        self._opening = threading.Lock()
+        self._closing = threading.Lock()
+        self._open_again_at = 0.0
+
     @abstractmethod
     def add(self, pool: ServedPool) -> None:
         """Serve a pool from now on. Raises ValueError if the store can never hold it."""
-
-    @abstractmethod
-    def open(self, call: Call) -> None:
-        """Open the store. If it cannot be opened now, later calls try again."""
 
     @abstractmethod
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
@@ -98,6 +118,78 @@ class PageStore(ABC):
     def clear(self, call: Call) -> None:
         """Make all objects of this rank misses at once."""
 
-    @abstractmethod
+    def open(self, call: Call) -> None:
+        """Open the store. If it cannot be opened now, later calls try again."""
+        self._askers.map(call, self._open, [()])
+
     def close(self) -> None:
-        """Release everything; later calls are misses."""
+        """End the threads, and leave the store; later calls are misses."""
+        for workers in self._workers:
+            workers.close()
+        self._closed = True
+        self._leave()
+
+    @abstractmethod
+    def _open_now(self) -> None:
+        """Do what is left of `open`. What it raises is counted."""
+
+    @abstractmethod
+    def _forget(self) -> Callable[[], None] | None:
+        """Forget what is open; return how to close it, None if nothing is open."""
+
+    def _leave(self) -> None:
+        """Close what is open when no thread hangs in it; wait at most `_LONGEST_CLOSE_S` for it."""
+        with self._closing:
+            close = self._forget()
+        if close is None:
+            return
+        closer = threading.Thread(
+            target=self._close, args=(close,), name="hicachectl-close", daemon=True
+        )
+        hangs = self._hangs
+        try:
+            closer.start()
+        except RuntimeError:  # the system allows no more threads
+            if not hangs:
+                self._close(close)
+            return
+        if not hangs:
+            closer.join(_LONGEST_CLOSE_S)
+
+    def _close(self, close: Callable[[], None]) -> None:
+        """Close what is open when no worker hangs in it.
+
+        A worker that comes back uses what it was given: memory, a client of a library, and the
+        numbers of descriptors, which may be others' once they are closed.
+        """
+        while self._hangs:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        try:
+            close()
+        except Exception as error:  # of any kind: nobody waits for it
+            self.counters.refused("unclosed", reason_of(error))
+
+    def _open(self) -> None:
+        """Do what is left of `open`, unless another thread does so, or it failed just before."""
+        if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
+            return
+        try:
+            if not self._closed:
+                self._open_now()
+        except Exception as error:  # of any kind: a rank that raised would hang the others
+            self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
+            self.counters.refused("unopened", reason_of(error))
+        finally:
+            self._opening.release()
+            if self._closed:  # meanwhile
+                self._leave()
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether a thread hangs in the store."""
+        return any(workers.hanging for workers in self._workers)
+
+    def _count_late(self, pages: int, *, paused: bool) -> None:
+        """Count pages that were not done in time. paused: they were not begun."""
+        why = "a pause after a call that timed out" if paused else "no answer in time"
+        self.counters.refused("timeout", why, pages)

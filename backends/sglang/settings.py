@@ -39,7 +39,7 @@ _SGLANG_KEYS = (
     "prefetch_timeout_per_ki_token",
     "tp_lcm_size",
 )
-_WRITABLE = ("file", "hf3fs", "mooncake")
+_WRITABLE = ("file", "hf3fs", "mooncake")  # by servers
 _NAMED_STORE = re.compile(r"([^/:]+):")
 _LONGEST_IDENTITY = 200
 # Without an effect unless the first store has files, or any store has files or is a pack.
@@ -51,10 +51,10 @@ _READ_FILES = ("unstamped",)
 class Settings:
     """What the user chose.
 
-    stores: the first is written; the others are read on a miss. digest: one of DIGEST_KINDS, for
-    objects written. identity: "auto", or a text in place of the weights fingerprint. op_timeout:
-    seconds of a whole call. max_size: bytes per suffix, None without a limit. min_free_space:
-    bytes of the file system to leave free.
+    stores: the first is written, unless `reads_only`; the others are read on a miss. digest: one of
+    DIGEST_KINDS, for objects written. identity: "auto", or a text in place of the weights
+    fingerprint. op_timeout: seconds of a call, or of 128 pages of a longer write. max_size: bytes
+    per suffix, None without a limit. min_free_space: bytes of the file system to leave free.
     """
 
     stores: tuple[StoreUrl, ...]
@@ -68,6 +68,11 @@ class Settings:
     min_free_space: int = 0
     evict: str = "owner"
     on_clear: str = "own"
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether no store of the list can be written by a server."""
+        return self.stores[0].scheme not in _WRITABLE
 
 
 def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
@@ -112,10 +117,11 @@ def _stores(value: Any) -> tuple[StoreUrl, ...]:
     for position, store in enumerate(stores):
         if store in stores[:position]:
             raise ValueError(f"store: {_safe(store)} is given twice; give each store once")
-    if stores[0].scheme not in _WRITABLE:
+    writable = [store for store in stores if store.scheme in _WRITABLE]
+    if writable and stores[0] not in writable:
         raise ValueError(
-            f"store: {_safe(stores[0])} cannot be written by a server; put a store of "
-            f"{', '.join(_WRITABLE)} before it"
+            f"store: {_safe(stores[0])} cannot be written by a server; put {_safe(writable[0])} "
+            "first"
         )
     return stores
 

@@ -32,7 +32,6 @@ class Slots:
         """
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.arena = Arena(self.nbytes * count, named=named)
-        self._count = count
         self._free = [n * self.nbytes for n in reversed(range(count))]  # the last used comes first
 
     @contextmanager
@@ -46,11 +45,6 @@ class Slots:
             yield offset
         finally:
             self._free.append(offset)
-
-    @property
-    def unused(self) -> bool:
-        """Whether no call holds a slot."""
-        return len(self._free) == self._count
 
 
 def gather(call: Call, pieces: Pieces, address: int) -> None:

@@ -3,15 +3,14 @@
 Stores read into memory of ours, whose slots a call that hangs keeps; the bytes reach the host pool
 when they have the right size, and while the call is open. They are written from there, too.
 
-Nothing of an object is in its bytes here. On Mooncake the tag in its key names the deployment
-(`identity.deployment_tag`), a pack records its profile and digests, and 3FS has neither.
+Objects have no trailer here. On Mooncake the tag in their keys names the deployment
+(`identity.deployment_tag`), a pack records its profile and digests, and on 3FS a file beside the
+data files names the deployment.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ from hicachectl.backends.capabilities import (
     RacyWrites,
 )
 from hicachectl.backends.sglang.archives import archive_problem
-from hicachectl.backends.sglang.calls import Call, Workers
 from hicachectl.backends.sglang.objects import (
     PageForm,
     count_failures,
@@ -46,6 +44,7 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import Pieces, ServedPool
     from hicachectl.backends.urls import StoreUrl
@@ -56,8 +55,6 @@ _GRAMMARS = {"mooncake": "mooncake", "hf3fs": "hf3fs"}  # by scheme; a pack stat
 _ANCHOR = "kv"
 _SLOT_BYTES = 8 << 20  # or those of one page; larger ones were no faster
 _SLOTS_PER_THREAD = 2  # one for a call, one for a call that hangs
-_OPEN_SECONDS, _CLOSE_SECONDS = 5.0, 3.0
-_SECONDS_BETWEEN_OPENS = 5.0
 _OBJECTS_PER_RUN = 128  # as SGLang's batches
 
 
@@ -76,110 +73,98 @@ class StorePages(PageStore):
     ) -> None:
         """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
 
-        writes: the store is the first of its list. draft_weights: of the deployment's draft, also
-        on ranks without it; "" without one. reads_unstamped: use packs that do not name weights.
+        writes: the server writes to the store. draft_weights: of the deployment's draft, also on
+        ranks without it; "" without one. reads_unstamped: use packs that do not name weights.
         threads: that read, and that write.
         """
+        super().__init__(counters, threads)
         self._url = url
-        self.counters = counters
         self._writes = writes
         self._draft_weights = draft_weights
         self._reads_unstamped = reads_unstamped
-        self._threads = threads
-        self._askers = Workers(threads, "hicachectl-exists")
-        self._readers = Workers(threads, "hicachectl-read")
-        self._writers = Workers(threads, "hicachectl-write")
-        self._pools: dict[str, ServedPool] = {}
         self._forms: dict[str, PageForm] = {}
-        self._opening = threading.Lock()
-        self._open_again_at = 0.0
-        self._closed = False
         self._store: Store | None = None
         self._slots: Slots | None = None
-        self._refusal = ""  # why an opened store is not used
+        self._refusal = ""  # why an opened store is not used until the next attach
 
     # attaching
 
     def add(self, pool: ServedPool) -> None:
-        """Serve a pool; open a pack, to compare its deployment with ours.
+        """Serve a pool. Raises ValueError if keys of the URL's scheme cannot name its objects.
 
-        A rank that cannot name its weights does not compare, since it could refuse alone.
+        What `open` finds in the store is no reason to raise, since other ranks may find other
+        things.
         """
-        self._pools[pool.name] = pool
+        earlier, self._pools = self._pools, {**self._pools, pool.name: pool}
         try:
             if self._url.scheme in _GRAMMARS:
-                self._forms[pool.name] = self._form(pool, _GRAMMARS[self._url.scheme])
-            elif not pool.identity.weights:
-                return
-            elif isinstance(self._store, Archive):
-                self._admit(self._store, pool)
+                self._form(pool, _GRAMMARS[self._url.scheme], self._tag)
         except HicacheError as error:
+            self._pools = earlier
             raise ValueError(f"{self.counters.place}: {error}") from None
-        if self._url.scheme not in _GRAMMARS and self._store is None:
-            with Call(_OPEN_SECONDS) as call:
-                self._askers.map(call, self._open, [(False,)])
+
+    def _open_now(self) -> None:
+        """Open the store, compare its deployment with ours, and give it memory."""
         if self._refusal:
-            raise ValueError(self._refusal)
-
-    def open(self, call: Call) -> None:
-        """Open the store, and give it memory for the pools known now."""
-        self._askers.map(call, self._open, [(True,)])
-
-    def _open(self, with_memory: bool) -> None:
-        """Open the store, unless another thread does so, or it failed just before."""
-        if time.monotonic() < self._open_again_at or not self._opening.acquire(blocking=False):
             return
-        try:
-            if self._store is None:
-                self._store = self._prepared(open_store(str(self._url), create=self._writes))
-            if with_memory and self._slots is None and not self._refusal:
-                self._slots = self._attached(self._store)
-        except Exception as error:  # of any kind: a rank that raised would hang the others
-            self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
-            self.counters.refused("unopened", reason_of(error))
-        finally:
-            self._opening.release()
-            if self._closed:  # meanwhile; nobody else has used the store
-                self._leave(in_use=False)
+        store = self._store
+        if store is None:
+            store = _prepared(open_store(str(self._url), create=self._writes))
+            if self._closed:  # meanwhile; nobody else has used it
+                store.close()
+                return
+            self._store = store
+        if self._forms.keys() != self._pools.keys():
+            self._refusal = self._problem(store)
+            if self._refusal:
+                self.counters.excluded("other-deployment", self._refusal)
+                return
+            self._forms = self._named(store)
+        if self._slots is None:
+            slots = self._attached(store)
+            if self._closed:  # meanwhile; the store is closed after this thread
+                slots.arena.close()
+                return
+            self._slots = slots
 
-    def _prepared(self, store: Store) -> Store:
-        """Set a store up for a server's calls, which must be short."""
-        if isinstance(store, Leases):
-            store.lease_wait_seconds = 0.0
-        if isinstance(store, RacyWrites):
-            store.confirms_writes = False  # another writer's bytes are as good
+    def _problem(self, store: Store) -> str:
+        """Return why the store's pages are another deployment's; "" if they are ours.
+
+        Raises HicacheError.
+        """
         if isinstance(store, Archive):
-            for pool in self._pools.values():
-                self._admit(store, pool)
-        return store
+            pools = self._pools.values()
+            return archive_problem(store, pools, reads_unstamped=self._reads_unstamped)
+        if not isinstance(store, Claimed):
+            return ""
+        named = bool(self._anchor.identity.weights)
+        owner = store.claimed_by(self._tag, writes=self._writes and named)
+        if owner in (None, self._tag):
+            return ""
+        return (
+            f"holds pages of another model, weights, dtype or layout ({owner}, ours is "
+            f"{self._tag}); use other data files and tables, or clear the tables and remove "
+            "PREFIX.hicachectl-deployment"
+        )
 
-    def _admit(self, archive: Archive, pool: ServedPool) -> None:
-        """Compare an archive's deployment with ours. Raises HicacheError."""
-        unstamped = self._reads_unstamped
-        problem = archive_problem(archive, pool, reads_unstamped=unstamped)
-        self._refusal = self._refusal or problem or ""
-        profile = archive.recorded_profile()
-        tag = "" if profile is None else profile.tag
-        if not problem:
-            self._forms[pool.name] = self._form(pool, archive.grammar, tag)
+    def _named(self, store: Store) -> dict[str, PageForm]:
+        """Return the objects of all pools' pages, and tell the store their sizes if it asks.
+
+        Raises HicacheError.
+        """
+        if isinstance(store, Archive):
+            profile = store.recorded_profile()
+            grammar, tag = store.grammar, "" if profile is None else profile.tag
+        else:
+            grammar, tag = _GRAMMARS[self._url.scheme], self._tag
+        forms = {pool.name: self._form(pool, grammar, tag) for pool in self._pools.values()}
+        if isinstance(store, PageSized):
+            objects = [one for form in forms.values() for one in form.objects]
+            store.use_sizes({one.affix: one.nbytes for one in objects})
+        return forms
 
     def _attached(self, store: Store) -> Slots:
-        """Give the store memory for all pools, whose keys have a tag that names them."""
-        if self._url.scheme in _GRAMMARS:
-            for name, pool in self._pools.items():
-                self._forms[name] = self._form(pool, _GRAMMARS[self._url.scheme])
-        if isinstance(store, Claimed):
-            named = bool(self._anchor.identity.weights)
-            owner = store.claimed_by(self._tag, writes=self._writes and named)
-            if owner not in (None, self._tag):
-                self._refusal = (
-                    f"{self.counters.place}: holds pages of another model, weights, dtype or "
-                    f"layout ({owner}, ours is {self._tag}); use other data files and tables, or "
-                    "clear the tables and remove PREFIX.hicachectl-deployment"
-                )
-        if isinstance(store, PageSized):
-            forms = self._forms.values()
-            store.use_sizes({one.affix: one.nbytes for form in forms for one in form.objects})
+        """Give the store memory for the pools known now."""
         longest = max((_page_bytes(pool) for pool in self._pools.values()), default=0)
         count = 2 * self._threads * _SLOTS_PER_THREAD  # for reads and writes
         slots = Slots(max(_SLOT_BYTES, longest), count, named=store.limits.named_arena)
@@ -190,10 +175,9 @@ class StorePages(PageStore):
             raise
         return slots
 
-    def _form(self, pool: ServedPool, grammar: str, tag: str | None = None) -> PageForm:
-        """Return the objects of a pool's pages. tag: None for our deployment's."""
+    def _form(self, pool: ServedPool, grammar: str, tag: str) -> PageForm:
+        """Return the objects of a pool's pages. Raises UnsupportedByBackend."""
         shared = self._anchor.coordinate.shard.tp_rank is None
-        tag = self._tag if tag is None else tag
         return page_form(grammar, pool, shared_anchor=shared, tag=tag)
 
     @property
@@ -278,29 +262,20 @@ class StorePages(PageStore):
             self.counters.place,
         )
 
-    def close(self) -> None:
-        """End the threads, and leave the store; what hangs in it keeps its memory."""
-        workers = (self._askers, self._readers, self._writers)
-        for each in workers:
-            each.close()
-        self._open_again_at = float("inf")
-        self._closed = True
-        closer = Workers(1, "hicachectl-close")
-        with Call(_CLOSE_SECONDS) as call:
-            closer.map(call, self._leave, [(any(each.hanging for each in workers),)])
-        closer.close()
-
-    def _leave(self, in_use: bool) -> None:
-        """Close the store, unless a thread hangs in it: a client that is used must stay."""
+    def _forget(self) -> Callable[[], None] | None:
         store, self._store = self._store, None
         slots, self._slots = self._slots, None
-        if in_use:
-            return
-        if store is None or not (slots is None or slots.unused):
-            return
-        store.close()
-        if slots is not None:
-            slots.arena.close()
+        if store is None:
+            return None
+
+        def close() -> None:
+            try:
+                store.close()
+            finally:
+                if slots is not None:
+                    slots.arena.close()
+
+        return close
 
     def _each(
         self,
@@ -319,7 +294,7 @@ class StorePages(PageStore):
 
         def work(run: Sequence[int]) -> list[bool]:
             try:
-                opened = self._opened(pool)
+                opened = self._opened(pool, len(run))
                 if opened is None:
                     return [False] * len(run)
                 return act(opened, run) if opened.form.objects else [True] * len(run)
@@ -337,21 +312,25 @@ class StorePages(PageStore):
             for ok in answer or [False] * len(run)
         ]
         if call.ended:
-            why = "a pause after a call that timed out" if paused else "no answer in time"
-            self.counters.refused("timeout", why, done.count(False))
+            self._count_late(done.count(False), paused=paused)
         return done
 
-    def _opened(self, pool: ServedPool) -> _Opened | None:
-        """Return the store, the form of the pool's pages and memory; None if there is none."""
-        if self._slots is None:
-            self._open(True)
+    def _opened(self, pool: ServedPool, pages: int) -> _Opened | None:
+        """Return the store, the form of the pool's pages and memory; None if there is none.
+
+        pages: to count as misses then.
+        """
+        if self._slots is None or pool.name not in self._forms:
+            self._open()
         store, slots, form = self._store, self._slots, self._forms.get(pool.name)
         if self._refusal:
-            self.counters.refused("other-deployment", self._refusal)
-        if store is None or slots is None or form is None or self._refusal:
+            self.counters.count("other-deployment", pages)
+            return None
+        if store is None or slots is None or form is None:
             return None
         if _page_bytes(pool) > slots.nbytes:
-            self.counters.refused("unserved", f"{pool.name}: came later than the attach")
+            detail = f"pool {pool.name}: its pages need more memory than before; attach again"
+            self.counters.refused("unserved", detail, pages)
             return None
         return _Opened(store, form, slots)
 
@@ -360,6 +339,15 @@ class _Opened(NamedTuple):
     store: Store
     form: PageForm
     slots: Slots
+
+
+def _prepared(store: Store) -> Store:
+    """Set a store up for a server's calls, which must be short."""
+    if isinstance(store, Leases):
+        store.lease_wait_seconds = 0.0
+    if isinstance(store, RacyWrites):
+        store.confirms_writes = False  # another writer's bytes are as good
+    return store
 
 
 def _page_bytes(pool: ServedPool) -> int:

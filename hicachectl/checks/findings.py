@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.registry import SEVERITIES, severity_of
+from hicachectl.checks.registry import READING, SEVERITIES, Need, checks, severity_of
 from hicachectl.pages.listing import Rows, object_rows
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
 )
+NAMED_SCHEMA = SCHEMA.append(pa.field("check", pa.string()))  # with the name of the check
 
 
 def findings(
@@ -81,13 +82,37 @@ def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
     return pa.table(texts, schema=SCHEMA)
 
 
-def without_repeats(found: pa.Table, earlier: Iterable[pa.Table]) -> pa.Table:
-    """Return the findings whose code and key no earlier finding has."""
-    codes = pc.unique(found.column("code"))
-    said = pa.concat_tables([SCHEMA.empty_table(), *earlier])
-    said = said.filter(pc.is_in(said.column("code"), codes.drop_null()))
-    keys = said.column("key").combine_chunks().drop_null()
-    return found.filter(pc.invert(pc.is_in(found.column("key"), value_set=keys)))
+def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str = "") -> pa.Table:
+    """Return findings with the names of their checks: NAMED_SCHEMA. pool: only of this pool."""
+    tables = [
+        table.append_column("check", pa.repeat(pa.scalar(name), len(table)))
+        for name, tables in found
+        for table in tables
+    ]
+    table = pa.concat_tables([NAMED_SCHEMA.empty_table(), *tables])
+    return table.filter(pc.equal(table.column("pool"), pool)) if pool else table
+
+
+def combine_named(tables: Iterable[pa.Table]) -> pa.Table:
+    """Return the findings of all checks, from tables of NAMED_SCHEMA, as `combine` does.
+
+    If a check of page tables and the reading report the same fault of an object, only the check's
+    finding is kept: its detail is more precise.
+    """
+    found = pa.concat_tables(tables)
+    names = found.column("check")
+    of_tables = pa.array([check.name for check in checks() if Need.PAGE_TABLES in check.needs])
+    earlier = found.filter(pc.is_in(names, value_set=of_tables))
+    if len(earlier):
+        repeated = pc.is_in(_codes_and_keys(found), value_set=_codes_and_keys(earlier).drop_null())
+        found = found.filter(pc.invert(pc.and_(pc.equal(names, READING), repeated)))
+    return combine([found.drop_columns(["check"])])
+
+
+def _codes_and_keys(found: pa.Table) -> pa.Array:
+    """Return the code and the key of each finding as one text; null without a key."""
+    columns = (found.column(name).combine_chunks() for name in ("code", "key"))
+    return pc.binary_join_element_wise(*columns, " ")
 
 
 def combine(tables: Iterable[pa.Table]) -> pa.Table:

@@ -11,22 +11,39 @@ import pyarrow.compute as pc
 from hicachectl.checks.findings import findings
 from hicachectl.formats.keys.file import TEMPORARY_PATTERN
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
+from hicachectl.formats.keys.table import pages_of
 from hicachectl.pages.ambiguity import ambiguous_affixes, remedy
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.checks.registry import CheckInput
+    from hicachectl.checks.registry import CheckInput, CheckSums
     from hicachectl.pages.inventory import Inventory
 
 
 def check_names(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield foreign-object, stale-temporary and ambiguous-key findings, from keys alone."""
-    inventory = given.inventory
-    foreign = np.flatnonzero(inventory.is_foreign)
-    yield from _foreign(inventory, foreign, given.now_ns - given.grace_ns)
-    yield from _ambiguous(inventory)
+    """Yield foreign-object and stale-temporary findings, from keys alone."""
+    inventory, settled_ns = given.inventory, given.now_ns - given.grace_ns
+    cleared = inventory.cleared_rows
+    foreign = np.setdiff1d(np.flatnonzero(inventory.is_foreign), cleared, assume_unique=True)
+    yield from _foreign(inventory, foreign, settled_ns)
+    yield cleared_objects(inventory.take(cleared), settled_ns)
+
+
+def check_ambiguous_keys(given: CheckSums) -> Iterator[pa.Table]:
+    """Yield one ambiguous-key finding for each ambiguous affix, with its smallest key."""
+    table, tally = given.table, given.tally
+    described = ambiguous_affixes(table, tally.objects)
+    keys = pa.array([tally.first_keys[affix] for affix in described], pa.binary())
+    starts = table.page_starts[np.array([*described], dtype=np.int64)]
+    details = [f"{text}; {remedy(table)}" for text in described.values()]
+    yield findings(
+        "ambiguous-key",
+        keys=key_text(keys),
+        pages=pages_of(keys, starts),
+        detail=pa.array(details, pa.string()),
+    )
 
 
 def stale_temporaries(objects: pa.Table | pa.RecordBatch, settled_ns: int) -> pa.BooleanArray:
@@ -38,6 +55,21 @@ def stale_temporaries(objects: pa.Table | pa.RecordBatch, settled_ns: int) -> pa
     settled = pc.less_equal(pc.fill_null(objects.column("mtime_ns"), 0), settled_ns)
     stale = pc.and_(temporary, settled)
     return stale.combine_chunks() if isinstance(stale, pa.ChunkedArray) else stale
+
+
+def cleared_objects(objects: pa.Table, settled_ns: int) -> pa.Table:
+    """Return a stale-temporary finding for each object that a `clear` made a miss by settled_ns.
+
+    objects: has key; and cleared_ns, unless it is empty. A server removes them in the background.
+    """
+    if len(objects):
+        objects = objects.filter(pc.less_equal(objects.column("cleared_ns"), settled_ns))
+    return findings(
+        "stale-temporary",
+        keys=key_text(objects.column("key").combine_chunks()),
+        detail="from before a server cleared the store; no server reads the object, so removing it "
+        "is safe",
+    )
 
 
 def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterator[pa.Table]:
@@ -60,21 +92,4 @@ def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterato
         "foreign-object",
         keys=key_text(keys.filter(pc.invert(pc.or_(temporary, warm_up)))),
         detail="not a key that SGLang writes; no server reads the object",
-    )
-
-
-def _ambiguous(inventory: Inventory) -> Iterator[pa.Table]:
-    """Yield one finding for each ambiguous affix, with its first key."""
-    described = ambiguous_affixes(inventory)
-    if not described:
-        return
-    distinct, first = np.unique(inventory.affix_ids, return_index=True)
-    rows = first[np.searchsorted(distinct, list(described))]
-    keys = inventory.take(rows, ["key"]).column("key").combine_chunks()
-    details = [f"{text}; {remedy(inventory)}" for text in described.values()]
-    yield findings(
-        "ambiguous-key",
-        keys=key_text(keys),
-        pages=inventory.pages(rows),
-        detail=pa.array(details, pa.string()),
     )

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.hf3fs.page_tables import TableState
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
+    from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.tally import Tally
 
     FindIssues = Callable[[npt.NDArray[Any]], Iterable["ValueIssue"]]
 
@@ -79,6 +81,22 @@ class Need(Enum):
     BYTES = auto()  # objects are read
 
 
+class Scope(Enum):
+    """What a check looks at; a run can check a store in parts, each with whole page groups."""
+
+    OBJECTS = auto()  # objects and page groups of a part
+    STORE = auto()  # the store itself: only the first part runs the check
+    SUMS = auto()  # sums over all parts: the report runs the check, with `CheckSums`
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSums:
+    """Input of checks of `Scope.SUMS`."""
+
+    table: AffixTable
+    tally: Tally
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckInput:
     """Input of checks: the listing and, if objects were read, their digests.
@@ -110,17 +128,19 @@ class CheckInput:
 class Check:
     """A check.
 
-    group: None if the check always runs. function: yields tables of findings; may be given as
-    "package.module:name"; None if findings are noted while objects are read.
+    group: None if the check always runs. function: takes the input of the scope and yields tables
+    of findings; may be given as "package.module:name"; None if findings are noted while objects
+    are read.
     """
 
     name: str
     group: CheckGroup | None
     codes: tuple[Code, ...]
     needs: frozenset[Need] = frozenset()
-    function: Callable[[CheckInput], Iterator[pa.Table]] | str | None = None
+    scope: Scope = Scope.OBJECTS
+    function: Callable[[Any], Iterator[pa.Table]] | str | None = None
 
-    def find(self, given: CheckInput) -> Iterator[pa.Table]:
+    def find(self, given: CheckInput | CheckSums) -> Iterator[pa.Table]:
         """Run the check; yield tables of findings, some of them empty."""
         if self.function is not None:
             yield from resolved(self.function)(given)
@@ -292,6 +312,7 @@ DIGESTS = CheckGroup(
     "reads objects; needs --catalog, except for packs and objects with trailers",
 )
 
+READING = "reading"  # the check of findings that are noted while objects are read
 _HITS_ONLY = {COSTS_HITS_ONLY: "warning"}
 _TRUNCATED = Code("truncated", "error")
 _OVERSIZED = Code("oversized", "error", {REFUSED_WHOLE: "warning"})
@@ -317,10 +338,11 @@ for _check in (
                 "hicachectl rm STORE --model MODEL, then write a new stamp with verify --stamp",
             ),
         ),
+        scope=Scope.STORE,
         function="hicachectl.profiles.stamps:check_stamp",
     ),
     Check(
-        name="names",
+        name="ambiguous-keys",
         group=NAMES,
         codes=(
             Code(
@@ -329,6 +351,14 @@ for _check in (
                 remedy="give the profile that wrote the keys, or remove them with "
                 "hicachectl rm STORE --state unknown",
             ),
+        ),
+        scope=Scope.SUMS,
+        function="hicachectl.checks.names:check_ambiguous_keys",
+    ),
+    Check(
+        name="names",
+        group=NAMES,
+        codes=(
             Code(
                 "foreign-object",
                 "info",
@@ -371,10 +401,11 @@ for _check in (
             ),
         ),
         needs=frozenset({Need.SIZES}),
+        scope=Scope.SUMS,
         function="hicachectl.checks.sizes:check_mixed_sizes",
     ),
     Check(
-        name="reading",  # noted in `verify.reading`, for any check that reads
+        name=READING,  # noted in `verify.reading`, for any check that reads
         group=None,
         codes=(_TRUNCATED, _OVERSIZED, Code("unreadable", "error")),
         needs=frozenset({Need.BYTES}),
@@ -462,6 +493,7 @@ for _check in (
             ),
         ),
         needs=frozenset({Need.PAGE_TABLES}),
+        scope=Scope.STORE,
         function="hicachectl.verify.live_tables:check_tables_of",
     ),
 ):

@@ -17,7 +17,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.checks.registry import CheckInput
+    from hicachectl.checks.registry import CheckInput, CheckSums
     from hicachectl.pages.deployments import AffixTable, SizeMix
     from hicachectl.pages.inventory import IntArray
 
@@ -48,11 +48,10 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
         yield object_findings(inventory, rows, code, detail, rule=rule)
 
 
-def check_mixed_sizes(given: CheckInput) -> Iterator[pa.Table]:
+def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
     """Yield mixed-sizes for each kind of object with several common sizes."""
-    inventory = given.inventory
-    present = np.unique(inventory.affix_ids)
-    mixes = [mix for mix in inventory.table.mixes if np.isin(present, mix.affix_ids).any()]
+    objects = given.tally.objects
+    mixes = [mix for mix in given.table.mixes if objects[list(mix.affix_ids)].any()]
     yield findings(
         "mixed-sizes",
         keys=pa.nulls(len(mixes), pa.string()),

@@ -318,6 +318,22 @@ bwlimit_option = click.option(
     "--bwlimit", type=Size(), help="Read at most this many bytes per second."
 )
 
+parts_options = stack(
+    click.option(
+        "--shard",
+        metavar="I/N",
+        help="Do part I (from 0) of N of the run in --run; hicachectl merge joins the parts. /N "
+        "takes I from Kubernetes (JOB_COMPLETION_INDEX) or Slurm (SLURM_ARRAY_TASK_ID).",
+    ),
+    click.option(
+        "--run",
+        "run_directory",
+        type=click.Path(file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Directory that all parts of a run share; created if it is missing.",
+    ),
+)
+
 request_options = stack(
     click.option(
         "--prompts",

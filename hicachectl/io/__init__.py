@@ -1,1 +1,1 @@
-"""Read a store in bounded memory: threads, processes, rate limits, signals."""
+"""Read a store in bounded memory: threads, processes, rate limits, signals; shared tables."""

@@ -22,7 +22,7 @@ these bits, so any float format works.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,9 +134,9 @@ class OrderTest:
     def __init__(self, stored: RowOrder, rivals: Sequence[RowOrder], layers: Iterable[int]) -> None:
         """Draw the rows to compare; `layers` excludes padding."""
         self.stored = stored
-        usable = np.array(sorted(layers), dtype=np.int64)
+        usable = tuple(sorted(layers))
         distinct = {r.visible: (n, r) for n, r in enumerate(rivals) if r.visible != stored.visible}
-        others = [rival for _, rival in distinct.values()]
+        others = tuple(rival for _, rival in distinct.values())
         sets = {n: _draw(stored, rival, others, usable) for n, rival in distinct.values()}
         self._sets = {n: rows for n, rows in sets.items() if rows.shape[1] >= MIN_SETS}
 
@@ -229,10 +229,11 @@ def log_magnitudes(bits: npt.NDArray[Any]) -> Floats:
 # --- choosing rows ---
 
 
+@lru_cache(maxsize=1024)  # the ranks of a deployment have few forms; a draw takes 20 ms
 def _draw(
-    stored: RowOrder, rival: RowOrder, rivals: Sequence[RowOrder], layers: IntArray
+    stored: RowOrder, rival: RowOrder, rivals: tuple[RowOrder, ...], layers: tuple[int, ...]
 ) -> IntArray:
-    """Draw distinct sets of rows: [base near far other control, sets]."""
+    """Draw distinct sets of rows: [base near far other control, sets], read-only."""
     tokens, heads = stored.length("token"), stored.length("head")
     if tokens < 3 or not len(layers):
         return np.zeros((5, 0), np.int64)
@@ -264,7 +265,9 @@ def _draw(
     sets = np.stack([base, near, far, other, control])
     drawn = [_distinct(sets[:, chosen]) for chosen in ranked]
     enough = max(rows.shape[1] for rows in drawn) / 2
-    return next(rows for rows in drawn if rows.shape[1] >= enough)
+    best = next(rows for rows in drawn if rows.shape[1] >= enough)
+    best.setflags(write=False)
+    return best
 
 
 def _distinct(sets: IntArray) -> IntArray:

@@ -28,7 +28,7 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import BinaryIO, Self
 
     import pyarrow as pa
@@ -49,19 +49,37 @@ class JournalHeld(UsageError):
     """Another process runs the same migration."""
 
 
+@dataclass(frozen=True, slots=True)
+class JournalFiles:
+    """Journals of a migration.
+
+    own: written by this run; kept: even if the run is complete. earlier: of earlier runs; if `own`
+    is one of them, this run extends it.
+    """
+
+    own: Path
+    earlier: tuple[Path, ...] = ()
+    kept: bool = False
+
+
 @dataclass(slots=True)
 class Progress:
     """Pages that earlier runs completed, by the name of their route.
 
-    owner: mark on those runs' unfinished writes; "" if the journal has no whole line.
+    owners: of each journal, the mark on its run's unfinished writes; "" without a whole line.
     copied: whole at the destination. verified: also compared.
     removed: copied, then removed from the source.
     """
 
-    owner: str = ""
+    owners: dict[Path, str] = field(default_factory=dict)
     copied: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     verified: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     removed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    @property
+    def marks(self) -> list[str]:
+        """Marks on unfinished writes of earlier runs."""
+        return [owner for owner in self.owners.values() if owner]
 
     @property
     def pages(self) -> int:
@@ -137,38 +155,46 @@ def _can_be_written_to(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK) and directory.is_dir()
 
 
-def read_journal(path: Path, identity: Mapping[str, Any]) -> Progress | None:
+def read_journals(paths: Iterable[Path], identity: Mapping[str, Any]) -> Progress | None:
     """Return the progress of earlier runs; None if there is no journal.
 
-    Raises FormatError if the journal is damaged or another migration's, UsageError if unreadable.
+    Raises FormatError if a journal is damaged or another migration's, UsageError if unreadable.
     """
-    try:
-        descriptor = _opened(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(failed(path, "read the journal", error)) from error
-    progress, form = Progress(), None
-    with os.fdopen(descriptor, "rb") as stream:
-        for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
-            if b"\0" in line:  # torn by a power failure, maybe joined to the next line
-                if number == 1:
-                    return progress
-                continue
-            entry = _parsed(line, path, number)
+    progress = Progress()
+    for path in paths:
+        try:
+            descriptor = _opened(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise UsageError(failed(path, "read the journal", error)) from error
+        with os.fdopen(descriptor, "rb") as stream:
+            progress.owners[path] = _read(stream, path, identity, progress)
+    return progress if progress.owners else None
+
+
+def _read(stream: BinaryIO, path: Path, identity: Mapping[str, Any], progress: Progress) -> str:
+    """Add a journal's pages to the progress; return its owner, "" without a whole line."""
+    owner, form = "", None
+    for number, (start, line) in enumerate(_whole_lines(stream, path), 1):
+        if b"\0" in line:  # torn by a power failure, maybe joined to the next line
             if number == 1:
-                form = entry.get("migration")
-                progress.owner = _owner(entry, identity, path)
-            digest = entry.pop("digest", None)
-            undigested = form == _UNDIGESTED and digest is None
-            if not undigested and digest != _digest(entry, progress.owner, start):
-                raise FormatError(
-                    f"{path}: line {number} was altered; move the file away and run again, which "
-                    "checks the destination instead"
-                )
-            if number > 1:
-                _add(progress, entry, path, number)
-    return progress
+                break
+            continue
+        entry = _parsed(line, path, number)
+        if number == 1:
+            form = entry.get("migration")
+            owner = _owner(entry, identity, path)
+        digest = entry.pop("digest", None)
+        undigested = form == _UNDIGESTED and digest is None
+        if not undigested and digest != _digest(entry, owner, start):
+            raise FormatError(
+                f"{path}: line {number} was altered; move the file away and run again, which "
+                "checks the destination instead"
+            )
+        if number > 1:
+            _add(progress, entry, path, number)
+    return owner
 
 
 def _opened(path: Path, flags: int) -> int:
@@ -253,16 +279,17 @@ class Journal:
     ) -> None:
         """Open a journal; fresh: empty it first.
 
-        earlier: result of `read_journal`. durable: sync each line; otherwise a power failure may
+        earlier: result of `read_journals`. durable: sync each line; otherwise a power failure may
         lose all lines except the first; a resumed run reads their pages again.
 
         Raises UsageError if the journal cannot be written, JournalHeld if locked.
         """
         self.path = path
-        self.owner = (earlier and earlier.owner) or os.urandom(_OWNER_BYTES).hex()
+        owner = None if earlier is None else earlier.owners.get(path)
+        self.owner = owner or os.urandom(_OWNER_BYTES).hex()
         self._durable = durable
         self._lock = threading.Lock()
-        self._noted = earlier is not None and not fresh
+        self._noted = owner is not None and not fresh
         try:
             make_directories(path.parent)
             self._file = _held(path)
@@ -270,7 +297,7 @@ class Journal:
             next_step = "set XDG_STATE_HOME to a writable directory"
             raise UsageError(failed(path, "write the journal", error, next_step)) from error
         try:
-            if fresh or (earlier is not None and not earlier.owner):
+            if fresh or owner == "":
                 os.ftruncate(self._file, 0)
             self._cut_torn_line()
             if not os.lseek(self._file, 0, os.SEEK_END):

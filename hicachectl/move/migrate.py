@@ -3,66 +3,35 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
+from msgspec.structs import replace
 
-from hicachectl.backends.base import Status
-from hicachectl.backends.capabilities import Confirm, Leases, Resumable
-from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.io.pipeline import Pipeline, batches
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.batches import WRITING, Action
-from hicachectl.move.journal import (
-    Journal,
-    JournalHeld,
-    journal_path,
-    profile_text,
-    read_journal,
-)
-from hicachectl.move.migration_plan import plan_migration
+from hicachectl.move.estimate import estimated_seconds
+from hicachectl.move.journal import JournalHeld
+from hicachectl.move.migration import Migration
+from hicachectl.move.migration_choice import plan_groups
+from hicachectl.move.migration_outcome import FULL, outcome_of
 from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.runs import CopyRun
-from hicachectl.move.survey import StorePair
-from hicachectl.move.trailers import plan_trailers
-from hicachectl.text.units import counted, human_size
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.unmatched import explain_selection
+from hicachectl.text.units import human_size
 from hicachectl.text.vocabulary import LOCK
+from hicachectl.verify.live_tables import check_tables, saved_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.batches import CopyOptions
-    from hicachectl.move.migration_plan import MigrationPlan, MigrationRequest
-    from hicachectl.move.results import MoveResult, Problem
+    from hicachectl.move.journal import Journal
+    from hicachectl.move.migration import MigrationRequest
+    from hicachectl.move.migration_outcome import MigrationFacts, MigrationOutcome
+    from hicachectl.move.migration_plan import MigrationPlan
+    from hicachectl.move.results import MoveResult
     from hicachectl.move.work import PageBatch
-    from hicachectl.pages.inventory import IntArray
-
-FULL = "destination full"
-_SAMPLE_BYTES = 64 << 20  # read to estimate how long a migration takes
-_SAMPLE_OBJECTS = 1024
-
-
-@dataclass(slots=True)
-class MigrationOutcome:
-    """Outcome of a migration or dry run.
-
-    document: the command's JSON. problems: conflicts and failures. remarks: other messages.
-    journal: path, if the migration is incomplete.
-    """
-
-    document: dict[str, Any]
-    problems: list[Problem]
-    remarks: list[str]
-    journal: Path | None = None
-
-    @property
-    def all_well(self) -> bool:
-        """Whether no group failed or conflicted, and the destination had room."""
-        document = self.document
-        troubled = document["failed"] or document["conflicts"]
-        return not troubled and document["stopped_by"] != FULL
 
 
 def migrate(
@@ -83,204 +52,130 @@ def migrate(
     StoreUnavailable if a store is lost. An interrupt finishes or rolls back begun batches; the
     journal lists completed groups.
     """
-    migration = _Migration(source, destination, request)
-    plan = migration.plan(on_listed)
+    started = time.monotonic()
+    migration = Migration(source, destination, request)
+    listed = take_inventory(source, request.profile, columns=migration.columns, on_batch=on_listed)
+    tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
+    plan = plan_groups(migration, listed, tables, now_ns=time.time_ns(), on_batch=on_listed)
     if request.dry_run:
-        return migration.rehearse(plan)
-    return migration.carry_out(plan, on_begun, on_moved)
+        facts = rehearse_part(migration, plan)
+    else:
+        facts = migrate_part(migration, plan, on_begun=on_begun, on_moved=on_moved)
+    facts.seconds = time.monotonic() - started
+    nothing = "" if facts.groups else explain_selection(source, listed, request.selection)
+    outcome = outcome_of([facts], source.url, destination.url, request, nothing)
+    if request.dry_run:
+        seconds = estimated_seconds(source, plan, request.options, facts.bytes)
+        outcome.document["estimated_seconds"] = seconds
+    elif not facts.settled and facts.stopped_by != LOCK:
+        outcome.journal = migration.journals.own
+    return outcome
 
 
-def not_begun(source: str, destination: str) -> MigrationOutcome:
-    """Return the outcome of a migration between two URLs whose lock is held."""
-    document: dict[str, Any] = {"source": source, "destination": destination}
-    counts = ("pages", "objects", "bytes", "skipped", "gone", "conflicts", "failed", "moved")
-    document |= dict.fromkeys(counts, 0)
-    document |= {"seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
-    return MigrationOutcome({**document, "problems": []}, [], [])
+def rehearse_part(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
+    """Return the facts of a planned migration, or of a part of one, as if all went well."""
+    result = RunResult()
+    result.objects, result.nbytes = plan.demand()
+    result.counts[GroupStatus.DONE] = plan.count(*WRITING)
+    result.counts[GroupStatus.SAME] = plan.count(Action.COMPARE)
+    facts = _facts(migration, plan, result)
+    facts.remarks += filter(None, [_lack(migration, result.nbytes)])
+    return facts
 
 
-class _Migration:
-    def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
-        """Check the request; read the journal."""
-        self._started = time.monotonic()
-        self._source = source
-        self._destination = destination
-        self._request = request
-        if not destination.traits.writes:
-            raise UsageError(
-                f"{destination.url}: objects cannot be written to this store; give another "
-                "destination"
-            )
-        if request.options.move and not source.traits.deletes:
-            raise UsageError(
-                f"{source.url}: objects cannot be deleted from this store; leave out --move"
-            )
-        target = request.destination_profile or request.profile
-        self._stores = StorePair(source, destination, request.profile, target)
-        self._trailers = plan_trailers(self._stores, request.options.trailers)
-        self._options = replace(request.options, keeps_trailers=self._trailers.keeps)
-        self._identity = {
-            "source": source.url,
-            "destination": destination.url,
-            "grammar": self._stores.grammar,
-            "profile": None if target is None else profile_text(target),
-            "move": request.options.move,
-        }
-        self._journal_path, self._place_remark = journal_path(self._identity)
-        self._progress = read_journal(self._journal_path, self._identity)
-        self._earlier = self._progress if request.resume else None
+def migrate_part(
+    migration: Migration,
+    plan: MigrationPlan,
+    *,
+    on_begun: Callable[[], None] = lambda: None,
+    on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> MigrationFacts:
+    """Carry out a plan of the whole migration, or of a part of it; return what was done.
 
-    def plan(self, on_listed: Callable[[int], None]) -> MigrationPlan:
-        plan = plan_migration(self._stores, self._request, self._trailers, on_listed)
-        plan.settle_existing(self._request, self._earlier)
-        plan.leave_too_large(self._request.options)
-        return plan
-
-    def rehearse(self, plan: MigrationPlan) -> MigrationOutcome:
-        result = RunResult()
-        result.objects, result.nbytes = plan.demand()
-        result.counts[GroupStatus.DONE] = plan.count(*WRITING)
-        result.counts[GroupStatus.SAME] = plan.count(Action.COMPARE)
-        outcome = self._outcome(plan, result)
-        outcome.document["estimated_seconds"] = _estimated_seconds(
-            self._source, plan, self._request.options, result.nbytes
-        )
-        if (lack := self._lacking(result.nbytes)) is not None:
-            outcome.remarks.append(lack)
-        return outcome
-
-    def carry_out(
-        self,
-        plan: MigrationPlan,
-        on_begun: Callable[[], None],
-        on_moved: Callable[[int, int], None],
-    ) -> MigrationOutcome:
-        options, total = self._options, plan.demand()[1]
-        try:
-            opened = Journal(
-                self._journal_path,
-                self._identity,
-                earlier=self._progress,
-                fresh=self._earlier is None,
-                durable=options.move,  # only deletions from the source depend on the journal
-            )
-        except JournalHeld as held:
-            outcome = self._outcome(plan, RunResult(complete=False), is_held=True)
-            outcome.remarks.append(str(held))
-            return outcome
-        with opened as journal:
-            if isinstance(self._destination, Resumable):
-                self._destination.own_temporaries(journal.owner, sweep=self._progress is not None)
-            lack = self._lacking(total)
-            if lack is not None and self._request.space_check:
-                raise StoreUnavailable(lack)
-            on_begun()
-            run = CopyRun(
-                self._source, plan.inventory, plan.groups, self._destination, options, journal
-            )
-            if options.move and self._earlier is not None:
-                for survey, items in plan.left_in_source(self._earlier):
-                    run.remove(survey, items)
-
-            def on_done(_batch: PageBatch, done: MoveResult) -> None:
-                on_moved(done.nbytes, max(total, 1))
-
-            result = run.copy(plan.works(), on_done=on_done)
-            if plan.count(Action.SKIP):
-                self._destination.flush()  # the report counts skipped pages as copied, too
-            ended = result.complete and not result.count(GroupStatus.FAILED)
-            if ended:
-                journal.end()
-        outcome = self._outcome(plan, result)
-        outcome.journal = None if ended else self._journal_path
-        if self._destination.traits.evicts and (lack is not None or result.full):
-            outcome.remarks.append(
-                f"{self._destination.url}: the pages need more room than is free, and this store "
-                "evicts: the pages copied first may be evicted already; copy fewer pages (--match, "
-                "--pages-from)"
-            )
-        return outcome
-
-    def _lacking(self, nbytes: int) -> str | None:
-        """Return a message if the destination lacks room."""
-        free = self._destination.free_bytes()
-        if free is None or nbytes <= free:
-            return None
-        return (
-            f"{self._destination.url}: {human_size(nbytes)} to write, but only {human_size(free)} "
-            "free; choose fewer pages (--match, --pages-from), make room or give --no-space-check"
-        )
-
-    def _outcome(
-        self, plan: MigrationPlan, result: RunResult, *, is_held: bool = False
-    ) -> MigrationOutcome:
-        earlier = self._earlier
-        problems = [*plan.problems, *result.problems]
-        document = {
-            "source": self._source.url,
-            "destination": self._destination.url,
-            "pages": result.count(GroupStatus.DONE),
-            "objects": result.objects,
-            "bytes": result.nbytes,
-            "skipped": plan.count(Action.SKIP) + result.count(GroupStatus.SAME),
-            "gone": result.count(GroupStatus.GONE),
-            "conflicts": result.count(GroupStatus.CONFLICT) + plan.count(Action.CONFLICT),
-            "failed": result.count(GroupStatus.FAILED) + plan.too_large,
-            "moved": result.moved,
-            "seconds": round(time.monotonic() - self._started, 3),
-            "resumed": 0 if earlier is None else earlier.pages,
-            "complete": result.complete,
-            "stopped_by": LOCK if is_held else FULL if result.full else None,
-            "problems": [{"page": p.page, "key": p.key, "detail": p.detail} for p in problems],
-        }
-        remarks = list(plan.remarks)
-        if self._place_remark:
-            remarks.append(self._place_remark)
-        if self._progress is not None and earlier is None:
-            remarks.append(
-                "An earlier run of this migration was interrupted after "
-                f"{counted(self._progress.pages, 'page')}; without --resume, this run did "
-                "not use the journal of that run"
-            )
-        return MigrationOutcome(document, problems, [*remarks, *self._source.remarks])
-
-
-def _estimated_seconds(
-    source: Store, plan: MigrationPlan, options: CopyOptions, nbytes: int
-) -> float | None:
-    """Return the seconds to read `nbytes`, from a sample; None if reading has side effects.
-
-    Writing overlaps with reading and is not measured; a slower destination takes longer.
+    Facts of a plan that earlier runs began are those of one undisturbed run, except `resumed` and
+    `seconds`. Arguments and exceptions as in `migrate`. `seconds` is not set.
     """
-    if options.bytes_per_second is not None:
-        return nbytes / options.bytes_per_second
-    if isinstance(source, (Leases, Confirm)):
-        return None
-    rows, sizes = _sample(plan)
-    if not len(rows):
-        return 0.0
-    began = time.monotonic()
-    pipeline = Pipeline(
-        source,
-        plan.inventory.objects,
-        batches(rows, sizes, most_objects=_SAMPLE_OBJECTS, most_bytes=8 << 20),
-        lambda loaded: int(loaded.read.nbytes[loaded.read.statuses == Status.OK].sum()),
-        buffer_bytes=options.buffer_bytes,
-        jobs=options.jobs,
-        identify=False,
+    try:
+        begun = migration.begin()
+    except JournalHeld as held:
+        facts = _facts(migration, plan, RunResult(complete=False))
+        facts.settled, facts.stopped_by = False, LOCK
+        facts.remarks.append(str(held))
+        return facts
+    with begun as journal:
+        lack = _lack(migration, plan.demand()[1])
+        if lack is not None and migration.request.space_check:
+            raise StoreUnavailable(lack)
+        migration.stores.claim()
+        on_begun()
+        result = _copied(migration, plan, journal, on_moved)
+        facts = _facts(migration, plan, result)
+        facts.settled = result.complete and not result.count(GroupStatus.FAILED)
+        if facts.settled and not migration.journals.kept:
+            journal.end()
+    destination = migration.destination
+    if destination.traits.evicts and (lack is not None or result.full):
+        facts.remarks.append(
+            f"{destination.url}: the pages need more room than is free, and this store "
+            "evicts: the pages copied first may be evicted already; copy fewer pages (--match, "
+            "--pages-from)"
+        )
+    return facts
+
+
+def _copied(
+    migration: Migration,
+    plan: MigrationPlan,
+    journal: Journal,
+    on_moved: Callable[[int, int], None],
+) -> RunResult:
+    source, destination, options = migration.source, migration.destination, migration.options
+    total = max(plan.demand()[1], 1)
+    run = CopyRun(source, plan.inventory, plan.groups, destination, options, journal)
+    if options.move and migration.earlier is not None:
+        for survey, items in plan.left_in_source(migration.earlier):
+            run.remove(survey, items)
+
+    def on_done(batch: PageBatch, done: MoveResult) -> None:
+        plan.note(batch, done)
+        on_moved(done.nbytes, total)
+
+    result = run.copy(plan.works(), on_done=on_done)
+    if plan.count(Action.SKIP):
+        destination.flush()  # the report counts skipped pages as copied, too
+    return result
+
+
+def _facts(migration: Migration, plan: MigrationPlan, result: RunResult) -> MigrationFacts:
+    """Return the facts of a run, with what earlier runs of a kept plan did."""
+    pages, objects, nbytes = plan.written_before()
+    earlier = migration.earlier
+    return replace(
+        plan.facts,
+        refused=plan.refused,
+        pages=result.count(GroupStatus.DONE) + pages,
+        objects=result.objects + objects,
+        bytes=result.nbytes + nbytes,
+        skipped=plan.count(Action.SKIP) + result.count(GroupStatus.SAME) - pages,
+        gone=result.count(GroupStatus.GONE),
+        conflicts=result.count(GroupStatus.CONFLICT) + plan.count(Action.CONFLICT),
+        failed=result.count(GroupStatus.FAILED) + plan.too_large,
+        moved=result.moved + plan.removed_before(earlier),
+        resumed=0 if earlier is None else earlier.pages,
+        complete=result.complete,
+        stopped_by=FULL if result.full else "",
+        remarks=[*migration.remarks, *migration.source.remarks],
+        problems=[*plan.problems, *result.problems],
     )
-    read = sum(pipeline)
-    spent = time.monotonic() - began
-    return nbytes / read * spent if read else None
 
 
-def _sample(plan: MigrationPlan) -> tuple[IntArray, IntArray]:
-    """Return rows and sizes of the first objects to read."""
-    rows = sizes = np.zeros(0, dtype=np.int64)
-    if (work := next(plan.works(), None)) is not None:
-        _, _, rows = work.survey.rows.objects(work.items[:_SAMPLE_OBJECTS])
-        sizes = work.survey.sizes[rows]
-    fits = np.cumsum(sizes) <= _SAMPLE_BYTES
-    fits[:1] = True
-    fits[_SAMPLE_OBJECTS:] = False
-    return rows[fits], sizes[fits]
+def _lack(migration: Migration, nbytes: int) -> str | None:
+    """Return a message if the destination lacks room."""
+    destination = migration.destination
+    free = destination.free_bytes()
+    if free is None or nbytes <= free:
+        return None
+    return (
+        f"{destination.url}: {human_size(nbytes)} to write, but only {human_size(free)} "
+        "free; choose fewer pages (--match, --pages-from), make room or give --no-space-check"
+    )

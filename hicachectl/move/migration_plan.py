@@ -1,92 +1,136 @@
-"""Migration requests, and plans with an action for each page group of the source."""
+"""Plans of migrations: an action for each page group of the source."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.findings import combine
-from hicachectl.checks.group import check_groups
-from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.sizes import check_sizes
-from hicachectl.move.batches import WRITING, Action, CopyOptions
-from hicachectl.move.planning import plan_repair
-from hicachectl.move.results import MOST_PROBLEMS
+from hicachectl.move.batches import WRITING, Action
+from hicachectl.move.results import MOST_PROBLEMS, GroupStatus
 from hicachectl.move.survey import compare, decide
 from hicachectl.move.work import PageWork, too_large
-from hicachectl.pages.deployments import UNRESOLVED
-from hicachectl.pages.group_table import WHOLE
-from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.inventory import take_inventory
-from hicachectl.pages.selection import EVERYTHING, Selection, select
-from hicachectl.pages.unmatched import explain_selection
-from hicachectl.requests.page_lists import NamedGroups
-from hicachectl.verify.live_tables import check_tables, saved_tables
+from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     import numpy.typing as npt
 
-    from hicachectl.backends.base import Store
-    from hicachectl.formats.profile import Profile
+    from hicachectl.move.batches import CopyOptions
     from hicachectl.move.journal import Progress
-    from hicachectl.move.results import Problem
-    from hicachectl.move.survey import IfExists, StorePair, Survey
-    from hicachectl.move.trailers import TrailerPlan
-    from hicachectl.pages.groups import BoolArray
+    from hicachectl.move.migration import MigrationRequest
+    from hicachectl.move.migration_outcome import MigrationFacts
+    from hicachectl.move.results import MoveResult, Problem
+    from hicachectl.move.survey import Survey
+    from hicachectl.move.work import PageBatch
+    from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
-    from hicachectl.requests.files import PageList
 
 # Groups left incomplete by an earlier run come first.
 _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.REPLACE)
+_ACTIVE = (*WRITING, Action.COMPARE)
+
+KEPT = pa.schema(
+    [
+        ("route", pa.int32()),
+        ("page", pa.string()),
+        ("action", pa.int8()),
+        ("objects", pa.int64()),
+        ("nbytes", pa.int64()),
+    ]
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigrationRequest:
-    """Pages to copy, and options of the migration.
+class KeptPlan(NamedTuple):
+    """A plan as recorded before its first change, for runs that continue it.
 
-    profile: of the source; None: only its keys are known, so every object keeps key and bytes.
-    destination_profile: of the new deployment; None: the same as `profile`. pages: only these.
-    partial, damaged: include groups that are not whole, or have findings of severity error.
-    resume: continue from an earlier run's journal.
+    facts: as planned. groups: of KEPT, the groups with an action; `route` counts the surveys.
     """
 
-    profile: Profile | None = None
-    destination_profile: Profile | None = None
-    selection: Selection = EVERYTHING
-    pages: PageList | None = None
-    grace_seconds: float = 60.0
-    if_exists: IfExists = "skip"
-    partial: bool = False
-    damaged: bool = False
-    resume: bool = False
-    dry_run: bool = False
-    space_check: bool = True
-    options: CopyOptions = field(default_factory=CopyOptions)
+    facts: MigrationFacts
+    groups: pa.Table
+
+    def active(self, surveys: Iterable[Survey]) -> list[BoolArray]:
+        """Return which groups of each survey are to be copied or compared: [n] each."""
+        return [planned.active for planned in self.planned(surveys)]
+
+    def planned(self, surveys: Iterable[Survey]) -> list[Planned]:
+        """Return what the plan says of the groups of each survey."""
+        return [self._of(number, survey) for number, survey in enumerate(surveys)]
+
+    def _of(self, number: int, survey: Survey) -> Planned:
+        mine = self.groups.filter(pc.equal(self.groups.column("route"), number))
+        at = pc.index_in(survey.pages, value_set=mine.column("page").combine_chunks())
+        rows = at.fill_null(ABSENT).to_numpy()
+        columns = (
+            np.append(mine.column(name).to_numpy(), 0)[np.where(rows == ABSENT, -1, rows)]
+            for name in ("action", "objects", "nbytes")
+        )
+        return Planned(*columns)
+
+
+class Planned(NamedTuple):
+    """Actions, and objects and bytes to write, for n groups of a survey: [n] each."""
+
+    actions: npt.NDArray[np.int8]
+    objects: IntArray
+    nbytes: IntArray
+
+    @classmethod
+    def of(cls, survey: Survey, actions: npt.NDArray[np.int8]) -> Planned:
+        """Return what the actions would write now."""
+        writes, replaces = np.isin(actions, WRITING), actions == Action.REPLACE
+        counts = np.where(replaces, survey.wanted.counts, survey.lacking.counts) * writes
+        sums = np.where(replaces, survey.wanted.sums, survey.lacking.sums) * writes
+        return cls(actions.copy(), counts, sums)
+
+    @property
+    def active(self) -> BoolArray:
+        """Which groups are to be copied or compared: [n]."""
+        return np.isin(self.actions, _ACTIVE)
+
+    def done(self, actions: npt.NDArray[np.int8]) -> BoolArray:
+        """Return which groups earlier runs finished. actions: what is left to do: [n]."""
+        done: BoolArray = self.active & (actions == Action.SKIP)
+        return done
 
 
 @dataclass(slots=True)
 class MigrationPlan:
     """Page groups of a source, with an action for each.
 
+    facts:    numbers of groups not chosen, by reason.
     actions:  for each survey, [n] the action of each group.
-    remarks:  groups not copied, and why.
+    planned:  for each survey, what was planned before the first change. A group planned to be
+        written whose action is SKIP was written by an earlier run.
     too_large: number of groups that do not fit into the buffer. problems: the first of them.
+    statuses: for each survey, [n] the status of each group after its last batch; -1 before.
     """
 
     inventory: Inventory
     groups: PageGroups
     surveys: list[Survey]
+    facts: MigrationFacts
     actions: list[npt.NDArray[np.int8]] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
     too_large: int = 0
     problems: list[Problem] = field(default_factory=list)
+    statuses: list[npt.NDArray[np.int8]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.statuses = [np.full(len(one.groups), -1, dtype=np.int8) for one in self.surveys]
+
+    @property
+    def refused(self) -> int:
+        """Number of groups in conflict with objects that servers refuse."""
+        return sum(
+            int((survey.foreign & (actions == Action.CONFLICT)).sum())
+            for survey, actions, _ in self._each()
+        )
 
     def count(self, *wanted: Action) -> int:
         """Return the number of groups with these actions."""
@@ -109,15 +153,8 @@ class MigrationPlan:
 
     def demand(self) -> tuple[int, int]:
         """Return the number of objects and of bytes to write."""
-        objects = nbytes = 0
-        for survey, actions in zip(self.surveys, self.actions, strict=True):
-            for table, chosen in (
-                (survey.lacking, np.isin(actions, WRITING) & (actions != Action.REPLACE)),
-                (survey.wanted, actions == Action.REPLACE),
-            ):
-                objects += int(table.counts[chosen].sum())
-                nbytes += int(table.sums[chosen].sum())
-        return objects, nbytes
+        now = [Planned.of(*pair) for pair in zip(self.surveys, self.actions, strict=True)]
+        return sum(int(p.objects.sum()) for p in now), sum(int(p.nbytes.sum()) for p in now)
 
     def leave_too_large(self, options: CopyOptions) -> None:
         """Leave out groups larger than --buffer-bytes; add a problem for each."""
@@ -135,151 +172,111 @@ class MigrationPlan:
                 ):
                     self.problems.append(too_large(page.as_py(), need, options.buffer_bytes))
 
-    def settle_existing(self, request: MigrationRequest, earlier: Progress | None) -> None:
+    def settle_existing(
+        self, request: MigrationRequest, earlier: Progress | None, *, continues: bool
+    ) -> None:
         """Settle the actions of groups that the destination has whole.
 
         Groups that the journal lists as copied are not replaced again; verified groups are not
-        compared again. A move compares all others before it removes them from the source. A resumed
-        run with --verify compares groups that may not have been read back.
+        compared again. A move compares all others before it removes them from the source. With
+        --verify, a run that continues another compares groups that may not have been read back.
         """
         options = request.options
-        compares = options.move or (options.verify and request.resume)
+        compares = options.move or (options.verify and continues)
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             verified: Collection[str] = ()
             if earlier is not None:
                 name, verified = survey.route.name, earlier.verified[survey.route.name]
                 reads = compares or request.if_exists == "verify"
                 settled = _among(survey, verified if reads else earlier.copied[name])
-                whole = decide(survey, actions != Action.NOTHING, "skip") == Action.SKIP
-                actions[whole & settled] = Action.SKIP
+                actions[_whole(survey, actions != Action.NOTHING) & settled] = Action.SKIP
             if compares:
                 skipped = actions == Action.SKIP
                 if not options.move:
                     skipped &= ~_among(survey, verified)
                 actions[skipped] = Action.COMPARE
 
-    def left_in_source(self, earlier: Progress) -> Iterator[tuple[Survey, IntArray]]:
-        """Yield groups that an interrupted run compared and partly removed from the source.
+    def follow(self, kept: KeptPlan, earlier: Progress | None) -> None:
+        """Change only what the kept plan changes.
 
-        Their other objects may be removed if the destination still has all targets in the right
-        size.
+        Groups get SKIP that earlier runs compared and left whole, or removed from the source.
         """
-        for survey, actions in zip(self.surveys, self.actions, strict=True):
+        self.planned = kept.planned(self.surveys)
+        for survey, actions, planned in self._each():
+            active = planned.active
+            if earlier is not None:
+                name = survey.route.name
+                done = _whole(survey, active) & _among(survey, earlier.verified[name])
+                actions[done | _among(survey, earlier.removed[name])] = Action.SKIP
+            actions[~active] = planned.actions[~active]
+
+    def keep(self) -> KeptPlan:
+        """Return the plan as a record."""
+        tables = [KEPT.empty_table()]
+        for number, (survey, _, planned) in enumerate(self._each()):
+            items = np.flatnonzero(planned.actions != Action.NOTHING)
+            routes = np.full(len(items), number, dtype=np.int32)
+            pages = survey.pages.take(pa.array(items))
+            columns = [routes, pages, *(column[items] for column in planned)]
+            tables.append(pa.table(columns, schema=KEPT))
+        return KeptPlan(self.facts, pa.concat_tables(tables))
+
+    def left_in_source(self, earlier: Progress) -> Iterator[tuple[Survey, IntArray]]:
+        """Yield groups that an interrupted run compared, and did not remove from the source.
+
+        These are partly removed groups, and groups of a kept plan. Their objects may be removed if
+        the destination still has all targets in the right size.
+        """
+        for survey, actions, planned in self._each():
             unfinished = _among(survey, earlier.unremoved(survey.route.name))
-            unfinished &= actions == Action.NOTHING
+            unfinished &= (actions == Action.NOTHING) | planned.done(actions)
             _, lacks, differs = compare(survey.touched, survey.there)
             items = np.flatnonzero(unfinished & ~lacks & ~differs & ~survey.strays)
             if len(items):
                 yield survey, items
 
+    def note(self, batch: PageBatch, result: MoveResult) -> None:
+        """Remember the status of each group of a finished batch."""
+        for survey, statuses in zip(self.surveys, self.statuses, strict=True):
+            if survey.route is batch.survey.route:
+                statuses[batch.items] = result.statuses
 
-def plan_migration(
-    stores: StorePair,
-    request: MigrationRequest,
-    trailers: TrailerPlan,
-    on_listed: Callable[[int], None],
-) -> MigrationPlan:
-    """List both stores, and choose an action for each group."""
-    source = stores.source
-    # A move needs versions: objects rewritten since the listing must stay.
-    columns = {"version"} & source.traits.columns if request.options.move else ()
-    listed = take_inventory(source, request.profile, columns=columns, on_batch=on_listed)
-    inventory = select(listed, request.selection)
-    groups = PageGroups(inventory)
-    surveys = [
-        trailers.with_foreign(survey, inventory.objects)
-        for survey in stores.survey(inventory, groups, on_batch=on_listed)
-    ]
-    plan = MigrationPlan(inventory, groups, surveys, remarks=[*filter(None, [trailers.remark])])
-    chosen = np.ones(len(groups), dtype=np.bool_)
-    named = None if request.pages is None else NamedGroups(request.pages, groups)
-    if named is not None:
-        chosen &= named.chosen
-    if not len(groups):
-        plan.remarks.append(explain_selection(source, listed, request.selection))
-    elif not chosen.any():
-        plan.remarks.append("No page of SRC matches --pages-from; hicachectl ls lists its pages")
+    def written_before(self) -> tuple[int, int, int]:
+        """Return what earlier runs of a kept plan wrote of the groups that now are whole.
 
-    unfit = np.zeros(len(groups), dtype=np.bool_)
-    for survey in surveys:
-        unfit[survey.groups] = survey.unfit
-    reasons = [
-        *_reasons(source, inventory, groups, request, [s.route.deployment_id for s in surveys]),
-        (unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"),
-        *trailers.refused(inventory, groups),
-    ]
-    for behind, why in reasons:
-        count = int((chosen & behind).sum())
-        chosen &= ~behind
-        if count:
-            plan.remarks.append(f"Not copied: {_counted(count, 'page')} {why}")
-    plan.actions = [decide(survey, chosen[survey.groups], request.if_exists) for survey in surveys]
-    if count := sum(
-        int((s.foreign & (a == Action.CONFLICT)).sum())
-        for s, a in zip(surveys, plan.actions, strict=True)
-    ):
-        plan.remarks.append(
-            f"In conflict: {_counted(count, 'page')} of which {stores.destination.url} has objects "
-            "that plug-in servers refuse: of other weights, dtype or layout, from before a server "
-            "cleared the store, or without a trailer; --if-exists overwrite replaces them"
+        Return the number of groups that this run did not write to, and of objects and bytes in all.
+        """
+        pages = objects = nbytes = 0
+        for (survey, actions, planned), statuses in zip(self._each(), self.statuses, strict=True):
+            begun = np.isin(planned.actions, WRITING)
+            whole = begun & ((actions == Action.SKIP) | (statuses == GroupStatus.SAME))
+            done = whole | (begun & (statuses == GroupStatus.DONE))
+            now = Planned.of(survey, actions)
+            pages += int(whole.sum())
+            objects += int((planned.objects - now.objects)[done].sum())
+            nbytes += int((planned.nbytes - now.nbytes)[done].sum())
+        return pages, objects, nbytes
+
+    def removed_before(self, earlier: Progress | None) -> int:
+        """Return how many groups of a kept plan earlier runs removed from the source."""
+        if earlier is None:
+            return 0
+        return sum(
+            int((planned.done(actions) & _among(survey, earlier.removed[survey.route.name])).sum())
+            for survey, actions, planned in self._each()
         )
-    if foreign := int(inventory.is_foreign.sum()):
-        why = "with unknown keys; hicachectl verify lists them"
-        plan.remarks.append(f"Not copied: {_counted(foreign, 'object')} {why}")
-    if named is not None and named.unmatched:
-        rows = _counted(named.unmatched, "row")
-        plan.remarks.append(f"--pages-from: {rows} without a matching group in SRC")
-    return plan
+
+    def _each(self) -> Iterator[tuple[Survey, npt.NDArray[np.int8], Planned]]:
+        return zip(self.surveys, self.actions, self.planned, strict=True)
 
 
-def _reasons(
-    source: Store,
-    inventory: Inventory,
-    groups: PageGroups,
-    request: MigrationRequest,
-    deployments: Collection[int],
-) -> Iterator[tuple[BoolArray, str]]:
-    """Yield groups not to copy, [groups], and the reason. deployments: to copy."""
-    ambiguous = groups.deployment_ids == UNRESOLVED
-    others = ~np.isin(groups.deployment_ids, list(deployments)) & ~ambiguous
-    yield others, "written by another deployment than the profile's"
-    yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
-    in_flight = _in_flight(groups, request.grace_seconds)
-    yield in_flight, "still being written; run again to copy them"
-    if not request.partial:
-        yield groups.states != WHOLE, "not whole; --include-partial copies them"
-    if not request.damaged:
-        damaged = _damaged(source, inventory, groups, in_flight)
-        yield damaged, "with errors; hicachectl verify lists them, --include-damaged copies them"
-
-
-def _in_flight(groups: PageGroups, grace_seconds: float) -> BoolArray:
-    """Return which groups a server may be writing: young and not whole.
-
-    A store without times has no young groups.
-    """
-    age = time.time_ns() - groups.newest_ns
-    young: BoolArray = (age < int(grace_seconds * 1e9)) & (groups.states != WHOLE)
-    return young
-
-
-def _damaged(
-    source: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
-) -> BoolArray:
-    """Return which groups have errors visible in a listing: [groups]."""
-    tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
-    given = CheckInput(store=source, inventory=inventory, groups=groups, in_flight=in_flight)
-    found = combine([*check_groups(given), *check_sizes(given), *tables])
-    damaged = np.zeros(len(groups), dtype=np.bool_)
-    damaged[plan_repair(groups, found).groups] = True
-    return damaged
+def _whole(survey: Survey, chosen: BoolArray) -> BoolArray:
+    """Return which chosen groups the destination has whole: [n]."""
+    whole: BoolArray = decide(survey, chosen, "skip") == Action.SKIP
+    return whole
 
 
 def _among(survey: Survey, pages: Collection[str]) -> BoolArray:
     named = pa.array(sorted(pages), pa.string())
     found: BoolArray = pc.is_in(survey.pages, value_set=named).to_numpy(zero_copy_only=False)
     return found.copy()
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
+from hicachectl.formats.marker import Marker, MarkerForm, marker_form, marker_of
 from hicachectl.move.recorded import FACTS, FINDINGS, Count, RecordedGroups, Shape, Slot
 
 _MAX_VALUES = 16_000_000  # JSON values of one record; 1,000 objects have about 10,000
@@ -32,13 +33,17 @@ Mode = Literal["quarantine", "delete"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """Groups that one batch removed, and their store."""
+    """Groups that one batch removed, and their store.
+
+    markers: of the trailers that the objects may have, for a restore into another store.
+    """
 
     store: str
     scheme: str
     mode: Mode
     began: float
     groups: RecordedGroups
+    markers: tuple[Marker, ...] = ()
 
 
 class _ObjectForm(Struct):
@@ -66,12 +71,15 @@ class _GroupForm(Struct):
     objects: tuple[_ObjectForm, ...]
 
 
-class _RecordForm(Struct):
+class _RecordForm(Struct, kw_only=True):
+    """A record in JSON. markers: missing in records of stores without any."""
+
     quarantine: int
     store: str
     scheme: str
     mode: Mode
     began: Annotated[float, Meta(ge=0, le=_LAST_MOMENT)]
+    markers: tuple[MarkerForm, ...] = ()
     shapes: tuple[tuple[Slot, ...], ...]
     groups: tuple[_GroupForm, ...]
 
@@ -106,7 +114,16 @@ def dump_record(record: Record) -> bytes:
         )
         for n, (page, model, tag, findings, shape) in enumerate(described)
     ]
-    head = _RecordForm(FORM, record.store, record.scheme, record.mode, record.began, shapes, ())
+    head = _RecordForm(
+        quarantine=FORM,
+        store=record.store,
+        scheme=record.scheme,
+        mode=record.mode,
+        began=record.began,
+        markers=tuple(map(marker_form, record.markers)),
+        shapes=shapes,
+        groups=(),
+    )
     body = ",\n".join(lines)
     text = json.dumps(msgspec.to_builtins(head)).removesuffix("]}")
     return f"{text}\n{body}\n]}}\n".encode()
@@ -145,7 +162,7 @@ def parse_record(text: bytes, *, source: str) -> Record:
         if form != FORM:
             raise ValueError(f"has form {form!r:.60}, but this version reads form {FORM}")
         return _record(convert(document, _RecordForm, "JSON", refusal=_DamagedError))
-    except (_DamagedError, ValueError) as error:
+    except (FormatError, ValueError) as error:
         raise FormatError(
             f"{source}: not a quarantine record of form {FORM} ({str(error)[:200]}), so its pages "
             "can be neither restored nor removed; to go on without them, move the file out of the "
@@ -174,7 +191,8 @@ def _record(form: _RecordForm) -> Record:
         _check_slots(group, len(form.shapes[group.shape]))
     groups = _recorded(form, taken)
     _check_keys(groups, taken)
-    return Record(form.store, form.scheme, form.mode, form.began, groups)
+    markers = tuple(marker_of(one, "markers") for one in form.markers)
+    return Record(form.store, form.scheme, form.mode, form.began, groups, markers)
 
 
 def _check_keys(groups: RecordedGroups, taken: list[_ObjectForm]) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import open_mover
+from hicachectl.backends.capabilities import Trailed, open_mover
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.trailer import TRAILER_BYTES
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.marker import Marker
     from hicachectl.move.recorded import Sight
     from hicachectl.requests.files import PageList
 
@@ -194,8 +195,8 @@ class _Restore:
         sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
         # Sizes in the record, as in listings, are without trailers.
         expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
-        trailed = (expected >= 0) & (sizes == expected + TRAILER_BYTES)
-        self._sizes = np.where(trailed, expected, sizes)
+        self._trailed = (expected >= 0) & (sizes == expected + TRAILER_BYTES)
+        self._sizes = np.where(self._trailed, expected, sizes)
         self._here, self._double, self.lost = self._assessed()
         self._refused = ~self._result.open  # first in `rows`
 
@@ -254,6 +255,8 @@ class _Restore:
     def _publish(self) -> None:
         ready = self._result.open[self._groups.owners]
         chosen = np.flatnonzero(self._here & ready)
+        if isinstance(self._store, Trailed):
+            self._store.add_markers(self._markers_of(np.flatnonzero(self._trailed & ready)))
         mover = open_mover(self._store, self._batch.folder)
         if mover is None:
             self._publish_copies(chosen, ready)
@@ -264,6 +267,15 @@ class _Restore:
             # The objects in the store are durable only now.
             with suppress(FileNotFoundError):
                 self._batch.folder.remove(str(self._groups.files[place]))
+
+    def _markers_of(self, places: IntArray) -> list[Marker]:
+        """Return the markers of the trailers that objects may have."""
+        keys = self._objects.keys.take(pa.array(places)).to_pylist()
+        pages = self._groups.pages.take(pa.array(self._groups.owners[places])).to_pylist()
+        suffixes = (key.decode().removeprefix(page) for key, page in zip(keys, pages, strict=True))
+        kinds = set(zip(suffixes, self._sizes[places].tolist(), strict=True))
+        markers = self._batch.record.markers
+        return [marker for marker in markers if (marker.suffix, marker.nbytes) in kinds]
 
     def _publish_files(self, chosen: IntArray, mover: Mover) -> None:
         """Rename files into the store; rename files of failed groups back."""

@@ -1,4 +1,4 @@
-"""Remove a file store's temporary files of unfinished writes."""
+"""Remove what servers left behind in a file store: temporary files, and cleared objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import Status
+from hicachectl.backends.base import Result, Status
+from hicachectl.backends.capabilities import Trailed
 from hicachectl.checks.names import stale_temporaries
 from hicachectl.move.reports import (
     FAILED,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 60.0  # verify's default; a younger file may belong to a running write
 
-_COLUMNS = ("nbytes", "mtime_ns")
+_COLUMNS = ("nbytes", "mtime_ns", "cleared_ns")
+_HASH_DIGITS = 64
 
 
 def find_temporaries(
@@ -39,18 +41,22 @@ def find_temporaries(
     before: float | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
-    """Return temporary files that `verify` calls stale: key, nbytes, mtime_ns.
+    """Return files that `verify` calls stale: key, nbytes, mtime_ns, cleared_ns.
 
-    before: Unix seconds; only files last written earlier. Files younger than GRACE_SECONDS are
-    never listed. Raises StoreUnavailable.
+    They are temporary files and, with cleared_ns, objects that a `clear` made misses.
+    before: Unix seconds; only files last written earlier. Files written or cleared less than
+    GRACE_SECONDS ago are never listed. Raises StoreUnavailable.
     """
-    newest_ns = time.time_ns() - int(GRACE_SECONDS * 1e9)
+    newest_ns = settled_ns = time.time_ns() - int(GRACE_SECONDS * 1e9)
     if before is not None:
         newest_ns = min(newest_ns, int(before * 1e9) - 1)
     found = []
     for batch in store.scan(_COLUMNS) if store.traits.lists_temporaries else ():
         on_batch(len(batch))
-        found.append(batch.filter(stale_temporaries(batch, newest_ns)))
+        old = pc.less_equal(pc.fill_null(batch.column("mtime_ns"), 0), newest_ns)
+        cleared = pc.and_(pc.less_equal(batch.column("cleared_ns"), settled_ns), old)
+        stale = pc.or_(stale_temporaries(batch, newest_ns), pc.fill_null(cleared, False))
+        found.append(batch.filter(stale))
     schema = pa.schema([("key", pa.binary()), *((name, pa.int64()) for name in _COLUMNS)])
     return pa.Table.from_batches(found, schema=found[0].schema if found else schema)
 
@@ -62,11 +68,14 @@ def remove_temporaries(
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda files: None,
 ) -> GroupReport:
-    """Delete temporary files, except files written since the listing.
+    """Delete files of `find_temporaries`, except files written since the listing.
+
+    Of a cleared page, kv objects are deleted first.
 
     The result's rows have the columns of reports.ROWS (page, model and tag null) and `key`.
     Raises StoreUnavailable.
     """
+    stale = stale.take(pa.array(np.argsort(_are_sidecars(stale), kind="stable")))
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)
     failed: list[tuple[str, str]] = []
     texts = key_text(stale.column("key").combine_chunks())
@@ -80,7 +89,7 @@ def remove_temporaries(
         unchanged = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
         states[start + np.flatnonzero(there & ~unchanged)] = KEPT
         rows = np.flatnonzero(there & unchanged)
-        result = store.delete(some.take(pa.array(rows)))
+        result = _deleted(store, some.take(pa.array(rows)))
         for row, status in zip((start + rows).tolist(), result.statuses.tolist(), strict=True):
             states[row] = {Status.OK: REMOVED, Status.GONE: GONE}.get(Status(status), FAILED)
         failed += [
@@ -97,6 +106,28 @@ def remove_temporaries(
         failures=tuple(failed),
         rows=_rows(texts, sizes, states),
     )
+
+
+def _are_sidecars(stale: pa.Table) -> np.ndarray:
+    """Return which files have names like <hash>.pool…: [files]."""
+    keys = stale.column("key").combine_chunks()
+    sixty_fifth = pc.binary_slice(keys, _HASH_DIGITS, _HASH_DIGITS + 1)
+    sidecars: np.ndarray = pc.equal(sixty_fifth, b".").to_numpy(zero_copy_only=False)
+    return sidecars
+
+
+def _deleted(store: Store, some: pa.Table) -> Result:
+    """Delete temporary files by name, and cleared objects unless they were written again."""
+    is_cleared = some.column("cleared_ns").is_valid().to_numpy()
+    if not isinstance(store, Trailed) or not is_cleared.any():
+        return store.delete(some)
+    statuses, errors = np.zeros(len(some), dtype=np.uint8), dict[int, str]()
+    for delete, chosen in ((store.delete, ~is_cleared), (store.remove_cleared, is_cleared)):
+        rows = np.flatnonzero(chosen)
+        found = delete(some.take(pa.array(rows)))
+        statuses[rows] = found.statuses
+        errors |= {int(rows[number]): why for number, why in found.errors.items()}
+    return Result(statuses, errors)
 
 
 def _rows(keys: pa.StringArray, sizes: pa.ChunkedArray, states: np.ndarray) -> pa.Table:

@@ -15,7 +15,7 @@ from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import DEFAULT_DIGEST
 from hicachectl.pages.group_table import ABSENT
-from hicachectl.profiles.acceptance import BARE, OTHER, STALE, Acceptance
+from hicachectl.profiles.acceptance import BARE, OTHER, Acceptance
 from hicachectl.profiles.identities import expected_identities, markers_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.marker import Marker
     from hicachectl.formats.profile import Profile
     from hicachectl.move.batches import TrailerMode
-    from hicachectl.move.survey import StorePair, Survey
+    from hicachectl.move.store_pair import StorePair
+    from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.profiles.identities import Expected
@@ -67,7 +68,6 @@ class TrailerPlan:
         for value, why in (
             (OTHER, "with objects of other weights, dtype or layout; hicachectl verify lists them"),
             (BARE, "with objects without a trailer; --trailers write or drop copies them"),
-            (STALE, "with objects from before a server cleared the store"),
         ):
             found = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last: objects without a group
             found[groups.of_object[values == value]] = True
@@ -84,10 +84,6 @@ class TrailerPlan:
         at, targets, _ = survey.there.objects(np.arange(len(survey.groups)))
         doubtful = np.flatnonzero(self._doubtful(survey, markers)[targets])
         foreign = np.zeros(len(survey.groups), dtype=np.bool_)
-        for start in range(0, len(at), _ASKED_AT_ONCE):
-            asked = slice(start, start + _ASKED_AT_ONCE)
-            rows = pa.table({"key": survey.keys(at[asked], targets[asked])})
-            foreign[at[asked][self.destination.stale(rows)]] = True
         for start in range(0, len(doubtful), _ASKED_AT_ONCE):
             some = doubtful[start : start + _ASKED_AT_ONCE]
             keys = survey.keys(at[some], targets[some])

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import open_mover
+from hicachectl.backends.capabilities import Trailed, open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.quarantine import BEGUN
@@ -41,6 +41,7 @@ from hicachectl.move.reports import (
 )
 from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.group_table import ABSENT
+from hicachectl.profiles.identities import markers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.marker import Marker
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
@@ -453,12 +455,30 @@ class _Worker:
                     recorded = removal.pending
                     if not len(recorded):
                         return
-                    url, scheme, now = self._store.url, self._store.grammar, time.time()
-                    batch.begin(Record(url, scheme, mode, now, removal.groups.take(recorded)))
+                    batch.begin(self._record(removal.groups.take(recorded), mode))
             except OSError as error:
                 self._refuse(removal, error)
                 return
             self._take(removal, recorded, batch, mover)
+
+    def _record(self, groups: RecordedGroups, mode: Mode) -> Record:
+        markers = self._markers_of(groups) if mode == "quarantine" else ()
+        return Record(self._store.url, self._store.grammar, mode, time.time(), groups, markers)
+
+    def _markers_of(self, groups: RecordedGroups) -> tuple[Marker, ...]:
+        """Return the markers of the objects' trailers, and one for each size of an object.
+
+        A store may have markers of thousands of identities.
+        """
+        suffixes = {slot.suffix for shape in groups.shapes for slot in shape.slots}
+        known = [marker for marker in markers_of(self._store) if marker.suffix in suffixes]
+        if not known or not isinstance(self._store, Trailed):
+            return ()
+        rows = pa.table({"key": groups.keys_of(groups.cells)})
+        identities = set(self._store.read_trailers(rows).column("identity").to_pylist())
+        by_size = {(marker.suffix, marker.nbytes): marker for marker in known}
+        used = [marker for marker in known if marker.identity.hash() in identities]
+        return tuple(dict.fromkeys([*used, *by_size.values()]))
 
     def _take(
         self, removal: _Removal, recorded: IntArray, batch: Batch, mover: Mover | None

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from hicachectl.formats.keys.resolve import (
     ANCHOR_POOL,
@@ -33,11 +32,12 @@ from hicachectl.pages.deployments import UNRESOLVED, make_table
 from hicachectl.pages.page_order import page_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from hicachectl.formats.objects import Coordinate
+    from hicachectl.pages.census import Census
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.page_order import PageWords
+    from hicachectl.pages.page_order import Objects
 
     IntArray = npt.NDArray[np.int64]
     BoolArray = npt.NDArray[np.bool_]
@@ -70,49 +70,30 @@ class _Contest:
 
 
 def decide_objects(
-    table: AffixTable, affix_ids: Ids, nbytes: IntArray, page_words: PageWords
-) -> tuple[AffixTable, Ids]:
+    table: AffixTable, census: Census, load: Callable[[], Objects]
+) -> tuple[AffixTable, Ids | None]:
     """Return a table and affix ids that give each object of a contested affix its reading.
 
-    nbytes: [objects], negative if not listed. Without contested affixes, returns the arguments, and
-    uses no memory per object.
+    load: returns all objects; called only if an affix is contested. If nothing changes, returns
+    the table and None.
     """
     readings = _Readings(table)
     if not readings.has_choice:
-        return table, affix_ids
-    readings.sizes = _count_sizes(affix_ids, nbytes)
+        return table, None
+    readings.sizes = census.by_affix()
     contests: dict[object, list[_Contest]] = defaultdict(list)
     for contest in readings.contests():
         contests[rank_set(contest.wide)].append(contest)
     if not contests:
-        return table, affix_ids
-    decided = _Decided(table, affix_ids)
-    listing = _Listing(page_words, readings, affix_ids, nbytes, contests)
+        return table, None
+    objects = load()
+    decided = _Decided(table, objects.affix_ids)
+    listing = _Listing(objects, readings, contests)
     for among in contests.values():
         pages = _Pages(listing, readings, among)
         for contest in among:
             pages.decide(contest, decided)
-    return decided.table(), decided.affix_ids
-
-
-def _count_sizes(affix_ids: Ids, nbytes: IntArray) -> SizeCounts:
-    known = affix_ids >= 0
-    ids, own = (affix_ids, nbytes) if known.all() else (affix_ids[known], nbytes[known])
-    one = np.zeros(int(ids.max(initial=-1)) + 1, dtype=np.int64)
-    one[ids] = own
-    if (one[ids] == own).all():  # as in most stores: no grouping needed
-        counts = np.bincount(ids, minlength=len(one)).tolist()
-        return {n: {size: counts[n]} for n, size in enumerate(one.tolist()) if counts[n]}
-    counted = (
-        pa.table({"affix": ids, "size": own})
-        .group_by(["affix", "size"])
-        .aggregate([([], "count_all")])
-    )
-    sizes: SizeCounts = {}
-    columns = (counted.column(name).to_pylist() for name in ("affix", "size", "count_all"))
-    for affix, size, count in zip(*columns, strict=True):
-        sizes.setdefault(affix, {})[size] = count
-    return sizes
+    return decided.result()
 
 
 @dataclass(slots=True)
@@ -234,7 +215,7 @@ class _Decided:
     """Decided objects, under additional ids of their affixes."""
 
     def __init__(self, table: AffixTable, affix_ids: Ids) -> None:
-        self.affix_ids = affix_ids
+        self._affix_ids = affix_ids
         self._table = table
         self._numbers: dict[tuple[int, Resolved], int] = {}
 
@@ -242,44 +223,39 @@ class _Decided:
         if not len(rows):
             return
         if not self._numbers:
-            self.affix_ids = self.affix_ids.copy()
+            self._affix_ids = self._affix_ids.copy()
         first = len(self._table.affixes)
         number = self._numbers.setdefault((affix, resolved), first + len(self._numbers))
-        self.affix_ids[rows] = number
+        self._affix_ids[rows] = number
 
-    def table(self) -> AffixTable:
-        old = self._table
+    def result(self) -> tuple[AffixTable, Ids | None]:
+        old, ids = self._table, self._affix_ids
         if not self._numbers:
-            return old
+            return old, None
         resolved = [*old.resolved, *(resolved for _, resolved in self._numbers)]
-        left = np.bincount(self.affix_ids[self.affix_ids >= 0], minlength=len(resolved))
+        left = np.bincount(ids[ids >= 0], minlength=len(resolved))
         for affix, decided in self._numbers:
             if not left[affix]:  # no object keeps the affix's own resolution
                 resolved[affix] = decided
         affixes = [*old.affixes, *(old.affixes[affix] for affix, _ in self._numbers)]
-        return make_table(affixes, resolved, old.codec, old.profile)
+        return make_table(affixes, resolved, old.codec, old.profile), ids
 
 
 class _Listing:
     """Objects of all contested rank sets and of the sidecars beside them, by affix."""
 
     def __init__(
-        self,
-        page_words: PageWords,
-        readings: _Readings,
-        affix_ids: Ids,
-        nbytes: IntArray,
-        contests: Mapping[object, list[_Contest]],
+        self, objects: Objects, readings: _Readings, contests: Mapping[object, list[_Contest]]
     ) -> None:
         chosen = np.zeros(len(readings.anchors) + 1, dtype=np.bool_)
         for among in contests.values():
             chosen[readings.concerned(among)] = True
-        of_objects = chosen[affix_ids]
-        pages, _ = page_ranks(page_words, of_objects)
+        affix_ids, of_objects = objects.affix_ids, chosen[objects.affix_ids]
+        pages, _ = page_ranks(objects.page_words, of_objects)
         rows = np.flatnonzero(of_objects)
         order = np.argsort(affix_ids[rows], kind="stable")
         self.rows, self.pages = rows[order], pages[order]
-        self.sizes = nbytes[self.rows]
+        self.sizes = objects.nbytes[self.rows]
         affixes = np.arange(len(readings.anchors) + 1)
         self._starts = np.searchsorted(affix_ids[self.rows], affixes)
 

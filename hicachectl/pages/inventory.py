@@ -9,14 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.backends.base import take_rows
+from hicachectl.backends.base import scan_schema, take_rows
+from hicachectl.backends.capabilities import Trailed
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.table import KeySplitter, page_words, pages_of
-from hicachectl.io.interrupts import persistent
+from hicachectl.formats.keys.table import page_words, pages_of
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import Census
 from hicachectl.pages.contested import decide_objects
 from hicachectl.pages.contradiction import refuse_contradiction
 from hicachectl.pages.deployments import AffixTable, assign_affixes
+from hicachectl.pages.page_order import Objects
 from hicachectl.pages.seen_sizes import with_seen_sizes
+from hicachectl.pages.spool import Spool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Ids = npt.NDArray[np.int32]
 
 _ASKED_AT_ONCE = 8192
 
@@ -34,13 +40,19 @@ class Inventory:
     """All objects of a store.
 
     objects: columns key binary, nbytes and mtime_ns int64, and the requested columns, all in
-             many chunks: use `take`.
-    affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign key.
+             many chunks: use `take`. The column cleared_ns is missing if no object was cleared.
+    affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign object.
     """
 
     objects: pa.Table
     affix_ids: npt.NDArray[np.int32]
     table: AffixTable
+
+    def without_unused_columns(self) -> Inventory:
+        """Return the inventory without the column cleared_ns if no object was cleared."""
+        if "cleared_ns" not in self.objects.column_names or len(self.cleared_rows):
+            return self
+        return replace(self, objects=self.objects.drop_columns(["cleared_ns"]))
 
     def take(self, rows: IntArray, columns: Collection[str] | None = None) -> pa.Table:
         """Return some objects, in the order of rows, with all columns or the named ones."""
@@ -77,8 +89,15 @@ class Inventory:
 
     @property
     def is_foreign(self) -> npt.NDArray[np.bool_]:
-        """[objects] bool: keys that are not SGLang's, with or without a hash."""
+        """[objects] bool: keys that are not SGLang's, and objects that a `clear` made misses."""
         return ~self.by_affix([bool(one.readings) for one in self.table.resolved], False)
+
+    @property
+    def cleared_rows(self) -> IntArray:
+        """Rows of objects that are misses since a server's `clear`."""
+        if "cleared_ns" not in self.objects.column_names:
+            return np.zeros(0, dtype=np.int64)
+        return np.flatnonzero(self.objects.column("cleared_ns").is_valid().to_numpy())
 
     @property
     def split_rows(self) -> IntArray:
@@ -108,10 +127,14 @@ def take_inventory(
     each batch. Memory: about 120 bytes per object. Raises StoreUnavailable, and ProfileError if the
     profile contradicts the store.
     """
-    wanted = {"key", "nbytes", "mtime_ns", *columns}
-    if "locator" in store.traits.columns:  # makes reads faster
-        wanted.add("locator")
-    return _understood(store.scan(wanted), store.grammar, profile, on_batch)
+    wanted = scan_columns(store, columns)
+    return _inventory(store.scan(wanted), scan_schema(wanted), store, profile, on_batch)
+
+
+def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
+    """Return the columns of a scan for an inventory with some columns."""
+    locator = {"locator"} & set(store.traits.columns)  # makes reads faster
+    return ["key", *sorted({*_columns(store), *locator, *columns} - {"key"})]
 
 
 def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) -> Inventory:
@@ -120,9 +143,10 @@ def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) 
     For few keys, or a store whose listing is out of date.
     """
     some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
-    found = (store.look(pa.table({"key": part}), ("nbytes", "mtime_ns")) for part in some)
+    columns = _columns(store)
+    found = (store.look(pa.table({"key": part}), columns) for part in some)
     batches = (batch for table in found for batch in table.combine_chunks().to_batches())
-    return _understood(batches, store.grammar, profile, lambda objects: None)
+    return _inventory(batches, scan_schema(columns), store, profile)
 
 
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
@@ -132,31 +156,65 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
         start += len(chunk)
 
 
-def _understood(
+def _inventory(
     scanned: Iterable[pa.RecordBatch],
-    grammar: str,
+    schema: pa.Schema,
+    store: Store,
     profile: Profile | None,
-    on_batch: Callable[[int], None],
+    on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
-    splitter = KeySplitter()
-    batches: list[pa.RecordBatch] = []
-    ids: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
-    with persistent() as check:
-        for batch in scanned:
-            batches.append(batch)
-            ids.append(splitter.identify(batch.column("key")))
-            on_batch(len(batch))
-            check()
-    table = assign_affixes(splitter.affixes, codec_for(grammar), profile)
-    objects = pa.Table.from_batches(batches, schema=batches[0].schema if batches else _SCHEMA)
-    affix_ids = np.concatenate(ids)
-    nbytes = objects.column("nbytes").fill_null(-1).to_numpy()
-    page_words = Inventory(objects, affix_ids, table).page_words
-    table, affix_ids = decide_objects(table, affix_ids, nbytes, page_words)
-    table = with_seen_sizes(table, objects, affix_ids, page_words)
-    refuse_contradiction(table, affix_ids, nbytes)
+    spool = Spool(schema)
+    spool.fill(scanned, on_batch)
+    (inventory,) = understood(spool, store.grammar, profile)[1]
     pa.default_memory_pool().release_unused()
-    return Inventory(objects, affix_ids, table)
+    return inventory.without_unused_columns()
 
 
-_SCHEMA = pa.schema({"key": pa.binary(), "nbytes": pa.int64(), "mtime_ns": pa.int64()})
+def understood(
+    spool: Spool, grammar: str, profile: Profile | None
+) -> tuple[AffixTable, Iterator[Inventory]]:
+    """Return the table of a scan's affixes, and the objects piece by piece.
+
+    Decides what only all objects show: shared keys, and sizes that no profile states. Counts decide
+    most of it; pieces are read only where they do not. Raises ProfileError if the profile
+    contradicts the store, OSError.
+    """
+    census = spool.census()
+    scanned = assign_affixes(spool.affixes, codec_for(grammar), profile)
+
+    def pieces(table: AffixTable, affix_ids: Ids | None = None) -> Iterator[Inventory]:
+        return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
+
+    table, affix_ids = decide_objects(scanned, census, lambda: _joined(lambda: pieces(scanned)))
+    if affix_ids is not None:
+        found = pieces(table, affix_ids)
+        census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
+    table = with_seen_sizes(table, census, lambda: map(_objects, pieces(table, affix_ids)))
+    refuse_contradiction(table, census)
+    return table, pieces(table, affix_ids)
+
+
+def _objects(piece: Inventory) -> Objects:
+    nbytes = piece.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    return Objects(piece.affix_ids, nbytes, piece.page_words)
+
+
+def _joined(pieces: Callable[[], Iterable[Inventory]]) -> Objects:
+    """Return all objects of several pieces; the pieces are read again for each word."""
+    columns = [(piece.affix_ids, piece.nbytes) for piece in map(_objects, pieces())]
+    affix_ids, nbytes = map(np.concatenate, zip(*columns, strict=True))
+
+    def page_words(rows: BoolArray, word: int) -> npt.NDArray[np.uint64]:
+        found, start = [], 0
+        for piece in pieces():
+            end = start + len(piece.affix_ids)
+            found.append(piece.page_words(rows[start:end], word))
+            start = end
+        return np.concatenate(found)
+
+    return Objects(affix_ids, nbytes, page_words)
+
+
+def _columns(store: Store) -> tuple[str, ...]:
+    """Return the columns of a scan that an inventory needs."""
+    return ("nbytes", "mtime_ns", *(("cleared_ns",) if isinstance(store, Trailed) else ()))

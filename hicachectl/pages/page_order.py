@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,18 @@ _WORDS = 4  # of 64 bits, in a page hash
 
 # One word of the page hash of each chosen object: `Inventory.page_words`.
 PageWords = Callable[[npt.NDArray[np.bool_], int], npt.NDArray[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What decisions about a store take of some of its objects.
+
+    affix_ids: [objects]. nbytes: [objects], negative if not listed. page_words: of their pages.
+    """
+
+    affix_ids: npt.NDArray[np.int32]
+    nbytes: IntArray
+    page_words: PageWords
 
 
 def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, int]:

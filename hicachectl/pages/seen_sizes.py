@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,11 @@ from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.deployments import UNRESOLVED, AffixTable, SeenSize, SizeMix
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Callable, Iterable
 
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.pages.page_order import PageWords
-
-    IntArray = npt.NDArray[np.int64]
+    from hicachectl.pages.census import Census, IntArray
+    from hicachectl.pages.page_order import Objects
 
 # A size on fewer pages may be damage; on more pages, some servers write this size.
 _PAGES = 3
@@ -27,18 +27,19 @@ _FIRST_WORD = 0  # of a page hash; 64 bits distinguish the pages of a store
 
 
 def with_seen_sizes(
-    table: AffixTable, objects: pa.Table, affix_ids: npt.NDArray[np.int32], page_words: PageWords
+    table: AffixTable, census: Census, pieces: Callable[[], Iterable[Objects]]
 ) -> AffixTable:
     """Return the table with missing sizes filled in: the size of most objects of the kind.
 
     A kind with several common sizes gets a `SizeMix` instead.
+    pieces: returns all objects, those of a page in one piece; called only if a size may be mixed.
     """
     kinds, kind_of = _kinds(table)
     if not kinds:
         return table
-    rows_kind = np.array([*kind_of, UNRESOLVED], dtype=np.int64)[affix_ids]
-    counted = _counted(rows_kind, objects)
-    mixes = _mixes(table, kind_of, rows_kind, counted, objects, page_words)
+    by_affix = np.array([*kind_of, UNRESOLVED], dtype=np.int64)
+    counted = _counted(by_affix, census)
+    mixes = _mixes(table, by_affix, counted, pieces)
     mixed = {kind_of[mix.affix_ids[0]] for mix in mixes}
     common = {kind: size for kind, size in _common_sizes(counted).items() if kind not in mixed}
 
@@ -75,81 +76,87 @@ def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
     return coordinate.pool, coordinate.part, shard.pp_rank, shard.cp_rank, shard.tp_size, *widths
 
 
-def _counted(kinds: IntArray, objects: pa.Table) -> pa.Table:
+def _counted(kind_of: IntArray, census: Census) -> pa.Table:
     """Count objects by kind and size, with their first and last write times."""
-    columns = {"kind": kinds, "size": objects.column("nbytes").fill_null(-1).to_numpy()}
-    times = objects.column("mtime_ns")
-    aggregates: list[object] = [([], "count_all")]
-    if times.null_count < len(times):
-        columns["time"] = times
-        aggregates += [("time", "min"), ("time", "max")]
-    counted = pa.table(columns).group_by(["kind", "size"]).aggregate(aggregates)
-    return counted.filter(pc.greater_equal(counted.column("kind"), 0))
+    kinds = kind_of[census.affixes]
+    counts = census.counts.append_column("kind", pa.array(kinds)).filter(pa.array(kinds >= 0))
+    aggregates = [("objects", "sum"), ("oldest_ns", "min"), ("newest_ns", "max")]
+    return counts.group_by(["kind", "size"]).aggregate(aggregates)
 
 
 def _common_sizes(counted: pa.Table) -> dict[int, int]:
     """Return the size that more than half of a kind's objects have, by kind, if any."""
     totals: dict[int, int] = {}
-    found = counted.select(["kind", "size", "count_all"]).to_pylist()
+    found = counted.select(["kind", "size", "objects_sum"]).to_pylist()
     for row in found:
-        totals[row["kind"]] = totals.get(row["kind"], 0) + row["count_all"]
+        totals[row["kind"]] = totals.get(row["kind"], 0) + row["objects_sum"]
     return {
         row["kind"]: row["size"]
         for row in found
-        if row["size"] >= 0 and 2 * row["count_all"] > totals[row["kind"]]
+        if row["size"] >= 0 and 2 * row["objects_sum"] > totals[row["kind"]]
     }
 
 
 def _mixes(
     table: AffixTable,
-    kind_of: list[int],
-    rows_kind: IntArray,
+    kind_of: IntArray,
     counted: pa.Table,
-    objects: pa.Table,
-    page_words: PageWords,
+    pieces: Callable[[], Iterable[Objects]],
 ) -> list[SizeMix]:
     """Return the kinds with several common sizes; empty objects do not count."""
     # Count pages only for kinds with several frequent sizes: in most stores, for none.
     many = counted.filter(
         pc.and_(
             pc.greater(counted.column("size"), 0),
-            pc.greater_equal(counted.column("count_all"), _PAGES),
+            pc.greater_equal(counted.column("objects_sum"), _PAGES),
         )
     )
     kinds, sizes_each = np.unique(many.column("kind").to_numpy(), return_counts=True)
     kinds = kinds[sizes_each > 1]
     if not len(kinds):
         return []
-    chosen = np.isin(rows_kind, kinds)
-    pages = pa.table(
-        {
-            "kind": rows_kind[chosen],
-            "size": objects.column("nbytes").fill_null(-1).to_numpy()[chosen],
-            "page": page_words(chosen, _FIRST_WORD),
-        }
-    )
-    totals = pages.group_by("kind").aggregate([("page", "count_distinct")]).to_pylist()
-    total_of = {row["kind"]: row["page_count_distinct"] for row in totals}
-    by_size = pages.group_by(["kind", "size"]).aggregate([("page", "count_distinct")])
-    rows = {(row["kind"], row["size"]): row for row in many.to_pylist()}
+    mixed = np.where(np.isin(kind_of, kinds), kind_of, UNRESOLVED)
+    total_of: Counter[int] = Counter()
+    of_size: Counter[tuple[int, int]] = Counter()
+    for piece in pieces():
+        _count_pages(piece, mixed, total_of, of_size)
     found: dict[int, list[SeenSize]] = {}
-    for row in by_size.to_pylist():
-        kind, size, count = row["kind"], row["size"], row["page_count_distinct"]
-        least = max(_PAGES, _SHARE_OF_PAGES * total_of[kind])
-        if (kind, size) not in rows or count < least:
-            continue
-        seen = rows[kind, size]
-        found.setdefault(kind, []).append(
-            SeenSize(size, count, seen["count_all"], seen.get("time_min"), seen.get("time_max"))
-        )
-    affixes = np.array(kind_of)
+    for row in many.to_pylist():
+        kind, size = row["kind"], row["size"]
+        if of_size[kind, size] >= max(_PAGES, _SHARE_OF_PAGES * total_of[kind]):
+            times = row["oldest_ns_min"], row["newest_ns_max"]
+            seen = SeenSize(size, of_size[kind, size], row["objects_sum"], *times)
+            found.setdefault(kind, []).append(seen)
     mixes = []
     for kind, sizes in sorted(found.items()):
         if len(sizes) < 2:
             continue
-        ids = tuple(np.flatnonzero(affixes == kind).tolist())
+        ids = tuple(np.flatnonzero(kind_of == kind).tolist())
         spec = table.spec(ids[0])
         assert spec is not None
         ordered = sorted(sizes, key=lambda seen: (-seen.pages, seen.nbytes))
         mixes.append(SizeMix(ids, spec.coordinate, tuple(ordered), total_of[kind]))
     return mixes
+
+
+def _count_pages(
+    piece: Objects, kind_of: IntArray, totals: Counter[int], by_size: Counter[tuple[int, int]]
+) -> None:
+    """Count the distinct pages of each kind, and of each of its sizes.
+
+    kind_of: [affixes + 1] the kind of each affix, or UNRESOLVED for one that does not count.
+    """
+    kinds = kind_of[piece.affix_ids]
+    chosen = kinds >= 0
+    pages = pa.table(
+        {
+            "kind": kinds[chosen],
+            "size": piece.nbytes[chosen],
+            "page": piece.page_words(chosen, _FIRST_WORD),
+        }
+    )
+    distinct = [("page", "count_distinct")]
+    for row in pages.group_by("kind").aggregate(distinct).to_pylist():
+        totals[row["kind"]] += row["page_count_distinct"]
+    for row in pages.group_by(["kind", "size"]).aggregate(distinct).to_pylist():
+        by_size[row["kind"], row["size"]] += row["page_count_distinct"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.file.folders import folder_of
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.quarantine import is_quarantine
@@ -152,34 +153,47 @@ def _describe_place(store: Store, listed: Inventory) -> str:
             f"{store.url} has no pages, only other objects ({count}), such as {first}; hicachectl "
             "verify describes them"
         )
-    directories, others = _entries(store.path)
+    directories, others = _entries(store, listed)
     if is_quarantine(store.path, [*directories, *others], os.path.lexists):
         return (
             f"{store.path} is a quarantine, not a store; put its pages back with "
             f"hicachectl restore {store.path} STORE"
         )
-    first = sorted(directories)[:1] or sorted(others)[:1]
+    cleared = listed.take(listed.cleared_rows, ["key"]).column("key").to_pylist()
+    others = sorted(set(others) - set(map(os.fsdecode, cleared)))
+    first = sorted(directories)[:1] or others[:1] or list(map(os.fsdecode, cleared[:1]))
     if not first:
         return f"{store.url} is empty; check the URL"
+    before = "from before a server cleared the store"
     kinds = (
         (len(directories), "sub-directory", "sub-directories"),
         (len(others), "other file", "other files"),
+        (len(cleared), f"object {before}", f"objects {before}"),
     )
     said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
     name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
     return f"{store.path} has no HiCacheFile objects, only {said}; the first: {name}"
 
 
-def _entries(path: str) -> tuple[list[str], list[str]]:
-    """Return the names in a directory, except our own: sub-directories, and the rest."""
+def _entries(store: FileStore, listed: Inventory) -> tuple[list[str], list[str]]:
+    """Return the names in a directory, except our own: sub-directories, and the rest.
+
+    The folders of a store that has folders are our own; the listing names their files.
+    """
     directories: list[str] = []
     others: list[str] = []
     try:
-        with os.scandir(path) as entries:
+        with os.scandir(store.path) as entries:
             for entry in entries:
-                if entry.name != os.fsdecode(OWN_PREFIX):
-                    is_directory = entry.is_dir(follow_symlinks=False)
-                    (directories if is_directory else others).append(entry.name)
+                is_directory = entry.is_dir(follow_symlinks=False)
+                if entry.name == os.fsdecode(OWN_PREFIX) or (
+                    is_directory and store.objects.is_folder(os.fsencode(entry.name))
+                ):
+                    continue
+                (directories if is_directory else others).append(entry.name)
     except OSError as error:
-        raise StoreUnavailable(failed(path, "read the directory", error)) from error
+        raise StoreUnavailable(failed(store.path, "read the directory", error)) from error
+    if store.objects.folders:
+        keys = map(os.fsdecode, listed.objects.column("key").to_pylist())
+        others += [key for key in keys if folder_of(os.fsencode(key)) is not None]
     return directories, others

@@ -15,9 +15,11 @@ from hicachectl.backends.capabilities import Pins, Resumable, Touch
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.batches import Action
+from hicachectl.move.destination import survey_destination
 from hicachectl.move.results import GroupStatus, Problem
 from hicachectl.move.runs import CopyRun
-from hicachectl.move.survey import StorePair, decide, survey_destination
+from hicachectl.move.store_pair import StorePair
+from hicachectl.move.survey import decide
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
@@ -137,6 +139,7 @@ def prewarm(
         if isinstance(destination, Resumable):
             destination.own_temporaries(os.urandom(8).hex(), sweep=False)
         timed = replace(options, deadline=run.deadline)
+        stores.claim()
         copying = CopyRun(source, inventory, groups, destination, timed)
         outcome = _executed(run, copying, on_copied)
     outcome.document["failed"] += len(left)

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.profiles.identities import Expected
 
-# Of an object: its trailer is as expected, missing, or of another identity; or the object is older
-# than a server's `clear`.
-OWN, BARE, OTHER, STALE = range(4)
+# Of an object: its trailer is as expected, missing, or of another identity.
+OWN, BARE, OTHER = range(3)
 
 _ASKED_AT_ONCE = 8192
 _NOT_ASKED = -1
@@ -34,8 +33,8 @@ def acceptance_of(store: Store, inventory: Inventory, profile: Profile | None) -
 class Acceptance:
     """Comparison of a listing's objects with the expected identities, by their trailers.
 
-    Objects of affixes without a marker have no trailers, and are OWN. Those of affixes without an
-    expected identity are OWN or STALE.
+    Objects of affixes without a marker have no trailers, and are OWN; so are those of affixes
+    without an expected identity.
     """
 
     def __init__(
@@ -54,9 +53,7 @@ class Acceptance:
                 asked.append(len(self._hashes))
                 self._hashes.append(identity.hash())
         self._hash_of = inventory.by_affix(asked, _NOT_ASKED)
-        marked = [suffix in expected.marked for _, suffix in inventory.table.affixes]
-        self._marked = inventory.by_affix(marked, False)
-        self._store = store if isinstance(store, Trailed) and any(marked) else None
+        self._store = store if isinstance(store, Trailed) and self._hashes else None
 
     @property
     def compares(self) -> bool:
@@ -64,7 +61,7 @@ class Acceptance:
         return self._store is not None
 
     def of(self, rows: IntArray) -> npt.NDArray[np.int8]:
-        """Return OWN, BARE, OTHER or STALE for each row of the listing: [rows].
+        """Return OWN, BARE or OTHER for each row of the listing: [rows].
 
         Opens each object that may have a trailer. One without a whole trailer is BARE.
         """
@@ -81,7 +78,4 @@ class Acceptance:
                 self._bare if identity is None else OWN if identity == self._hashes[n] else OTHER
                 for identity, n in zip(identities, wanted, strict=True)
             ]
-        marked = np.flatnonzero(self._marked[rows])
-        stale = self._store.stale(take_rows(self._objects, rows[marked]))
-        found[marked[stale]] = STALE
         return found

@@ -68,6 +68,11 @@ class PageList:
     lengths: list[int]
 
     @property
+    def labelled(self) -> int:
+        """Number of rows with a group label."""
+        return sum(group is not None for group in self.groups)
+
+    @property
     def is_chained(self) -> bool:
         """Whether any line is a chain of several pages."""
         return any(length > 1 for length in self.lengths)

@@ -30,7 +30,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, fits, object_specs
 from hicachectl.pages.deployments import UNRESOLVED, other_ranks
 from hicachectl.pages.group_table import ABSENT, fill_table
 from hicachectl.pages.inventory import look_up, take_inventory
-from hicachectl.profiles.acceptance import BARE, OTHER, STALE, acceptance_of
+from hicachectl.profiles.acceptance import BARE, OTHER, acceptance_of
 from hicachectl.profiles.identities import with_marked_weights
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Values of a slot that is not ABSENT. MISFIT: an object of another size. UNTRAILED, FOREIGN: an
-# object without a trailer, or of another identity, where servers compare trailers. CLEARED: an
-# object from before a server cleared the store.
-MISFIT, HELD, UNTRAILED, FOREIGN, CLEARED = range(5)
-_REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN, STALE: CLEARED}
+# object without a trailer, or of another identity, where servers compare trailers.
+MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
+_REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN}
+CLEARED = 4  # a fault: the slot is ABSENT, since its object is from before a server's `clear`
 
 _FEW_KEYS = 10_000  # looked up singly, in under a second on a file system
 
@@ -71,7 +71,7 @@ class Hits:
     stop_pages:   index in its chain of the page that stops the chain; -1: none.
     stop_specs:   index in the deployment's specs of that page's first object at fault; -1 without
         a stop or a deployment.
-    faults:       number of objects at fault by value of their slot, such as MISFIT.
+    faults:       number of objects at fault by value of their slot, such as MISFIT; or CLEARED.
     """
 
     deployment: Deployment | None
@@ -183,6 +183,7 @@ def find_hits(
     stopped = np.flatnonzero(stops >= 0)
     at = page_of[offsets[:-1][stopped] + stops[stopped]]
     specs, slots = _at_fault(needs, at, stops[stopped], runs[stopped])
+    slots[_are_cleared(inventory, table, page_names, at, specs) & (slots == ABSENT)] = CLEARED
     stop_specs = np.full(len(chains), -1, dtype=np.int64)
     stop_specs[stopped] = specs
     return Hits(
@@ -196,7 +197,9 @@ def find_hits(
         allowed=allowed,
         stop_pages=stops,
         stop_specs=stop_specs,
-        faults={value: int((slots == value).sum()) for value in (MISFIT, *_REFUSED.values())},
+        faults={
+            value: int((slots == value).sum()) for value in (MISFIT, *_REFUSED.values(), CLEARED)
+        },
     )
 
 
@@ -233,6 +236,24 @@ def _held_objects(
         for value, refused in _REFUSED.items():
             held[(held == HELD) & (found == value)] = refused
     return fill_table(specs, len(page_names), at, of_objects[rows], held)
+
+
+def _are_cleared(
+    inventory: Inventory,
+    table: GroupTable,
+    page_names: pa.StringArray,
+    at: IntArray,
+    specs: IntArray,
+) -> BoolArray:
+    """Return which objects are in the store, but from before a server's `clear`: [n].
+
+    at, specs: [n] page numbers and specs.
+    """
+    affixes = [spec.affix for spec in table.specs]
+    keys = join_keys(affixes, pa.array(specs), page_names.take(pa.array(at)))
+    cleared = inventory.take(inventory.cleared_rows, ["key"]).column("key").combine_chunks()
+    found: BoolArray = pc.is_in(keys, value_set=cleared).to_numpy(zero_copy_only=False)
+    return found
 
 
 def _held(block: SlotBlock, count: int) -> BoolArray:

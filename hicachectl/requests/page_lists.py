@@ -69,11 +69,11 @@ class NamedGroups:
         return named
 
     @property
-    def unmatched(self) -> int:
-        """Number of rows that name a group missing in the store."""
+    def matched(self) -> int:
+        """Number of rows with a label that name a group of the store."""
         at, labels = self._rows
         codes = at * len(self.groups.labels) + labels
-        return int(((labels == -2) | ((labels >= 0) & ~np.isin(codes, self._codes))).sum())
+        return int(((labels >= 0) & np.isin(codes, self._codes)).sum())
 
     @cached_property
     def _codes(self) -> IntArray:

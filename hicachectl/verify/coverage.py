@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.checks.registry import (
@@ -31,14 +29,27 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.inventory import IntArray
+    from hicachectl.pages.selection import Selection
+    from hicachectl.pages.tally import Tally
     from hicachectl.profiles.identities import Expected
 
 _ALIKE = (
     {"bfloat16", "float16"},
     {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"},
 )
+
+
+def nothing_selected(
+    selection: Selection, table: AffixTable, tally: Tally, objects_read: int
+) -> bool:
+    """Return whether no object was selected: nothing was checked."""
+    if selection.pool:
+        readings = ((affix, r) for affix, one in enumerate(table.resolved) for r in one.readings)
+        if not any(r.pool == selection.pool and tally.objects[affix] for affix, r in readings):
+            return True
+    return not (tally.groups or objects_read)
 
 
 def reading_gaps(
@@ -103,7 +114,7 @@ def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> 
             "the profile describes no values, only object sizes; give a profile made from "
             "--model-config"
         )
-    if not (has_catalog or compares_own(store, profile)):
+    if not (has_catalog or compares_own(store, expected_identities(store, profile))):
         unmet[Need.DIGESTS] = (
             "no recorded digests to compare with; give --catalog FILE and, to record digests, "
             "--update-catalog"
@@ -111,19 +122,19 @@ def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> 
     return unmet
 
 
-def compares_own(store: Store, profile: Profile | None) -> bool:
+def compares_own(store: Store, expected: Expected) -> bool:
     """Return whether reads compare objects with digests of the store, or with identities."""
-    expected = expected_identities(store, profile)
     return keeps_digests(store) or bool(expected.marked and expected.identities)
 
 
-def trailer_gaps(compared: int, without: int, expected: Expected) -> Iterator[tuple[str, str]]:
+def trailer_gaps(compared: int, without: int, unknown: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of what a store with trailers left uncompared.
 
-    compared: objects compared with the digests in their trailers. without: the others.
+    compared: objects compared with the digests in their trailers. without: the others. unknown: why
+    identities cannot be compared, else "".
     """
-    if expected.unknown:
-        yield "identities", f"not compared: {expected.unknown}"
+    if unknown:
+        yield "identities", f"not compared: {unknown}"
     if without:
         yield (
             "undigested-objects" if compared else DIGESTS.name,
@@ -166,43 +177,39 @@ def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, s
 
 
 def unjudged(
-    inventory: Inventory, groups: PageGroups, chosen: Collection[str], profile: Profile | None
+    table: AffixTable, tally: Tally, chosen: Collection[str], profile: Profile | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of everything that the chosen groups of checks cannot judge.
 
     profile: None if expectations come from the store.
     """
-    table = inventory.table
-    if profile is None and len(groups):
+    if profile is None and tally.groups:
         yield (
             "absent-pools",
             f"without a given profile, {PAGES_COMPARED}",
         )
-    ambiguous = int((groups.states == UNKNOWN).sum())
+    ambiguous = int(tally.states[:, UNKNOWN].sum())
     if ambiguous and GROUPS.name in chosen:
-        why = (
-            f"{counted(ambiguous, 'page group')} with ambiguous keys: {ambiguity_remark(inventory)}"
-        )
-        yield "ambiguous-groups", why
+        why = ambiguity_remark(table, tally.objects)
+        yield "ambiguous-groups", f"{counted(ambiguous, 'page group')} with ambiguous keys: {why}"
     profiled = bool(table.deployments) and table.deployments[0].profile is not None
-    if profiled and (groups.deployment_ids > 0).any():
+    if profiled and tally.states[1:-1].any():
         others = sorted({deployment.model for deployment in table.deployments[1:]})
         why = f"objects of {', '.join(others)} that the profile does not describe: "
         yield "other-deployments", why + "they were only compared with each other"
-    unlisted = {s.pool for d in groups.deployments for s in d.specs if not s.listed}
+    unlisted = {s.pool for d in table.deployments for s in d.specs if not s.listed}
     if unlisted:
         yield (
             "unlisted-pools",
             f"{', '.join(sorted(unlisted))}: in the store, but not in the profile; add the pools "
             "to the profile if servers use them",
         )
-    unsized = inventory.affix_ids[inventory.objects.column("nbytes").is_null().to_numpy()]
     if SIZES.name in chosen:
-        if sizeless := _pools_without_size(inventory):
+        if sizeless := _pools_without_size(table, tally.objects):
             yield SIZES.name, f"{', '.join(sizeless)}: no size is common to most objects"
-        if known := int((unsized >= 0).sum()):
+        if known := int(tally.unsized[:-1].sum()):
             yield SIZES.name, f"the store lists no size for {counted(known, 'object')}"
-    unreadable = int((expected_sizes(table)[unsized] == UNKNOWN_SIZE).sum())
+    unreadable = int(tally.unsized[expected_sizes(table) == UNKNOWN_SIZE].sum())
     if unreadable and not reading_groups().isdisjoint(chosen):
         yield (
             "unread-objects",
@@ -211,13 +218,9 @@ def unjudged(
         )
 
 
-def _pools_without_size(inventory: Inventory) -> list[str]:
-    table = inventory.table
+def _pools_without_size(table: AffixTable, objects: IntArray) -> list[str]:
     mixed = {affix for mix in table.mixes for affix in mix.affix_ids}
-    present = np.unique(inventory.affix_ids)
-    pools = set()
-    for affix in set(present[present >= 0].tolist()) - mixed:
-        spec = table.spec(affix)
-        if spec is not None and spec.nbytes == UNKNOWN_SIZE:
-            pools.add(spec.pool)
-    return sorted(pools)
+    specs = [
+        spec for affix, spec in enumerate(table.specs) if objects[affix] and affix not in mixed
+    ]
+    return sorted({spec.pool for spec in specs if spec and spec.nbytes == UNKNOWN_SIZE})

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.capabilities import Trailed
 from hicachectl.checks.findings import combine
 from hicachectl.checks.group import check_groups
+from hicachectl.checks.names import cleared_objects
 from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes, expected_sizes
 from hicachectl.formats.errors import UsageError
@@ -69,19 +70,30 @@ def inspect_page(
     listed = take_inventory(store, profile, on_batch=on_batch)
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
+    cleared = _cleared(listed, prefix)
     pages = pc.unique(groups.pages).to_pylist()
     if not pages:
         reason = explain_selection(store, listed, EVERYTHING) or (
             f"no page begins with {prefix!r}; hicachectl ls lists the pages"
         )
+        if len(cleared):
+            reason = f"{prefix}: has only objects from before a server cleared the store"
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
-    in_flight = groups.newest_ns > time.time_ns() - int(grace_seconds * 1e9)
+    settled_ns = time.time_ns() - int(grace_seconds * 1e9)
+    in_flight = groups.newest_ns > settled_ns
     checkers = value_checkers(known_specs(inventory.table), profile)
     reading = _read(store, inventory, checkers)
     given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
-    found = combine([*check_groups(given), *check_sizes(given), *reading.findings(inventory)])
+    found = combine(
+        [
+            *check_groups(given),
+            *check_sizes(given),
+            *reading.findings(inventory),
+            cleared_objects(cleared, settled_ns),
+        ]
+    )
     objects = _with_digests(object_rows(inventory), reading)
     identities = {}
     if isinstance(store, Trailed) and (markers := store.markers()):
@@ -103,6 +115,12 @@ def inspect_page(
     if "identity" in objects.column_names:
         document["identities"] = identities
     return PageReport(document, objects, found)
+
+
+def _cleared(listed: Inventory, prefix: str) -> pa.Table:
+    """Return the objects of pages that begin with the prefix, if a `clear` made them misses."""
+    objects = listed.take(listed.cleared_rows)
+    return objects.filter(pc.starts_with(objects.column("key"), prefix.lower()))
 
 
 def _read(

@@ -26,6 +26,7 @@ def objects(keys, columns):
         "nbytes": pa.array(np.full(len(keys), OBJECT_BYTES)),
         "mtime_ns": pa.array(np.full(len(keys), 10**18)),
         "version": pa.array([bytes(32)] * len(keys)) if "version" in columns else None,
+        "cleared_ns": pa.nulls(len(keys), pa.int64()),
     }
     schema = scan_schema(columns)
     return pa.RecordBatch.from_arrays([made[name] for name in schema.names], schema=schema)

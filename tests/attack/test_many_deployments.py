@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -16,21 +16,36 @@ from hicachectl.pages.inventory import take_inventory
 if TYPE_CHECKING:
     from pathlib import Path
 
-MODELS = 3000
+FEW, MANY = 300, 3000
 
 
-def test_a_repair_is_planned_in_less_time_than_the_listing_took(tmp_path: Path) -> None:
-    keys = [f"{number:064x}_model{number}_0_1.bin" for number in range(MODELS)]
+def test_a_repair_looks_only_at_the_deployments_that_findings_name(tmp_path: Path) -> None:
+    """Of a deployment that no finding names, a plan reads the name and does nothing more."""
+    few, many = (calls_of_a_plan(tmp_path / str(models), models) for models in (FEW, MANY))
+    assert many - few < 2 * (MANY - FEW)
+
+
+def calls_of_a_plan(directory: Path, models: int) -> int:
+    """Plan the repair of three of `models` deployments and return its number of Python calls."""
+    keys = [f"{number:064x}_model{number}_0_1.bin" for number in range(models)]
+    directory.mkdir()
     for key in keys:
-        (tmp_path / key).touch()
-    begun = time.process_time()
-    with open_store(str(tmp_path)) as store:
+        (directory / key).touch()
+    with open_store(str(directory)) as store:
         groups = PageGroups(take_inventory(store))
-    listed = time.process_time()
-    assert len(groups.deployments) == MODELS
-    few = keys[:3]
-    found = findings("truncated", keys=pa.array(few), detail="cut")
-    plan = plan_repair(groups, found)
-    planned = time.process_time()
-    assert groups.pages_at(plan.groups).to_pylist() == [key[:64] for key in few]
-    assert planned - listed < listed - begun
+    assert len(groups.deployments) == models
+    found = findings("truncated", keys=pa.array(keys[:3]), detail="cut")
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        plan = plan_repair(groups, found)
+    finally:
+        sys.setprofile(before)
+    assert groups.pages_at(plan.groups).to_pylist() == [key[:64] for key in keys[:3]]
+    return calls

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
     from tests.backends.http_scripts import Script
 
-SHORT_S = 0.3
+SHORT_S = 0.1
 LONG_HEAD = b"HTTP/1.1 200 OK\r\nX: " + b"y" * 999
+
+
+@pytest.fixture(autouse=True)
+def _brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_service, "_PAUSE_S", 0.01)
 
 
 @contextmanager
@@ -146,15 +151,15 @@ def test_resets_are_not_tried_again_for_ever() -> None:
     "script",
     [
         pytest.param(lambda call: call.hang(), id="nothing"),
-        pytest.param(lambda call: call.trickle(LONG_HEAD, 0.05), id="head trickles"),
-        pytest.param(lambda call: call.trickle(reply(b"y" * 999), 0.05), id="body trickles"),
+        pytest.param(lambda call: call.trickle(LONG_HEAD, 0.02), id="head trickles"),
+        pytest.param(lambda call: call.trickle(reply(b"y" * 999), 0.02), id="body trickles"),
         pytest.param(lambda call: (call.send(reply(b"yy")[:-1]), call.hang()), id="byte missing"),
     ],
 )  # fmt: skip
 def test_a_service_that_hangs_or_trickles_is_given_up_in_time(script: Script) -> None:
     with client_of(script, timeout_s=SHORT_S) as client:
         start = time.monotonic()
-        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.3 s; check the network"):
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.1 s; check the network"):
             client.get("/")
         assert SHORT_S <= time.monotonic() - start < SOON_S
 

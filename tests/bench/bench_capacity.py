@@ -146,8 +146,8 @@ def calls(directory: ObjectDirectory, capacity: Capacity, keys: list[bytes]) -> 
     timed: dict[str, Callable[[int], object]] = {
         "admit, release": lambda _: admit(1),
         "admit, release 1 GiB": lambda _: admit(1 << 30),
-        "used": lambda _: capacity.used(key, descriptor, recent),
-        "used, with a touch": lambda _: capacity.used(key, descriptor, old),
+        "used": lambda _: capacity.used(key[64:], descriptor, recent),
+        "used, with a touch": lambda _: capacity.used(key[64:], descriptor, old),
         "keep": lambda number: capacity.keep(keys[number % len(keys)], recent),
         "look at the epoch": lambda _: epoch.look(),
         "stale": lambda _: epoch.stale(old),

@@ -29,7 +29,7 @@ from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migrate import migrate
-from hicachectl.move.migration_plan import MigrationRequest
+from hicachectl.move.migration import MigrationRequest
 from hicachectl.move.runs import CopyRun
 from tests.bench.bench_migrate_files import fill
 from tests.mooncake_cluster import Cluster

@@ -9,8 +9,10 @@ the same pages in turn
 - by HiCacheFile, called as the controller calls it (`_generic_page_get`, `_generic_page_set`,
   `batch_get_v2`, `batch_set_v2`),
 - by the plug-in, with digests off, xxh3 and BLAKE3,
-- by bare loops over preadv and pwritev that do the plug-in's work with each digest: they examine
-  the file, read it into memory of their own with as many threads, digest, and copy into the pool.
+- by bare loops over preadv and pwritev that do the plug-in's work with each digest: they compare
+  the trailer, read the file into memory of their own with as many threads, compare trailer and
+  digest, and copy into the pool; or look for the file, write a temporary one with its trailer,
+  digest before and after, and rename it. They know no deadlines, epochs or capacity.
 
 Prints the ratio of throughputs in each round to HiCacheFile and to the bare loop, lower quartile
 and median.
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,9 +247,13 @@ class Bare:
     """Loops over system calls that do the same work: threads, memory, digests, renames."""
 
     def __init__(self, rank: Rank, directory: Path, digest: str) -> None:
-        from hicachectl.formats.trailer import digest_function
+        from hicachectl.formats.trailer import PoolTrailers, digest_function
 
         self.rank = rank
+        self.trailers = {
+            name: PoolTrailers(digest, nbytes, bytes(16), bytes(24))
+            for name, nbytes in rank.nbytes.items()
+        }
         self.directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         self.digest = digest_function(digest)
         self.has_digest = digest != "off"
@@ -265,8 +272,9 @@ class Bare:
             for page in self.rank.pages:
                 descriptor = os.open(f"{page}.{name}", os.O_RDONLY, dir_fd=self.directory)
                 size = os.fstat(descriptor).st_size
-                os.pread(descriptor, 128, size - 128)
+                trailer = os.pread(descriptor, 128, size - 128)
                 os.close(descriptor)
+                assert self.trailers[name].digest(trailer, bytes.fromhex(page)) is not None
         for name in self.rank.host:
             self._threads(name, self._read)
 
@@ -289,33 +297,38 @@ class Bare:
             thread.join()
 
     def _read(self, name: str, number: int) -> None:
-        nbytes = self.rank.nbytes[name]
+        nbytes, page = self.rank.nbytes[name], self.rank.pages[number]
         memory, address = self._memory(nbytes + 128)
-        descriptor = os.open(
-            f"{self.rank.pages[number]}.{name}", os.O_RDONLY, dir_fd=self.directory
-        )
+        descriptor = os.open(f"{page}.{name}", os.O_RDONLY, dir_fd=self.directory)
         os.fstat(descriptor)
         assert os.preadv(descriptor, [memory[: nbytes + 128]], 0) == nbytes + 128
         os.close(descriptor)
-        self.digest([memory[:nbytes]])
+        trailer = bytes(memory[nbytes : nbytes + 128])
+        stored = self.trailers[name].digest(trailer, bytes.fromhex(page))
+        assert self.digest([memory[:nbytes]]) == stored
         for target, size in self.pieces[name][number]:
             ctypes.memmove(target, address, size)
             address += size
 
     def _write(self, name: str, number: int) -> None:
-        final = f"{self.rank.pages[number]}.{name}"
+        page = self.rank.pages[number]
+        final = f"{page}.{name}"
+        with suppress(FileNotFoundError):
+            os.close(os.open(final, os.O_RDONLY, dir_fd=self.directory))
+            return
         views = [
             memoryview((ctypes.c_char * size).from_address(pointer)).cast("B")
             for pointer, size in self.pieces[name][number]
         ]
-        self.digest(views)
+        digest = self.digest(views)
+        trailer = self.trailers[name].dump(bytes.fromhex(page), digest)
         temporary = f"{final}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         descriptor = os.open(temporary, flags, 0o666, dir_fd=self.directory)
-        os.pwritev(descriptor, [*views, bytes(128)], 0)
+        os.pwritev(descriptor, [*views, trailer], 0)
         os.close(descriptor)
         if self.has_digest:
-            self.digest(views)
+            assert self.digest(views) == digest
         os.rename(temporary, final, src_dir_fd=self.directory, dst_dir_fd=self.directory)
 
     def _memory(self, nbytes: int) -> tuple[memoryview, int]:

@@ -159,6 +159,7 @@ def test_a_truncated_catalog_is_one_line(invoke: Invoke, store: Path) -> None:
     assert "No such file" in invoke("verify", store, "--catalog", "/no", exit_code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_catalog_that_is_no_file_is_refused_and_not_waited_for(store: Path) -> None:
     fifo = store.parent / "fifo"
     os.mkfifo(fifo)

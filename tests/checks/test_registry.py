@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +22,7 @@ from hicachectl.checks.registry import (
 )
 from tests.checks.repeats import REPEATS, registered
 from tests.move.repairs import dsa_store, kv
-from tests.stores import DSA
+from tests.stores import DSA, OLD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +39,7 @@ def store(tmp_path: Path) -> Path:
     directory = dsa_store(tmp_path / "store", 3)
     path = directory / kv(1)
     path.write_bytes(b"\x11" * path.stat().st_size)
+    os.utime(path, (OLD, OLD))  # repairs watch a store with recent writes for a second
     (tmp_path / "dsa.toml").write_text(DSA)
     return directory
 

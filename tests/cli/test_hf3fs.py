@@ -18,7 +18,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
 from tests.skips import missing
-from tests.terminals import on_a_terminal
+from tests.terminals import answering
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,14 +138,17 @@ def test_sizes_that_only_a_profile_tells_are_not_called_zero(
         assert "hicachectl_verify_bytes{" not in metrics.read_text()
 
 
-def test_the_question_says_that_a_size_is_not_known(place: Place) -> None:
+def test_the_question_says_that_a_size_is_not_known(invoke: Invoke, place: Place) -> None:
     before = place.server.saved()
-    _, err = on_a_terminal("rm", place.url, "--model", "", answer="n")
-    assert f"Remove {PAGES} pages (? B) from " in err
+    removal = ("rm", place.url, "--model", "")
+    with answering("n"):
+        asked = invoke(*removal).stderr
+    assert f"Remove {PAGES} pages (? B) from " in asked
     assert place.server.saved() == before
-    _, err = on_a_terminal("rm", place.url, "--model", "", "--profile", place.profile, answer="n")
-    assert f"Remove {PAGES} pages (" in err
-    assert "? B" not in err
+    with answering("n"):
+        asked = invoke(*removal, "--profile", place.profile).stderr
+    assert f"Remove {PAGES} pages (" in asked
+    assert "? B" not in asked
 
 
 def test_the_age_of_the_listing_is_said(invoke: Invoke, place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from tests.move.migrations import demo_store, profile_file
 from tests.paused import paused
+from tests.stores import OLD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +74,7 @@ def test_nothing_is_done_and_the_document_says_why(
         arguments += ["--profile", profile]
     if command == "repair":
         damaged.write_bytes(damaged.read_bytes()[:-1])
+        os.utime(damaged, (OLD, OLD))  # repairs watch a store with recent writes for a second
     lock = tmp_path / "lock"
     before = content(store)
     with held(lock):

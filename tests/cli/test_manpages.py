@@ -67,10 +67,14 @@ def test_a_page_does_not_refer_to_itself(name: str) -> None:
     assert f"hicachectl\\-{name}(1)" not in description
 
 
-@pytest.mark.parametrize("page", sorted(MAN.glob("*.[1-9]")), ids=lambda path: path.name)
-def test_mandoc_has_nothing_to_say(page: Path) -> None:
+def test_mandoc_has_nothing_to_say() -> None:
+    pages = sorted(MAN.glob("*.[1-9]"))
+    assert len(pages) > len(COMMANDS)
     said = subprocess.run(
-        [need_tool("mandoc"), "-T", "lint", str(page)], capture_output=True, text=True, check=False
+        [need_tool("mandoc"), "-T", "lint", *map(str, pages)],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout
     # mandoc looks for referenced pages on the system only; ours are beside this one.
     missing = r".*STYLE: referenced manual not found: Xr (\S+) (\d)(?: \(\d+ times\))?"

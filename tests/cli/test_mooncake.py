@@ -13,7 +13,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import PROFILE, fill
-from hicachectl.verify import verify
+from hicachectl.verify import part
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def test_a_page_that_is_completed_within_the_grace_is_no_finding(
         waits.append(seconds)
         cluster.put(key, value)
 
-    monkeypatch.setattr(verify, "time", SimpleNamespace(**{**vars(time), "sleep": complete}))
+    monkeypatch.setattr(part, "time", SimpleNamespace(**{**vars(time), "sleep": complete}))
     document = verified(
         invoke, cluster.url, "--profile", profile, "--grace", "1h", "--checks", "groups"
     )

@@ -16,6 +16,7 @@ import pytest
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import UsageError
 from tests.skips import needs_root
+from tests.speed import slow
 from tests.stores import put_pages
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def test_a_pipe_as_output_is_written_and_stays_one(
     assert read[0].count("\n") == 8
 
 
+@pytest.mark.slow
 def test_a_process_substitution_as_output_is_written(store: Path) -> None:
     found = shell(f"hicachectl ls {store} --format jsonl -o >(cat >&2); sleep 0.2")
     assert found.stderr.count('"page"') == 8, found
@@ -123,7 +125,9 @@ def test_a_name_may_be_as_long_as_names_can_be(invoke: Invoke, store: Path, tmp_
     assert path.read_text().count("\n") == 8
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "ls --help", "completion bash"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", slow("--version"), slow("ls --help"), slow("completion bash")]
+)
 @pytest.mark.parametrize("place", [">/dev/full", ">&-"])
 def test_help_that_cannot_be_written_is_one_line(arguments: str, place: str) -> None:
     found = shell(f"hicachectl {arguments} {place}")
@@ -148,6 +152,7 @@ def test_nothing_is_lost_on_a_closed_stdout_that_is_not_needed(store: Path, tmp_
     assert (tmp_path / "out").read_text().count("\n") == 8
 
 
+@pytest.mark.slow
 def test_a_closed_stderr_takes_the_remarks_and_nothing_else(store: Path) -> None:
     found = shell(f"hicachectl ls {store} --format jsonl 2>&-")
     assert (found.returncode, found.stdout.count("\n")) == (0, 8)
@@ -156,7 +161,9 @@ def test_a_closed_stderr_takes_the_remarks_and_nothing_else(store: Path) -> None
     assert shell("hicachectl --help >/dev/full 2>/dev/full").returncode == 2
 
 
-@pytest.mark.parametrize("arguments", ["--help", "ls {} --format parquet", "ls {} --objects"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", slow("ls {} --format parquet"), slow("ls {} --objects")]
+)
 def test_a_closed_pipe_is_no_error_whatever_is_written(store: Path, arguments: str) -> None:
     found = shell(f"(sleep 0.1; hicachectl -q {arguments.format(store)}) | true")
     assert (found.returncode, found.stderr) == (0, "")
@@ -316,6 +323,7 @@ def test_amounts_beyond_belief_are_bad_usage(
     assert message in one_line(invoke, "verify", store, *options)
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_home_that_cannot_be_looked_into_holds_no_config(store: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -205,7 +207,7 @@ class AttachedRank:
         return self.controller.prefetch(
             CacheRequestHandle(f"request {next(self._requests)}", 0),
             prompt.tokens,
-            extra_pools=prompt_nodes.queries(self.profile),
+            extra_pools=prompt_nodes.queries(self.pools),
         )
 
     def place(self, operation: Any) -> None:
@@ -297,7 +299,9 @@ def server_arguments(deployment: Deployment, **more: Any) -> Iterator[None]:
         "speculative_algorithm": profile.get("speculative_algorithm"),
         **more,
     }
-    with get_context().override_server_args(**fields):
+    stages = ",".join(map(str, profile.get("pp_partition", ())))
+    division = {"SGLANG_PP_LAYER_PARTITION": stages} if stages else {}
+    with get_context().override_server_args(**fields), mock.patch.dict(os.environ, division):
         yield
 
 

@@ -56,6 +56,7 @@ _CHANGES: dict[str, Any] = {
     "draft_fp8": "float8_e4m3fnuz",
     "row_form": "hnd",
     "opaque_rows": "uint8+other",
+    "pp_partition": (3, 1),
 }
 PAGES = 6
 PAGE = "ab" * 32
@@ -101,6 +102,7 @@ def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str
         page_size=profile["page_size"],
         fp8=dtypes["kv"],
         draft_fp8=dtypes.get("draft", dtypes["kv"]),
+        pp_partition=tuple(profile.get("pp_partition", ())),
     )
     for name, host in pools.host.items():
         pool = served_pool(name, host, controller.storage_config, context)

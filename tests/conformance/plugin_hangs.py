@@ -1,7 +1,8 @@
 """Serve from a store whose system calls hang, and release them after SGLang has gone on.
 
 Runs inside the SGLang environment: `plugin_hangs.py REQUEST`. The request is that of
-plugin_ranks.py, for a deployment of one rank and without steps. The calls of os.open, os.preadv and
+plugin_ranks.py, for a deployment of one rank and without steps. `node_pages` is the length of the
+nodes written, `write_seconds` the time of a slow write. The calls of os.open, os.preadv and
 os.writev block here, as they do on a network file system without its server.
 
 Prints a JSON object with an entry for each kind of call, "exists", "read" and "write":
@@ -13,6 +14,8 @@ Prints a JSON object with an entry for each kind of call, "exists", "read" and "
     untouched whether all bytes of its host pages are as they were overwritten after its end, when
               the calls had been released
     new       names of objects that appeared in the directory after that
+
+and "slow": the pages that were written while each write was slow, on one thread.
 """
 
 from __future__ import annotations
@@ -54,10 +57,13 @@ def main() -> None:
     deployment = plugin_ranks.requested(request)
     with (
         contextlib.redirect_stdout(sys.stderr),
-        attached_rank.sole_rank(deployment, 8 * request.get("pages", 8)) as attached,
+        attached_rank.sole_rank(deployment, 3 * request["node_pages"]) as attached,
     ):
         stored = plugin_ranks.requested_prompt(request, deployment)
-        other = plugin_ranks.requested_prompt({**request, "seed": 1}, deployment)
+        length = request["node_pages"]
+        other, third = (
+            prompt_nodes.random_prompt(length, stored.page_size, length, seed) for seed in (1, 2)
+        )
         with attached.attached(request["settings"]):
             attached.back_up(stored)
         hung = Hung()
@@ -65,6 +71,7 @@ def main() -> None:
             "exists": _exists(attached, stored, request, hung),
             "read": _read(attached, stored, request, hung),
             "write": _write(attached, other, request, hung),
+            "slow": _written_slowly(attached, third, request, hung),
         }
     print(json.dumps(results))
 
@@ -129,6 +136,18 @@ def _write(
     }
 
 
+def _written_slowly(
+    attached: AttachedRank, prompt: Prompt, request: dict[str, Any], hung: Hung
+) -> int:
+    operation = next(prompt_nodes.back_up_operations(attached.pools, prompt))
+    with (
+        attached.attached({**request["settings"], "threads": 1}),
+        hung.delayed("writev", request["write_seconds"]),
+    ):
+        attached.write(operation)
+        return int(attached.written().completed_tokens) // prompt.page_size
+
+
 def _detached(attached: AttachedRank) -> float:
     begun = time.monotonic()
     attached.detach()
@@ -142,11 +161,12 @@ def _names(request: dict[str, Any]) -> set[str]:
 
 
 class Hung:
-    """System calls of threads other than this one, which hang on demand."""
+    """System calls of threads other than this one, which hang or are slow on demand."""
 
     def __init__(self) -> None:
         self.count = 0
         self._hanging: tuple[str, ...] = ()
+        self._delays: dict[str, float] = {}
         self._released = threading.Event()
         self._main = threading.get_ident()
         for name in _CALLS:
@@ -163,11 +183,21 @@ class Hung:
             self._hanging = ()
             self._released.set()
 
+    @contextlib.contextmanager
+    def delayed(self, name: str, seconds: float) -> Iterator[None]:
+        """Let each call of this name take longer until the end of a block."""
+        self._delays = {name: seconds}
+        try:
+            yield
+        finally:
+            self._delays = {}
+
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             if name in self._hanging and threading.get_ident() != self._main:
                 self.count += 1
                 self._released.wait()
+            time.sleep(self._delays.get(name, 0))
             return function(*arguments, **named)
 
         return call

@@ -2,8 +2,8 @@
 
 Runs inside the SGLang environment: `plugin_misuse.py DIRECTORY`. Prints a JSON object: raised, the
 calls that raised; written, by a way to fail, what KV and a later question said of two pages whose
-sidecar failed in the first; closed, what calls after `close` answered; threads, the names of ours
-that were left then.
+sidecar failed in the first ("right": did not; "repeated": failed, and then did not); closed, what
+calls after `close` answered; threads, the names of ours that were left then.
 """
 
 from __future__ import annotations
@@ -113,6 +113,10 @@ def _written(store: Any, rank: Any) -> dict[str, Any]:
         keys = [f"{number:02x}" + key[2:] for key in KEYS]
         store.batch_set_v2([_transfer(keys, place)])
         results[way] = [store.batch_set_v1(keys, whole), store.batch_exists(keys)]
+    keys = [f"{len(ways):02x}" + key[2:] for key in KEYS]
+    for place in (None, whole):
+        store.batch_set_v2([_transfer(keys, place)])
+    results["repeated"] = [store.batch_set_v1(keys, whole), store.batch_exists(keys)]
     return results
 
 

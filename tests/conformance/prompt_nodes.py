@@ -80,7 +80,7 @@ def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     transfers = []
-    for table in pools.profile["pools"][1:]:
+    for table in _side_tables(pools):
         name = PoolName(table["name"])
         if table["name"] not in TRAILING:
             transfers.append(PoolTransfer(name=name, indices_from_pool=PoolName.KV))
@@ -98,12 +98,12 @@ def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
     return transfers
 
 
-def queries(profile: Mapping[str, Any]) -> list[Any]:
+def queries(pools: RankPools) -> list[Any]:
     """Return the transfers of a prefetch; those of trailing pools have one key per window page."""
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     transfers = []
-    for table in profile["pools"][1:]:
+    for table in _side_tables(pools):
         trailing = table["name"] in TRAILING
         transfers.append(
             PoolTransfer(
@@ -114,6 +114,11 @@ def queries(profile: Mapping[str, Any]) -> list[Any]:
             )
         )
     return transfers
+
+
+def _side_tables(pools: RankPools) -> list[Mapping[str, Any]]:
+    """Return the profile's pools other than kv that the rank has."""
+    return [table for table in pools.profile["pools"][1:] if table["name"] in pools.host]
 
 
 def fill_node(pools: RankPools, operation: Any, seed: int) -> None:

@@ -67,8 +67,7 @@ def _ask(
             if options.backend == "plugin":
                 backend = _plugin(deployment, pools, controller.storage_config, text)
             found = [
-                backend.batch_exists_v2(chain, prompt_nodes.queries(deployment.profile))
-                for chain in chains
+                backend.batch_exists_v2(chain, prompt_nodes.queries(pools)) for chain in chains
             ]
             yield {
                 "place": number,

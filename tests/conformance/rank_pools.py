@@ -125,7 +125,7 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     if "swa" in tables:
         window = _mha_device(profile, tables["swa"], rank, size)
         pools.add(tables["swa"], window, _host(window, profile))
-    if "draft" in tables:
+    if "draft" in tables and _held(tables["draft"], profile, rank):
         draft = _draft_device(profile, tables["draft"], rank, size)
         capacity = pools.host["kv"].logical_size  # the draft uses kv's indices
         pools.add(tables["draft"], draft, _host(draft, profile, host_token_capacity=capacity))
@@ -149,7 +149,9 @@ def _stage(profile: Mapping[str, Any], rank: Rank) -> tuple[int, int]:
 
 
 def _held(table: Mapping[str, Any], profile: Mapping[str, Any], rank: Rank) -> list[int]:
-    """Return the model layers of a pool that a rank holds."""
+    """Return the model layers of a pool that a rank holds; a draft is on the last stage only."""
+    if table["name"] == "draft":
+        return _numbers(table) if rank.pp == profile.get("pp", 1) - 1 else []
     start, end = _stage(profile, rank)
     held = [number for number in _numbers(table) if start <= number < end]
     if not profile.get("cp_layer_split"):

@@ -75,7 +75,7 @@ def _read_rank(
     with rank_pools.parallel(deployment, rank):
         pools = rank_pools.build_pools(deployment, rank, len(pages))
         backend = write_store.make_controller(deployment, pools, place).storage_backend
-        found = backend.batch_exists_v2(pages, prompt_nodes.queries(profile))
+        found = backend.batch_exists_v2(pages, prompt_nodes.queries(pools))
         result |= {"hit_pages": found.kv_hit_pages, "read": {}, "wrong": {}}
         for table in profile["pools"]:
             read, wrong = _read_pool(pools, backend, table, manifest)

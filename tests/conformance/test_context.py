@@ -43,6 +43,8 @@ SERVERS: dict[str, dict[str, Any]] = {
     },
     "other rows": {"environment": {"SGLANG_USE_HND_KVCACHE": "1"}},
     "default rows": {"environment": {"SGLANG_USE_HND_KVCACHE": "0"}},
+    "stages": {"environment": {"SGLANG_PP_LAYER_PARTITION": "3,1"}},
+    "no stages": {"environment": {"SGLANG_PP_LAYER_PARTITION": "all"}},
     "pages of 64": {"fields": {"page_size": 64}},
     "version 1": {"version": "1"},
     "version 2": {"version": "2"},
@@ -176,6 +178,8 @@ def test_forms_of_rows_are_known(answers: Answers) -> None:
     assert answers["other rows"]["row_form"] == "SGLANG_USE_HND_KVCACHE=True"
     assert answers["default rows"] == answers["plain"]
     assert answers["fp8"]["opaque_rows"] != answers["plain"]["opaque_rows"]
+    assert (answers["plain"]["pp_partition"], answers["stages"]["pp_partition"]) == ([], [3, 1])
+    assert answers["no stages"]["pp_partition"] == []
     assert (answers["plain"]["page_size"], answers["pages of 64"]["page_size"]) == (1, 64)
     assert answers["two stores"]["schemes"] == ["file", "pack"]
 

@@ -5,22 +5,30 @@ Both with SGLang's own file backend: what the tests of the plug-in rely on.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conformance.cpu_server import PAGE_SIZE, page_files, prompt
-from tests.waiting import wait_until
+from tests.conformance.cpu_server import PAGE_SIZE, ROOT, page_files, prompt
+from tests.waiting import alive, wait_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conformance.cpu_server import Answer, CpuServer
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-server")]
 
 PROMPT = prompt(1)
 PAGES = len(PROMPT) // PAGE_SIZE
+_HOLDER = """
+import sys
+from pathlib import Path
+from tests.conformance.cpu_server import CpuServer
+CpuServer(*map(Path, sys.argv[1:]))
+"""
 
 
 def test_a_flushed_server_answers_equally_out_of_the_store(
@@ -54,3 +62,37 @@ def _stored(server: CpuServer, directory: Path) -> Answer:
     answer = server.generate(PROMPT)
     wait_until(lambda: all(path.exists() for path in page_files(directory, PROMPT)))
     return answer
+
+
+def test_a_test_run_that_is_killed_leaves_no_process(
+    sglang_python: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """While the server starts: later, SGLang's processes follow their parent by themselves."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, sglang_python, tiny_model, tmp_path / "log"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        wait_until(lambda: sum(map(_is_spawned, _descendants(holder.pid))) == 2)
+        started = _descendants(holder.pid)
+    finally:
+        holder.kill()
+        holder.wait()
+    wait_until(lambda: not any(map(alive, started)))
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
+    return [n for child in map(int, children) for n in (child, *_descendants(child))]
+
+
+def _is_spawned(pid: int) -> bool:
+    """Return whether a process was started by `multiprocessing`, and imports what it needs."""
+    try:
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -118,6 +118,20 @@ def test_a_rank_without_a_directory_makes_all_ranks_miss(serve: Serve, tmp_path:
     assert f"{tmp_path}/file" in second["log"][0]
 
 
+def test_a_pool_that_only_the_last_stage_refuses_makes_all_ranks_miss(serve: Serve) -> None:
+    """The first stage has no draft. It would wait if the last stage alone did not attach.
+
+    The last stage says why, once for each attachment.
+    """
+    staged = {"pp": 2, "pp_partition": [2, 1]}
+    reports = serve("mla_mha_draft", "write", "read", profile=staged)
+    assert [report["pp"] for report in reports] == [0, 0, 1, 1]
+    for report in reports:
+        assert whole(report, 1, 0)
+        refusal = [text for text in report["log"] if "start without this draft" in text]
+        assert len(refusal) == 2 * report["pp"]
+
+
 # The damage is done to one rank's object of a pool. Trailing states lie on the last page of a node.
 DAMAGED = (
     ("gqa_tp2", "kv", 1, 4),

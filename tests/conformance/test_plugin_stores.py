@@ -39,6 +39,7 @@ class Ranks:
         self._session, self._folder, self.case = session, folder, case
         self.fields: dict[str, Any] = {}
         self.environment: dict[str, str] = {}
+        self.of_ranks: dict[str, dict[str, Any]] = {}  # settings by "PP.CP.TP"
 
     @property
     def profile(self) -> Profile:
@@ -48,23 +49,21 @@ class Ranks:
 
     def run(self, *steps: str, **settings: Any) -> list[list[Any]]:
         """Return each rank's results of the steps."""
-        reports = self._reports(*steps, **settings)
+        reports = self.reports(*steps, **settings)
         assert [report["error"] for report in reports if report["error"]] == []
         return [report["steps"] for report in reports]
 
-    def errors(self, *steps: str, **settings: Any) -> list[str]:
-        """Return each rank's traceback."""
-        return [report["error"] for report in self._reports(*steps, **settings)]
-
-    def _reports(
+    def reports(
         self, *steps: str, backend: str = "dynamic", **settings: Any
     ) -> list[dict[str, Any]]:
+        """Return each rank's report, as plugin_ranks.py prints it."""
         request = {
             "case": self.case,
             "profile": self.fields,
             "pages": PAGES,
             "backend": backend,
             "settings": settings,
+            "ranks": self.of_ranks,
             "steps": steps,
             "environment": self.environment,
         }
@@ -160,13 +159,42 @@ def test_a_pack_warms_a_server_without_copying(
 
 
 @pytest.mark.parametrize("ranks", ["gqa_tp2"], indirect=True)
-def test_a_pack_of_other_weights_is_refused_at_attach(
-    ranks: Ranks, cluster: Cluster, invoke: Invoke, tmp_path: Path
+@pytest.mark.parametrize("second", ["of other weights", "missing", "the same"])
+def test_a_pack_that_one_rank_cannot_use_is_a_miss_for_all(
+    ranks: Ranks, invoke: Invoke, tmp_path: Path, second: str
 ) -> None:
+    """No rank refuses it, since the other one would wait in SGLang's collectives."""
+    packs = {}
+    for weights, profile in (
+        ("the same", ranks.profile),
+        ("of other weights", structs.replace(ranks.profile, weights="others")),
+    ):
+        directory, described = tmp_path / weights, tmp_path / f"{weights}.toml"
+        ranks.run("write", store=str(directory), identity=profile.weights)
+        described.write_text(dump_profile(profile))
+        packs[weights] = f"pack://{tmp_path}/{weights.replace(' ', '-')}.hcpack"
+        invoke("migrate", directory, packs[weights], "--profile", described)
+    packs["missing"] = f"pack://{tmp_path}/missing.hcpack"
+    empty = f"{tmp_path}/empty"
+    ranks.of_ranks = {"0.0.1": {"store": [empty, packs[second]]}}
+    reports = ranks.reports("read", store=[empty, packs["the same"]])
+    assert [report["error"] for report in reports] == ["", ""]
+    ranks.expect_hits([report["steps"] for report in reports], 8 if second == "the same" else 0)
+    reason = {"of other weights": "have weights others instead of", "missing": "unopened"}
+    assert reports[0]["log"] == []
+    assert reason.get(second, "") in " ".join(reports[1]["log"])
+    assert bool(reports[1]["log"]) == (second != "the same")
+
+
+@pytest.mark.parametrize("ranks", ["gqa_tp2"], indirect=True)
+def test_a_pack_alone_is_only_read(ranks: Ranks, invoke: Invoke, tmp_path: Path) -> None:
+    """Its pages are hits; backups fail and change nothing."""
     directory, pack, profile = (tmp_path / name for name in ("store", "pages.hcpack", "p.toml"))
-    ranks.run("write", store=str(directory), identity="others")
-    profile.write_text(dump_profile(structs.replace(ranks.profile, weights="others")))
+    ranks.run("write", store=str(directory))
+    profile.write_text(dump_profile(ranks.profile))
     invoke("migrate", directory, f"pack://{pack}", "--profile", profile)
-    errors = ranks.errors("read", store=[cluster.url, f"pack://{pack}"])
-    assert len(errors) == 2
-    assert all(f"{pack}: its pages of kv have weights others instead of" in e for e in errors)
+    before = pack.read_bytes()
+    results = ranks.run("read", "write", "read", store=f"pack://{pack}")
+    assert [steps[1] for steps in results] == [[0, 0, 0]] * 2
+    ranks.expect_hits(results)
+    assert pack.read_bytes() == before

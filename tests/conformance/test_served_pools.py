@@ -129,7 +129,7 @@ def test_identities_tell_dtypes_layouts_and_drafts_apart(rows: list[Row]) -> Non
 
 
 def test_identities_depend_on_what_the_bytes_depend_on(rows: list[Row]) -> None:
-    """Other weights, rows or fp8 change an identity; a draft's only if the page has its bytes."""
+    """Other weights, rows, fp8 or stages do; another draft only if the page has its bytes."""
     wrong = []
     for row in rows:
         table = next(pool for pool in row["profile"]["pools"] if pool["name"] == row["pool"])
@@ -146,6 +146,7 @@ def test_identities_depend_on_what_the_bytes_depend_on(rows: list[Row]) -> None:
             "draft_fp8": fp8 and draft,
             "row_form": True,
             "opaque_rows": table["kind"] == "opaque",
+            "pp_partition": row["profile"].get("pp", 1) > 1,
         }
         if row["contexts"] != [field for field, changes in expected.items() if changes]:
             wrong.append((_name(row), row["contexts"]))

@@ -30,7 +30,8 @@ from hicachectl.device.lanes import Lane, allocate_lanes, lane_bytes, slab_size 
 from hicachectl.device.providers import TorchProvider, TritonProvider  # isort: skip
 from hicachectl.formats.spec import object_specs  # isort: skip
 from triton.runtime.errors import PTXASError  # isort: skip
-from hicachectl.verify.verify import VerifyReport, VerifyRequest, verify_store  # isort: skip
+from hicachectl.verify.request import VerifyRequest  # isort: skip
+from tests.verify.in_process import verify_store  # isort: skip
 from tests.checks.repeats import registered  # isort: skip
 from tests.stores import OLD, page  # isort: skip
 from tests.checks.value_cases import tiny  # isort: skip
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import ReadResult
     from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
+    from tests.verify.in_process import Verified
 
 PAGES = 3
 STREAM: Any = object()  # stand-in for a stream on the CPU
@@ -92,13 +94,13 @@ def put(path: Path, content: bytes) -> None:
     os.utime(path, (OLD, OLD))
 
 
-def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> VerifyReport:
+def verified(store: Path, profile: Profile, *names: str, **fields: Any) -> Verified:
     request = VerifyRequest(profile=profile, devices=names or ("cpu",), jobs=JOBS, **fields)
     with FileStore(store) as source:
         return verify_store(source, request)
 
 
-def found(report: VerifyReport) -> list[dict[str, Any]]:
+def found(report: Verified) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = report.findings.to_pylist()
     return rows
 
@@ -137,7 +139,9 @@ def test_the_bytes_of_objects_that_could_not_be_read_are_not_judged(
     assert report.document["gone"] == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", *(slow(kind) for kind in KINDS if kind != "bfloat16")]
+)
 @DEVICES
 def test_healthy_pages_are_healthy_on_the_device(
     tmp_path: Path, on_device: Callable[[str], None], device: str, kind: str
@@ -150,7 +154,7 @@ def test_healthy_pages_are_healthy_on_the_device(
     assert report.document["bytes_read"] == report.document["bytes"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:-1], slow("mamba")])
 @DEVICES
 def test_findings_are_those_of_the_cpu_word_for_word(
     tmp_path: Path, on_device: Callable[[str], None], device: str, kind: str
@@ -196,7 +200,7 @@ def test_the_host_runs_the_checks_that_have_no_kernel(
     )
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [slow(False), True])
 @DEVICES
 def test_drafts_go_the_same_way(
     tmp_path: Path, on_device: Callable[[str], None], device: str, packed: bool
@@ -518,6 +522,7 @@ class Unbuilt:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
 def test_without_memory_to_build_a_graph_launches_are_made_anew(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
@@ -561,8 +566,6 @@ import triton.language as tl
 from hicachectl.__main__ import main
 from hicachectl.device import checker
 from hicachectl.device.providers import TritonProvider
-
-pytestmark = pytest.mark.slow
 
 
 @triton.jit

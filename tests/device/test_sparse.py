@@ -28,8 +28,6 @@ from hicachectl.device.sparse import SparseLoader  # isort: skip
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-pytestmark = pytest.mark.slow
-
 LAYOUTS = pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 
@@ -67,6 +65,7 @@ class Decoder:
         return answer
 
 
+@pytest.mark.slow
 @DEVICES
 @LAYOUTS
 @settings(max_examples=20)

@@ -181,3 +181,10 @@ def test_without_weights_or_a_known_form_there_is_no_identity() -> None:
 def test_a_logical_anchor_has_an_identity_without_bytes() -> None:
     (identity,) = profile_identities(weighted(LOGICAL), "file").values()
     assert (identity.pool, identity.dtype, identity.layer_bytes) == ("kv", "", 0)
+
+
+def test_another_division_of_the_layers_is_another_identity() -> None:
+    """A stage's key does not say which layers it has. SGLang's own division needs no statement."""
+    found = weighted(mha(layers=5), pp=2)
+    assert by_pool(replace(found, pp_partition=(2, 3))) == by_pool(found)
+    assert by_pool(replace(found, pp_partition=(3, 2)))["kv"].isdisjoint(by_pool(found)["kv"])

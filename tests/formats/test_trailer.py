@@ -10,6 +10,7 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.trailer import (
     DIGEST_KINDS,
     TRAILER_BYTES,
+    PoolTrailers,
     Trailer,
     digest_function,
     dump_trailer,
@@ -44,6 +45,20 @@ def test_one_flipped_bit_is_no_trailer_or_damage(trailer: Trailer, bit: int) -> 
     else:
         with pytest.raises(FormatError, match="trailer"):
             parse_trailer(data)
+
+
+@given(TRAILERS, st.integers(0, TRAILER_BYTES * 8 - 1))
+def test_a_pool_knows_its_own_trailers_only(trailer: Trailer, bit: int) -> None:
+    kind, digest, nbytes, page, identity, name = trailer
+    trailers = PoolTrailers(kind, nbytes, identity, name)
+    data = trailers.dump(page, digest)
+    assert data == dump_trailer(trailer)
+    assert trailers.digest(data, page) == digest
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    for other in (bytes(flipped), data[:-1], data + b"\0", b""):
+        assert trailers.digest(other, page) is None
+    assert trailers.digest(data, bytes(byte ^ 1 for byte in page)) is None
 
 
 @given(st.binary(max_size=300))

@@ -313,6 +313,7 @@ def test_objects_of_real_models(
     assert {each.nbytes for each in plan.destinations} == sizes[1]
 
 
+@pytest.mark.slow
 def test_a_plan_of_many_ranks_is_made_at_once() -> None:
     model = profile(mha(layers=128, kv_heads=128), tp=128, pp=8)
     plan = transfer_plan(model, "mooncake", retargeted(model, tp=64, pp=16), "mooncake")

@@ -15,8 +15,6 @@ from hicachectl.kernels.blake3_triton import LANES, digest_ranges, ranges_of  # 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-pytestmark = pytest.mark.slow
-
 EDGES = (0, 1, 63, 64, 65, 127, 128, 1023, 1024, 1025, 2048, 2049, 3072, 4097, 5120)
 NO_BYTES = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 
@@ -54,6 +52,7 @@ def assert_equal_to_the_package(
     assert [bytes(digest).hex() for digest in found.cpu().numpy()] == expected
 
 
+@pytest.mark.slow
 @DEVICES
 def test_ranges_of_all_lengths_in_one_launch(device: str) -> None:
     lengths = tuple(np.random.default_rng(1).permutation(EDGES).tolist())
@@ -61,6 +60,7 @@ def test_ranges_of_all_lengths_in_one_launch(device: str) -> None:
     assert_equal_to_the_package(random_buffer(size), offsets, lengths, device, lanes=128)
 
 
+@pytest.mark.slow
 @DEVICES
 @pytest.mark.parametrize(("lanes", "chunks"), [(1, 2), (2, 7), (16, 33)])
 def test_a_tree_of_more_nodes_than_a_program_merges(lanes: int, chunks: int, device: str) -> None:
@@ -68,6 +68,7 @@ def test_a_tree_of_more_nodes_than_a_program_merges(lanes: int, chunks: int, dev
     assert_equal_to_the_package(random_buffer(length + 1000), [8], (length,), device, lanes)
 
 
+@pytest.mark.slow
 @DEVICES
 def test_ranges_may_overlap_and_end_with_the_buffer(device: str) -> None:
     assert_equal_to_the_package(

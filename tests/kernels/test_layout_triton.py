@@ -19,6 +19,7 @@ from hicachectl.device.order_kernel import OrderKernel  # isort: skip
 from hicachectl.device.providers import TorchProvider  # isort: skip
 from tests.checks.value_cases import expected_of, profile_of  # isort: skip
 from tests.kvgen import KvGenerator, uniform_noise  # isort: skip
+from tests.speed import slow  # isort: skip
 
 MHA: dict[str, Any] = {"kind": "mha", "layers": 8, "kv_heads": 2, "head_dim": 48}
 MLA: dict[str, Any] = {"kind": "mla", "layers": 9, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -31,7 +32,9 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "656", slow("float8_e4m3fn"), slow("float32"), slow("mla")]
+)
 @DEVICES
 def test_the_kernel_sees_the_order_where_the_host_does(device: str, name: str) -> None:
     layout = "page_head" if POOLS[name]["kind"] == "mha" else "page_first"

@@ -13,8 +13,6 @@ from tests.speed import examples
 
 from hicachectl.kernels.sparse_triton import StepPlan, plan_step  # isort: skip
 
-pytestmark = pytest.mark.slow
-
 ALL = [True] * 100
 
 
@@ -131,6 +129,7 @@ class Pair:
         assert bool((self.plan.marks == 0x7FFFFFFF).all()), "marks are left for the next layer"
 
 
+@pytest.mark.slow
 @DEVICES
 @examples(60)
 @given(episode=episodes(requests=2, most_steps=8))

@@ -29,7 +29,7 @@ DTYPES = (
 )  # fmt: skip
 
 # The interpreter computes with numpy, which warns about special numbers; here they are intended.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.slow]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field:
@@ -89,6 +89,7 @@ def test_statistics_of_healthy_numbers(device: str, dtype: str) -> None:
     assert found[:, :2].sum() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @DEVICES
 def test_every_bit_pattern_is_counted_as_the_reference_counts_it(device: str, dtype: str) -> None:
@@ -184,6 +185,7 @@ def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: st
     assert np.flatnonzero(found[:, ZERO_HEADS]).tolist() == [(damaged + 1) % 13]
 
 
+@pytest.mark.slow
 @DEVICES
 def test_long_blocks_of_packed_rows_are_shared_out_by_rows(device: str) -> None:
     rows, pitch = 66, 656  # 43 KB, split among programs

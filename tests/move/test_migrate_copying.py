@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +128,11 @@ def test_a_source_that_is_cut_short_while_it_is_copied_fails_its_page_alone(
 
 
 def test_a_copy_goes_to_another_file_system(
-    invoke: Invoke, source: Path, copies: list[list[str]]
+    invoke: Invoke, source: Path, other_file_system: Path, copies: list[list[str]]
 ) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hicachectl-test-") as folder:
-        migrated(invoke, source, Path(folder) / "target")
-        assert copies
-        assert contents(Path(folder) / "target") == contents(source)
+    migrated(invoke, source, other_file_system / "target")
+    assert copies
+    assert contents(other_file_system / "target") == contents(source)
 
 
 def test_what_is_copied_counts_for_the_limit_of_bytes_a_second(

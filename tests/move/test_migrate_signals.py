@@ -10,6 +10,7 @@ import pytest
 
 from tests.move.migrations import PAGES, demo_store, journals, migrated
 from tests.paused import paused
+from tests.speed import slow
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def test_a_signal_lets_a_pack_be_finished(invoke: Invoke, tmp_path: Path) -> Non
     assert contents(back) == contents(source)
 
 
-@pytest.mark.parametrize("number", ENDS)
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_a_signal_during_a_move_leaves_each_page_somewhere(
     invoke: Invoke, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_signal_during_a_move_leaves_each_page_somewhere(
     assert contents(source) == {}
 
 
+@pytest.mark.slow
 def test_an_interrupted_dry_run_has_nothing_to_go_on_with(tmp_path: Path) -> None:
     source, target = demo_store(tmp_path / "source"), tmp_path / "target"
     look = ("migrate", source, target, *OPTIONS, "--dry-run")

@@ -7,20 +7,23 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Archive
 from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
-from tests.move.migrations import PAGES, migrated
+from tests.move.migrations import PAGES, migrated, profile_file
 from tests.speed import slow
 from tests.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
     from tests.mooncake_cluster import Cluster
 
@@ -85,6 +88,43 @@ def test_pages_come_back_through_any_two_stores(
     }
     # A second run finds every page at the destination.
     assert migrated(invoke, first, second, *options)["skipped"] == PAGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["migrate", "prewarm"])
+def test_3fs_gets_pages_of_one_deployment_only(
+    invoke: Invoke, source: Path, tmp_path: Path, request: pytest.FixtureRequest, how: str
+) -> None:
+    """Its keys do not tell weights apart, so servers of the first would read those of another."""
+    place = place_of("hf3fs", tmp_path, request)
+    claim = tmp_path / "hicache.hicachectl-deployment"
+    one, other = (replace(PROFILE, weights=letter * 32) for letter in "ab")
+
+    def copy(profile: Profile, *options: object, exit_code: int = 0) -> str:
+        described = ("--profile", profile_file(tmp_path / "weights.toml", profile), *options)
+        if how == "migrate":
+            return invoke("migrate", source, place, *described, exit_code=exit_code).stderr
+        asked = ("--from", source, "--all")
+        return invoke("prewarm", place, *asked, *described, exit_code=exit_code).stderr
+
+    copy(PROFILE)
+    copy(one, "--dry-run")
+    assert not claim.exists()
+    for _ in range(2):
+        copy(one)
+        assert claim.read_text() == profile_tag(one)
+        settle("hf3fs", request)
+    invoke("rm", place, "--state", "whole", "--profile", tmp_path / "weights.toml", "--yes")
+    settle("hf3fs", request)
+    for options in ((), ("--dry-run",)):
+        said = copy(other, *options, exit_code=2)
+        assert f"servers of deployment {profile_tag(one)} use the store" in said
+        assert f"is {profile_tag(other)}, of another model, weights" in said
+        said = copy(PROFILE, *options, exit_code=2)
+        assert "is unknown without the weights; give --weights" in said
+    profile = profile_file(tmp_path / "weights.toml", one)
+    rows = invoke("ls", place, "--profile", profile, "--format", "json").document["pages"]
+    assert rows == []
 
 
 def test_a_pack_keeps_keys_times_and_profile(

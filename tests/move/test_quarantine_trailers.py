@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
+from hicachectl.backends.base import open_store
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import TRAILER_BYTES
-from tests.served_stores import HYBRID, INDEXED, OTHER_WEIGHTS, served_by, served_store
+from tests.served_stores import HYBRID, INDEXED, OTHER_WEIGHTS, served_by, served_store, serving
 from tests.stores import OLD, contents, page
 
 if TYPE_CHECKING:
@@ -61,6 +62,57 @@ def test_damaged_and_foreign_objects_come_back_as_they_were(
     restored = invoke("restore", quarantine, store, "--yes", "--format", "json").document
     assert restored["pages"] == 3, restored
     assert contents(store) == before
+
+
+@pytest.mark.parametrize("folders", [False, True], ids=["flat", "folders"])
+def test_another_directory_knows_the_trailers_of_what_is_restored_to_it(
+    invoke: Invoke, tmp_path: Path, quarantine: Path, folders: bool
+) -> None:
+    """As after `migrate`: sizes are those of the objects, and servers and `show` know them."""
+    store, other = tmp_path / "store", tmp_path / "other"
+    served_store(store, INDEXED, range(4))
+    served_store(store, replace(INDEXED, weights=OTHER_WEIGHTS), range(4, 6))
+    described = tmp_path / "profile.toml"
+    described.write_text(dump_profile(INDEXED))
+    for number in (1, 4):
+        min(store.glob(f"{page(number)}.indexer*")).unlink()
+    before = contents(store)
+    repair = ("--checks", "groups", "--repair", "quarantine", "--quarantine", quarantine, "--yes")
+    invoke("verify", store, "--profile", described, *repair, "--fail-on", "never")
+    url = f"file://{other}?folders=hex2" if folders else str(other)
+    open_store(url, create=True).close()
+    other.mkdir(exist_ok=True)  # an empty directory goes when it is closed
+    invoke("restore", quarantine, other, "--yes")
+    restored = {path.name: path for path in other.rglob("*.bin")}
+    assert {name: path.read_bytes() for name, path in restored.items()} == {
+        name: before[name][0] for name in before.keys() - contents(store).keys()
+    }
+    kv = next(spec for spec in object_specs(INDEXED, "file") if spec.pool == "kv")
+    rows = invoke("ls", other, "--objects", "--format", "json").document["objects"]
+    assert [row["nbytes"] for row in rows] == [kv.nbytes] * 2
+    for number, weights in ((1, INDEXED.weights), (4, OTHER_WEIGHTS)):
+        shown = invoke("show", other, page(number), "--format", "json").document
+        assert [one["weights"] for one in shown["identities"].values()] == [weights]
+    with serving(other, INDEXED) as (rank,):
+        assert rank.exists("kv", [page(1), page(4)]) == [True, False]
+
+
+def test_a_plain_store_gets_no_markers_from_a_quarantine(invoke: Invoke, tmp_path: Path) -> None:
+    """Objects without trailers, of a store that has others, too."""
+    store, other = tmp_path / "store", tmp_path / "other"
+    served_store(store, INDEXED, range(3))
+    for path in store.glob(f"{page(1)}*"):
+        path.write_bytes(path.read_bytes()[:-TRAILER_BYTES])
+        os.utime(path, (OLD, OLD))
+    min(store.glob(f"{page(1)}.indexer*")).unlink()
+    described = tmp_path / "profile.toml"
+    described.write_text(dump_profile(INDEXED))
+    repair = ("--checks", "groups", "--repair", "quarantine", "--yes", "--fail-on", "never")
+    invoke("verify", store, "--profile", described, *repair)
+    other.mkdir()
+    invoke("restore", store / ".hicachectl/quarantine", other, "--yes")
+    assert len(contents(other)) == 1
+    assert not (other / ".hicachectl/plugin").exists()
 
 
 def test_rm_counts_bytes_without_trailers(invoke: Invoke, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.move.repairs import (
     shorten,
 )
 from tests.stores import OLD, Contents, contents, page, put, put_pages
-from tests.terminals import on_a_terminal
+from tests.terminals import answering
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -231,7 +231,8 @@ def test_what_ls_prints_can_be_removed(invoke: Invoke, store: Path, tmp_path: Pa
 
 
 def test_old_pages_go_by_their_newest_object(invoke: Invoke, store: Path) -> None:
-    os.utime(store / f"{page(2)}_x-a_1_2.bin", (time.time(), time.time()))
+    hour_ago = time.time() - 3600
+    os.utime(store / f"{page(2)}_x-a_1_2.bin", (hour_ago, hour_ago))
     before = contents(store)
     assert removed(invoke, store, "--model", "x-a", "--before", "1d", "--yes")["pages"] == 3
     kept = {name for name in before if name.startswith(page(2)) and "_x-a_" in name}
@@ -325,9 +326,10 @@ def test_a_lock_that_is_held_is_no_error(invoke: Invoke, store: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(("answer", "pages"), [("n", 0), ("y", 6)])
-def test_on_a_terminal_it_asks(store: Path, answer: str, pages: int) -> None:
+def test_on_a_terminal_it_asks(invoke: Invoke, store: Path, answer: str, pages: int) -> None:
     before = contents(store)
-    out, err = on_a_terminal("rm", store, "--model", "b", answer=answer)
+    with answering(answer):
+        out, err = invoke("rm", store, "--model", "b")
     assert f"Remove 6 pages (60 B) from file://{store}?" in err
     assert len(before) - len(contents(store)) == pages
     assert ("removed" in out) == bool(pages)
@@ -374,17 +376,17 @@ ASKED = [
 
 @pytest.mark.parametrize(("options", "question"), ASKED)
 def test_nothing_is_completed_before_the_answer(
-    begun: Path, options: tuple[str, ...], question: str
+    invoke: Invoke, begun: Path, options: tuple[str, ...], question: str
 ) -> None:
     put(begun, "." + "0a" * 16 + ".tmp", 7)
     before = tree(begun)
-    _, err = on_a_terminal("rm", begun, *options, answer="n")
-    asked = err.replace("\n", " ")
+    with answering("n"):
+        asked = invoke("rm", begun, *options).stderr.replace("\n", " ")
     assert "Complete the removal of 4 pages" in asked
     assert question.format(begun) in asked
     assert tree(begun) == before
-    _, err = on_a_terminal("rm", begun, *options, answer="y")
-    assert "Completed the removal of 4 pages" in err
+    with answering("y"):
+        assert "Completed the removal of 4 pages" in invoke("rm", begun, *options).stderr
     assert set(contents(begun)) <= {"." + "0a" * 16 + ".tmp"}
 
 
@@ -395,24 +397,26 @@ def test_a_dry_run_says_what_would_be_completed(invoke: Invoke, begun: Path) -> 
     assert tree(begun) == before
 
 
-def test_a_repair_completes_nothing_before_the_answer(begun: Path, tmp_path: Path) -> None:
+def test_a_repair_completes_nothing_before_the_answer(
+    invoke: Invoke, begun: Path, tmp_path: Path
+) -> None:
     profile = tmp_path / "dsa.toml"
     profile.write_text(dump_profile(DSA))
     before = tree(begun)
     checks = ("--checks", "groups,sizes")
     arguments = ("verify", begun, "--profile", profile, *checks, "--repair", "delete")
-    _, err = on_a_terminal(*arguments, answer="n")
-    assert "Complete the removal of 4 pages" in err
+    with answering("n"):
+        assert "Complete the removal of 4 pages" in invoke(*arguments).stderr
     assert tree(begun) == before
     (begun / indexer(0)).unlink()
-    _, err = on_a_terminal(*arguments, answer="n")
-    assert ", and delete 1 page " in err
-    _, err = on_a_terminal(*arguments, answer="y")
-    assert "Completed the removal of 4 pages" in err
+    with answering("n"):
+        assert ", and delete 1 page " in invoke(*arguments, exit_code=4).stderr
+    with answering("y"):
+        assert "Completed the removal of 4 pages" in invoke(*arguments, exit_code=4).stderr
     assert contents(begun) == {}
 
 
-def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
+def test_a_restore_changes_nothing_before_the_answer(invoke: Invoke, tmp_path: Path) -> None:
     store = dsa_store(tmp_path / "store", 2)
     shorten(store / kv(0))
     repaired(store)
@@ -420,7 +424,8 @@ def test_a_restore_changes_nothing_before_the_answer(tmp_path: Path) -> None:
     (run,) = quarantine.iterdir()
     (run / "000007").mkdir()  # of a run killed before its record
     before = tree(store)
-    on_a_terminal("restore", quarantine, store, answer="n")
+    with answering("n"):
+        invoke("restore", quarantine, store)
     assert tree(store) == before
 
 
@@ -463,7 +468,7 @@ def test_temporaries_can_be_left_for_longer(invoke: Invoke, store: Path) -> None
     assert files["young"].exists()
     said = invoke("rm", store, "--temporaries", "--yes")
     assert "no temporary file" in said.stderr
-    assert said.stdout == "0 temporary files, 0 B removed\n"
+    assert said.stdout == "0 files, 0 B removed\n"
 
 
 def test_a_temporary_that_is_still_written_stays(
@@ -590,7 +595,7 @@ def test_namespaces_of_prompts_count(
     store, profile, (first, _) = chained
     salted = page_hashes_hex(first, 4, prior=namespace_seed(None, "tenant"))
     for name in salted:
-        (store / f"{name}_x-dsa.bin").write_bytes(bytes(9216))
+        put(store, f"{name}_x-dsa.bin", 9216)
     listed, prompts = tmp_path / "pages", tmp_path / "prompts.jsonl"
     listed.write_text(salted[1])
     prompts.write_text(json.dumps({"token_ids": first, "cache_salt": "tenant", "extra_key": ""}))

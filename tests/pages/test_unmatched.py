@@ -11,7 +11,7 @@ import pytest
 from tests.move.repairs import default_quarantine, dsa_store, repaired, shorten
 from tests.move.repairs import kv as kv_name
 from tests.stores import DSA, page, put, put_pages
-from tests.terminals import on_a_terminal
+from tests.terminals import answering
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +61,25 @@ def test_a_directory_of_another_layout_is_not_called_empty(
     assert "empty" not in told
     assert f"{tmp_path} has no HiCacheFile objects, only 3 sub-directories" in told
     assert told.endswith(" and 2 other files; the first: 0a")
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_a_store_with_folders_and_no_objects_is_empty(
+    invoke: Invoke, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """Its folders stay when its objects are removed, and are no other layout."""
+    flat, store = tmp_path / "flat", tmp_path / "store"
+    flat.mkdir()
+    put_pages(flat, range(3), "_c")
+    invoke("migrate", flat, f"file://{store}?folders=hex2")
+    invoke("rm", store, "--model", "c", "--yes")
+    assert len(list(store.iterdir())) == 4
+    assert f"{store} is empty; check the URL" in said(invoke, command[0], store, *command[1:])
+    name = f"{page(0)}.txt"
+    put(store / name[:2], name)
+    (store / "other").mkdir()
+    told = said(invoke, command[0], store, *command[1:])
+    assert told.endswith("only 1 sub-directory and 1 other file; the first: other")
 
 
 def test_names_that_are_not_text_are_escaped_as_keys_are(invoke: Invoke, tmp_path: Path) -> None:
@@ -190,8 +209,9 @@ def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path:
     quarantine = default_quarantine(source)
     told = said(invoke, "restore", quarantine, source, "--pages", "0123456789", "--yes")
     assert f"{quarantine}: no page that matches --pages 0123456789" in told
-    _, err = on_a_terminal("restore", quarantine, source, "--pages", "0123456789", answer="n")
-    assert "Put" not in err
+    with answering("n"):
+        told = said(invoke, "restore", quarantine, source, "--pages", "0123456789")
+    assert "Put" not in told
     invoke("restore", quarantine, source, "--yes")
     told = said(invoke, "restore", quarantine, source, "--yes")
     assert f"{quarantine}: no quarantined page" in told

@@ -23,6 +23,7 @@ from tests.places import Hf3fsPlace
 from tests.prewarm.test_cli import prompts, warmed
 from tests.prewarm.test_prewarm import HASHES, PAGES, pages_of
 from tests.small_file_system import small_file_system
+from tests.speed import slow
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def reach(invoke: Invoke, store: object, profile: Path, asked: Path) -> list[int
 @pytest.mark.parametrize(
     ("number", "signals", "code", "why"),
     [
-        (2, [signal.SIGTERM], 143, "terminated"),
-        (5, [signal.SIGTERM, signal.SIGTERM], 143, "terminated"),
+        slow(2, [signal.SIGTERM], 143, "terminated"),
+        slow(5, [signal.SIGTERM, signal.SIGTERM], 143, "terminated"),
         (4, [signal.SIGINT], 130, "interrupted"),
     ],
 )
@@ -118,6 +119,7 @@ def test_a_file_system_that_is_full_ends_the_run_with_whole_prefixes(
     assert document["stderr"].rstrip().endswith("stopped: destination full")
 
 
+@pytest.mark.slow
 def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they_had_begun(
     invoke: Invoke, profile: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_several_jobs_leave_no_more_behind_the_page_that_found_no_room_than_they
     assert len(held) > 80
 
 
+@pytest.mark.slow
 def test_pages_that_leave_the_source_meanwhile_are_counted_and_nothing_claims_them(
     invoke: Invoke, source: Path, profile: Path, asked: Path, tmp_path: Path
 ) -> None:

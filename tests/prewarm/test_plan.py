@@ -152,6 +152,7 @@ def test_equal_waits_have_finite_rates_and_no_warning(censored: float) -> None:
     assert (chances[1] > chances[0]).all()
 
 
+@pytest.mark.slow
 def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then() -> None:
     """Conversations continue without a block, which is used as often afterwards as before."""
     random = np.random.default_rng(4)
@@ -181,6 +182,7 @@ def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then()
     assert chances[reuse.group_of[waiting]].mean() == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_plan_captures_more_than_counting_does() -> None:
     shares: dict[str, list[float]] = {}
     for seed in range(3):

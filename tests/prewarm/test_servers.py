@@ -344,6 +344,7 @@ def test_a_server_that_hangs_is_left_at_the_deadline(
     assert document["pulled"][0]["requests"] == []
 
 
+@pytest.mark.slow
 def test_terminated_while_servers_pull_it_says_what_they_did(
     stores: tuple[object, ...], tmp_path: Path, started: float
 ) -> None:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from tests.conftest import Invoke
 
-pytestmark = pytest.mark.slow
-
 PAGES = [page(number) for number in range(5)]
 models = pytest.mark.parametrize("profile", [HYBRID, INDEXED], ids=["hybrid", "indexed"])
 

@@ -11,10 +11,11 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import dump_profile, parse_profile
-from hicachectl.verify.verify import VerifyRequest, verify_store
+from hicachectl.verify.request import VerifyRequest
 from tests.checks.value_cases import expected_of, tiny
 from tests.kvgen import KvGenerator
 from tests.stores import OLD, page
+from tests.verify.in_process import verify_store
 
 if TYPE_CHECKING:
     from pathlib import Path

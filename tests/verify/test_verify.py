@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.verify.verify import VerifyRequest, _Verification, verify_store
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.verify.part import check_part, start_run
+from hicachectl.verify.report import describe_store, report_of
+from hicachectl.verify.request import VerifyRequest
 from tests.stores import DSA, page, put, put_pages
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.conftest import Invoke
-
+from tests.verify.in_process import verify_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
+    from pathlib import Path
 
-
-IGNORE = (lambda *_: None,) * 3  # callbacks of `verify`
+    from hicachectl.verify.part import RunStart
+    from tests.conftest import Invoke
 
 
 @pytest.fixture
@@ -452,12 +452,18 @@ def test_what_is_written_while_a_long_listing_goes_on_is_in_flight(tmp_path: Pat
     put_pages(tmp_path, range(4), "_m_0_2", "_m_1_2", mtime=time.time() - 3600)
     put_pages(tmp_path, range(4, 8), "_m_0_2", mtime=time.time())
     with FileStore(tmp_path) as store:
-        run = _Verification(store, VerifyRequest(checks=("groups",)))
-        run.now_ns -= 300 * 10**9
-        assert run.report(*IGNORE).document["counts"] == {"missing-rank": 4}  # the clock is wrong
-        run.started -= 300
-        document = run.report(*IGNORE).document
-    assert (document["counts"], document["in_flight"]) == ({}, 4)
+        request = VerifyRequest(checks=("groups",))
+        before = replace(start_run(store, request), now_ns=time.time_ns() - 300 * 10**9)
+        listed = take_inventory(store)
+
+        def document(start: RunStart) -> dict[str, Any]:
+            result = check_part(store, request, listed, start).result
+            described = describe_store(store, request)
+            return report_of([result], described, listed.table, request).document
+
+        assert document(before)["counts"] == {"missing-rank": 4}  # the clock is wrong
+        long = document(replace(before, listing_ns=300 * 10**9))
+    assert (long["counts"], long["in_flight"]) == ({}, 4)
 
 
 def test_our_own_leftovers_are_stale_temporaries(invoke: Invoke, hybrid: Path) -> None:

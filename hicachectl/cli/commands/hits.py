@@ -150,6 +150,7 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
     from hicachectl.formats.kinds.pool import pool_name
     from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.ambiguity import ambiguity_remark
+    from hicachectl.pages.tally import object_counts
     from hicachectl.requests.hits import CLEARED, FOREIGN, MISFIT, UNTRAILED
     from hicachectl.text.units import counted
 
@@ -165,7 +166,7 @@ def _say_what_rows_do_not(ctx: click.Context, hits: Hits, inventory: Inventory) 
                 f"{pool}: the number of pages that servers need at the end of a prefix is unknown; "
                 "1 is assumed",
             )
-    ambiguous = ambiguity_remark(inventory)
+    ambiguous = ambiguity_remark(inventory.table, object_counts(inventory))
     if ambiguous:
         remark(ctx, f"Ambiguous keys were ignored: {ambiguous}")
     for value, what in (

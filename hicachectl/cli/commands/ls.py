@@ -62,7 +62,8 @@ def command(
 
     Each line shows a page's hash, model, parallel sizes (such as tp 8), pools (objects
     present/expected), bytes, age and state. ls reads the listing of STORE, never an object, and
-    changes nothing. With --objects, --pool lists only the objects of the pool.
+    changes nothing. With --objects, --pool lists only the objects of the pool. Objects from before
+    a server's clear belong to no page.
 
     Without a profile, pages of a model are compared with each other, so a pool missing everywhere
     goes unnoticed.
@@ -117,8 +118,10 @@ def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) 
         return
     from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.pages.ambiguity import ambiguity_remark, split_remarks
+    from hicachectl.pages.tally import object_counts
 
-    said = [*split_remarks(inventory), *filter(None, [ambiguity_remark(inventory)])]
+    counted = inventory.table, object_counts(inventory)
+    said = [*split_remarks(*counted), *filter(None, [ambiguity_remark(*counted)])]
     for text in said:
         remark(ctx, text)
     if not said and not judged:

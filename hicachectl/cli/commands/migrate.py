@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.migrate import MigrationOutcome
-    from hicachectl.move.migration_plan import MigrationRequest
+    from hicachectl.move.migration import MigrationRequest
+    from hicachectl.move.migration_outcome import MigrationOutcome
 
 _SHOWN_PROBLEMS = 20
 
@@ -121,7 +121,7 @@ def command(
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
-            from hicachectl.move.migrate import not_begun
+            from hicachectl.move.migration_outcome import not_begun
 
             remark(ctx, lock_held(options["lock"]))
             outcome: MigrationOutcome | None = not_begun(
@@ -194,7 +194,7 @@ def _migrated(
 
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> MigrationRequest:
     from hicachectl.move.batches import CopyOptions
-    from hicachectl.move.migration_plan import MigrationRequest
+    from hicachectl.move.migration import MigrationRequest
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options

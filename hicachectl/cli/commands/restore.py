@@ -72,7 +72,8 @@ def command(
     object of a page again, the page is a conflict: it stays in the quarantine, and the exit status
     is 4.
 
-    Restoring does not repair: the page has the same fault as before.
+    Restoring does not repair: the page has the same fault as before. A page counts as new when it
+    is back, also if a server cleared the store while it was in quarantine.
     """
     from hicachectl.cli.output import write_document
     from hicachectl.move.reports import GroupReport

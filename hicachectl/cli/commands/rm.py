@@ -76,7 +76,8 @@ Examples:
 @click.option(
     "--temporaries",
     is_flag=True,
-    help="Remove temporary files of unfinished writes, if older than a minute.",
+    help="Remove temporary files of unfinished writes and what a server's clear left, if older "
+    "than a minute.",
 )
 @click.option(
     "--token-ids",
@@ -119,7 +120,8 @@ def command(
     is given.
 
     --temporaries removes no pages. It removes the files that verify reports as stale-temporary:
-    temporary files that are older than a minute and, if --before is given, older than TIME.
+    temporary files that are older than a minute, and objects that a server's clear made misses
+    more than a minute ago. With --before, they must also be older than TIME.
     """
     _refuse_contradictions(options)
     require_consent(yes=yes, dry_run=dry_run)
@@ -185,14 +187,17 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     if not store.traits.lists_temporaries:
         remark(ctx, f"{store.url}: only file stores have temporary files")
     elif not len(stale):
-        remark(ctx, f"{store.url}: no temporary file is old enough to be left over")
+        remark(ctx, f"{store.url}: no temporary file or cleared object is old enough to be removed")
 
     def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " files") as advance:
             return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
 
     nbytes = human_size(total(stale.column("nbytes")))
-    question = f"remove {counted(len(stale), 'temporary file')} ({nbytes}) from {store.url}"
+    cleared = len(stale) - stale.column("cleared_ns").null_count
+    what = {"temporary file": len(stale) - cleared, "cleared object": cleared}
+    named = " and ".join(counted(count, noun) for noun, count in what.items() if count)
+    question = f"remove {named} ({nbytes}) from {store.url}"
     return question if len(stale) else None, remove
 
 
@@ -224,6 +229,7 @@ def _plan(
     from hicachectl.pages.group_table import UNKNOWN
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import take_inventory
+    from hicachectl.pages.tally import object_counts
     from hicachectl.pages.unmatched import explain_nothing
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.chains import Hashing, hex_chains
@@ -244,10 +250,10 @@ def _plan(
     chosen = int((groups.states[plan.groups] == UNKNOWN).sum())
     if chosen or (ambiguous and criteria.filters):
         verb, count = ("selected for removal", chosen) if chosen else ("left alone", ambiguous)
-        text = ambiguity_remark(inventory)
+        text = ambiguity_remark(inventory.table, object_counts(inventory))
         remark(ctx, f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}")
     if criteria.pages is not None:
-        unmatched = NamedGroups(criteria.pages, groups).unmatched
+        unmatched = criteria.pages.labelled - NamedGroups(criteria.pages, groups).matched
         if unmatched:
             rows = counted(unmatched, "row")
             remark(ctx, f"{options['pages']}: the store has no group for {rows}")
@@ -375,8 +381,8 @@ def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iter
     if len(outcome.rows):
         yield from table_lines(removals_for_people(outcome.rows), colour=colour)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
-    files = "key" in outcome.rows.column_names  # temporary files, which belong to no page
-    noun = "temporary file" if files else "page"
+    files = "key" in outcome.rows.column_names  # they belong to no page
+    noun = "file" if files else "page"
     left = document["remaining"]
     remaining = f", {counted(left, noun)} not removed" if left else ""
     count = (

@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.verify.part import PartCheck
+    from hicachectl.verify.report import VerifyReport
+    from hicachectl.verify.request import VerifyRequest
     from hicachectl.verify.sampling import Sample
-    from hicachectl.verify.verify import VerifyReport, VerifyRequest
 
 
 class _Command(click.Command):
@@ -184,7 +186,8 @@ def command(
     hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
-    from hicachectl.verify.verify import verify_store
+    from hicachectl.verify.report import describe_store, report_of
+    from hicachectl.verify.verify import check_store
 
     _refuse_contradictions(options)
     refuse_early(options)
@@ -204,19 +207,23 @@ def command(
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "reading") as on_read,
         ):
-            report = verify_store(
+            checked = check_store(
                 source,
                 request,
                 on_listed=on_listed,
                 on_read=on_read,
                 on_wait=partial(_say_wait, ctx),
             )
-        _keep_records(ctx, source, request, report, options)
-        report, all_well = repaired(ctx, source, request, report, options, earlier)
+        _keep_records(ctx, source, request, checked, options)
+        described = describe_store(source, request)
+        result = repaired(ctx, source, request, checked, options, earlier)
+    report = report_of([result], described, checked.inventory.table, request)
+    if options["repair"] != "none":
+        report.document["dry_run"] = options["dry_run"]
     for text in report.remarks:
         remark(ctx, text)
     failed = options["fail_on"] != "never" and report.reaches(options["fail_on"])
-    failed = failed or not all_well
+    failed = failed or report.unrepaired
     if options["metrics_file"]:
         from hicachectl.cli.metrics import write_metrics
 
@@ -239,7 +246,7 @@ def _write_lock_held(
     """Write the document of a run that a lock prevented."""
     from hicachectl.checks.findings import SCHEMA
     from hicachectl.cli.output import write_document
-    from hicachectl.verify.verify import not_begun
+    from hicachectl.verify.report import not_begun
 
     document = not_begun(store)
     if options["repair"] != "none":
@@ -304,7 +311,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.device.devices import parse_devices
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.verify.verify import VerifyRequest
+    from hicachectl.verify.request import VerifyRequest
 
     path = options["catalog"]
     begins = options["update_catalog"] and path is not None and not path.exists()
@@ -368,15 +375,15 @@ def _keep_records(
     ctx: click.Context,
     store: Any,
     request: VerifyRequest,
-    report: VerifyReport,
+    checked: PartCheck,
     options: dict[str, Any],
 ) -> None:
     """Write the catalog and the stamp, if requested."""
-    if report.catalog is not None:
+    if checked.catalog is not None:
         from hicachectl.backends.capabilities import permissions_of
         from hicachectl.checks.catalogs import save_catalog
 
-        save_catalog(report.catalog, options["catalog"], permissions_of(store, listing=True))
+        save_catalog(checked.catalog, options["catalog"], permissions_of(store, listing=True))
     if options["stamp"]:
         from hicachectl.profiles.stamps import Stamp, write_stamp
 

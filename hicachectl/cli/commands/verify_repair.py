@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from hicachectl.checks.registry import remedies
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
     from hicachectl.move.reports import GroupReport
-    from hicachectl.verify.verify import VerifyReport, VerifyRequest
+    from hicachectl.verify.facts import PartResult
+    from hicachectl.verify.part import PartCheck
+    from hicachectl.verify.request import VerifyRequest
 
 repair_options = stack(
     click.option(
@@ -97,36 +100,36 @@ def repaired(
     ctx: click.Context,
     store: Store,
     request: VerifyRequest,
-    report: VerifyReport,
+    checked: PartCheck,
     options: dict[str, Any],
     earlier: EarlierRuns | None,
-) -> tuple[VerifyReport, bool]:
-    """Repair the groups of a report; return the report with counts, and whether all succeeded."""
+) -> PartResult:
+    """Repair the checked groups; return the result of the check with the counts of the repair."""
     from hicachectl.move.planning import plan_repair
     from hicachectl.move.withdrawal import remove_groups
 
     if earlier is None:
-        return report, True
-    plan = plan_repair(report.groups, report.findings, codes=options["repair_codes"])
+        return checked.result
+    plan = plan_repair(checked.groups, checked.findings, codes=options["repair_codes"])
     instead = remedies()
     for code in sorted(plan.unplaced.keys() & instead):
         remark(ctx, f"Not repaired: {plan.unplaced[code]} {code}; {instead[code]}")
-    plan = _with_descendants(plan, request, report, options)
-    question = _question(store, report, plan, options) if len(plan.groups) else None
+    plan = _with_descendants(plan, request, checked, options)
+    question = _question(store, checked, plan, options) if len(plan.groups) else None
     if not earlier.agreed(question):
         remark(ctx, "Nothing was repaired")
-        return report, True
+        return checked.result
     if not len(plan.groups):
         release_leaked(ctx, store, options)
-        return report, True
-    if write_repaired_snapshot(ctx, store, report, plan, options):
-        return report, True
-    repair_tables(ctx, store, report, dry_run=options["dry_run"])
+        return checked.result
+    if write_repaired_snapshot(ctx, store, checked, plan, options):
+        return checked.result
+    repair_tables(ctx, store, checked.findings, dry_run=options["dry_run"])
     with progress(ctx, "repairing", " pages") as advance:
         outcome = remove_groups(
             store,
-            report.inventory,
-            report.groups,
+            checked.inventory,
+            checked.groups,
             plan,
             mode=options["repair"],
             quarantine=options["quarantine"],
@@ -136,15 +139,17 @@ def repaired(
         )
     release_leaked(ctx, store, options)
     _say(ctx, outcome, options)
-    counts = {"repaired": outcome.groups, "quarantined": outcome.moved}
-    if options["dry_run"]:
-        counts = {"repaired": 0, "quarantined": 0}
-    document = {**report.document, **counts, "dry_run": options["dry_run"]}
-    return replace(report, document=document), not (outcome.failures or outcome.remaining)
+    facts = msgspec.structs.replace(
+        checked.result.facts,
+        repaired=0 if options["dry_run"] else outcome.groups,
+        quarantined=0 if options["dry_run"] else outcome.moved,
+        unrepaired=bool(outcome.failures or outcome.remaining),
+    )
+    return replace(checked.result, facts=facts)
 
 
 def _with_descendants(
-    plan: RepairPlan, request: VerifyRequest, report: VerifyReport, options: dict[str, Any]
+    plan: RepairPlan, request: VerifyRequest, checked: PartCheck, options: dict[str, Any]
 ) -> RepairPlan:
     from hicachectl.move.planning import with_descendants
     from hicachectl.requests.chains import Hashing, hex_chains
@@ -153,13 +158,13 @@ def _with_descendants(
     if not options["token_ids"] or request.profile is None:
         return plan
     chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(request.profile))
-    return with_descendants(plan, report.groups, chains)
+    return with_descendants(plan, checked.groups, chains)
 
 
-def _question(store: Store, report: VerifyReport, plan: RepairPlan, options: dict[str, Any]) -> str:
+def _question(store: Store, checked: PartCheck, plan: RepairPlan, options: dict[str, Any]) -> str:
     from hicachectl.text.units import counted, human_size
 
-    nbytes = human_size(report.groups.total_bytes(plan.groups))
+    nbytes = human_size(checked.groups.total_bytes(plan.groups))
     return f"{options['repair']} {counted(len(plan.groups), 'page')} ({nbytes}) of {store.url}"
 
 

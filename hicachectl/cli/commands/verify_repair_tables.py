@@ -13,10 +13,12 @@ from hicachectl.cli.session import remark
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import PageTables, TableState
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.verify.verify import VerifyReport
+    from hicachectl.verify.part import PartCheck
 
 _SAVES_S = 150.0  # two saves of the metadata server (every 60 s by default), and a margin
 _POLL_S = 0.5
@@ -28,7 +30,7 @@ writers_stopped_option = click.option(
 )
 
 
-def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry_run: bool) -> None:
+def repair_tables(ctx: click.Context, store: Store, found: pa.Table, *, dry_run: bool) -> None:
     """Delete keys with wrong entries in a table, all keys of a page at once."""
     from hicachectl.backends.hf3fs.page_tables import PageTables
     from hicachectl.move.page_table_repair import bad_rows, delete_keys, plan_repair
@@ -37,7 +39,7 @@ def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry
 
     if not isinstance(store, PageTables):
         return
-    state, keys = store.table_state(), suspicious_keys(report.findings)
+    state, keys = store.table_state(), suspicious_keys(found)
     server = store.table_server()
     if state is None or server is None or not keys:
         return
@@ -67,7 +69,7 @@ def repair_tables(ctx: click.Context, store: Store, report: VerifyReport, *, dry
 def write_repaired_snapshot(
     ctx: click.Context,
     store: Store,
-    report: VerifyReport,
+    checked: PartCheck,
     plan: RepairPlan,
     options: dict[str, Any],
 ) -> bool:
@@ -86,8 +88,8 @@ def write_repaired_snapshot(
     state = store.table_state() if isinstance(store, PageTables) else None
     if state is None or state.live:
         return False
-    doomed = np.isin(report.groups.of_object, plan.groups)
-    keys = report.inventory.objects.column("key").filter(pa.array(doomed)).to_pylist()
+    doomed = np.isin(checked.groups.of_object, plan.groups)
+    keys = checked.inventory.objects.column("key").filter(pa.array(doomed)).to_pylist()
     tables = tuple(
         repaired_table(
             table, bad_rows(table, keys), release_leaked=bool(options["writers_stopped"])

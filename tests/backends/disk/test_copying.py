@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from hicachectl.backends.disk.copying import WRITE_BYTES, copy_bytes
-from tests.skips import missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
 SIZES = (0, 1, 4096, WRITE_BYTES - 1, WRITE_BYTES, 3 * WRITE_BYTES + 7)
 WAYS = ("whole", "in pieces", "nothing", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM")
@@ -39,14 +36,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setattr(os, "copy_file_range", copy)
     return answer
-
-
-@pytest.fixture
-def another_device(tmp_path: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hicachectl-test-") as folder:
-        if Path(folder).stat().st_dev == tmp_path.stat().st_dev:
-            missing("a second file system", "set TMPDIR to a directory outside /dev/shm")
-        yield Path(folder)
 
 
 def copied(source: Path, target: Path, nbytes: int) -> bytes:
@@ -79,9 +68,9 @@ def test_a_file_that_ends_early_is_noticed(tmp_path: Path, way: str, held: int) 
         copied(tmp_path / "a", tmp_path / "b", 2 * WRITE_BYTES + 1)
 
 
-def test_a_copy_goes_to_another_file_system(tmp_path: Path, another_device: Path) -> None:
-    (another_device / "a").write_bytes(noise(SIZES[-1]))
-    assert copied(another_device / "a", tmp_path / "b", SIZES[-1]) == noise(SIZES[-1])
+def test_a_copy_goes_to_another_file_system(tmp_path: Path, other_file_system: Path) -> None:
+    (other_file_system / "a").write_bytes(noise(SIZES[-1]))
+    assert copied(other_file_system / "a", tmp_path / "b", SIZES[-1]) == noise(SIZES[-1])
 
 
 def test_what_goes_wrong_is_not_tried_in_another_way(
@@ -97,13 +86,13 @@ def test_what_goes_wrong_is_not_tried_in_another_way(
     assert (tmp_path / "b").read_bytes() == b""
 
 
-def test_threads_do_not_share_memory(tmp_path: Path, another_device: Path) -> None:
+def test_threads_do_not_share_memory(tmp_path: Path, other_file_system: Path) -> None:
     count, nbytes = 32, 2 * WRITE_BYTES + 5
     for n in range(count):
-        (another_device / str(n)).write_bytes(noise(nbytes, n))
+        (other_file_system / str(n)).write_bytes(noise(nbytes, n))
 
     def one(n: int) -> bool:
-        return copied(another_device / str(n), tmp_path / str(n), nbytes) == noise(nbytes, n)
+        return copied(other_file_system / str(n), tmp_path / str(n), nbytes) == noise(nbytes, n)
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(count)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -140,6 +141,31 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "ab")
         with pytest.raises(FileNotFoundError):
             directory.place(KEY)
+        _write(directory, KEY, b"new")
+    assert (tmp_path / "ab" / os.fsdecode(KEY)).read_bytes() == b"new"
+
+
+def test_a_directory_that_another_host_removed_has_vanished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS the descriptors of a removed directory and its folders are stale."""
+    with ObjectDirectory.create(str(tmp_path), folders=True) as directory:
+        _write(directory, KEY, b"old")
+        stale = {directory.descriptor, directory.place(KEY)[0]}
+        fstat = os.fstat
+
+        def fail(descriptor: int) -> os.stat_result:
+            if descriptor in stale:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return fstat(descriptor)
+
+        monkeypatch.setattr(os, "fstat", fail)
+        assert directory.vanished
+        stale.discard(directory.descriptor)
+        shutil.rmtree(tmp_path / "ab")
+        with pytest.raises(FileNotFoundError):
+            directory.place(KEY)
+        stale.clear()
         _write(directory, KEY, b"new")
     assert (tmp_path / "ab" / os.fsdecode(KEY)).read_bytes() == b"new"
 

@@ -41,6 +41,7 @@ from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 from tests.skips import missing
 from tests.small_file_system import small_file_system
+from tests.speed import slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,14 +104,15 @@ def _fill(store: FileStore, count: int) -> list[str]:
 # listing
 
 
-def test_scan_agrees_with_the_directory(store: FileStore) -> None:
-    _fill(store, 20_000)
+def test_scan_agrees_with_the_directory(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_listing, "SCAN_ROWS", 1500)
+    _fill(store, 2000)
     with os.scandir(store.path) as entries:
         facts = [(os.fsencode(e.name), e.stat()) for e in entries]
     truth = {name: (s.st_size, s.st_mtime_ns) for name, s in facts}
     for columns in (("nbytes", "mtime_ns"), ("nbytes", "mtime_ns", "version")):
         batches = list(store.scan(columns))
-        assert max(batch.num_rows for batch in batches) <= file_listing.SCAN_ROWS
+        assert [batch.num_rows for batch in batches] == [1500, 500]
         rows = [row for batch in batches for row in batch.to_pylist()]
         assert len(rows) == len(truth)
         assert {row["key"]: (row["nbytes"], row["mtime_ns"]) for row in rows} == truth
@@ -167,9 +169,10 @@ def test_leftovers_of_unfinished_writes_are_listed(store: FileStore) -> None:
 
 @pytest.mark.parametrize("columns", [("nbytes",), ("version",)])
 def test_files_that_vanish_while_listing_are_left_out(
-    store: FileStore, columns: tuple[str, ...]
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, columns: tuple[str, ...]
 ) -> None:
-    names = _fill(store, 20_000)
+    monkeypatch.setattr(file_listing, "SCAN_ROWS", 500)
+    names = _fill(store, 5000)
     kept = {os.fsencode(name) for name in names[::2]}
 
     def delete_others() -> None:
@@ -285,7 +288,7 @@ def _as_nobody(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("mode", ["0o311", "0o744"])
+@pytest.mark.parametrize("mode", ["0o311", slow("0o744")])
 def test_a_directory_without_permission_is_unavailable(mode: str) -> None:
     said = _as_nobody(f"""
         os.mkdir("store"); os.chmod("store", {mode}); drop()

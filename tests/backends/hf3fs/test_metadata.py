@@ -225,7 +225,7 @@ def test_garbage_is_one_clear_line(verb: str, status: int, body: bytes, said: st
 
 @every_verb
 def test_a_server_that_hangs_is_given_up_in_time(verb: str) -> None:
-    with client_of(lambda call: call.hang(), timeout_s=0.3) as client:
+    with client_of(lambda call: call.hang(), timeout_s=0.1) as client:
         start = time.monotonic()
         with pytest.raises(StoreUnavailable, match="no answer within"):
             VERBS[verb](client)

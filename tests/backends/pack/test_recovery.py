@@ -142,6 +142,7 @@ def test_a_withdrawn_object_does_not_come_back(path: Path, arena: Arena) -> None
     assert contents(path, arena) == {KEYS[1]: b"b", KEYS[2]: b"d"}
 
 
+@pytest.mark.slow
 def test_every_acknowledged_object_of_a_killed_writer_is_saved(path: Path, arena: Arena) -> None:
     code = f"""
         import sys

@@ -604,6 +604,7 @@ def test_rows_of_another_store_are_found_by_their_keys(path: Path, arena: Arena)
             assert found == list(OBJECTS.values())
 
 
+@pytest.mark.slow
 def test_forked_readers_read(path: Path, arena: Arena) -> None:
     put(path, arena, OBJECTS)
     code = f"""

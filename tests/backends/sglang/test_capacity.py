@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import statistics
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.epochs import owner_of
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang import capacity as capacity_module
@@ -33,8 +36,6 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-pytestmark = pytest.mark.slow
 
 HOUR_NS = 3600 * 10**9
 LIMIT = 100 * PAGE_BYTES
@@ -177,6 +178,31 @@ def test_the_room_of_a_killed_writer_comes_back_with_the_next_listing(place: Pla
     assert after.admit(LIMIT // 2)
 
 
+@pytest.mark.parametrize("control", ["evictor-", "used-"])
+def test_control_files_that_fail_to_open_are_opened_later(
+    place: Place, control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After they were removed, and another server has made them again."""
+    capacity, open_lock = place.capacity(LIMIT), Directory.open_lock
+    wait_until(capacity.evict_now)
+    refused = threading.Event()
+
+    def fail(side: Directory, name: str) -> int:
+        if name.startswith(control):
+            refused.set()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_lock(side, name)
+
+    monkeypatch.setattr(Directory, "open_lock", fail)
+    for file in list((place.path / ".hicachectl").iterdir()):
+        file.rename(f"{file}.old")
+        file.touch()
+    assert refused.wait(5)  # the thread looks four times a second
+    monkeypatch.setattr(Directory, "open_lock", open_lock)
+    assert capacity.evict_now()
+    assert capacity.admit(KV_BYTES)
+
+
 def test_a_page_that_was_read_stays(place: Place) -> None:
     """A touch moves the atime only, once an hour."""
     place.put_pages(150)
@@ -184,9 +210,9 @@ def test_a_page_that_was_read_stays(place: Place) -> None:
     file = place.file(0, KV)
     with file.open("rb") as opened:
         before = os.fstat(opened.fileno())
-        capacity.used(os.fsencode(file.name), opened.fileno(), before)
+        capacity.used(os.fsencode(file.name)[64:], opened.fileno(), before)
         once = os.fstat(opened.fileno())
-        capacity.used(os.fsencode(file.name), opened.fileno(), once)
+        capacity.used(os.fsencode(file.name)[64:], opened.fileno(), once)
         twice = os.fstat(opened.fileno())
     assert once.st_mtime_ns == before.st_mtime_ns
     assert once.st_atime_ns > before.st_atime_ns + HOUR_NS
@@ -274,6 +300,7 @@ def test_what_is_not_ours_is_left_alone_and_not_counted(place: Place) -> None:
     assert capacity.admit(LIMIT // 2)
 
 
+@pytest.mark.slow
 def test_space_stays_free_for_others(tmp_path: Path) -> None:
     """Writers are refused below min_free_space, and pages go until it is free again."""
     with small_file_system(tmp_path / "small", 200 * PAGE_BYTES) as small:
@@ -324,6 +351,7 @@ def test_two_processes_keep_the_limit_and_leave_no_half_page(place: Place) -> No
     assert set(place.pages(KV)) <= set(place.pages(INDEXER))
 
 
+@pytest.mark.slow
 def test_another_process_takes_over_when_the_evictor_is_killed(place: Place) -> None:
     holder = start("hold", place.path, LIMIT)
     assert holder.stdout is not None

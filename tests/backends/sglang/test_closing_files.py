@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-pytestmark = pytest.mark.slow
-
 PAGES = hashes(4)
 NBYTES = 1000
 SOON = 2.0  # seconds; far less than a call that hangs
@@ -92,6 +90,7 @@ def exists(store: FilePages, host: HostPool, seconds: float = 5) -> list[bool]:
         return store.exists(host.pool, PAGES, call)
 
 
+@pytest.mark.slow
 def test_closing_waits_for_no_writer_that_hangs(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +157,7 @@ def test_a_store_that_opens_after_its_close_is_closed(
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_clear_that_comes_while_the_store_hangs_is_not_lost(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -14,11 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.sglang.calls import Call
+from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
 from tests.backends.sglang.pages import HostPool, hashes
+from tests.small_file_system import small_file_system
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +71,30 @@ def host() -> HostPool:
     host = HostPool(NBYTES)
     host.fill(1)
     return host
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_a_directory_mounted_read_only_is_read(
+    tmp_path: Path, host: HostPool, stamped: bool
+) -> None:
+    """Also one of SGLang's own backend. Writes fail, and a clear makes its pages misses."""
+    with small_file_system(tmp_path / "fixed", "16m") as fixed:
+        with opened(fixed, host) as store:
+            assert write(store, host) == [True] * 4
+        before = host.page(2)
+        if not stamped:
+            shutil.rmtree(fixed / ".hicachectl")
+            for page in PAGES:
+                os.truncate(file_of(fixed, page), NBYTES)
+        subprocess.run(["mount", "-o", "remount,ro", fixed], check=True)
+        host.fill(3)
+        with opened(fixed, host, max_size=1 << 30, reads_unstamped=True) as store:
+            assert exists(store, host) == read(store, host) == [True] * 4
+            assert host.page(2) == before
+            assert write(store, host, hashes(2, seed=1)) == [False] * 2
+            assert store.counters.snapshot() == {"unwritable": 2}
+            store.clear(Call(SECONDS))
+            assert exists(store, host) == read(store, host) == [False] * 4
 
 
 @pytest.mark.parametrize("digest", ["off", "xxh3", "blake3"])
@@ -172,7 +201,10 @@ def test_pages_of_other_weights_are_left_if_asked(tmp_path: Path, host: HostPool
         assert read(theirs, other) == [True] * 4
 
 
-def test_files_without_trailer_are_pages_only_if_asked(tmp_path: Path, host: HostPool) -> None:
+def test_files_without_trailer_are_pages_only_if_asked(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a page counts as used, too, when it is read."""
     for index, page in enumerate(PAGES):
         file_of(tmp_path, page).write_bytes(host.page(index))
     before = host.page(2)
@@ -180,10 +212,13 @@ def test_files_without_trailer_are_pages_only_if_asked(tmp_path: Path, host: Hos
     with opened(tmp_path, host) as store:
         assert exists(store, host) == [False] * 4
         assert read(store, host) == [False] * 4
+    used = []  # atimes would show the mount's own updates, too
+    monkeypatch.setattr(Capacity, "used", lambda *arguments: used.append(arguments[-1].st_ino))
     with opened(tmp_path, host, reads_unstamped=True) as store:
         assert exists(store, host) == [True] * 4
         assert read(store, host) == [True] * 4
     assert host.page(2) == before
+    assert sorted(used) == sorted(file_of(tmp_path, page).stat().st_ino for page in PAGES)
     with opened(tmp_path, host) as store:
         assert write(store, host) == [True] * 4
         assert exists(store, host) == [True] * 4
@@ -208,7 +243,9 @@ def test_a_damaged_sidecar_goes_with_its_anchor(tmp_path: Path, host: HostPool) 
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
-def test_what_is_no_regular_file_is_a_miss(tmp_path: Path, host: HostPool, kind: str) -> None:
+def test_what_is_no_regular_file_is_a_miss_and_replaced(
+    tmp_path: Path, host: HostPool, kind: str
+) -> None:
     path = file_of(tmp_path, PAGES[1])
     with opened(tmp_path, host) as store:
         write(store, host)
@@ -221,6 +258,11 @@ def test_what_is_no_regular_file_is_a_miss(tmp_path: Path, host: HostPool, kind:
             path.symlink_to(tmp_path / "elsewhere")
         assert exists(store, host) == [True, False, True, True]
         assert read(store, host) == [True, False, True, True]
+        # A write replaces what a rename can replace, and follows no link.
+        healed = kind != "directory"
+        assert write(store, host) == [True, healed, True, True]
+        assert read(store, host) == [True, healed, True, True]
+        assert not path.is_symlink()
         assert (tmp_path / "elsewhere").stat().st_size == NBYTES + TRAILER_BYTES
 
 
@@ -291,18 +333,17 @@ class Held:
 def test_a_read_that_comes_late_changes_no_host_page(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path, host, threads=2) as store:
+    with all_threads_ended(), opened(tmp_path, host, threads=2) as store:
         write(store, host)
         held = Held(monkeypatch, "preadv")
         begun = time.monotonic()
-        with Call(0.3) as call:
+        with Call(0.1) as call:
             assert store.read(host.pool, PAGES, host.pieces(range(4)), call) == [False] * 4
         assert time.monotonic() - begun < 2
         host.fill(8)
         reused = [host.page(index) for index in range(4)]
         held.release.set()
-        settle()
-        assert [host.page(index) for index in range(4)] == reused
+    assert [host.page(index) for index in range(4)] == reused
 
 
 @pytest.mark.parametrize("function", ["writev", "rename", "open"])
@@ -311,33 +352,30 @@ def test_a_write_that_comes_late_gets_no_wrong_name(
 ) -> None:
     """Host pages are reused while the write hangs: no file may hold their new bytes."""
     before = [host.page(index) for index in range(4)]
-    with opened(tmp_path, host, threads=2) as store:
+    with all_threads_ended(), opened(tmp_path, host, threads=2) as store:
         exists(store, host)
         held = Held(monkeypatch, function)
-        with Call(0.3) as call:
+        with Call(0.1) as call:
             assert store.write(host.pool, PAGES, host.pieces(range(4)), call) == [False] * 4
         host.fill(9)
         held.release.set()
-        settle()
-        files = [file_of(tmp_path, page) for page in PAGES]
-        if function != "rename":  # its bytes were complete and checked before
-            assert not any(path.exists() for path in files)
-        for path, data in zip(files, before, strict=True):
-            assert not path.exists() or path.read_bytes()[:NBYTES] == data
-        assert not list(tmp_path.glob(".hicachectl-*"))
+    files = [file_of(tmp_path, page) for page in PAGES]
+    if function != "rename":  # its bytes were complete and checked before
+        assert not any(path.exists() for path in files)
+    for path, data in zip(files, before, strict=True):
+        assert not path.exists() or path.read_bytes()[:NBYTES] == data
+    assert not list(tmp_path.glob(".hicachectl-*"))
 
 
-def settle() -> None:
-    """Wait until the workers of hung calls are idle."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        names = [t.name for t in threading.enumerate() if t.name.startswith("hicachectl-")]
-        if len(names) <= 6:
-            break
-        time.sleep(0.05)
-    time.sleep(0.3)
+@contextmanager
+def all_threads_ended() -> Iterator[None]:
+    """Wait at the end for the threads begun in the block: workers of hung calls end late."""
+    before = set(threading.enumerate())
+    yield
+    wait_until(lambda: before.issuperset(threading.enumerate()), "a worker does not end")
 
 
+@pytest.mark.slow
 def test_pages_written_at_once_by_many_threads_are_whole(tmp_path: Path) -> None:
     """Several instances write, read and damage the same pages: no read gives wrong bytes."""
     stop = time.monotonic() + 2
@@ -438,13 +476,43 @@ def test_a_slow_store_serves_what_it_can_in_time(
     original = os.preadv
 
     def slow(*arguments: Any) -> int:
-        time.sleep(0.2)
+        time.sleep(0.1)
         return original(*arguments)
 
     with opened(tmp_path, host, threads=1) as store:
         write(store, host)
         monkeypatch.setattr(os, "preadv", slow)
-        with Call(0.5) as call:
+        with Call(0.25) as call:
             done = store.read(host.pool, PAGES, host.pieces(range(4)), call)
         assert 1 <= done.count(True) < 4
         assert store.counters.snapshot()["timeout"] == done.count(False)
+
+
+def test_a_file_that_is_replaced_while_it_is_removed_stays(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a file system without hard links."""
+    rename = os.rename
+    with opened(tmp_path, host) as store:
+        assert write(store, host) == [True] * 4
+        path = file_of(tmp_path, PAGES[1])
+        whole = path.read_bytes()
+        path.write_bytes(b"\1" + whole[1:])
+
+        def replace_first(source: Any, target: Any, **named: Any) -> None:
+            if source == os.fsencode(path.name):
+                other = tmp_path / "other"
+                other.write_bytes(whole)
+                other.replace(path)
+            rename(source, target, **named)
+
+        def no_links(*_: Any, **__: Any) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "rename", replace_first)
+        monkeypatch.setattr(os, "link", no_links)
+        assert read(store, host) == [True, False, True, True]
+        monkeypatch.undo()
+        assert path.read_bytes() == whole
+        assert read(store, host) == [True] * 4
+    assert not list(tmp_path.glob(".hicachectl-*"))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hicachectl.backends.sglang import files, settings
 from hicachectl.backends.sglang.settings import parse_settings
+from tests.served_stores import INDEXED, served_by, served_store
+from tests.stores import page
 from tests.test_readme import check_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -60,8 +63,16 @@ def test_every_reason_of_a_miss_is_explained() -> None:
     )
     assert set(files._DETAILS) <= explained
     sources = (ROOT / "backends" / "sglang").glob("*.py")
-    used = set(
-        re.findall(r'refused\(\s*"([a-z-]+)"', "".join(path.read_text() for path in sources))
-    )
+    text = "".join(path.read_text() for path in sources)
+    used = set(re.findall(r'(?:refused|excluded)\(\s*"([a-z-]+)"', text))
     assert used
     assert used <= explained
+
+
+def test_markers_that_were_removed_come_back_with_the_next_attach(tmp_path: Path) -> None:
+    served_store(tmp_path, INDEXED, range(1))
+    markers = tmp_path / ".hicachectl/plugin"
+    before = {path.name: path.read_bytes() for path in markers.iterdir()}
+    shutil.rmtree(markers)
+    assert served_by(tmp_path, INDEXED, [page(0)]) == [True]
+    assert {path.name: path.read_bytes() for path in markers.iterdir()} == before

@@ -80,6 +80,12 @@ def test_stores_are_a_url_or_a_list_of_them() -> None:
     assert settings(store="/mnt/hicache") == settings()
 
 
+def test_packs_alone_are_only_read() -> None:
+    packs = ["pack:///a.hcpack", "pack:///b.hcpack"]
+    assert settings(store=packs).reads_only
+    assert not settings(store=[FILES, *packs]).reads_only
+
+
 @pytest.mark.parametrize("store", [MOONCAKE, "hf3fs:///path/prefix"])
 def test_only_files_have_a_digest(store: str) -> None:
     assert settings(store=store).digest == "off"
@@ -99,7 +105,11 @@ def test_only_files_have_a_digest(store: str) -> None:
         ({"store": "prod:"}, "store: 'prod:' names a store of a config file, which servers do not"),
         ({"store": "s3://bucket"}, "store: .*unknown store scheme 's3'"),
         ({"store": "file:///x?depth=2"}, "store: .*unknown parameter 'depth'"),
-        ({"store": "pack:///a.hcpack"}, "store: pack:///a.hcpack cannot be written by a server"),
+        (
+            {"store": ["pack:///a.hcpack", FILES]},
+            "store: pack:///a.hcpack cannot be written by a server; put file:///mnt/hicache first",
+        ),
+        ({"store": "pack:///a.hcpack", "max_size": 1}, "max_size: has no effect on a pack store"),
         ({"digest": "md5"}, "digest: 'md5' is not one of off, xxh3, blake3"),
         ({"digest": ["xxh3"]}, r"digest: \['xxh3'\] is not one of"),
         ({"identity": ""}, "identity: has 0 characters"),

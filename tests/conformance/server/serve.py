@@ -8,8 +8,11 @@ from the top of this file, and the environment from the first process.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
+import signal
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +23,22 @@ else:
     import held_calls
     import sglang_env
 
+_PARENT = "HICACHECTL_SERVER_PARENT"
+_PR_SET_PDEATHSIG = 1
+
+
+def follow_parent() -> None:
+    """Let this process end with the one that started it, however that ends.
+
+    SGLang's processes do so themselves, but only after imports that take many seconds.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(_PARENT, str(os.getppid())) != str(os.getppid()):
+        sys.exit("the parent is gone")
+    os.environ[_PARENT] = str(os.getpid())  # for the processes that this one starts
+
+
+follow_parent()
 if __name__ == "__main__":
     sglang_env.clean_environment()
     os.environ.update(cpu_engine.ENVIRONMENT)

@@ -1,0 +1,149 @@
+"""Listings of a file store: its objects, and remarks about what is left out."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import keys_of, scan_schema
+from hicachectl.backends.disk.files import LOST, check_key, is_file_name
+from hicachectl.backends.file.cleared import Epochs
+from hicachectl.backends.file.faults import unavailable
+from hicachectl.backends.file.folders import folder_of
+from hicachectl.backends.file.listing import LeftOut, Place, ask_each, scan_places
+from hicachectl.formats.errors import UntrustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator
+
+    from hicachectl.backends.base import BoolArray, Rows
+    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.file.sizes import MarkedSizes
+
+
+class FileLister:
+    """Lists the objects of one store, with sizes without trailers, and without stale objects.
+
+    Only with the column `cleared_ns`, stale objects are listed. Raises StoreUnavailable.
+    """
+
+    def __init__(self, objects: ObjectDirectory, sizes: MarkedSizes) -> None:
+        self._objects = objects
+        self._sizes = sizes
+        self._left_out = LeftOut()
+
+    def scan(self, columns: Collection[str]) -> Generator[Any, None, None]:
+        """Yield batches of all objects as `Store.scan` does."""
+        left_out = self._left_out = LeftOut()
+        schema = scan_schema(columns)
+        try:
+            if "nbytes" in schema.names:
+                self._sizes.current()
+            finish = partial(self._finished, Epochs(self._objects), left_out.cleared)
+            yield from scan_places(self._places(left_out), schema, left_out, finish)
+        except OSError as error:
+            raise unavailable(self._objects.path, error) from error
+
+    def _places(self, left_out: LeftOut) -> Iterator[Place]:
+        objects = self._objects
+        if not objects.folders:
+            yield Place(objects.descriptor, objects.path)
+            return
+        for folder, descriptor in objects.directories(left_out.folders):
+            path = objects.path if folder is None else f"{objects.path}/{folder.decode()}"
+            yield Place(descriptor, path, _holder(folder))
+
+    def _finished(self, epochs: Epochs, cleared: list[int], batch: Any) -> Any:
+        """Return a batch with sizes of objects, and with or without those that are stale.
+
+        cleared: gets the number of stale objects.
+        """
+        batch = self._sizes.strip(batch)
+        times = epochs.times(batch)
+        if times is None:
+            return batch
+        cleared.append(len(times) - times.null_count)
+        at = batch.schema.get_field_index("cleared_ns")
+        if at < 0:
+            return batch.filter(times.is_null())
+        return batch.set_column(at, batch.schema.field(at), times)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Report what the last scan left out."""
+        left_out, path = self._left_out, self._objects.path
+        others, misplaced = left_out.others, left_out.misplaced
+        remarks = list(left_out.folders)
+        if others.count:
+            remarks.append(
+                f"{path}: ignored {others.count} links, FIFOs, sockets or devices with names of "
+                f"objects, such as {others.first}; only regular files are objects"
+            )
+        if misplaced.count:
+            remarks.append(
+                f"{path}: ignored {misplaced.count} files outside the folders of their keys, such "
+                f"as {misplaced.first}; HiCacheFile cannot share a directory with folders"
+            )
+        if count := sum(left_out.cleared):
+            objects = "object" if count == 1 else "objects"
+            remarks.append(
+                f"{path}: {count} {objects} from before a server cleared the store, which no "
+                f"server reads; hicachectl rm {path} --temporaries removes them"
+            )
+        return remarks
+
+    def look(self, rows: Rows, columns: Collection[str]) -> Any:
+        """Return a table of some keys as `Store.look` does."""
+        schema = scan_schema(columns)
+        try:
+            if "nbytes" in schema.names:
+                self._sizes.current()
+            batch = ask_each(self._files(keys_of(rows)), schema)
+            finished = self._finished(Epochs(self._objects), [], batch)
+        except OSError as error:
+            raise unavailable(self._objects.path, error) from error
+        return pa.Table.from_batches([finished])
+
+    def _files(self, keys: list[bytes]) -> Iterator[tuple[int, str]]:
+        """Yield directory and name of each key's file, unless there can be none."""
+        for key in keys:
+            if is_file_name(key):
+                with suppress(FileNotFoundError, NotADirectoryError, UntrustedError):
+                    directory, name = self._objects.place(key)
+                    yield directory, os.fsdecode(name)
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Return which keys exist: [n] bool."""
+        keys = keys_of(rows)
+        try:
+            is_there = partial(self._is_there, Epochs(self._objects))
+        except OSError as error:
+            raise unavailable(self._objects.path, error) from error
+        return np.fromiter(map(is_there, keys), dtype=np.bool_, count=len(keys))
+
+    def _is_there(self, epochs: Epochs, key: bytes) -> bool:
+        try:
+            check_key(key)
+            directory, name = self._objects.place(key)
+            facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except UntrustedError:
+            return False
+        except OSError as error:
+            if error.errno in LOST:
+                raise unavailable(self._objects.path, error) from error
+            return False
+        return stat.S_ISREG(facts.st_mode) and not (epochs and epochs.stale(key, facts))
+
+
+def _holder(folder: bytes | None) -> Callable[[str], bool]:
+    """Return whether a name's file belongs into a folder, or beside the folders."""
+    if folder is None:
+        return lambda name: folder_of(os.fsencode(name)) is None
+    text = os.fsdecode(folder)
+    return lambda name: name.startswith(text) or folder_of(os.fsencode(name)) == folder

@@ -1,0 +1,142 @@
+"""Tables in Parquet files of a directory that several processes share.
+
+A record elsewhere names each file with its size and rows, so a file that is not whole is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import pyarrow as pa
+from msgspec import Meta, Struct
+
+from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from hicachectl.backends.disk.directory import Directory
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+# A file name without a folder.
+FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
+
+# Bounds on the sizes that a file claims, checked before allocation.
+_MOST_ROW_BYTES = 4096  # average over rows, all columns
+_MOST_RATIO = 1024  # of uncompressed and compressed bytes, for longer rows
+
+
+class TableFile(Struct, frozen=True, kw_only=True):
+    """A whole file. name: in its directory. nbytes: size on disk."""
+
+    name: FileName
+    nbytes: Count
+    rows: Count
+
+
+def write_table(
+    directory: Directory,
+    name: str,
+    tables: Iterable[pa.Table],
+    schema: pa.Schema,
+    *,
+    dictionary: Collection[str] = (),
+) -> TableFile:
+    """Write tables one after the other to a new file, durably; each is a row group.
+
+    dictionary: columns with few distinct values. Removes the file and raises OSError if it cannot
+    be written.
+    """
+    import pyarrow.parquet as pq
+
+    rows = 0
+    descriptor = directory.create(name)
+    try:
+        with (
+            os.fdopen(descriptor, "wb") as stream,
+            pq.ParquetWriter(
+                stream,
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=list(dictionary),
+                write_page_checksum=True,
+            ) as writer,
+        ):
+            for table in tables:
+                whole = (
+                    pa.Table.from_batches([table]) if isinstance(table, pa.RecordBatch) else table
+                )
+                writer.write_table(whole)
+                rows += len(whole)
+            writer.close()
+            stream.flush()
+            os.fsync(descriptor)
+            nbytes = os.fstat(descriptor).st_size
+    except BaseException:
+        directory.remove(name)
+        raise
+    directory.sync()
+    return TableFile(name=name, nbytes=nbytes, rows=rows)
+
+
+@contextmanager
+def opened_table(
+    directory: Directory, file: TableFile, schema: pa.Schema, next_step: str
+) -> Iterator[Any]:
+    """Yield a file as a `ParquetFile` that compares checksums.
+
+    next_step: ends the message for a damaged file, also for damage found in the block. Raises
+    FormatError for a missing or damaged file, or one with other columns, OSError, UntrustedError.
+    """
+    import pyarrow.parquet as pq
+
+    place = f"{directory.path}/{file.name}"
+    try:
+        descriptor = directory.open_file(file.name)
+    except FileNotFoundError as error:
+        raise FormatError(f"{place}: is missing; {next_step}") from error
+    with os.fdopen(descriptor, "rb") as stream:
+        found = os.fstat(descriptor).st_size
+        if found != file.nbytes:
+            raise FormatError(f"{place}: has {found} bytes, expected {file.nbytes}; {next_step}")
+        try:
+            parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+            _check_claims(parquet, file, schema, place, next_step)
+            yield parquet
+        # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
+        except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise FormatError(f"{place}: is damaged: {reason}; {next_step}") from error
+
+
+def read_table(
+    directory: Directory, file: TableFile, schema: pa.Schema, next_step: str
+) -> pa.Table:
+    """Read a whole file. See `opened_table`."""
+    with opened_table(directory, file, schema, next_step) as parquet:
+        table = parquet.read().replace_schema_metadata(schema.metadata)
+        table.validate(full=True)
+        return table
+
+
+def _check_claims(
+    parquet: Any, file: TableFile, schema: pa.Schema, place: str, next_step: str
+) -> None:
+    if not parquet.schema_arrow.equals(schema):
+        raise FormatError(f"{place}: has other columns than this release writes; {next_step}")
+    claimed = parquet.metadata
+    if claimed.num_rows != file.rows:
+        raise FormatError(
+            f"{place}: has {claimed.num_rows} rows, expected {file.rows}; {next_step}"
+        )
+    groups = (claimed.row_group(number) for number in range(claimed.num_row_groups))
+    uncompressed = sum(group.total_byte_size for group in groups)
+    most = max(file.rows * _MOST_ROW_BYTES, file.nbytes * _MOST_RATIO) + (1 << 20)
+    if not 0 <= uncompressed <= most:
+        raise FormatError(
+            f"{place}: claims {uncompressed} bytes in {file.nbytes}, more than any table of "
+            f"{file.rows} rows; {next_step}"
+        )

@@ -1,0 +1,214 @@
+"""What a destination has of the objects to write, by its listing or by asking for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.table import KeySplitter, page_words
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.group_table import ABSENT, UNSIZED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.move.routes import Route
+    from hicachectl.move.survey import Objects, Survey
+    from hicachectl.pages.inventory import IntArray
+
+_ASKED_AT_ONCE = 8192
+_MANY = 3  # this many objects of a wrong size mean another topology, not damage
+
+
+def survey_destination(
+    store: Store,
+    surveys: Sequence[Survey],
+    grammar: str,
+    *,
+    asks: bool = False,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> list[Survey]:
+    """Return the surveys with the targets that the destination has.
+
+    grammar: of the keys to write. asks: look up each target instead of listing the store, as for
+    all stores whose listing lags behind. Raises StoreUnavailable, and like `refuse_destination`
+    after a listing.
+    """
+    if asks or store.traits.lists_late:
+        return [survey.having(_asked(store, survey)) for survey in surveys]
+    finders = [_TargetFinder(survey) for survey in surveys]
+    _listed(store, [survey.route for survey in surveys], finders, grammar, on_batch)
+    return [survey.having(finder.found) for survey, finder in zip(surveys, finders, strict=True)]
+
+
+def refuse_destination(
+    store: Store,
+    routes: Sequence[Route],
+    grammar: str,
+    *,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> None:
+    """List a destination whose surveys will ask; refuse what they cannot see.
+
+    Raises ProfileError if the destination has objects of another topology under the same keys,
+    StoreUnavailable. A listing that lags behind is not read.
+    """
+    if not store.traits.lists_late:
+        _listed(store, routes, (), grammar, on_batch)
+
+
+def _listed(
+    store: Store,
+    routes: Iterable[Route],
+    finders: Sequence[_TargetFinder],
+    grammar: str,
+    on_batch: Callable[[int], None],
+) -> None:
+    splitter = KeySplitter()
+    seen = _SeenSizes()
+    for batch in store.scan(("key", "nbytes")):
+        pages, affix_ids = splitter.split(batch.column("key"))
+        sizes = batch.column("nbytes").fill_null(UNSIZED).to_numpy()
+        seen.add(affix_ids, sizes)
+        for finder in finders:
+            finder.add(splitter.affixes, pages, affix_ids, sizes)
+        on_batch(len(batch))
+    for route in routes:
+        _refuse_other_topology(store, route, splitter.affixes, seen, grammar)
+
+
+class _SeenSizes:
+    """Numbers of objects by affix and size."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], int] = {}
+
+    def add(self, affix_ids: npt.NDArray[np.int32], sizes: IntArray) -> None:
+        pairs, counts = np.unique(
+            np.stack([affix_ids.astype(np.int64), sizes]), axis=1, return_counts=True
+        )
+        for affix, size, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
+            self._counts[affix, size] = self._counts.get((affix, size), 0) + count
+
+    def of(self, affix: int) -> dict[int, int]:
+        """Return the number of objects of an affix by size."""
+        return {size: n for (of, size), n in self._counts.items() if of == affix}
+
+
+class _TargetFinder:
+    """Search of a listing for the targets of a survey. found: an entry for each batch."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.found: list[Objects] = []
+        self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
+        self._target_of = np.array([ABSENT])  # of each affix, or ABSENT; the last is for FOREIGN
+        self._pages = survey.pages
+        words = _first_words(survey.pages, np.arange(len(survey.pages)))
+        self._order = np.argsort(words, kind="stable")
+        self._words = words[self._order]
+        # SHA-256 never gives equal first words, but forged page hashes can have them.
+        self._alike = bool((self._words[1:] == self._words[:-1]).any())
+
+    def add(
+        self,
+        affixes: list[Affix],
+        pages: pa.StringArray,
+        affix_ids: npt.NDArray[np.int32],
+        sizes: IntArray,
+    ) -> None:
+        """Search a batch of the listing."""
+        if len(affixes) >= len(self._target_of):
+            targets = (self._targets.get(affix, ABSENT) for affix in affixes)
+            self._target_of = np.array([*targets, ABSENT])
+        target = self._target_of[affix_ids]
+        mine = np.flatnonzero(target >= 0)
+        if len(mine) and len(self._pages):
+            at = self._places(pages, mine)
+            mine, at = mine[at >= 0], at[at >= 0]
+            self.found.append((at, target[mine], sizes[mine]))
+
+    def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
+        """Return each page's row in the survey, or ABSENT: [mine]. mine: rows of the batch."""
+        wanted = pages.take(pa.array(mine))
+        if self._alike:
+            known: IntArray = (
+                pc.index_in(wanted, value_set=self._pages).fill_null(ABSENT).to_numpy()
+            )
+            return known
+        words = _first_words(pages, mine)
+        found = np.minimum(np.searchsorted(self._words, words), len(self._words) - 1)
+        places = self._order[found]
+        same = pc.equal(self._pages.take(pa.array(places)), wanted)
+        return np.where(same.to_numpy(zero_copy_only=False), places, ABSENT)
+
+
+def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64]:
+    starts = np.zeros(len(rows), dtype=np.int64)
+    return page_words(pages.cast(pa.binary()), rows, starts, 0)
+
+
+def _asked(store: Store, survey: Survey) -> Iterator[Objects]:
+    """Yield the targets that a store has, looked up by key."""
+    at, targets, _ = survey.touched.objects(np.arange(len(survey.groups)))
+    for start in range(0, len(at), _ASKED_AT_ONCE):
+        some = slice(start, start + _ASKED_AT_ONCE)
+        keys = survey.keys(at[some], targets[some])
+        found: Any = store.look(pa.table({"key": keys}), ("nbytes",))
+        place = pc.index_in(keys, value_set=found.column("key").combine_chunks())
+        known = place.is_valid().to_numpy(zero_copy_only=False)
+        sizes = found.column("nbytes").fill_null(UNSIZED).to_numpy()
+        sizes = sizes[place.drop_null().to_numpy()]
+        yield at[some][known], targets[some][known], sizes
+
+
+def _refuse_other_topology(
+    store: Store, route: Route, affixes: list[Affix], seen: _SeenSizes, grammar: str
+) -> None:
+    """Raise ProfileError if another topology uses the keys to write.
+
+    Servers would mix up the objects. Signs are several objects of another size and none of the
+    expected size, or, if keys carry no TP size, ranks that the new topology does not have.
+    """
+    numbers = {affix: number for number, affix in enumerate(affixes)}
+    for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):
+        counts = seen.of(numbers[target.affix]) if target.affix in numbers else {}
+        if nbytes == UNKNOWN_SIZE or UNSIZED in counts or nbytes in counts:
+            continue
+        if sum(counts.values()) >= _MANY:
+            size = max(counts, key=lambda s: counts[s])
+            raise ProfileError(
+                f"{store.url}: already has {target.coordinate.pool} objects of {size} bytes under "
+                f"the keys to write, but they should have {nbytes} bytes: a deployment with "
+                "another topology or dtype wrote them; remove them (hicachectl rm), or give "
+                "another --to-tag or --to-model"
+            )
+    if grammar == "mooncake":
+        _refuse_further_ranks(store, route, affixes, grammar)
+
+
+def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], grammar: str) -> None:
+    coordinates = [target.coordinate for target in route.targets]
+    own = {(c.model, c.tag, c.pool, c.part) for c in coordinates}
+    ranks = {c.shard.tp_rank for c in coordinates if c.shard.tp_rank is not None}
+    if not ranks:
+        return
+    codec = codec_for(grammar)
+    for affix in affixes:
+        for reading in codec.readings(*affix)[:1]:
+            rank = reading.shard.tp_rank
+            shared = (reading.model, reading.tag, reading.pool, reading.part) in own
+            if shared and rank is not None and rank > max(ranks):
+                raise ProfileError(
+                    f"{store.url}: already has objects of TP rank {rank} of {reading.model}, but "
+                    f"the new TP size is {max(ranks) + 1}: Mooncake keys carry no TP size, so both "
+                    "would share keys; remove them (hicachectl rm), or give another --to-tag"
+                )

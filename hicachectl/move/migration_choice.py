@@ -1,0 +1,149 @@
+"""Choose an action for each page group of a migration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.checks.findings import combine
+from hicachectl.checks.group import check_groups
+from hicachectl.checks.registry import CheckInput
+from hicachectl.checks.sizes import check_sizes
+from hicachectl.move.migration_outcome import MigrationFacts
+from hicachectl.move.migration_plan import MigrationPlan, Planned
+from hicachectl.move.planning import plan_repair
+from hicachectl.move.survey import decide
+from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.group_table import WHOLE
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.selection import select
+from hicachectl.requests.page_lists import NamedGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import pyarrow as pa
+
+    from hicachectl.move.migration import Migration
+    from hicachectl.move.migration_plan import KeptPlan
+    from hicachectl.move.survey import Survey
+    from hicachectl.pages.groups import BoolArray
+    from hicachectl.pages.inventory import Inventory
+
+
+def plan_groups(
+    migration: Migration,
+    listed: Inventory,
+    tables: Sequence[pa.Table],
+    *,
+    now_ns: int,
+    asks: bool = False,
+    kept: KeptPlan | None = None,
+    on_batch: Callable[[int], None] = lambda objects: None,
+) -> MigrationPlan:
+    """Plan the migration of listed objects: of the whole source, or of all objects of some pages.
+
+    tables: findings about the source's page tables. now_ns: time of the listing; younger groups may
+    still be written. asks: as in `StorePair.survey`. kept: an earlier run's plan of the same
+    objects, to be continued. Raises ProfileError, StoreUnavailable, and UsageError for a wrong
+    selection.
+    """
+    request, earlier = migration.request, migration.earlier
+    inventory = select(listed, request.selection)
+    groups = PageGroups(inventory)
+    surveys = [
+        migration.trailers.with_foreign(survey, inventory.objects)
+        for survey in migration.stores.survey(inventory, groups, asks=asks, on_batch=on_batch)
+    ]
+    if kept is None:
+        choice = _Choice(migration, inventory, groups, surveys)
+        choice.make(tables, now_ns)
+        facts, wanted = choice.facts, [choice.chosen[survey.groups] for survey in surveys]
+    else:
+        facts, wanted = kept.facts, kept.active(surveys)
+    plan = MigrationPlan(inventory, groups, surveys, facts)
+    plan.actions = [
+        decide(survey, chosen, request.if_exists)
+        for survey, chosen in zip(surveys, wanted, strict=True)
+    ]
+    plan.settle_existing(request, earlier, continues=request.resume or kept is not None)
+    if kept is None:
+        plan.planned = [Planned.of(*pair) for pair in zip(surveys, plan.actions, strict=True)]
+    else:
+        plan.follow(kept, earlier)
+    plan.leave_too_large(request.options)
+    return plan
+
+
+class _Choice:
+    """Choice of the groups to copy.
+
+    chosen: [groups]. facts: counts of groups by the reason why they are not chosen.
+    """
+
+    def __init__(
+        self,
+        migration: Migration,
+        inventory: Inventory,
+        groups: PageGroups,
+        surveys: Sequence[Survey],
+    ) -> None:
+        self.chosen = np.ones(len(groups), dtype=np.bool_)
+        self.facts = MigrationFacts(groups=len(groups))
+        self._migration = migration
+        self._request = migration.request
+        self._inventory = inventory
+        self._groups = groups
+        self._surveys = surveys
+
+    def make(self, tables: Sequence[pa.Table], now_ns: int) -> None:
+        """Choose. Arguments as in `plan_groups`."""
+        facts, inventory = self.facts, self._inventory
+        facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
+        if self._request.pages is not None:
+            named = NamedGroups(self._request.pages, self._groups)
+            self.chosen &= named.chosen
+            facts.matched = named.matched
+        facts.named = int(self.chosen.sum())
+        for behind, why in self._reasons(tables, now_ns):
+            facts.left_out[why] = int((self.chosen & behind).sum())
+            self.chosen &= ~behind
+
+    def _reasons(self, tables: Sequence[pa.Table], now_ns: int) -> Iterator[tuple[BoolArray, str]]:
+        """Yield groups not to copy, [groups], and the reason."""
+        request, groups, surveys = self._request, self._groups, self._surveys
+        ambiguous = groups.deployment_ids == UNRESOLVED
+        routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
+        yield ~routed & ~ambiguous, "written by another deployment than the profile's"
+        yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
+        # A store without times has no young groups.
+        young = now_ns - groups.newest_ns < int(request.grace_seconds * 1e9)
+        in_flight: BoolArray = young & (groups.states != WHOLE)
+        yield in_flight, "still being written; run again to copy them"
+        if not request.partial:
+            yield groups.states != WHOLE, "not whole; --include-partial copies them"
+        if not request.damaged:
+            yield (
+                self._damaged(tables, in_flight),
+                "with errors; hicachectl verify lists them, --include-damaged copies them",
+            )
+        unfit = np.zeros(len(groups), dtype=np.bool_)
+        for survey in surveys:
+            unfit[survey.groups] = survey.unfit
+        yield unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"
+        yield from self._migration.trailers.refused(self._inventory, groups)
+
+    def _damaged(self, tables: Sequence[pa.Table], in_flight: BoolArray) -> BoolArray:
+        """Return which groups have errors visible in a listing: [groups]."""
+        groups = self._groups
+        given = CheckInput(
+            store=self._migration.source,
+            inventory=self._inventory,
+            groups=groups,
+            in_flight=in_flight,
+        )
+        found = combine([*check_groups(given), *check_sizes(given), *tables])
+        damaged = np.zeros(len(groups), dtype=np.bool_)
+        damaged[plan_repair(groups, found).groups] = True
+        return damaged

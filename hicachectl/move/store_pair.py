@@ -1,0 +1,142 @@
+"""Pairs of stores: what is copied between them, and what the destination has of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.capabilities import Archive, Claimed, Profiled
+from hicachectl.formats.errors import ProfileError, UsageError
+from hicachectl.formats.identity import profile_tag
+from hicachectl.formats.transfer import transfer_plan
+from hicachectl.formats.wording import inferred_refused
+from hicachectl.move.destination import refuse_destination, survey_destination
+from hicachectl.move.routes import planned_route, verbatim_routes
+from hicachectl.move.survey import survey_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.transfer import TransferPlan
+    from hicachectl.move.routes import Route
+    from hicachectl.move.survey import Survey
+    from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+
+class StorePair:
+    """A source, a destination, and the transfer between them.
+
+    profile: of the source; None: only its keys are known.
+    target:  profile of the destination; None: the source's.
+    grammar: of the keys to write: the destination's, or the source's for a new pack.
+    """
+
+    def __init__(
+        self, source: Store, destination: Store, profile: Profile | None, target: Profile | None
+    ) -> None:
+        """Plan the transfer; set the destination's grammar and profile.
+
+        Raises UsageError, ProfileError or UnsupportedByBackend if that is impossible, and
+        StoreUnavailable.
+        """
+        self.source = source
+        self.destination = destination
+        self.profile = profile
+        self.target = target
+        self.grammar = destination.grammar
+        if isinstance(destination, Archive):
+            if destination.open_grammar:
+                self.grammar = source.grammar
+            destination.use_grammar(self.grammar)
+        self._plan = self._planned()
+        if target is not None and isinstance(destination, Profiled):
+            destination.use_profile(target)
+        self._refuse_other_owner(claims=False)
+
+    def claim(self) -> None:
+        """Name the deployment to write in a destination whose keys do not, before the first write.
+
+        Raises ProfileError if the destination has pages of another one, StoreUnavailable.
+        """
+        self._refuse_other_owner(claims=True)
+
+    def _refuse_other_owner(self, *, claims: bool) -> None:
+        store = self.destination
+        if not isinstance(store, Claimed):
+            return
+        target = self.target
+        tag = None if target is None or target.inferred else profile_tag(target)
+        owner = store.claimed_by(tag or "", writes=claims and tag is not None)
+        if owner is None or owner == tag:
+            return
+        next_step = "use other data files and tables, or clear the tables and remove the file"
+        ours = f"{tag}, of another model, weights, dtype or layout"
+        if tag is None:
+            ours, next_step = "unknown without the weights", f"give --weights, or {next_step}"
+        raise ProfileError(
+            f"{store.url}: PREFIX.hicachectl-deployment says that servers of deployment {owner} "
+            f"use the store, but the deployment of the pages to write is {ours}; {next_step}"
+        )
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all objects keep key and bytes."""
+        return self._plan is None
+
+    def _planned(self) -> TransferPlan | None:
+        """Return a page's transfer; None if all objects keep key and bytes."""
+        source, profile = self.source, self.profile
+        same = source.url == self.destination.url
+        if self.target in (None, profile) and self.grammar == source.grammar:
+            if same:
+                raise UsageError(
+                    f"{source.url}: source and destination are the same; give another destination"
+                )
+            return None
+        if profile is None or profile.inferred:
+            raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")
+        plan = transfer_plan(profile, source.grammar, self.target or profile, self.grammar)
+        old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
+        if same and old & new:
+            raise UsageError(
+                f"{source.url}: the new objects would have the keys of the objects being read; "
+                "migrate to another store, or give another --to-model or --to-tag"
+            )
+        return plan
+
+    def routes(self, table: AffixTable) -> list[Route]:
+        """Return the route of each deployment to copy."""
+        if self._plan is not None:
+            return [planned_route(table.deployments[0], self._plan)]
+        return list(verbatim_routes(table.deployments))
+
+    def refuse_destination(
+        self, table: AffixTable, *, on_batch: Callable[[int], None] = lambda objects: None
+    ) -> None:
+        """Raise ProfileError as `survey` does. table: of the source."""
+        refuse_destination(self.destination, self.routes(table), self.grammar, on_batch=on_batch)
+
+    def survey(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        *,
+        first_only: bool = False,
+        asks: bool = False,
+        on_batch: Callable[[int], None] = lambda objects: None,
+    ) -> list[Survey]:
+        """Survey the groups of each deployment in both stores, or of the first only.
+
+        asks: ask the destination for each object, instead of listing it.
+
+        Raises ProfileError if a listing shows that the destination has objects of another topology
+        under the same keys, StoreUnavailable.
+        """
+        routes = self.routes(inventory.table)
+        surveys = survey_source(inventory, groups, routes[:1] if first_only else routes)
+        return survey_destination(
+            self.destination, surveys, self.grammar, asks=asks, on_batch=on_batch
+        )

@@ -1,0 +1,98 @@
+"""Counts of a store's objects by affix and size: what is decided from many objects at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hicachectl.formats.keys.table import FOREIGN
+from hicachectl.formats.spec import UNKNOWN_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+IntArray = npt.NDArray[np.int64]
+
+_GROUPED = ["affix", "size"]
+_SCHEMA = pa.schema(
+    [
+        ("affix", pa.int32()),
+        ("size", pa.int64()),
+        ("objects", pa.int64()),
+        ("oldest_ns", pa.int64()),
+        ("newest_ns", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Census:
+    """Number and write times of the objects of each affix and size.
+
+    counts: a table of _SCHEMA, sorted. affix: FOREIGN for foreign keys. size: UNKNOWN_SIZE if the
+            store lists none. oldest_ns, newest_ns: Unix nanoseconds, null if not known.
+    """
+
+    counts: pa.Table
+
+    @classmethod
+    def of(cls, objects: pa.Table, affix_ids: npt.NDArray[np.int32]) -> Census:
+        """Count objects. objects: has nbytes and mtime_ns. affix_ids: [objects]."""
+        columns = {"affix": affix_ids, "size": objects.column("nbytes").fill_null(UNKNOWN_SIZE)}
+        times = objects.column("mtime_ns")
+        aggregates: list[object] = [([], "count_all")]
+        if has_times := times.null_count < len(times):
+            columns["time"] = times
+            aggregates += [("time", "min"), ("time", "max")]
+        counts = pa.table(columns).group_by(_GROUPED).aggregate(aggregates)
+        if not has_times:
+            none = pa.nulls(len(counts), pa.int64())
+            counts = counts.append_column("time_min", none).append_column("time_max", none)
+        return cls._sorted(counts.select([*_GROUPED, "count_all", "time_min", "time_max"]))
+
+    @classmethod
+    def total(cls, parts: Iterable[Census]) -> Census:
+        """Return the census of all objects of several."""
+        counts = pa.concat_tables([_SCHEMA.empty_table(), *(part.counts for part in parts)])
+        aggregates = [("objects", "sum"), ("oldest_ns", "min"), ("newest_ns", "max")]
+        counts = counts.group_by(_GROUPED).aggregate(aggregates)
+        sums = ("_".join(aggregate) for aggregate in aggregates)
+        return cls._sorted(counts.select([*_GROUPED, *sums]))
+
+    @classmethod
+    def _sorted(cls, counts: pa.Table) -> Census:
+        counts = counts.rename_columns(_SCHEMA.names).cast(_SCHEMA)
+        return cls(counts.sort_by([(name, "ascending") for name in _GROUPED]))
+
+    @cached_property
+    def affixes(self) -> IntArray:
+        """Affix id of each count."""
+        return self._column("affix").astype(np.int64)
+
+    @cached_property
+    def sizes(self) -> IntArray:
+        """Object size of each count."""
+        return self._column("size")
+
+    @cached_property
+    def objects(self) -> IntArray:
+        """Number of objects of each count."""
+        return self._column("objects")
+
+    def by_affix(self) -> dict[int, dict[int, int]]:
+        """Return the number of objects by affix and size, without foreign keys."""
+        found: dict[int, dict[int, int]] = {}
+        rows = zip(self.affixes.tolist(), self.sizes.tolist(), self.objects.tolist(), strict=True)
+        for affix, size, count in rows:
+            if affix != FOREIGN:
+                found.setdefault(affix, {})[size] = count
+        return found
+
+    def _column(self, name: str) -> IntArray:
+        values: IntArray = self.counts.column(name).to_numpy()
+        return values

@@ -1,0 +1,214 @@
+"""A listing in files, for processes that each read a part of it.
+
+The listing is divided by page hash, so all objects of a page are in one part. Objects without a
+page are in part 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hicachectl.backends.base import scan_schema, take_rows
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import convert
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.resolve import Resolved
+from hicachectl.formats.objects import Coordinate  # noqa: TC001 - msgspec reads it
+from hicachectl.io.table_files import opened_table, write_table
+from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
+from hicachectl.pages.inventory import Inventory, scan_columns, understood
+from hicachectl.pages.spool import AFFIX_ID, MEMORY_ROWS, Spool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.profile import Profile
+    from hicachectl.io.table_files import TableFile
+
+    IntArray = npt.NDArray[np.int64]
+
+Share = dict[str, list[int]]  # row groups by file name
+_GROUP_ROWS = 131_072  # at most, of one part
+
+
+class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What cannot be derived from the profile.
+
+    columns: of the files, besides AFFIX_ID. resolved: coordinate and readings of each affix id.
+    sizes: of each deployment's specs.
+    """
+
+    columns: list[str]
+    affixes: list[tuple[str, str]]
+    resolved: list[tuple[Coordinate | None, list[Coordinate]]]
+    sizes: list[list[int]]
+    mixes: list[SizeMix]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What all parts of a listing share. columns: of the objects."""
+
+    table: AffixTable
+    columns: tuple[str, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of a part's objects."""
+        return _schema(self.columns)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the listing for JSON, without the profile."""
+        table = self.table
+        form = _ListingForm(
+            columns=list(self.columns),
+            affixes=list(table.affixes),
+            resolved=[(one.coordinate, list(one.readings)) for one in table.resolved],
+            sizes=[[spec.nbytes for spec in one.specs] for one in table.deployments],
+            mixes=list(table.mixes),
+        )
+        mapping: dict[str, Any] = msgspec.to_builtins(form)
+        return mapping
+
+    @classmethod
+    def from_mapping(
+        cls, mapping: Mapping[str, Any], grammar: str, profile: Profile | None, source: str
+    ) -> Listing:
+        """Return the listing that `to_mapping` wrote.
+
+        grammar, profile: as for `publish_listing`. source: names the mapping in messages. Raises
+        FormatError for another mapping.
+        """
+        form = convert(dict(mapping), _ListingForm, source)
+        try:
+            _schema(form.columns)  # known columns only
+            resolved = [Resolved(one, tuple(readings)) for one, readings in form.resolved]
+            table = make_table(form.affixes, resolved, codec_for(grammar), profile)
+            deployments = [
+                replace(
+                    deployment,
+                    specs=tuple(
+                        replace(spec, nbytes=nbytes)
+                        for spec, nbytes in zip(deployment.specs, sizes, strict=True)
+                    ),
+                )
+                for deployment, sizes in zip(table.deployments, form.sizes, strict=True)
+            ]
+        except ValueError as error:
+            raise FormatError(f"{source}: does not fit the profile: {error}") from error
+        ids = [affix for mix in form.mixes for affix in mix.affix_ids]
+        if not all(0 <= affix < len(form.affixes) for affix in ids):
+            raise FormatError(f"{source}: has sizes of affixes that it does not have")
+        table = replace(table, deployments=tuple(deployments), mixes=tuple(form.mixes))
+        return cls(table, tuple(form.columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A listing that was written. objects: their number. shares: what each part reads."""
+
+    listing: Listing
+    objects: int
+    files: list[TableFile]
+    shares: list[Share]
+
+
+def publish_listing(
+    store: Store,
+    profile: Profile | None,
+    folder: Directory,
+    parts: int | Callable[[int], int],
+    *,
+    columns: Collection[str] = (),
+    on_batch: Callable[[int], None] = lambda objects: None,
+    memory_rows: int = MEMORY_ROWS,
+) -> Listed:
+    """Scan a store, and write its objects to an empty folder, divided into parts.
+
+    parts: their number, or a function of the number of objects. columns, on_batch: as for
+    `take_inventory`. memory_rows: from this number of objects on, they are kept in files. Memory:
+    about 500 bytes per object of the larger of memory_rows and 1/256 of all objects; if two models
+    share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError, and
+    ProfileError if the profile contradicts the store.
+    """
+    wanted = scan_columns(store, columns)
+    with Spool(scan_schema(wanted), folder, memory_rows) as spool:
+        spool.fill(store.scan(wanted), on_batch)
+        table, pieces = understood(spool, store.grammar, profile)
+        listing = Listing(table, tuple(wanted))
+        count = parts(spool.rows) if callable(parts) else parts
+        shares: list[Share] = [{} for _ in range(count)]
+        files = [
+            write_table(
+                folder,
+                name := f"{number:02x}.parquet",
+                _row_groups(piece, name, shares),
+                listing.schema,
+                dictionary=("nbytes", AFFIX_ID.name),
+            )
+            for number, piece in enumerate(pieces)
+            if len(piece.affix_ids)
+        ]
+    pa.default_memory_pool().release_unused()
+    return Listed(listing, spool.rows, files, shares)
+
+
+def read_share(
+    folder: Directory, files: Sequence[TableFile], share: Share, schema: pa.Schema, next_step: str
+) -> pa.Table:
+    """Return the objects of one part, with their affix ids.
+
+    files: of the listing. schema: `Listing.schema`. next_step: ends the message for a damaged file.
+    Raises FormatError for a damaged file, OSError, UntrustedError.
+    """
+    tables = [schema.empty_table()]
+    for file in files:
+        if groups := share.get(file.name):
+            with opened_table(folder, file, schema, next_step) as parquet:
+                tables.append(parquet.read_row_groups(groups).cast(schema))
+    return pa.concat_tables(tables)
+
+
+def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
+    """Return the inventory of a part. objects: as from `read_share`.
+
+    Raises FormatError if they are not objects of the table.
+    """
+    ids = objects.column(AFFIX_ID.name).to_numpy()
+    if len(ids) and not -1 <= ids.min() <= ids.max() < len(table.affixes):
+        raise FormatError("a part of the listing has affixes that the listing does not have")
+    inventory = Inventory(objects.drop_columns([AFFIX_ID.name]), ids, table)
+    return inventory.without_unused_columns()
+
+
+def _schema(columns: Collection[str]) -> pa.Schema:
+    return scan_schema(columns).append(AFFIX_ID)
+
+
+def _row_groups(piece: Inventory, name: str, shares: list[Share]) -> Iterator[pa.Table]:
+    """Yield a piece's objects by page hash, those of each part in row groups of their own.
+
+    Adds the row groups to the shares.
+    """
+    words = np.zeros(len(piece.affix_ids), dtype=np.uint64)  # part 0, unless there is a page
+    paged = ~piece.is_foreign
+    words[paged] = piece.page_words(paged, 0)
+    order = np.argsort(words, kind="stable")
+    bounds = [-(-part * 2**64 // len(shares)) for part in range(1, len(shares))]
+    starts = np.searchsorted(words[order], np.array(bounds, dtype=np.uint64)).tolist()
+    ids = pa.array(piece.affix_ids)
+    ordered = take_rows(piece.objects.append_column(AFFIX_ID, ids), order).combine_chunks()
+    number = 0
+    for share, start, end in zip(shares, [0, *starts], [*starts, len(order)], strict=True):
+        for first in range(start, end, _GROUP_ROWS):
+            share.setdefault(name, []).append(number)
+            number += 1
+            yield ordered.slice(first, min(_GROUP_ROWS, end - first))

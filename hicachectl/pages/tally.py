@@ -1,0 +1,85 @@
+"""Counts of a store that texts about the whole store need, as sums over its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.compute as pc
+
+from hicachectl.text.vocabulary import STATES
+
+if TYPE_CHECKING:
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import IntArray, Inventory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tally:
+    """Counts of some objects and their page groups; `+` adds those of other pages.
+
+    objects, unsized: [affixes + 1] objects of each affix, and those without a listed size; the last
+    entry is for foreign keys. first_keys: the smallest key of each ambiguous affix. pages: distinct
+    pages. states: [deployments + 1, 4] groups by state; the last row is for groups of ambiguous
+    keys.
+    """
+
+    objects: IntArray
+    unsized: IntArray
+    first_keys: dict[int, bytes]
+    pages: int
+    states: IntArray
+
+    def __add__(self, other: Tally) -> Tally:
+        first_keys = dict(self.first_keys)
+        for affix, key in other.first_keys.items():
+            first_keys[affix] = min(key, first_keys.get(affix, key))
+        return Tally(
+            objects=self.objects + other.objects,
+            unsized=self.unsized + other.unsized,
+            first_keys=first_keys,
+            pages=self.pages + other.pages,
+            states=self.states + other.states,
+        )
+
+    @property
+    def groups(self) -> int:
+        """Number of page groups."""
+        return int(self.states.sum())
+
+
+def object_counts(inventory: Inventory) -> IntArray:
+    """Return the number of objects of each affix, [affixes + 1]; the last is for foreign keys."""
+    return _by_affix(inventory, inventory.affix_ids)
+
+
+def tally_of(inventory: Inventory, groups: PageGroups) -> Tally:
+    """Count the objects of an inventory and their groups."""
+    objects = object_counts(inventory)
+    without_size = inventory.objects.column("nbytes").is_null().to_numpy()
+    deployments = len(groups.deployments) + 1
+    codes = (groups.deployment_ids % deployments) * len(STATES) + groups.states
+    counts = np.bincount(codes, minlength=deployments * len(STATES))
+    return Tally(
+        objects=objects,
+        unsized=_by_affix(inventory, inventory.affix_ids[without_size]),
+        first_keys=_first_keys(inventory, objects),
+        pages=int(np.count_nonzero(np.bincount(groups.page_ids))),
+        states=counts.reshape(deployments, len(STATES)),
+    )
+
+
+def _by_affix(inventory: Inventory, affix_ids: np.ndarray) -> IntArray:
+    count = len(inventory.table.affixes)
+    shifted: IntArray = np.bincount(affix_ids + 1, minlength=count + 1)
+    return np.roll(shifted, -1)
+
+
+def _first_keys(inventory: Inventory, objects: IntArray) -> dict[int, bytes]:
+    found = {}
+    for affix, resolved in enumerate(inventory.table.resolved):
+        if resolved.ambiguous and objects[affix]:
+            rows = np.flatnonzero(inventory.affix_ids == affix)
+            found[affix] = pc.min(inventory.take(rows, ["key"]).column("key")).as_py()
+    return found

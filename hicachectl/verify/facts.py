@@ -1,0 +1,93 @@
+"""Results of the parts of a verification, which its report adds up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pyarrow as pa
+
+    from hicachectl.pages.tally import Tally
+
+_SUMS = (
+    "in_flight",
+    "gone",
+    "sampled",
+    "to_read",
+    "objects_read",
+    "bytes_read",
+    "compared",
+    "undigested",
+    "seconds",
+    "repaired",
+    "quarantined",
+)
+
+
+class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts and texts about a part; `+` adds those of another part.
+
+    nbytes: listed bytes; None if a size is not known. in_flight: page groups. gone: objects that
+    vanished since the listing. sampled: pages with an object to read. to_read: objects chosen to
+    be read; planned: those of each check group. objects_read: number tried; bytes_read: of those
+    read whole. compared, undigested: objects that the store compared with a digest of its own, and
+    objects without one. complete: no object was left unread by the time limit. devices: names;
+    none for the CPU. skipped: reason by name for `skipped_checks`. explained: why nothing was
+    checked, else "". repaired, quarantined: page groups; unrepaired: whether a repair failed.
+    """
+
+    nbytes: int | None
+    in_flight: int = 0
+    gone: int = 0
+    sampled: int = 0
+    to_read: int = 0
+    planned: dict[str, int] = {}
+    objects_read: int = 0
+    bytes_read: int = 0
+    compared: int = 0
+    undigested: int = 0
+    complete: bool = True
+    devices: tuple[str, ...] = ()
+    seconds: float = 0.0
+    remarks: tuple[str, ...] = ()
+    skipped: dict[str, str] = {}
+    explained: str = ""
+    repaired: int = 0
+    quarantined: int = 0
+    unrepaired: bool = False
+
+    def __add__(self, other: VerifyFacts) -> VerifyFacts:
+        return VerifyFacts(
+            nbytes=(
+                None if self.nbytes is None or other.nbytes is None else self.nbytes + other.nbytes
+            ),
+            planned={
+                check: self.planned.get(check, 0) + other.planned.get(check, 0)
+                for check in self.planned | other.planned
+            },
+            complete=self.complete and other.complete,
+            devices=_distinct(self.devices + other.devices),
+            remarks=_distinct(self.remarks + other.remarks),
+            skipped=other.skipped | self.skipped,
+            explained=self.explained or other.explained,
+            unrepaired=self.unrepaired or other.unrepaired,
+            **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """Result of a part for the report. found: `checks.findings.NAMED_SCHEMA`."""
+
+    facts: VerifyFacts
+    tally: Tally
+    found: pa.Table
+
+
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))

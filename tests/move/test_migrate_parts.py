@@ -1,0 +1,265 @@
+"""Migrations in parts: N parts one after another do what one run does, also after interruptions.
+
+Each part plans its own pages of one listing and keeps the plan; a later attempt of the part
+continues that plan, whatever the earlier attempts have changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.transfer import retargeted
+from hicachectl.move.batches import CopyOptions
+from hicachectl.move.journal import Journal, JournalFiles
+from hicachectl.move.migrate import migrate, migrate_part, rehearse_part
+from hicachectl.move.migration import Migration, MigrationRequest
+from hicachectl.move.migration_choice import plan_groups
+from hicachectl.move.migration_outcome import MigrationFacts, MigrationOutcome, outcome_of
+from hicachectl.move.migration_plan import KeptPlan
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.selection import Selection
+from hicachectl.pages.unmatched import explain_selection
+from hicachectl.requests.files import PageList
+from tests.move.migrations import demo_store
+from tests.stores import OLD, contents, page, put
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hicachectl.pages.inventory import Inventory
+
+PAGES = 12
+STEPS = 2  # of a part, at least
+NOW_NS = (OLD + 10**8) * 10**9
+SMALL = CopyOptions(buffer_bytes=224 << 10, jobs=1)
+
+
+class KilledError(BaseException):
+    """Stand-in for a kill: ends a run."""
+
+
+class Killer:
+    """Ends a run before its n-th step, then lets it do nothing more. steps: steps so far.
+
+    A step is a call that changes a store or a journal.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.steps = 0
+        self._at = at
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in (
+                (FileStore, "write_from"),
+                (FileStore, "copy_from"),
+                (FileStore, "delete"),
+                (FileStore, "undo_writes"),
+                (Journal, "copied"),
+                (Journal, "removed"),
+            ):
+                patch.setattr(owner, name, self._step(getattr(owner, name)))
+            yield
+
+    def _step(self, call: Any) -> Any:
+        def stepped(*arguments: Any, **options: Any) -> Any:
+            self.steps += 1
+            if self.steps >= self._at:
+                raise KilledError
+            return call(*arguments, **options)
+
+        return stepped
+
+
+@dataclass
+class Site:
+    """A source, a destination, and a run directory of parts."""
+
+    folder: Path
+    request: MigrationRequest
+    kept: dict[int, KeptPlan] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+    listed: Inventory | None = None
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "target"
+
+    def copy(self, name: str) -> Site:
+        """Return an equal site elsewhere."""
+        folder = self.folder.parent / name
+        shutil.copytree(self.folder, folder)
+        return Site(folder, self.request)
+
+    def whole(self) -> MigrationOutcome:
+        """Migrate in one run."""
+        with FileStore(self.source) as source, FileStore(self.target) as target:
+            return migrate(source, target, self.request)
+
+    def in_parts(self, count: int, killers: Iterator[Killer]) -> MigrationOutcome:
+        """Migrate in parts, one after another; attempts are killed until `killers` is empty."""
+        with FileStore(self.source) as source, FileStore(self.target) as target:
+            migration = Migration(source, target, self.request, JournalFiles(self.folder / "none"))
+            self.listed = take_inventory(source, self.request.profile, columns=migration.columns)
+            migration.stores.refuse_destination(self.listed.table)
+            nothing = explain_selection(source, self.listed, self.request.selection)
+            urls = source.url, target.url
+        facts = []
+        for number in range(count):
+            rows = rows_of_part(self.listed, number, count)
+            while True:
+                killer = next(killers, None)
+                with ExitStack() as stack:
+                    if killer is not None:
+                        stack.enter_context(killer.watching())
+                    try:
+                        facts.append(self._attempt(number, rows))
+                        break
+                    except KilledError:
+                        continue
+        return outcome_of(facts, *urls, self.request, nothing)
+
+    def _attempt(self, number: int, rows: np.ndarray) -> MigrationFacts:
+        """Run a part with the plan of its first attempt."""
+        assert self.listed is not None
+        attempt = self.attempts[number] = self.attempts.get(number, -1) + 1
+        paths = [self.folder / f"{number}-{k}.jsonl" for k in range(attempt + 1)]
+        files = JournalFiles(paths[-1], tuple(paths[:-1]), kept=True)
+        with FileStore(self.source) as source, FileStore(self.target) as target:
+            migration = Migration(source, target, self.request, files)
+            part = self.listed.only(rows)
+
+            def planned(kept: KeptPlan | None) -> Any:
+                return plan_groups(migration, part, (), now_ns=NOW_NS, asks=True, kept=kept)
+
+            if number not in self.kept:
+                self.kept[number] = through_json(planned(None).keep())
+            plan = planned(self.kept[number])
+            if self.request.dry_run:
+                return rehearse_part(migration, plan)
+            return migrate_part(migration, plan)
+
+
+def through_json(kept: KeptPlan) -> KeptPlan:
+    facts = msgspec.json.decode(msgspec.json.encode(kept.facts), type=MigrationFacts)
+    return KeptPlan(facts, kept.groups)
+
+
+def rows_of_part(listed: Inventory, number: int, count: int) -> np.ndarray:
+    """Return the rows of a part: by the first word of the page hash; foreign objects in part 0."""
+    pages = listed.pages().to_pylist()
+    parts = [0 if name is None else int(name[:16], 16) * count >> 64 for name in pages]
+    return np.flatnonzero(np.array(parts) == number)
+
+
+def told(outcome: MigrationOutcome) -> tuple[dict[str, Any], list[str]]:
+    """Return what a migration reports, except times and what an interruption may change."""
+    document = {k: v for k, v in outcome.document.items() if k not in ("seconds", "resumed")}
+    document |= {"source": None, "destination": None}
+    document["problems"] = sorted(map(str, document["problems"]))
+    return document, sorted(outcome.remarks)
+
+
+def damaged_site(folder: Path, request: MigrationRequest) -> Site:
+    """Make stores with groups of every fate.
+
+    In the source: whole and partial pages, wrong sizes, other deployments and other files. In the
+    destination: some of its pages, whole, in part, of other bytes and of other sizes.
+    """
+    folder.mkdir()
+    source = demo_store(folder / "source", PAGES)
+    target = folder / "target"
+    target.mkdir()
+    anchors = sorted(path for path in source.iterdir() if ".mamba" not in path.name)
+    pages = sorted({path.name[:64] for path in anchors})
+    for path in source.iterdir():
+        if path.name[:64] in pages[:2] or path == anchors[6]:
+            shutil.copy2(path, target / path.name)
+    for at, change in ((8, b"x"), (10, b"\0" * 8192)):
+        shutil.copy2(anchors[at], target / anchors[at].name)
+        with (target / anchors[at].name).open("r+b") as file:
+            file.write(change)
+            if len(change) > 1:
+                file.truncate(len(change))
+    anchors[12].unlink()
+    anchors[14].write_bytes(b"short")
+    for number in range(3):
+        put(source, f"{page(number)}_other.bin", 100 + number)
+    (source / "README").write_text("not an object")
+    put(target, "README.md")
+    return Site(folder, request)
+
+
+PROFILED = MigrationRequest(profile=PROFILE, options=SMALL)
+LISTED = [page(0), page(1), page(7)]
+REQUESTS = {
+    "verbatim": MigrationRequest(options=SMALL),
+    "profiled": PROFILED,
+    "reshaped": replace(
+        PROFILED, destination_profile=retargeted(PROFILE, tp=4, layout="page_first_direct")
+    ),
+    "verified": replace(PROFILED, options=replace(SMALL, verify=True), if_exists="verify"),
+    "overwritten": replace(PROFILED, if_exists="overwrite"),
+    "partial": replace(PROFILED, partial=True, damaged=True),
+    "moved": replace(PROFILED, options=replace(SMALL, verify=True, move=True)),
+    "moved-verbatim": MigrationRequest(options=replace(SMALL, verify=True, move=True)),
+    "rehearsed": replace(PROFILED, dry_run=True),
+    "large": replace(PROFILED, options=replace(SMALL, buffer_bytes=80 << 10)),
+    "listed": MigrationRequest(
+        options=SMALL, pages=PageList("file", LISTED, [None, "no-such-group", "other"], [1, 1, 1])
+    ),
+    "unlisted": replace(PROFILED, pages=PageList("file", [page(7)], [None], [1])),
+    "nothing": MigrationRequest(options=SMALL, selection=Selection(model="no/such")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 3) for name in REQUESTS), ("profiled", 40), ("moved", 40)]
+)
+def test_parts_do_what_one_run_does(tmp_path: Path, name: str, count: int) -> None:
+    site = damaged_site(tmp_path / "parts", REQUESTS[name])
+    one = site.copy("one")
+    expected, found = one.whole(), site.in_parts(count, iter(()))
+    expected.document.pop("estimated_seconds", None)
+    assert told(found) == told(expected)
+    assert contents(site.target) == contents(one.target)
+    assert contents(site.source) == contents(one.source)
+
+
+@pytest.mark.parametrize(
+    "name", ["profiled", "reshaped", "verified", "overwritten", "partial", "moved"]
+)
+@pytest.mark.slow
+def test_a_part_killed_at_any_step_is_completed_by_its_next_attempts(
+    tmp_path: Path, name: str
+) -> None:
+    site = damaged_site(tmp_path / "parts", REQUESTS[name])
+    one = site.copy("one")
+    expected = one.whole()
+    for at in itertools.count(1):
+        cut = site.copy(f"cut-{at}")
+        killers = [Killer(at), Killer(max(1, at // 2))]
+        found = cut.in_parts(2, iter(killers))
+        assert told(found) == told(expected), at
+        assert contents(cut.target) == contents(one.target), at
+        assert contents(cut.source) == contents(one.source), at
+        shutil.rmtree(cut.folder)
+        if killers[0].steps < at:
+            assert at > STEPS
+            break
