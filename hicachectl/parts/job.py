@@ -1,0 +1,140 @@
+"""A command whose work can be divided: the interface between commands and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.parts.manifest import Manifest, Published
+    from hicachectl.parts.records import Record, StageResult
+
+Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
+
+# Number of parts, or a function of the number of objects.
+PartCount = int | Callable[[int], int]
+
+# Module of each command that can be divided; its KIND is the command's `Kind`.
+MODULES: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PartInput:
+    """What one attempt at a part works on.
+
+    owner:    16 hex digits that mark the unfinished writes of this attempt.
+    earlier:  owners of earlier attempts; their processes have ended, or lost the part.
+    tables:   the part's own tables, from `Job.tables`.
+    plan:     the kept plan of the part; None if the job's kind has no plans, or while planning.
+    journals: a path for each attempt; the last is this attempt's, and others may be missing.
+    divided:  the number by which limits of the whole run are divided.
+    age:      returns seconds since the listing, at least; measured by one clock.
+    check:    raises ClaimLostError if another process took over the part. Call it often.
+    """
+
+    manifest: Manifest
+    part: int
+    attempt: int
+    owner: str
+    earlier: tuple[str, ...]
+    tables: Tables
+    plan: StageResult | None
+    journals: tuple[Path, ...]
+    divided: int
+    age: Callable[[], float]
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Outcome of a whole run.
+
+    document: the command's, with the member `rows_name` for rows. failed: exit status 4.
+    lines: returns the lines of the `table` format; its argument is whether to use colours.
+    catalog: entries for `--catalog`; None if the run recorded none.
+    """
+
+    document: dict[str, Any]
+    rows: pa.Table
+    rows_name: str
+    remarks: list[str]
+    failed: bool
+    lines: Callable[[bool], Iterator[str]]
+    catalog: Iterator[pa.Table] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A command that can be divided.
+
+    schemas:  of the tables of plans and results, by name.
+    merge:    takes results by part, without the missing ones, and the result of `finish`; opens no
+              store.
+    finishes: one process calls `finish` after the last part.
+    """
+
+    command: str
+    schemas: Mapping[str, pa.Schema]
+    merge: Callable[[Manifest, Mapping[int, Record], Record | None], Merged]
+    finishes: bool = False
+
+
+class Job(Protocol):
+    """A command with its options and open stores.
+
+    plans: a part's plan is kept before its first change, so that a killed part ends like an
+    undisturbed one.
+    identity: what must be equal in all parts of a run, by the name in messages: `store`,
+    `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
+    options: everything else that the lister decides for all parts. permissions: who may read the
+    run directory.
+    Methods raise HicacheError.
+    """
+
+    kind: Kind
+    plans: bool
+    identity: dict[str, Any]
+    options: dict[str, Any]
+    permissions: Permissions
+
+    def publish(
+        self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
+    ) -> Published:
+        """List and plan for all parts; write the tables to a new folder.
+
+        on_listed: call it often with the number of new objects; it raises ClaimLostError.
+        """
+
+    def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
+        """Return the tables that a part works on."""
+
+    def plan(self, given: PartInput) -> StageResult:
+        """Return what a part is going to change, before the first change."""
+
+    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        """Do the work of a part.
+
+        on_progress: takes new and total bytes; it raises ClaimLostError.
+        """
+
+    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+        """Do what needs the results of all parts."""
+
+
+def kind_of(command: str, source: str) -> Kind:
+    """Return a command's kind. Raises FormatError, naming `source`, for an unknown command."""
+    module = MODULES.get(command)
+    if module is None:
+        raise FormatError(f"{source}: is a run of {command!r:.40}, which has no parts")
+    kind: Kind = import_module(module).KIND
+    return kind

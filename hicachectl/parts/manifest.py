@@ -1,0 +1,125 @@
+"""The manifest of a divided run: `run.json`, which publishes the listing and the plan.
+
+All parts of a run read it, so they agree on every decision about the whole store.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from hicachectl import __version__
+from hicachectl.formats.documents import parse_json_object, shown
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import convert
+from hicachectl.io.table_files import Count, FileName, TableFile  # noqa: TC001 - msgspec reads them
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FORM = 1
+MOST_PARTS = 10_000
+MOST_BYTES = 64 << 20
+_MOST_VALUES = 16_000_000
+
+Owner = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Moment = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Published(Struct, kw_only=True):
+    """What the lister of a job publishes, beside its identity and options.
+
+    listing_ns: Unix time of the listing. table: of affixes, as `pages` writes it.
+    files: all tables, in `folder`. shares: row groups by file name, for each part.
+    facts: the job's own.
+    """
+
+    listing_ns: Moment = 0
+    table: dict[str, Any] = {}
+    files: list[TableFile] = []
+    shares: Annotated[list[dict[FileName, list[Count]]], Meta(min_length=1, max_length=MOST_PARTS)]
+    facts: dict[str, Any] = {}
+
+
+class Manifest(Struct, kw_only=True):
+    """A run. run: random name. folder: directory of the published tables.
+
+    version: of hicachectl. identity: what must be equal in all parts, by the name in messages:
+    the stores' URLs and options such as `--checks`. options: of the lister, with every default
+    resolved; all parts use these. spent_seconds: duration of listing and planning.
+    """
+
+    form: int
+    version: str
+    run: Owner
+    command: str
+    identity: dict[str, Any]
+    options: dict[str, Any]
+    spent_seconds: Seconds
+    folder: FileName
+    published: Published
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.published.shares)
+
+    def file(self, name: str) -> TableFile | None:
+        """Return a published table by its file name; None if there is none."""
+        return next((file for file in self.published.files if file.name == name), None)
+
+
+def dump(form: Struct) -> bytes:
+    """Return a manifest or a record as JSON text. Raises UsageError if readers would refuse it."""
+    content = json.dumps(msgspec.to_builtins(form)).encode()
+    if len(content) > MOST_BYTES:
+        raise UsageError(
+            f"A record of the run takes {len(content)} bytes, more than {MOST_BYTES}; give fewer "
+            "parts"
+        )
+    return content
+
+
+def parse_manifest(content: bytes, source: str) -> Manifest:
+    """Parse a manifest.
+
+    source: the run directory. Raises FormatError for other content, UsageError for the manifest of
+    another release.
+    """
+    path = f"{source}/run.json"
+    if len(content) > MOST_BYTES:
+        raise FormatError(f"{path}: larger than {MOST_BYTES} bytes; give another --run")
+    document = parse_json_object(content, path, max_values=_MOST_VALUES)
+    for name, mine in (("form", FORM), ("version", __version__)):
+        if document.get(name) != mine:
+            theirs = shown(document.get(name))
+            raise UsageError(
+                f"{source}: was begun by hicachectl of {name} {theirs}, but this one has {mine!r}; "
+                "finish the run with the same release, or give another --run"
+            )
+    return convert(document, Manifest, path)
+
+
+def refuse_other(
+    manifest: Manifest, command: str, identity: Mapping[str, Any], source: str
+) -> None:
+    """Raise UsageError, with both values, if a run was begun with another command or options.
+
+    identity: as `Manifest.identity`.
+    """
+    mine = {"command": command, **identity}
+    theirs = {"command": manifest.command, **manifest.identity}
+    for name in dict.fromkeys([*mine, *theirs]):
+        if mine.get(name) != theirs.get(name):
+            raise UsageError(
+                f"{source}: was begun with {name} {_text(theirs.get(name))}, but this command has "
+                f"{_text(mine.get(name))}; give the same options, or another --run"
+            )
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else shown(value)

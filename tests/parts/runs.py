@@ -1,0 +1,75 @@
+"""Runs of the toy command: in this process, and in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.parts.directory import RunDirectory
+from hicachectl.parts.job import MODULES
+from hicachectl.parts.results import merge_run
+from hicachectl.parts.running import begin, run_part
+from tests.parts.toy import ToyJob
+
+if TYPE_CHECKING:
+    from hicachectl.parts.job import Merged
+    from hicachectl.parts.running import PartOutcome
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = 12  # objects in the toy store
+
+
+class ToyRun:
+    """A toy store, destination and run directory below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = folder / "store"
+        self.destination = folder / "destination"
+        self.path = folder / "run"
+        self.store.write_text("\n".join(map(str, range(NUMBERS))))
+        self.destination.mkdir()
+
+    def part(self, part: int, parts: int, **settings: Any) -> PartOutcome:
+        """Do a part in this process."""
+        job = ToyJob(self.store, self.destination, **settings)
+        with RunDirectory.create(self.path, job.permissions) as run:
+            begun = begin(run, job, parts)
+            return run_part(run, job, begun, part)
+
+    def start(self, part: int, parts: int, **settings: Any) -> subprocess.Popen[str]:
+        """Do a part in a process of its own."""
+        given = [f"{name}={value}" for name, value in settings.items()]
+        places = [self.store, self.destination, self.path]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.parts.toy", *places, f"{part}/{parts}", *given],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def merged(self) -> Merged:
+        """Merge the run."""
+        with RunDirectory.existing(self.path) as run:
+            return merge_run(run)
+
+    @property
+    def listings(self) -> int:
+        """Number of listings of the store."""
+        return len((self.folder / "listings").read_text().splitlines())
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the names in a directory, sorted."""
+    return sorted(entry.name for entry in directory.iterdir())
+
+
+@pytest.fixture
+def toy_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyRun:
+    """Return a run that has not begun."""
+    monkeypatch.setitem(MODULES, "toy", "tests.parts.toy")
+    return ToyRun(tmp_path)

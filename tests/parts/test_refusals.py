@@ -1,0 +1,160 @@
+"""What does not belong to a run is refused in one line, with both values, before any change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+
+from hicachectl.cli.commands.parts import chosen_shard, do_part
+from hicachectl.cli.group import COMMANDS, CommandEntry
+from hicachectl.cli.options import lock_option, output_options, parts_options
+from hicachectl.formats.errors import HicacheError
+from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.parts.runs import ToyRun, names_in, toy_run  # noqa: F401 - a fixture
+from tests.parts.toy import ToyJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@click.command("toy")
+@click.argument("store", type=click.Path())
+@click.argument("destination", type=click.Path())
+@click.option("--factor", default=1)
+@lock_option
+@parts_options
+@output_options
+@click.pass_context
+def toy_command(ctx: click.Context, /, store: str, destination: str, **options: Any) -> None:
+    """Copy numbers."""
+    shard = chosen_shard(ctx, options, whole_only=("lock", "output", "output_format"))
+    if shard is not None:
+        job = ToyJob(Path(store), Path(destination), factor=options["factor"])
+        do_part(ctx, options["run_directory"], shard, job)
+
+
+@pytest.fixture
+def toy_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the toy command, and `merge`."""
+    monkeypatch.setitem(COMMANDS, "merge", CommandEntry("merge", "Join."))
+    monkeypatch.setitem(COMMANDS, "toy", CommandEntry("toy", "Copy numbers."))
+    module = SimpleNamespace(command=toy_command)
+    monkeypatch.setitem(sys.modules, "hicachectl.cli.commands.toy", module)
+
+
+@pytest.mark.usefixtures("toy_commands")
+def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) -> None:  # noqa: F811
+    """A part prints one line on stderr and exits with 0; merge prints the document."""
+    run = ["toy", toy_run.store, toy_run.destination, "--run", toy_run.path]
+    done = invoke(*run, "--shard", "1/2")
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"hicachectl: Part 1 of 2 is done; when all are, join them with: hicachectl merge "
+        f"{toy_run.path}\n"
+    )
+    partly = invoke("merge", toy_run.path, "--format", "json", exit_code=4)
+    assert partly.document["missing_parts"] == [0]
+    assert partly.stderr == (
+        f"hicachectl: {toy_run.path}: part 0 of 2: no result; run what is missing\n"
+    )
+    invoke(*run, "--shard", "0/2")
+    assert "Part 0 of 2 was done before, on" in invoke(*run, "--shard", "0/2").stderr
+    assert invoke("merge", toy_run.path, "--format", "json").document["copied"] == 12
+    assert invoke("merge", toy_run.path).stdout == "12 copied\n"
+    assert len(invoke("merge", toy_run.path, "--format", "jsonl").rows) == 12
+
+
+@pytest.mark.usefixtures("toy_commands")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--run", "RUN"], "--run needs --shard"),
+        (["--shard", "0/2"], "--shard needs --run DIR"),
+        (["--shard", "0/2", "--run", "RUN", "--lock", "L"], "--lock cannot be combined with"),
+        (["--shard", "0/2", "--run", "RUN", "-o", "F"], "--output cannot be combined with"),
+        (["--shard", "0/2", "--run", "RUN", "--format", "json"], "--format cannot be combined"),
+        (["--shard", "2/2", "--run", "RUN"], "the last is 1"),
+        (["--shard", "/2", "--run", "RUN"], "neither is set"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    invoke: Invoke,
+    toy_run: ToyRun,  # noqa: F811
+    options: list[str],
+    said: str,
+) -> None:
+    given = [str(toy_run.path) if option == "RUN" else option for option in options]
+    refused = invoke("toy", toy_run.store, toy_run.destination, *given, exit_code=2)
+    assert said in refused.stderr
+    assert not toy_run.path.exists()
+
+
+def test_another_run_is_refused(toy_run: ToyRun) -> None:  # noqa: F811
+    toy_run.part(0, 2)
+    other = ToyRun(folder_of(toy_run, "other"))
+    other.path, other.destination = toy_run.path, toy_run.destination
+    before = names_in(toy_run.path)
+    cases: list[tuple[Callable[[], object], str, str, str]] = [
+        (lambda: toy_run.part(0, 3), "parts", "2", "3"),
+        (lambda: toy_run.part(0, 2, factor=5), "--factor", "1", "5"),
+        (lambda: other.part(0, 2), "store", str(toy_run.store), str(other.store)),
+    ]
+    for call, name, theirs, mine in cases:
+        with pytest.raises(HicacheError) as refusal:
+            call()
+        assert str(refusal.value) == (
+            f"{toy_run.path}: was begun with {name} {theirs}, but this command has {mine}; give "
+            "the same options, or another --run"
+        )
+    assert names_in(toy_run.path) == before
+    assert toy_run.part(1, 2).record.settled
+
+
+def folder_of(run: ToyRun, name: str) -> Path:
+    folder = run.folder / name
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "said"),
+    [
+        ("version", "0.0.1", "version '0.0.1', but this one has "),
+        ("form", 9, "form 9, but this one has 1"),
+        ("form", None, "form None, but this one has 1"),
+        ("command", "other", "was begun with command other, but this command has toy"),
+        ("folder", "../outside", "run.json: folder: expected `?str"),
+        ("run", "x", "run.json: run: expected"),
+        ("identity", [], "run.json: identity: expected"),
+    ],
+)
+def test_other_releases_commands_and_forms(
+    toy_run: ToyRun,  # noqa: F811
+    member: str,
+    value: object,
+    said: str,
+) -> None:
+    toy_run.part(0, 2)
+    path = toy_run.path / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {member: value}))
+    with pytest.raises(HicacheError, match=said) as refusal:
+        toy_run.part(1, 2)
+    assert "\n" not in str(refusal.value)
+    assert not (toy_run.path / "parts/00001").exists()
+
+
+def test_a_directory_with_other_files_is_refused(toy_run: ToyRun) -> None:  # noqa: F811
+    toy_run.path.mkdir()
+    (toy_run.path / "lost+found").mkdir()
+    (toy_run.path / "notes.txt").write_text("mine")
+    with pytest.raises(HicacheError, match=r"has other files, such as notes.txt; give --run an"):
+        toy_run.part(0, 1)
+    assert names_in(toy_run.path) == ["lost+found", "notes.txt"]
+    (toy_run.path / "notes.txt").unlink()
+    assert toy_run.part(0, 1).record.settled

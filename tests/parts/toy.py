@@ -1,0 +1,160 @@
+"""A small command with parts: it copies numbers from a text file, each to a file of its own.
+
+Numbers are the objects; a part gets every N-th of them. Run as a program, it does one part:
+`python -m tests.parts.toy STORE DESTINATION RUN I/N [BEHAVIOUR …]`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.io.table_files import opened_table, write_table
+from hicachectl.parts.job import Kind, Merged, PartInput, Tables
+from hicachectl.parts.manifest import Manifest, Published
+from hicachectl.parts.records import Record, StageResult
+from tests.parts.claimant import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.parts.job import PartCount
+
+NUMBERS = pa.schema([pa.field("number", pa.int64(), nullable=False)])
+AGAIN = "run it again"
+
+
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+    """Sum the copied numbers."""
+    tables = [result.table("copied") for result in results.values()]
+    copied = pa.concat_tables(tables or [NUMBERS.empty_table()])
+
+    def lines(colour: bool) -> Iterator[str]:
+        yield f"{len(copied)} copied"
+
+    document = {
+        "copied": len(copied),
+        "complete": all(result.form.settled for result in results.values()),
+        "finished": None if finish is None else finish.facts["largest"],
+        "numbers": copied,
+    }
+    return Merged(document, copied, "numbers", [], False, lines)
+
+
+KIND = Kind("toy", {"copied": NUMBERS, "planned": NUMBERS}, merge, finishes=True)
+
+
+class ToyJob:
+    """Copies the numbers of a file, slowly if asked.
+
+    seconds: of work for each number. full: the number from which the destination seems full.
+    """
+
+    kind = KIND
+    plans = True
+
+    def __init__(
+        self,
+        store: Path,
+        destination: Path,
+        *,
+        seconds: float = 0.0,
+        listing_seconds: float = 0.0,
+        full: int | None = None,
+        factor: int = 1,
+        permissions: Permissions | None = None,
+    ) -> None:
+        self._store = store
+        self._destination = destination
+        self._seconds = seconds
+        self._listing_seconds = listing_seconds
+        self._full = full
+        self.identity: dict[str, Any] = {
+            "store": str(store),
+            "destination": str(destination),
+            "--factor": factor,
+        }
+        self.options: dict[str, Any] = {"factor": factor}
+        self.permissions = permissions or Permissions()
+
+    def publish(
+        self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
+    ) -> Published:
+        numbers = [int(line) for line in self._store.read_text().split()]
+        with (self._store.parent / "listings").open("a") as listings:
+            listings.write("listed\n")
+        for _ in numbers:
+            time.sleep(self._listing_seconds)
+            on_listed(1)
+        count = parts(len(numbers)) if callable(parts) else parts
+        pieces = [pa.table({"number": numbers[part::count]}, NUMBERS) for part in range(count)]
+        file = write_table(folder, "00.parquet", pieces, NUMBERS)
+        return Published(files=[file], shares=[{file.name: [part]} for part in range(count)])
+
+    def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
+        file = manifest.published.files[0]
+        with opened_table(folder, file, NUMBERS, AGAIN) as parquet:
+            own = parquet.read_row_groups(manifest.published.shares[part][file.name])
+        return {"numbers": lambda: own}
+
+    def plan(self, given: PartInput) -> StageResult:
+        numbers = given.tables["numbers"]()
+        there = [not (self._destination / str(n)).exists() for n in numbers["number"].to_pylist()]
+        return StageResult({}, {"planned": numbers.filter(pa.array(there, pa.bool_()))})
+
+    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        assert given.plan is not None
+        planned = given.plan.tables["planned"]
+        done = []
+        for number in planned["number"].to_pylist():
+            if self._full is not None and number >= self._full:
+                continue
+            (self._destination / str(number)).write_text(given.owner)
+            time.sleep(self._seconds)
+            on_progress(1, len(planned))
+            done.append(number)
+        copied = pa.table({"number": done}, NUMBERS)
+        return StageResult({"earlier": list(given.earlier)}, {"copied": copied},
+                           settled=len(done) == len(planned))  # fmt: skip
+
+    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+        numbers = [n for r in results.values() for n in r.table("copied")["number"].to_pylist()]
+        return StageResult({"largest": max(numbers, default=None)})
+
+
+def _main(store: str, destination: str, run: str, shard: str, *settings: str) -> None:
+    """Do one part in a process of its own; settings: NAME=VALUE."""
+    from hicachectl.__main__ import _say
+    from hicachectl.formats.errors import HicacheError
+    from hicachectl.parts.directory import RunDirectory
+    from hicachectl.parts.running import begin, run_part
+    from hicachectl.parts.shards import parse_shard
+
+    values = dict(setting.split("=") for setting in settings)
+    settle(values)
+    job = ToyJob(
+        Path(store),
+        Path(destination),
+        seconds=float(values.get("seconds", 0)),
+        listing_seconds=float(values.get("listing", 0)),
+    )
+    try:
+        with RunDirectory.create(Path(run), job.permissions) as opened:
+            chosen = parse_shard(shard)
+            begun = begin(opened, job, chosen.count, say=_say)
+            outcome = run_part(opened, job, begun, chosen.number, say=_say)
+    except HicacheError as error:
+        _say(str(error))
+        sys.exit(2)
+    said = "was finished before by" if outcome.earlier else "is finished by"
+    _say(f"part {outcome.record.part} {said} {outcome.record.host}")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
