@@ -11,11 +11,13 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import WRITING, Action, CopyOptions
+from hicachectl.move.results import Problem
 from hicachectl.move.survey import decide
 from hicachectl.move.work import PageWork
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.prewarm.choice import PageChoice
 from hicachectl.prewarm.forest import grow_forest
+from hicachectl.prewarm.outcome import PlanFacts
 from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.hits import find_hits
 
@@ -72,59 +74,84 @@ class PrewarmRequest:
         return self.destination_profile or self.profile
 
 
-@dataclass(slots=True)
-class PagePlan:
-    """Pages to copy, best first.
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedPages:
+    """Pages of a source wanted in the destination, best first.
 
-    wanted: survey rows of wanted pages. items: the rows of these to copy. cost: bytes that each
-    item adds to the destination. actions: of every survey row. parents, depths: of each item in its
-    chain; null and 0 if unknown.
-    names: pages that servers could restore from the source. there: number of these in the
-    destination. missing: number of requested pages not in `names`. cut: whether the budget excluded
-    pages.
+    wanted: survey rows. items: the rows of these to copy. cost: bytes that each item adds to the
+    destination. actions: of every survey row.
     """
 
+    inventory: Inventory
+    groups: PageGroups
     survey: Survey
     wanted: IntArray
     items: IntArray
     cost: IntArray
     actions: npt.NDArray[np.int8]
-    parents: pa.StringArray
-    depths: IntArray
-    names: pa.StringArray
-    requested: int
-    there: int
-    missing: int
-    cut: bool
 
     @property
-    def conflicts(self) -> IntArray:
-        """Survey rows of wanted pages with an object of another size in the destination."""
-        found: IntArray = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
-        return found
+    def names(self) -> pa.StringArray:
+        """Hashes of the items."""
+        return self.survey.pages.take(pa.array(self.items))
+
+    @property
+    def conflicts(self) -> list[Problem]:
+        """Wanted pages with an object of another size or identity in the destination."""
+        found = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
+        why = (
+            "the destination has an object of another size or identity under one of the page's "
+            "keys; check both stores with hicachectl verify"
+        )
+        pages = self.survey.pages.take(pa.array(found)).to_pylist()
+        return [Problem(page, None, why) for page in pages]
+
+    @property
+    def partly_there(self) -> int:
+        """Number of items of which the destination has some objects."""
+        return int((self.actions[self.items] == Action.COMPLETE).sum())
 
     def work(self) -> PageWork:
         """Return the work, best first.
 
         COMPLETE also copies pages without any object in the destination.
         """
-        partly = (self.actions[self.items] == Action.COMPLETE).any()
-        return PageWork(self.survey, self.items, Action.COMPLETE if partly else Action.COPY)
+        action = Action.COMPLETE if self.partly_there else Action.COPY
+        return PageWork(self.survey, self.items, action)
+
+
+@dataclass(slots=True)
+class PagePlan:
+    """Pages to copy, best first.
+
+    parents, depths: of each item of `pages` in its chain; null and 0 if unknown.
+    names: pages that servers could restore from the source.
+    """
+
+    pages: WantedPages
+    parents: pa.StringArray
+    depths: IntArray
+    names: pa.StringArray
+    facts: PlanFacts
 
     def rows(self) -> pa.Table:
         """Return the pages to copy, best first."""
         return pa.table(
             {
-                "page": self.survey.pages.take(pa.array(self.items)),
+                "page": self.pages.names,
                 "parent": self.parents,
                 "depth": pa.array(self.depths),
-                "bytes": pa.array(self.cost),
+                "bytes": pa.array(self.pages.cost),
             }
         )
 
 
 def plan_chains(
-    inventory: Inventory, survey: Survey, request: PrewarmRequest, acceptance: Acceptance
+    inventory: Inventory,
+    groups: PageGroups,
+    survey: Survey,
+    request: PrewarmRequest,
+    acceptance: Acceptance,
 ) -> PagePlan:
     """Choose the pages of chains that servers can restore, best first, within the budget.
 
@@ -147,22 +174,30 @@ def plan_chains(
     places = choice.names_of(items)
     parents = forest.parents[places]
     return PagePlan(
-        survey=choice.survey,
-        wanted=wanted,
-        items=items,
-        cost=choice.costs(items),
-        actions=choice.actions,
+        pages=WantedPages(
+            inventory=inventory,
+            groups=groups,
+            survey=choice.survey,
+            wanted=wanted,
+            items=items,
+            cost=choice.costs(items),
+            actions=choice.actions,
+        ),
         parents=names.take(pa.array(parents, mask=parents < 0)),
         depths=forest.depths[places].astype(np.int64),
         names=names,
-        requested=requested,
-        there=there,
-        missing=requested - len(names),
-        cut=cut,
+        facts=PlanFacts(
+            requested=requested,
+            there=there,
+            missing=requested - len(names),
+            requested_tokens=int(request.chains.reach.sum()) * request.target.page_size,
+            cut=cut,
+        ),
     )
 
 
 def plan_pages(
+    inventory: Inventory,
     groups: PageGroups,
     survey: Survey,
     request: PrewarmRequest,
@@ -201,18 +236,26 @@ def plan_pages(
     kept = items[fits]
     names = survey.pages.filter(pa.array(whole))
     return PagePlan(
-        survey=survey,
-        wanted=wanted[~np.isin(wanted, items[~fits])],
-        items=kept,
-        cost=cost[fits],
-        actions=actions,
+        pages=WantedPages(
+            inventory=inventory,
+            groups=groups,
+            survey=survey,
+            wanted=wanted[~np.isin(wanted, items[~fits])],
+            items=kept,
+            cost=cost[fits],
+            actions=actions,
+        ),
         parents=pa.nulls(len(kept), pa.string()),
         depths=np.zeros(len(kept), dtype=np.int64),
         names=names,
-        requested=asked,
-        there=int((actions == Action.SKIP).sum()),
-        missing=asked - len(names),
-        cut=not fits.all(),
+        facts=PlanFacts(
+            chained=False,
+            requested=asked,
+            there=int((actions == Action.SKIP).sum()),
+            missing=asked - len(names),
+            requested_tokens=asked * request.target.page_size,
+            cut=not fits.all(),
+        ),
     )
 
 

@@ -24,9 +24,9 @@ from hicachectl.move.routes import verbatim_routes
 from hicachectl.move.survey import survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.prewarm import prewarm as prewarming
+from hicachectl.prewarm import finish
 from hicachectl.prewarm.page_plan import PrewarmRequest
-from hicachectl.prewarm.prewarm import PrewarmOutcome, prewarm
+from hicachectl.prewarm.prewarm import prewarm
 from hicachectl.requests.chains import Chains, Hashing, chains_of
 from hicachectl.requests.files import Request as Prompt
 from hicachectl.requests.hits import find_hits
@@ -35,6 +35,8 @@ from tests.stores import contents
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from hicachectl.prewarm.outcome import PrewarmOutcome
 
     IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -225,13 +227,13 @@ def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
 
     monkeypatch.setattr(FileStore, "touch", slowly)
     monkeypatch.setattr(FileStore, "limits", replace(FileStore.limits, batch_objects=1))
-    monkeypatch.setattr(prewarming, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(finish, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with FileStore(source) as one, FileStore(target) as other:
         inventory = take_inventory(one, PROFILE)
         routes = verbatim_routes(inventory.table.deployments)
         (survey,) = survey_source(inventory, PageGroups(inventory), routes)
         place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
-        prewarming.touch_pages(other, survey, np.argsort(place), until=4.5)
+        finish.touch_pages(other, survey, np.argsort(place), until=4.5)
     assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]
 
 

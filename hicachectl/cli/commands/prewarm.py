@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.prewarm.inputs import WarmingInputs
+    from hicachectl.prewarm.outcome import PrewarmOutcome
     from hicachectl.prewarm.page_plan import PrewarmRequest
-    from hicachectl.prewarm.prewarm import PrewarmOutcome
     from hicachectl.prewarm.pulling import LiveServer
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
-_SHOWN_PROBLEMS = 20
 
 
 @click.command(
@@ -205,7 +204,7 @@ def _write_lock_held(
     output: Path | None,
 ) -> None:
     """Write the document of a run that a lock prevented."""
-    from hicachectl.prewarm.prewarm import not_begun
+    from hicachectl.prewarm.outcome import not_begun
 
     remark(ctx, lock_held(ctx.params["lock"]))
     origin = None if source is None else store_name(ctx, source)
@@ -258,8 +257,6 @@ def _worked(
     if source is None:
         request, wanted = _request(ctx, target, options)
         outcome = usable_from(target, _served(ctx, request, servers))
-        for text in outcome.remarks:
-            remark(ctx, text)
     else:
         with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
             request, wanted = _request(ctx, origin, options)
@@ -269,10 +266,8 @@ def _worked(
                 bytes_progress(ctx, "copying") as on_copied,
             ):
                 outcome = prewarm(origin, target, request, on_listed=on_listed, on_copied=on_copied)
-            for text in (*outcome.remarks, *origin.remarks):
-                remark(ctx, text)
-    for problem in outcome.problems[:_SHOWN_PROBLEMS]:
-        remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
+    for text in outcome.messages:
+        remark(ctx, text)
     if servers and outcome.interruption is None:
         _pull(ctx, servers, request.target, wanted, outcome, options, started)
     return outcome

@@ -1,0 +1,206 @@
+"""Outcome of a prewarm: its plan, the copied slices and the final count, in one document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
+from hicachectl.requests.restorable import deployment_text
+from hicachectl.text.units import counted, human_size
+from hicachectl.text.vocabulary import LOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hicachectl.pages.inventory import IntArray
+
+BUDGET = "budget"
+DEADLINE = "deadline"
+FULL = "destination full"
+EVICTS = "destination evicts"
+_REASONS = (FULL, EVICTS, DEADLINE)  # that end a copy early; the first one counts
+_SHOWN_PROBLEMS = 20
+
+
+class PlanFacts(msgspec.Struct, kw_only=True):
+    """Sums and messages of a plan.
+
+    chained: whether the prefixes of the pages are known. requested: number of pages; there: of
+    these, restorable from both stores; missing: not restorable from the source.
+    requested_tokens: of all chains, or of the pages. not_pinned: pages already there, with --pin.
+    cut: whether the budget excludes pages. problems: pages that cannot be copied.
+    """
+
+    chained: bool = True
+    requested: int = 0
+    there: int = 0
+    missing: int = 0
+    requested_tokens: int = 0
+    not_pinned: int = 0
+    cut: bool = False
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    remarks: list[str] = msgspec.field(default_factory=list)
+
+
+class SliceFacts(msgspec.Struct, kw_only=True):
+    """Sums and messages of a copied slice of a plan.
+
+    there: pages that another writer wrote since the plan. copied to failed: see the document.
+    settled: whether a further run has nothing to do.
+    stopped_by: "" if nothing ended the copy early.
+    """
+
+    there: int = 0
+    copied: int = 0
+    bytes: int = 0
+    not_pinned: int = 0
+    gone: int = 0
+    failed: int = 0
+    settled: bool = True
+    stopped_by: str = ""
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    remarks: list[str] = msgspec.field(default_factory=list)
+
+
+class FinishFacts(msgspec.Struct, kw_only=True):
+    """What servers can restore from the destination afterwards.
+
+    usable_tokens: of all chains, or of the pages. only_there: requested pages that only the
+    destination has. deployment: for which tokens are counted, as `deployment_document`.
+    """
+
+    usable_tokens: int = 0
+    only_there: int = 0
+    deployment: dict[str, Any] | None = None
+    remarks: list[str] = msgspec.field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PrewarmOutcome:
+    """Result of a run or a dry run.
+
+    document: members of the JSON result. problems: failed or conflicting pages.
+    usable_pages: [chains] pages that servers can restore; empty without chains.
+    plan: pages to copy, best first: page, parent, depth, bytes.
+    interruption: exception that ended the copying, such as KeyboardInterrupt, to be raised after
+    the report.
+    """
+
+    document: dict[str, Any]
+    problems: list[Problem]
+    remarks: list[str]
+    usable_pages: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    plan: pa.Table | None = None
+    interruption: BaseException | None = None
+
+    def interrupt(self, by: BaseException) -> None:
+        """Record that a signal ended the run early."""
+        self.interruption = by
+        reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
+        self.document |= {"complete": False, "stopped_by": reason}
+
+    @property
+    def messages(self) -> list[str]:
+        """The remarks and the first problems."""
+        shown = self.problems[:_SHOWN_PROBLEMS]
+        return [*self.remarks, *(f"{one.key or one.page}: {one.detail}" for one in shown)]
+
+    def failed(self, min_usable: float | None) -> bool:
+        """Return whether pages or servers failed, or less than this share of tokens is usable."""
+        document = self.document
+        failed = bool(document["failed"]) or document["stopped_by"] == FULL
+        failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
+        if min_usable is not None:
+            failed |= document["usable_tokens"] < min_usable * document["requested_tokens"]
+        return failed
+
+    def summary(self, *, dry_run: bool = False) -> str:
+        """Return the outcome in one line."""
+        document = self.document
+        wanted = document["requested_tokens"]
+        share = document["usable_tokens"] / wanted if wanted else 1.0
+        by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
+        parts = [
+            f"{counted(document['copied_pages'], 'page')} {'to copy' if dry_run else 'copied'}, "
+            f"{human_size(document['bytes'])}",
+            f"{document['already_there']} already in the destination",
+            f"{document['missing_pages']} not found in the source",
+            f"{share:.0%} of {counted(wanted, 'token')} usable{' now' if dry_run else ''}"
+            f"{by or ''}",
+        ]
+        if document["stopped_by"]:
+            parts.append(f"stopped: {document['stopped_by']}")
+        return "; ".join(parts)
+
+    def rows(self) -> pa.Table:
+        """Return the document as a table of one row."""
+        return pa.Table.from_pylist([self._row()])
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the `table` format."""
+        for name, value in self._row().items():
+            if value is not None:
+                yield f"{name.replace('_', ' ')}: {value}"
+
+    def _row(self) -> dict[str, Any]:
+        deployment = self.document["deployment"]
+        row = {**self.document, "deployment": deployment and deployment_text(deployment)}
+        row.pop("pulled", None)
+        return row
+
+
+def outcome_of(
+    plan: PlanFacts,
+    slices: Sequence[SliceFacts],
+    finish: FinishFacts,
+    source: str | None,
+    destination: str,
+    seconds: float,
+) -> PrewarmOutcome:
+    """Return the outcome of a plan whose slices were copied. source, destination: URLs."""
+    problems = [*plan.problems, *(problem for one in slices for problem in one.problems)]
+    reasons = {one.stopped_by for one in slices}
+    reason = next((one for one in _REASONS if one in reasons), BUDGET if plan.cut else None)
+    copied = SliceFacts(
+        **{
+            name: sum(getattr(one, name) for one in slices)
+            for name in ("there", "copied", "bytes", "not_pinned", "gone", "failed")
+        }
+    )
+    document = {
+        "destination": destination,
+        "source": source,
+        "requested_pages": plan.requested,
+        "already_there": plan.there + finish.only_there + copied.there,
+        "copied_pages": copied.copied,
+        "bytes": copied.bytes,
+        "missing_pages": plan.missing - finish.only_there,
+        "usable_tokens": finish.usable_tokens,
+        "requested_tokens": plan.requested_tokens,
+        "deployment": finish.deployment,
+        "not_pinned": plan.not_pinned + copied.not_pinned,
+        "gone": copied.gone,
+        "failed": copied.failed + len(plan.problems),
+        "seconds": round(seconds, 3),
+        "complete": reason is None,
+        "stopped_by": reason,
+    }
+    remarks = [*finish.remarks, *(remark for one in slices for remark in one.remarks)]
+    if reason == EVICTS:
+        remarks.append(
+            f"{destination}: evicts newly written objects; it holds about "
+            f"{human_size(copied.bytes)} of the requested pages, so set --budget to this size"
+        )
+    return PrewarmOutcome(document, problems, list(dict.fromkeys([*remarks, *plan.remarks])))
+
+
+def not_begun(source: str | None, destination: str) -> PrewarmOutcome:
+    """Return the outcome of a run that another process's lock prevented. Takes two URLs."""
+    outcome = outcome_of(PlanFacts(), [], FinishFacts(), source, destination, 0.0)
+    outcome.document |= {"complete": False, "stopped_by": LOCK}
+    return outcome
