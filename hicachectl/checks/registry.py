@@ -11,7 +11,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -69,7 +69,7 @@ class CheckGroup:
     summary: str
 
 
-class Need(Enum):
+class Need(StrEnum):
     """Requirements of checks; `verify.coverage.unmet_needs` explains unmet ones."""
 
     SIZES = auto()  # object sizes, listed or from a profile

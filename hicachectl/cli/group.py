@@ -29,6 +29,7 @@ COMMANDS = {
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),
     "prewarm": CommandEntry("prewarm", "Copy the most valuable pages into a store."),
     "migrate": CommandEntry("migrate", "Copy or move pages to another store, layout or topology."),
+    "merge": CommandEntry("merge", "Join the parts of a run."),
     "rm": CommandEntry("rm", "Remove pages from a store."),
     "pack": CommandEntry("pack", "Describe pack files, and repair truncated ones."),
     "profile": CommandEntry("profile", "Print the profile of a deployment."),

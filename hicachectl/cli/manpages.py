@@ -249,7 +249,21 @@ _UNFINISHED = """
     --yes is given. In other stores, run the killed command again. The kv objects are removed first,
     so objects left over are in the state orphan, and rm --state orphan removes them.
 """
+_PARTS = """
+    With --shard I/N, many processes on any number of hosts work on one store. All share the
+    directory of --run, and all get the same options. The first process lists the store and writes
+    the listing to the directory, divided by page hash. So all objects of a page are in one part.
+    Objects without a page, stamps and the tables of 3FS are in part 0. Options such as --since 2h
+    mean the same time for all parts: that of the first process.
+
+    A part exits with 0 once its result is in the directory. A part that was killed is run again. If
+    two processes do the same part, one of them waits, and takes over if the other stops for a
+    minute. Limits such as --bwlimit and --time-limit are for the whole run: each part takes an
+    equal share. The directory must be on a file system with hard links that all hosts see, such
+    as NFS.
+"""
 _BACKGROUND: dict[str, dict[str, str]] = {
+    "merge": {"PARTS": _PARTS},
     "ls": {"GROUPS": _GROUPS},
     "rm": {"GROUPS": _GROUPS, "INTERRUPTED RUNS": _UNFINISHED},
     "restore": {
@@ -387,6 +401,7 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             several ways always stay.
         """,
         "INTERRUPTED REPAIRS": _UNFINISHED,
+        "PARTS": _PARTS,
         "UNCHECKED DTYPES": """
             Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
             bfloat16 or float16). The result lists this in skipped_checks as dtypes.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.backends.disk.durable import whole_file
-from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,16 @@ _PREWARM = {
     "failed": "Pages that failed or are in conflict.",
     "seconds": "Duration of the run in seconds.",
 }
+
+
+def write_metrics_of(
+    command: str, path: Path, report: Mapping[str, Any], *, succeeded: bool
+) -> None:
+    """Write the metrics of a command's document. Raises UsageError for one without metrics."""
+    writers = {"verify": write_metrics, "prewarm": write_prewarm_metrics}
+    if command not in writers:
+        raise UsageError(f"--metrics-file: {command} writes no metrics; leave it out")
+    writers[command](path, report, succeeded=succeeded)
 
 
 def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:

@@ -20,7 +20,7 @@ from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import reason_of
 from hicachectl.text.jsontext import json_rows, json_text, json_values
-from hicachectl.text.terminal import UNUSUAL_PATTERN, escape_controls
+from hicachectl.text.tables import printable, table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,6 @@ SCHEMA_VERSION = 1
 _BINARY_FORMATS = ("parquet", "arrow")
 _ROWS_AT_ONCE = 65_536
 _FORMULA_PATTERN = "^[=+@\uff1d\uff0b\uff0d\uff20-]"  # spreadsheets accept full-width signs too
-_STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "whole": "32"}
 
 Human = Callable[[pa.Table], pa.Table]
 
@@ -109,45 +108,6 @@ def write_text(text: str, output: Path | None) -> None:
         stream.write(text)
 
 
-def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
-    r"""Yield the lines of a table of text columns; a leading ">" in a name aligns right.
-
-    Characters that a terminal would interpret or hide are escaped (`escape_controls`).
-    """
-    names = [name.lstrip(">").upper() for name in rows.column_names]
-    cells = [_printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]
-    widths = [
-        max(len(name), pc.max(pc.utf8_length(cell)).as_py() or 0)
-        for name, cell in zip(names, cells, strict=True)
-    ]
-    padded = []
-    for column, width, cell in zip(rows.column_names, widths, cells, strict=True):
-        pad = pc.utf8_lpad if column.startswith(">") else pc.utf8_rpad
-        padded.append(_coloured(pad(cell, width), cell) if colour else pad(cell, width))
-    heads = [
-        name.rjust(width) if column.startswith(">") else name.ljust(width)
-        for column, name, width in zip(rows.column_names, names, widths, strict=True)
-    ]
-    yield "  ".join(heads).rstrip()
-    for line in pc.binary_join_element_wise(*padded, "  ").to_pylist():
-        yield line.rstrip()
-
-
-def _printable(cells: pa.StringArray) -> pa.StringArray:
-    bad = pc.match_substring_regex(cells, UNUSUAL_PATTERN)
-    if not pc.any(bad).as_py():
-        return cells
-    escaped = pa.array(map(escape_controls, cells.filter(bad).to_pylist()), cells.type)
-    return pc.replace_with_mask(cells, bad, escaped)
-
-
-def _coloured(padded: pa.StringArray, plain: pa.StringArray) -> pa.StringArray:
-    for word, style in _STYLES.items():
-        painted = pc.binary_join_element_wise(f"\x1b[{style}m", padded, "\x1b[0m", "")
-        padded = pc.if_else(pc.equal(plain, word), painted, padded)
-    return padded
-
-
 def _colours(stream: IO[str]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
@@ -191,7 +151,7 @@ def _inert(rows: pa.Table) -> pa.Table:
     """Escape text as in tables, and put ' before texts that a spreadsheet reads as formulas."""
     for index, field in enumerate(rows.schema):
         if pa.types.is_string(field.type):
-            cells = _printable(rows.column(index).combine_chunks())
+            cells = printable(rows.column(index).combine_chunks())
             formulas = pc.match_substring_regex(cells, _FORMULA_PATTERN)
             cells = pc.if_else(formulas, pc.binary_join_element_wise("'", cells, ""), cells)
             rows = rows.set_column(index, field.name, cells)

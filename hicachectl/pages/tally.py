@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pyarrow.compute as pc
 
+from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import convert
+from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
+    from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
+
+
+class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    objects: list[Count]
+    unsized: list[Count]
+    first_keys: list[tuple[Count, bytes]]
+    pages: Count
+    states: list[list[Count]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +55,39 @@ class Tally:
             pages=self.pages + other.pages,
             states=self.states + other.states,
         )
+
+    @classmethod
+    def nothing(cls, table: AffixTable) -> Tally:
+        """Return the counts of no objects."""
+        of_affixes = np.zeros(len(table.affixes) + 1, dtype=np.int64)
+        states = np.zeros((len(table.deployments) + 1, len(STATES)), dtype=np.int64)
+        return cls(of_affixes, of_affixes, {}, 0, states)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the counts for JSON."""
+        form = _TallyForm(
+            objects=self.objects.tolist(),
+            unsized=self.unsized.tolist(),
+            first_keys=list(self.first_keys.items()),
+            pages=self.pages,
+            states=self.states.tolist(),
+        )
+        mapping: dict[str, Any] = msgspec.to_builtins(form)
+        return mapping
+
+    @classmethod
+    def from_mapping(cls, mapping: Any, table: AffixTable, source: str) -> Tally:
+        """Return the counts that `to_mapping` wrote. Raises FormatError, naming the source."""
+        form = convert(mapping, _TallyForm, source)
+        columns = [np.array(column, np.int64) for column in (form.objects, form.unsized)]
+        none = cls.nothing(table)
+        if any(len(row) != len(STATES) for row in form.states) or (
+            [*map(len, columns), len(form.states)]
+            != [*map(len, (none.objects, none.unsized, none.states))]
+        ):
+            raise FormatError(f"{source}: has counts of other affixes or deployments")
+        states = np.array(form.states, np.int64)
+        return cls(columns[0], columns[1], dict(form.first_keys), form.pages, states)
 
     @property
     def groups(self) -> int:

@@ -25,7 +25,7 @@ Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
 PartCount = int | Callable[[int], int]
 
 # Module of each command that can be divided; its KIND is the command's `Kind`.
-MODULES: dict[str, str] = {}
+MODULES = {"verify": "hicachectl.parts.verify"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Merged:
 
     document: the command's, with the member `rows_name` for rows. failed: exit status 4.
     lines: returns the lines of the `table` format; its argument is whether to use colours.
-    catalog: entries for `--catalog`; None if the run recorded none.
+    catalog: entries for `--catalog`; None if the run recorded none. command: set by `merge_run`.
     """
 
     document: dict[str, Any]
@@ -71,6 +71,7 @@ class Merged:
     failed: bool
     lines: Callable[[bool], Iterator[str]]
     catalog: Iterator[pa.Table] | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def merge_run(run: RunDirectory) -> Merged:
         if name is not None and run.directory.has(f"{name}.json"):
             next_step = f"remove {name}.json and run any part again"
             finished = load(run.directory, name, kind.schemas, run.again, next_step)
-    merged = kind.merge(manifest, results, finished)
+    merged = replace(kind.merge(manifest, results, finished), command=kind.command)
     missing = [part for part in range(manifest.parts) if part not in results]
     document = {**merged.document, "parts": manifest.parts, "missing_parts": missing}
     if not missing:

@@ -45,13 +45,14 @@ class RunStart:
     """State before the listing.
 
     now_ns: Unix time; listing_ns: duration of the listing. began: `time.monotonic()` of this
-    process; in a process that did not list, when its part began. tables: page tables, if a check
-    needs them.
+    process; in a process that did not list, when its part began. age_seconds: from the begin of the
+    listing until then, at least. tables: page tables, if a check needs them.
     """
 
     now_ns: int
     listing_ns: int = 0
     began: float
+    age_seconds: float = 0.0
     tables: TableState | None = None
 
     def listed(self) -> RunStart:
@@ -77,12 +78,15 @@ class PartCheck:
         return combine_named([self.result.found])
 
 
-def start_run(store: Store, request: VerifyRequest) -> RunStart:
-    """Note the state before the listing. Raises UsageError if a requested device is missing."""
+def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
+    """Note the state before the listing.
+
+    first: as for `check_part`. Raises UsageError if a requested device is missing.
+    """
     if ReadingReasons.of(store, request):  # before a long listing, and for an empty store too
         refuse_missing(request.devices)
     began, now_ns = time.monotonic(), time.time_ns()
-    tables = saved_tables(store) if GROUPS.name in request.checks else None
+    tables = saved_tables(store) if first and GROUPS.name in request.checks else None
     return RunStart(now_ns=now_ns, began=began, tables=tables)
 
 
@@ -188,7 +192,7 @@ def _look_again(
     Returns which groups have changed, and how many objects are gone.
     """
     suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
-    left = start.began + request.grace_seconds - time.monotonic()
+    left = start.began - start.age_seconds + request.grace_seconds - time.monotonic()
     if suspects and left > 0:
         on_wait(left, suspects)
         time.sleep(left)

@@ -22,7 +22,7 @@ from hicachectl.checks.registry import (
     reading_groups,
 )
 from hicachectl.profiles.identities import expected_identities
-from hicachectl.text.vocabulary import LOCK
+from hicachectl.text.vocabulary import LOCK, NEVER
 from hicachectl.verify.coverage import (
     impossible_checks,
     indistinct_dtypes,
@@ -72,9 +72,11 @@ class VerifyReport:
     remarks: tuple[str, ...]
     unrepaired: bool
 
-    def reaches(self, severity: str) -> bool:
-        """Return whether any finding is at least this severe."""
-        return bool((severity_ranks(self.findings) >= SEVERITIES.index(severity)).any())
+    def fails(self, fail_on: str) -> bool:
+        """Return whether a repair failed, or a finding is at least this severe (or "never")."""
+        if fail_on == NEVER or self.unrepaired:
+            return self.unrepaired
+        return bool((severity_ranks(self.findings) >= SEVERITIES.index(fail_on)).any())
 
 
 def not_begun(store: str) -> dict[str, Any]:

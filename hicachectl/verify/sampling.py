@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pyarrow.compute as pc
+from msgspec import Meta
 
 from hicachectl.formats.errors import UsageError
 
@@ -23,8 +24,8 @@ _SECONDS_A_DAY = 86_400
 class Sample:
     """One of `slices` equal shares of all pages, by page hash."""
 
-    slices: int
-    number: int
+    slices: Annotated[int, Meta(ge=1)]
+    number: Annotated[int, Meta(ge=0)]
 
     @classmethod
     def of(cls, percent: float, number: int | None = None) -> Sample:

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.cli.output import table_lines, write_rows
+from hicachectl.cli.output import write_rows
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.jsontext import json_rows, json_values
+from hicachectl.text.tables import table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.options import output_options
+from hicachectl.cli.options import FILE, output_options
 from hicachectl.cli.session import remark
 
 
@@ -15,19 +15,30 @@ from hicachectl.cli.session import remark
     "merge",
     epilog="""\b
 Examples:
-  hicachectl merge /runs/nightly
-  hicachectl merge /runs/nightly --format json -o nightly.json
+  hicachectl merge /shared/nightly
+  hicachectl merge /shared/nightly --format json -o nightly.json
+  hicachectl merge /shared/nightly --metrics-file /var/lib/node/hicache.prom
 """,
 )
 @click.argument("run", metavar="RUN", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @output_options
 @click.pass_context
-def command(ctx: click.Context, /, run: Path, output_format: str, output: Path | None) -> None:
+def command(
+    ctx: click.Context,
+    /,
+    run: Path,
+    metrics_file: Path | None,
+    output_format: str,
+    output: Path | None,
+) -> None:
     """Join the parts of a run.
 
-    RUN is the directory of --run. The result is that of the command in one process. No store is
-    opened. A part without a result is named, and the exit status is then 4.
+    RUN is the directory of --run. The result and the exit status are those of the command in one
+    process. No store is opened. If a part has no result, stderr names it, the document has complete
+    false, and the exit status is 4.
     """
+    from hicachectl.cli.metrics import write_metrics_of
     from hicachectl.cli.output import write_document
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import merge_run
@@ -36,6 +47,9 @@ def command(ctx: click.Context, /, run: Path, output_format: str, output: Path |
         merged = merge_run(opened)
         for text in merged.remarks:
             remark(ctx, text)
+        if metrics_file is not None:
+            succeeded = not merged.failed
+            write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
         write_document(
             merged.document,
             rows=merged.rows,

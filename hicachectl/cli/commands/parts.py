@@ -45,6 +45,17 @@ def chosen_shard(
     return parse_shard(text)
 
 
+def say_divided(ctx: click.Context, shard: Shard, options: Mapping[str, Any], *limits: str) -> None:
+    """Say which given limits of the whole run each part gets an equal share of.
+
+    limits: names of parameters.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in limits if options[name] is not None]
+    if given and shard.count > 1:
+        remark(ctx, f"Of {' and '.join(given)}, each of the {shard.count} parts takes an equal "
+                    "share")  # fmt: skip
+
+
 def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> None:
     """Do a part of a run, and say on stderr how it ended; its findings are those of `merge`."""
     from hicachectl.parts.directory import RunDirectory

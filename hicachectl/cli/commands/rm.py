@@ -374,8 +374,8 @@ def _write(
 
 
 def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
-    from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import removals_for_people
+    from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
     if len(outcome.rows):

@@ -87,8 +87,8 @@ def command(
 
 
 def _lines(report: PageReport, colour: bool) -> Iterator[str]:
-    from hicachectl.cli.output import table_lines
     from hicachectl.cli.text_tables import contents_for_people, objects_for_people
+    from hicachectl.text.tables import table_lines
 
     yield f"page {report.document['page']}"
     for group in report.document["groups"]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import DIGESTS, SEVERITIES, group_names, groups_help
+from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
 from hicachectl.cli.commands.verify_repair import (
     earlier_runs,
     refuse_early,
@@ -32,21 +33,24 @@ from hicachectl.cli.options import (
     lease_wait_option,
     lock_option,
     output_options,
+    parts_options,
     profile_options,
     store_argument,
 )
 from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
 from hicachectl.formats.wording import inferred_refused, lock_held
+from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.verify.part import PartCheck
-    from hicachectl.verify.report import VerifyReport
     from hicachectl.verify.request import VerifyRequest
     from hicachectl.verify.sampling import Sample
+
+
+_WHOLE_ONLY = ("lock", "metrics_file", "output_format", "output", "catalog", "repair")
 
 
 class _Command(click.Command):
@@ -74,6 +78,7 @@ Examples:
   hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
   hicachectl verify prod: --profile prod.toml --device cuda
   hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
+  hicachectl verify prod: --profile prod.toml --shard 0/8 --run /shared/nightly
 """,
 )
 @store_argument
@@ -119,7 +124,7 @@ Examples:
 )
 @click.option(
     "--fail-on",
-    type=click.Choice([*reversed(SEVERITIES[1:]), "never"]),
+    type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
     default="warning",
     show_default=True,
     help="Exit with 4 if there are findings at least this severe.",
@@ -151,6 +156,7 @@ Examples:
 @bwlimit_option
 @allow_leases_option
 @lease_wait_option
+@parts_options
 @filter_options
 @output_options
 @profile_options
@@ -186,10 +192,13 @@ def command(
     hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
+    from hicachectl.parts.verify import VerifyJob
     from hicachectl.verify.report import describe_store, report_of
+    from hicachectl.verify.report_text import report_lines
     from hicachectl.verify.verify import check_store
 
     _refuse_contradictions(options)
+    shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     refuse_early(options)
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
     with ExitStack() as stack:
@@ -202,6 +211,17 @@ def command(
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
+        if shard is not None:
+            say_divided(ctx, shard, options, "bwlimit", "time_limit")
+            job = VerifyJob(
+                source,
+                request,
+                fail_on=options["fail_on"],
+                sample_slice=options["sample_slice"],
+                stamp=options["stamp"],
+            )
+            do_part(ctx, options["run_directory"], shard, job)
+            return
         earlier = earlier_runs(ctx, source, options)
         with (
             progress(ctx, "listing", " objects") as on_listed,
@@ -222,8 +242,7 @@ def command(
         report.document["dry_run"] = options["dry_run"]
     for text in report.remarks:
         remark(ctx, text)
-    failed = options["fail_on"] != "never" and report.reaches(options["fail_on"])
-    failed = failed or report.unrepaired
+    failed = report.fails(options["fail_on"])
     if options["metrics_file"]:
         from hicachectl.cli.metrics import write_metrics
 
@@ -234,7 +253,7 @@ def command(
         name="findings",
         output_format=output_format,
         output=output,
-        text=lambda colour: _lines(report, colour),
+        text=lambda colour: report_lines(report, colour=colour),
     )
     if failed:
         ctx.exit(FINDINGS)
@@ -390,37 +409,3 @@ def _keep_records(
         assert request.profile is not None  # _refuse_what_is_lacking has refused that
         path = write_stamp(store, Stamp(request.profile, request.weights_version))
         remark(ctx, f"Stamped the store: {path}")
-
-
-def _lines(report: VerifyReport, colour: bool) -> Iterator[str]:
-    from hicachectl.cli.output import table_lines
-    from hicachectl.text.units import counted, human_size
-
-    document = report.document
-    if len(report.findings):
-        columns = report.findings.select(["severity", "code", "key", "detail"])
-        yield from table_lines(columns, colour=colour)
-    pages = counted(document["pages"], "page")
-    in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
-    gone = f", {document['gone']} vanished during the run" if document["gone"] else ""
-    read = ""
-    if document["bytes_read"]:
-        part = document["sampled"] < document["pages"]
-        share = f" ({document['sampled']} of {pages})" if part else ""
-        read = f", {human_size(document['bytes_read'])} read{share}"
-    cut = "" if document["complete"] else ", time limit reached"
-    fixed = f"; {counted(document['repaired'], 'page')} repaired" if document["repaired"] else ""
-    yield (
-        f"{counted(document['objects'], 'object')}, {pages}{in_flight}{gone}, "
-        f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document)}{fixed}"
-    )
-
-
-def _verdict(document: dict[str, Any]) -> str:
-    """Return finding counts per code, and the checks that did not run."""
-    found = ", ".join(f"{count} {code}" for code, count in document["counts"].items())
-    skipped = document["skipped_checks"]
-    if skipped == ["everything"]:
-        return found or "nothing was checked"
-    left_out = f"; not checked: {', '.join(skipped)}" if skipped else ""
-    return (found or "no findings") + left_out

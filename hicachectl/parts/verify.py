@@ -1,0 +1,263 @@
+"""`verify` in parts: each checks the page groups of its share of the listing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from hicachectl.backends.capabilities import permissions_of
+from hicachectl.checks.findings import NAMED_SCHEMA
+from hicachectl.formats.forms import convert
+from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
+from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.published import Listing, inventory_of, publish_listing, read_share
+from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.tally import Tally
+from hicachectl.parts.job import Kind, Merged, PartInput
+from hicachectl.parts.manifest import Manifest, Published
+from hicachectl.parts.records import Record, StageResult
+from hicachectl.profiles.stamps import Stamp, write_stamp
+from hicachectl.verify.facts import PartResult, VerifyFacts
+from hicachectl.verify.part import check_part, start_run
+from hicachectl.verify.report import StoreDescription, describe_store, report_of
+from hicachectl.verify.report_text import report_lines
+from hicachectl.verify.request import VerifyRequest
+from hicachectl.verify.sampling import Sample  # noqa: TC001 - msgspec reads it
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.deployments import AffixTable
+    from hicachectl.parts.job import PartCount, Tables
+
+_MANIFEST = "run.json"
+_OBJECTS = "objects"
+_FOUND = "found"
+_LIST_AGAIN = "give another --run"
+
+
+class _Options(msgspec.Struct, kw_only=True):
+    """Options of the lister, as the report needs them."""
+
+    profile: dict[str, Any] | None
+    checks: tuple[str, ...]
+    selection: Selection
+    sample: Sample | None
+    fail_on: Literal["warning", "error", "never"]
+
+    @classmethod
+    def of(cls, request: VerifyRequest, fail_on: str) -> _Options:
+        return cls(
+            profile=None if request.profile is None else profile_to_mapping(request.profile),
+            checks=request.checks,
+            selection=request.selection,
+            sample=request.sample,
+            fail_on=fail_on,  # type: ignore[arg-type]
+        )
+
+    def request(self) -> VerifyRequest:
+        """Return the request of the whole run, for its report."""
+        profile = None
+        if self.profile is not None:
+            profile = profile_from_mapping(self.profile, source=f"{_MANIFEST}: profile")
+        return VerifyRequest(
+            profile=profile, checks=self.checks, selection=self.selection, sample=self.sample
+        )
+
+
+class _Facts(msgspec.Struct, kw_only=True):
+    """Facts that the lister publishes. duration_ns: of the listing."""
+
+    grammar: str
+    duration_ns: Count
+    store: StoreDescription
+
+
+class _ResultForm(msgspec.Struct, kw_only=True):
+    """Result of a part, without its table."""
+
+    facts: VerifyFacts
+    tally: dict[str, Any]
+
+
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+    """Return the report of the parts."""
+    options = convert(manifest.options, _Options, _MANIFEST)
+    facts = convert(manifest.published.facts, _Facts, _MANIFEST)
+    request = options.request()
+    table = _listing(manifest, facts, request.profile).table
+    of_lister = VerifyFacts(
+        nbytes=0,
+        seconds=manifest.spent_seconds,
+        explained="" if results else "no part of the run has a result",
+    )
+    parts = [
+        PartResult(of_lister, Tally.nothing(table), NAMED_SCHEMA.empty_table()),
+        *(_part_result(record, table) for _, record in sorted(results.items())),
+    ]
+    report = report_of(parts, facts.store, table, request)
+
+    def lines(colour: bool) -> Iterator[str]:
+        return report_lines(report, colour=colour)
+
+    return Merged(
+        document=report.document,
+        rows=report.findings,
+        rows_name="findings",
+        remarks=list(report.remarks),
+        failed=report.fails(options.fail_on),
+        lines=lines,
+    )
+
+
+KIND = Kind("verify", {_FOUND: NAMED_SCHEMA}, merge)
+
+
+class VerifyJob:
+    """A verification of an open store, in parts."""
+
+    kind = KIND
+    plans = False
+
+    def __init__(
+        self,
+        store: Store,
+        request: VerifyRequest,
+        *,
+        fail_on: str = "warning",
+        sample_slice: int | None = None,
+        stamp: bool = False,
+    ) -> None:
+        """Take the options of the command.
+
+        sample_slice: as given by --sample-slice. stamp: part 0 stamps the store.
+        """
+        self._store = store
+        self._request = request
+        self._stamp = stamp
+        self.permissions = permissions_of(store, listing=True)
+        self.options: dict[str, Any] = msgspec.to_builtins(_Options.of(request, fail_on))
+        self.identity = _identity(store, request, fail_on, sample_slice, stamp=stamp)
+
+    def publish(
+        self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
+    ) -> Published:
+        """See `Job`."""
+        store, request = self._store, self._request
+        start = start_run(store, request, first=False)
+        listed = publish_listing(
+            store,
+            request.profile,
+            folder,
+            parts,
+            columns=request.columns(store),
+            on_batch=on_listed,
+        )
+        facts = _Facts(
+            grammar=store.grammar,
+            duration_ns=start.listed().listing_ns,
+            store=describe_store(store, request),
+        )
+        return Published(
+            listing_ns=start.now_ns,
+            table=listed.listing.to_mapping(),
+            files=listed.files,
+            shares=listed.shares,
+            facts=msgspec.to_builtins(facts),
+        )
+
+    def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
+        """See `Job`."""
+        facts = convert(manifest.published.facts, _Facts, _MANIFEST)
+        schema = _listing(manifest, facts, self._request.profile).schema
+        files, share = manifest.published.files, manifest.published.shares[part]
+        return {_OBJECTS: lambda: read_share(folder, files, share, schema, _LIST_AGAIN)}
+
+    def plan(self, given: PartInput) -> StageResult:
+        """See `Job`; a run without a repair has no plan."""
+        raise NotImplementedError
+
+    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        """See `Job`."""
+        store, manifest = self._store, given.manifest
+        facts = convert(manifest.published.facts, _Facts, _MANIFEST)
+        request = self._part_request(given)
+        listing = _listing(manifest, facts, request.profile)
+        first = given.part == 0
+        start = replace(
+            start_run(store, request, first=first),
+            now_ns=manifest.published.listing_ns,
+            listing_ns=facts.duration_ns,
+            age_seconds=given.age(),
+        )
+        inventory = inventory_of(given.tables[_OBJECTS](), listing.table)
+        result = check_part(
+            store, request, inventory, start, first=first, on_read=on_progress
+        ).result
+        remarks = result.facts.remarks
+        if first and self._stamp and request.profile is not None:
+            path = write_stamp(store, Stamp(request.profile, request.weights_version))
+            remarks = (*remarks, f"Stamped the store: {path}")
+        form = _ResultForm(
+            facts=msgspec.structs.replace(result.facts, remarks=remarks),
+            tally=result.tally.to_mapping(),
+        )
+        return StageResult(msgspec.to_builtins(form), {_FOUND: result.found})
+
+    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+        """See `Job`; a verification has nothing to finish."""
+        raise NotImplementedError
+
+    def _part_request(self, given: PartInput) -> VerifyRequest:
+        """Return the request with the lister's decisions and the part's share of the limits."""
+        decided = convert(given.manifest.options, _Options, _MANIFEST)
+        request = self._request
+        rate, limit = request.bytes_per_second, request.time_limit_seconds
+        return replace(
+            request,
+            selection=decided.selection,
+            sample=decided.sample,
+            bytes_per_second=None if rate is None else max(1, rate // given.divided),
+            time_limit_seconds=None if limit is None else limit / given.divided,
+        )
+
+
+def _identity(
+    store: Store, request: VerifyRequest, fail_on: str, sample_slice: int | None, *, stamp: bool
+) -> dict[str, Any]:
+    """Return what all parts of a run must have in common."""
+    chosen, sample = request.selection, request.sample
+    profile = {} if request.profile is None else profile_to_mapping(request.profile)
+    return {
+        "store": store.url,
+        "--checks": ",".join(request.checks),
+        "--model": chosen.model or None,
+        "--pool": chosen.pool or None,
+        "--page": chosen.page or None,
+        "--since": None if chosen.since is None else "given",
+        "--sample": None if sample is None else f"1/{sample.slices}",
+        "--sample-slice": sample_slice,
+        "--grace": request.grace_seconds,
+        "--time-limit": request.time_limit_seconds,
+        "--weights-version": request.weights_version or None,
+        "--stamp": stamp,
+        "--fail-on": fail_on,
+        "--device": ",".join(sorted({name.partition(":")[0] for name in request.devices})),
+        **{f"profile: {name}": value for name, value in profile.items()},
+    }
+
+
+def _listing(manifest: Manifest, facts: _Facts, profile: Profile | None) -> Listing:
+    return Listing.from_mapping(manifest.published.table, facts.grammar, profile, _MANIFEST)
+
+
+def _part_result(record: Record, table: AffixTable) -> PartResult:
+    source = f"{record.path}: facts"
+    form = convert(record.facts, _ResultForm, source)
+    tally = Tally.from_mapping(form.tally, table, source)
+    return PartResult(form.facts, tally, record.table(_FOUND))

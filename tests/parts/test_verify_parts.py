@@ -1,0 +1,203 @@
+"""`verify --shard` and `merge` say what `verify` of the whole store says."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.move.migrations import demo_store, profile_file
+from tests.verify.damages import PAGES, at_once
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with all kinds of damage, not to be changed."""
+    store = demo_store(tmp_path_factory.mktemp("damaged") / "store", PAGES)
+    at_once(store)
+    return store
+
+
+@pytest.fixture
+def own(damaged: Path, tmp_path: Path) -> Path:
+    """Return a copy of the damaged store."""
+    return shutil.copytree(damaged, tmp_path / "store")
+
+
+def comparable(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for one process and for parts."""
+    kept = {name: value for name, value in document.items() if name not in _OF_ONE}
+    return kept | {"findings": sorted(document["findings"], key=repr)}
+
+
+_OF_ONE = {"seconds", "parts", "missing_parts", "dry_run"}
+
+
+class Parts:
+    """A run of `verify` in parts."""
+
+    def __init__(self, invoke: Invoke, run: Path, store: Path, *options: object) -> None:
+        self.invoke = invoke
+        self.run = run
+        self.store = store
+        self.options = options
+
+    def part(self, part: int, parts: int, *more: object, exit_code: int = 0) -> str:
+        """Do a part; return stderr."""
+        return self.invoke(
+            "verify",
+            *(self.store, *self.options, *more, "--shard", f"{part}/{parts}", "--run", self.run),
+            exit_code=exit_code,
+        ).stderr
+
+    def merged(self, *more: object, exit_code: int = 0) -> dict[str, Any]:
+        """Return the merged document."""
+        output = self.invoke("merge", self.run, "--format", "json", *more, exit_code=exit_code)
+        return {**output.document}
+
+    def all(self, parts: int, order: Sequence[int] | None = None) -> None:
+        """Do all parts."""
+        for part in range(parts) if order is None else order:
+            self.part(part, parts)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 2 * PAGES])
+@pytest.mark.parametrize("profile", [False, True], ids=["inferred", "profile"])
+def test_merged_parts_say_what_one_process_says(
+    invoke: Invoke, damaged: Path, tmp_path: Path, profile: bool, parts: int
+) -> None:
+    """Findings, counts, sums and exit status are equal, for any number and order of parts."""
+    options: list[object] = ["--grace", "2h"]
+    options += ["--profile", profile_file(tmp_path / "p.toml")] if profile else []
+    options += ["--sample", "60%", "--sample-slice", "0"] if parts == 1 else []
+    whole = invoke("verify", damaged, *options, "--format", "json", exit_code=4)
+    run = Parts(invoke, tmp_path / "run", damaged, *options)
+    run.all(parts, [*reversed(range(parts)), 0])
+    merged = run.merged(exit_code=4)
+    assert comparable(merged) == comparable(whole.document)
+    assert merged["counts"]["truncated" if profile else "ambiguous-key"]
+    assert (merged["parts"], merged["missing_parts"]) == (parts, [])
+
+
+def test_a_missing_part_makes_the_result_incomplete(
+    invoke: Invoke, damaged: Path, tmp_path: Path
+) -> None:
+    """merge names missing parts, and ends with 4 also where findings fail nothing."""
+    run = Parts(invoke, tmp_path / "run", damaged, "--fail-on", "never")
+    run.part(1, 3)
+    merged = run.merged(exit_code=4)
+    assert (merged["complete"], merged["missing_parts"]) == (False, [0, 2])
+    run.part(0, 3)
+    run.part(2, 3)
+    assert run.merged()["complete"]
+
+
+def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
+    """The metrics of a merged run have the labels and values of a run in one process."""
+    options = ("--profile", profile_file(tmp_path / "p.toml"), "--fail-on", "error")
+    run = Parts(invoke, tmp_path / "run", damaged, *options)
+    run.all(2)
+    merged = run.merged("--metrics-file", tmp_path / "m.prom", exit_code=4)
+    lines = (tmp_path / "m.prom").read_text().splitlines()
+    labels = f'store="file://{damaged}"'
+    assert f"hicachectl_verify_objects{{{labels}}} {merged['objects']}" in lines
+    assert f"hicachectl_verify_last_success_timestamp_seconds{{{labels}}} 0.0" in lines
+
+
+def test_the_lister_decides_for_all_parts(
+    invoke: Invoke, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--since, the slice of a sample and the time of the listing are those of the first part."""
+    options = ("--since", "300d", "--sample", "50%", "--grace", "2h")
+    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
+    monkeypatch.setattr("time.time_ns", lambda: 1_800_000_000 * 10**9)
+    whole = invoke("verify", own, *options, "--format", "json", exit_code=4).document
+    run = Parts(invoke, tmp_path / "run", own, *options)
+    run.part(0, 2)
+    monkeypatch.setattr("time.time", lambda: 1_900_086_400.0)
+    monkeypatch.setattr("time.time_ns", lambda: 1_900_086_400 * 10**9)
+    run.part(1, 2)
+    assert comparable(run.merged(exit_code=4)) == comparable(whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lock", "L"], "--lock cannot be combined with --shard"),
+        (["--metrics-file", "M"], "--metrics-file cannot be combined with --shard"),
+        (["-o", "O"], "--output cannot be combined with --shard"),
+        (["--format", "json"], "--format cannot be combined with --shard"),
+    ],
+)
+def test_options_of_the_whole_run_are_refused(
+    invoke: Invoke, damaged: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    refused = Parts(invoke, tmp_path / "run", damaged, *options).part(0, 2, exit_code=2)
+    assert said in refused
+    assert "hicachectl merge" in refused
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--grace", "2h"], "--grace 60.0, but this command has 7200.0"),
+        (["--checks", "names"], "--checks names,groups"),
+        (["--sample", "5%"], "--sample none, but this command has 1/20"),
+        (["--fail-on", "error"], "--fail-on warning, but this command has error"),
+        (["--profile", "PROFILE"], "profile: model none, but this command has demo"),
+        (["STORE"], "store file://"),
+    ],
+)
+def test_other_options_are_refused(
+    invoke: Invoke, damaged: Path, own: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    """A part with other options than the run's ends with one line that names both values."""
+    run = Parts(invoke, tmp_path / "run", damaged)
+    run.part(0, 2)
+    if options == ["STORE"]:
+        run.store = own
+        options = []
+    given = [profile_file(tmp_path / "p.toml") if one == "PROFILE" else one for one in options]
+    refused = run.part(1, 2, *given, exit_code=2)
+    assert said in refused.splitlines()[-1]
+    assert "was begun with" in refused.splitlines()[-1]
+    assert not (tmp_path / "run/parts/00001").exists()
+
+
+@pytest.mark.parametrize("scheduler", ["kubernetes", "slurm"])
+def test_a_scheduler_names_the_part(
+    invoke: Invoke,
+    damaged: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: str,
+) -> None:
+    """--shard /N takes the part from Kubernetes, or from Slurm less the first task."""
+    for part in range(2):
+        if scheduler == "kubernetes":
+            monkeypatch.setenv("JOB_COMPLETION_INDEX", str(part))
+        else:
+            monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(5 + part))
+            monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "5")
+        run = ("--shard", "/2", "--run", tmp_path / "run")
+        said = invoke("verify", damaged, *run).stderr
+        assert f"Part {part} of 2 is done" in said
+    assert invoke("merge", tmp_path / "run", exit_code=4).stdout
+
+
+def test_a_truncated_result_is_named(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
+    """A result that is not whole is refused with the file to remove."""
+    run = Parts(invoke, tmp_path / "run", damaged)
+    run.all(2)
+    (table,) = (tmp_path / "run/parts/00001").glob("*-found.parquet")
+    table.write_bytes(table.read_bytes()[:-9])
+    refused = invoke("merge", tmp_path / "run", exit_code=2).stderr
+    assert table.name in refused
+    assert "remove result-0.json beside it and run part 1 again" in refused
