@@ -53,13 +53,23 @@ class JournalHeld(UsageError):
 class JournalFiles:
     """Journals of a migration.
 
-    own: written by this run; kept: even if the run is complete. earlier: of earlier runs; if `own`
-    is one of them, this run extends it.
+    own: written by this run; kept: even if the run is complete, as for parts of a divided run.
+    earlier: of earlier runs; if `own` is one of them, this run extends it.
     """
 
     own: Path
     earlier: tuple[Path, ...] = ()
     kept: bool = False
+
+    @property
+    def next_steps(self) -> tuple[str, str]:
+        """What to do if the journal cannot be created, or not be written to."""
+        if self.kept:
+            return ("check the directory of --run", "make room, then run the part again")
+        return (
+            "set XDG_STATE_HOME to a writable directory",
+            "check its disk, then continue with --resume",
+        )
 
 
 @dataclass(slots=True)
@@ -270,21 +280,22 @@ class Journal:
 
     def __init__(
         self,
-        path: Path,
+        files: JournalFiles,
         identity: Mapping[str, Any],
         *,
         earlier: Progress | None,
         fresh: bool,
         durable: bool,
     ) -> None:
-        """Open a journal; fresh: empty it first.
+        """Open a run's own journal; fresh: empty it first.
 
         earlier: result of `read_journals`. durable: sync each line; otherwise a power failure may
         lose all lines except the first; a resumed run reads their pages again.
 
         Raises UsageError if the journal cannot be written, JournalHeld if locked.
         """
-        self.path = path
+        self.path = path = files.own
+        self._next_steps = files.next_steps
         owner = None if earlier is None else earlier.owners.get(path)
         self.owner = owner or os.urandom(_OWNER_BYTES).hex()
         self._durable = durable
@@ -294,8 +305,9 @@ class Journal:
             make_directories(path.parent)
             self._file = _held(path)
         except OSError as error:
-            next_step = "set XDG_STATE_HOME to a writable directory"
-            raise UsageError(failed(path, "write the journal", error, next_step)) from error
+            raise UsageError(
+                failed(path, "write the journal", error, self._next_steps[0])
+            ) from error
         try:
             if fresh or owner == "":
                 os.ftruncate(self._file, 0)
@@ -334,9 +346,8 @@ class Journal:
             except OSError as error:
                 with suppress(OSError):  # the next line must not join a torn line
                     os.ftruncate(self._file, end)
-                next_step = "check its disk, then continue with --resume"
                 raise UsageError(
-                    failed(self.path, "write the journal", error, next_step)
+                    failed(self.path, "write the journal", error, self._next_steps[1])
                 ) from error
 
     def _cut_torn_line(self) -> None:

@@ -13,12 +13,10 @@ from hicachectl.move.estimate import estimated_seconds
 from hicachectl.move.journal import JournalHeld
 from hicachectl.move.migration import Migration
 from hicachectl.move.migration_choice import plan_groups
-from hicachectl.move.migration_outcome import FULL, outcome_of
+from hicachectl.move.migration_outcome import FULL, lack_of_room, outcome_of
 from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.runs import CopyRun
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.pages.unmatched import explain_selection
-from hicachectl.text.units import human_size
 from hicachectl.text.vocabulary import LOCK
 from hicachectl.verify.live_tables import check_tables, saved_tables
 
@@ -62,12 +60,14 @@ def migrate(
     else:
         facts = migrate_part(migration, plan, on_begun=on_begun, on_moved=on_moved)
     facts.seconds = time.monotonic() - started
-    nothing = "" if facts.groups else explain_selection(source, listed, request.selection)
-    outcome = outcome_of([facts], source.url, destination.url, request, nothing)
-    if request.dry_run:
-        seconds = estimated_seconds(source, plan, request.options, facts.bytes)
-        outcome.document["estimated_seconds"] = seconds
-    elif not facts.settled and facts.stopped_by != LOCK:
+    outcome = outcome_of(
+        [facts],
+        source.url,
+        destination.url,
+        labelled=request.labelled,
+        dry_run=request.dry_run,
+    )
+    if not request.dry_run and not facts.settled and facts.stopped_by != LOCK:
         outcome.journal = migration.journals.own
     return outcome
 
@@ -78,9 +78,12 @@ def rehearse_part(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
     result.objects, result.nbytes = plan.demand()
     result.counts[GroupStatus.DONE] = plan.count(*WRITING)
     result.counts[GroupStatus.SAME] = plan.count(Action.COMPARE)
-    facts = _facts(migration, plan, result)
-    facts.remarks += filter(None, [_lack(migration, result.nbytes)])
-    return facts
+    options = migration.options
+    return replace(
+        _facts(migration, plan, result),
+        estimated_seconds=estimated_seconds(migration.source, plan, options, result.nbytes),
+        free_bytes=migration.destination.free_bytes(),
+    )
 
 
 def migrate_part(
@@ -103,8 +106,10 @@ def migrate_part(
         facts.remarks.append(str(held))
         return facts
     with begun as journal:
-        lack = _lack(migration, plan.demand()[1])
-        if lack is not None and migration.request.space_check:
+        free = migration.destination.free_bytes()
+        url, demand = migration.destination.url, plan.demand()[1]
+        lack = "" if free is None else lack_of_room(url, demand, free)
+        if lack and migration.request.space_check:
             raise StoreUnavailable(lack)
         migration.stores.claim()
         on_begun()
@@ -114,7 +119,7 @@ def migrate_part(
         if facts.settled and not migration.journals.kept:
             journal.end()
     destination = migration.destination
-    if destination.traits.evicts and (lack is not None or result.full):
+    if destination.traits.evicts and (lack or result.full):
         facts.remarks.append(
             f"{destination.url}: the pages need more room than is free, and this store "
             "evicts: the pages copied first may be evicted already; copy fewer pages (--match, "
@@ -166,16 +171,4 @@ def _facts(migration: Migration, plan: MigrationPlan, result: RunResult) -> Migr
         stopped_by=FULL if result.full else "",
         remarks=[*migration.remarks, *migration.source.remarks],
         problems=[*plan.problems, *result.problems],
-    )
-
-
-def _lack(migration: Migration, nbytes: int) -> str | None:
-    """Return a message if the destination lacks room."""
-    destination = migration.destination
-    free = destination.free_bytes()
-    if free is None or nbytes <= free:
-        return None
-    return (
-        f"{destination.url}: {human_size(nbytes)} to write, but only {human_size(free)} "
-        "free; choose fewer pages (--match, --pages-from), make room or give --no-space-check"
     )

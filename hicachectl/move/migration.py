@@ -50,6 +50,11 @@ class MigrationRequest:
     space_check: bool = True
     options: CopyOptions = field(default_factory=CopyOptions)
 
+    @property
+    def labelled(self) -> int:
+        """Number of listed rows that name a group."""
+        return 0 if self.pages is None else self.pages.labelled
+
 
 class Migration:
     """A request between two stores, checked, with the progress of its earlier runs.
@@ -119,7 +124,7 @@ class Migration:
         Raises JournalHeld, UsageError, StoreUnavailable.
         """
         journal = Journal(
-            self.journals.own,
+            self.journals,
             self._identity,
             earlier=self._progress,
             fresh=self._fresh,

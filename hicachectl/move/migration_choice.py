@@ -18,6 +18,7 @@ from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.selection import select
+from hicachectl.pages.unmatched import explain_selection
 from hicachectl.requests.page_lists import NamedGroups
 
 if TYPE_CHECKING:
@@ -59,7 +60,11 @@ def plan_groups(
     if kept is None:
         choice = _Choice(migration, inventory, groups, surveys)
         choice.make(tables, now_ns)
-        facts, wanted = choice.facts, [choice.chosen[survey.groups] for survey in surveys]
+        facts = choice.facts
+        facts.listed = len(listed.objects)
+        if not len(groups):
+            facts.nothing = explain_selection(migration.source, listed, request.selection)
+        wanted = [choice.chosen[survey.groups] for survey in surveys]
     else:
         facts, wanted = kept.facts, kept.active(surveys)
     plan = MigrationPlan(inventory, groups, surveys, facts)

@@ -7,34 +7,46 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
-from hicachectl.text.units import counted
+from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hicachectl.move.migration import MigrationRequest
-
 FULL = "destination full"
 _COUNTS = ("pages", "objects", "bytes", "skipped", "gone", "conflicts", "failed", "moved")
+_WORDS = {
+    "skipped": "already in the destination",
+    "moved": "removed from the source",
+    "gone": "vanished from the source during the run",
+    "conflicts": "in conflict",
+    "failed": "failed",
+}
+_SHOWN_PROBLEMS = 20
+_ROWS = pa.schema([(name, pa.string()) for name in ("page", "key", "detail")])
 
 
 class MigrationFacts(msgspec.Struct, kw_only=True):
     """Sums and messages of a migration, or of a part of it.
 
-    groups: number of groups that the filters match. named: of these, named by --pages-from, or all.
+    listed: number of objects in the source. groups: number of groups that the filters match.
+    nothing: why they match none. named: number of groups named by --pages-from, or all.
     matched: rows of --pages-from whose group is there. unknown_keys: number of objects.
     left_out: number of groups not copied, by reason. refused: number of groups in conflict because
     servers refuse the destination's objects.
     pages to moved, resumed: see the document. complete: whether every batch was begun.
     settled: whether a further run has nothing to do.
     stopped_by: "" if nothing ended the run early.
+    estimated_seconds, free_bytes: of a rehearsal; None if not known.
     """
 
+    listed: int = 0
     groups: int = 0
+    nothing: str = ""
     named: int = 0
     matched: int = 0
     unknown_keys: int = 0
@@ -53,6 +65,8 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     complete: bool = True
     settled: bool = True
     stopped_by: str = ""
+    estimated_seconds: float | None = None
+    free_bytes: int | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
     problems: list[Problem] = msgspec.field(default_factory=list)
 
@@ -77,6 +91,38 @@ class MigrationOutcome:
         troubled = document["failed"] or document["conflicts"]
         return not troubled and document["stopped_by"] != FULL
 
+    @property
+    def messages(self) -> Iterator[str]:
+        """Yield the remarks and the first problems."""
+        yield from self.remarks
+        for problem in self.problems[:_SHOWN_PROBLEMS]:
+            yield f"{problem.key or problem.page}: {problem.detail}"
+        more = len(self.problems) - _SHOWN_PROBLEMS
+        if more > 0:
+            pages = counted(more, "other page")
+            yield f"Problems of {pages} are not shown; --format json lists them"
+
+    def rows(self) -> pa.Table:
+        """Return the problems of the document, one a row."""
+        return pa.Table.from_pylist(self.document["problems"], schema=_ROWS)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the `table` format."""
+        document = self.document
+        verb = "to copy" if "estimated_seconds" in document else "copied"
+        parts = [
+            f"{counted(document['pages'], 'page')} {verb}, "
+            f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
+        ]
+        parts += [f"{document[name]} {text}" for name, text in _WORDS.items() if document[name]]
+        seconds = document.get("estimated_seconds")
+        if seconds is not None:
+            time = "under 1 s" if seconds < 1 else human_age(seconds)
+            parts.append(f"estimated time: {time} (read speed; writing may be slower)")
+        if document["stopped_by"]:
+            parts.append(f"stopped: {document['stopped_by']}")
+        yield "; ".join(parts)
+
 
 def not_begun(source: str, destination: str) -> MigrationOutcome:
     """Return the outcome of a migration between two URLs whose lock is held."""
@@ -90,12 +136,14 @@ def outcome_of(
     parts: Sequence[MigrationFacts],
     source: str,
     destination: str,
-    request: MigrationRequest,
-    nothing: str,
+    *,
+    labelled: int,
+    dry_run: bool,
 ) -> MigrationOutcome:
     """Return the outcome of a migration between two URLs from the facts of its parts.
 
-    nothing: why no group matches, if none does.
+    labelled: number of rows of --pages-from that name a group. The estimated time of a dry run is
+    that of the slowest part, as if all parts ran at the same time.
     """
     problems = [problem for part in parts for problem in part.problems]
     document: dict[str, Any] = {"source": source, "destination": destination}
@@ -107,21 +155,39 @@ def outcome_of(
         "stopped_by": next((part.stopped_by for part in parts if part.stopped_by), None),
         "problems": [{"page": p.page, "key": p.key, "detail": p.detail} for p in problems],
     }
+    if dry_run:
+        known = [part.estimated_seconds for part in parts if part.estimated_seconds is not None]
+        document["estimated_seconds"] = max(known, default=None)
     said = dict.fromkeys(remark for part in parts for remark in part.remarks)
-    empty = [] if _total(parts, "groups") else [nothing]
-    remarks = [*empty, *_not_copied(parts, destination, request), *said]
+    remarks = [*_not_copied(parts, destination, labelled), *said]
+    free = [part.free_bytes for part in parts if part.free_bytes is not None]
+    if dry_run and free:
+        remarks += filter(None, [lack_of_room(destination, document["bytes"], min(free))])
     return MigrationOutcome(document, problems, remarks)
+
+
+def lack_of_room(destination: str, nbytes: int, free: int) -> str:
+    """Return a message if a destination lacks room for bytes to write, else ""."""
+    if nbytes <= free:
+        return ""
+    return (
+        f"{destination}: {human_size(nbytes)} to write, but only {human_size(free)} "
+        "free; choose fewer pages (--match, --pages-from), make room or give --no-space-check"
+    )
 
 
 def _total(parts: Iterable[MigrationFacts], name: str) -> int:
     return sum(getattr(part, name) for part in parts)
 
 
-def _not_copied(
-    parts: Sequence[MigrationFacts], destination: str, request: MigrationRequest
-) -> Iterator[str]:
+def _not_copied(parts: Sequence[MigrationFacts], destination: str, labelled: int) -> Iterator[str]:
     """Yield messages about pages, objects and rows that were not copied."""
-    if _total(parts, "groups") and not _total(parts, "named"):
+    if not _total(parts, "groups"):
+        largest = max(parts, key=lambda part: part.listed)
+        whole = largest.listed == _total(parts, "listed")
+        if largest.nothing:
+            yield largest.nothing + ("" if whole else "; this is counted in the largest part only")
+    elif not _total(parts, "named"):
         yield "No page of SRC matches --pages-from; hicachectl ls lists its pages"
     left_out: Counter[str] = Counter()
     for part in parts:
@@ -138,6 +204,5 @@ def _not_copied(
     if unknown := _total(parts, "unknown_keys"):
         objects = counted(unknown, "object")
         yield f"Not copied: {objects} with unknown keys; hicachectl verify lists them"
-    labelled = 0 if request.pages is None else request.pages.labelled
     if unmatched := labelled - _total(parts, "matched"):
         yield f"--pages-from: {counted(unmatched, 'row')} without a matching group in SRC"

@@ -36,11 +36,11 @@ _ACTIVE = (*WRITING, Action.COMPARE)
 
 KEPT = pa.schema(
     [
-        ("route", pa.int32()),
-        ("page", pa.string()),
-        ("action", pa.int8()),
-        ("objects", pa.int64()),
-        ("nbytes", pa.int64()),
+        pa.field("route", pa.int32(), nullable=False),
+        pa.field("page", pa.string(), nullable=False),
+        pa.field("action", pa.int8(), nullable=False),
+        pa.field("objects", pa.int64(), nullable=False),
+        pa.field("nbytes", pa.int64(), nullable=False),
     ]
 )
 

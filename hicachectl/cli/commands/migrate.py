@@ -27,14 +27,11 @@ from hicachectl.formats.wording import lock_held
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.migration_outcome import MigrationOutcome
-
-_SHOWN_PROBLEMS = 20
 
 
 @click.command(
@@ -134,11 +131,11 @@ def command(
     _say(ctx, outcome)
     write_document(
         outcome.document,
-        rows=_rows(outcome),
+        rows=outcome.rows(),
         name="problems",
         output_format=output_format,
         output=output,
-        text=lambda colour: _lines(outcome, dry_run=options["dry_run"]),
+        text=lambda colour: outcome.lines(),
     )
     if not outcome.all_well:
         ctx.exit(FINDINGS)
@@ -234,52 +231,8 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
 
 
 def _say(ctx: click.Context, outcome: MigrationOutcome) -> None:
-    from hicachectl.text.units import counted
-
-    for text in outcome.remarks:
+    for text in outcome.messages:
         remark(ctx, text)
-    for problem in outcome.problems[:_SHOWN_PROBLEMS]:
-        remark(ctx, f"{problem.key or problem.page}: {problem.detail}")
-    more = len(outcome.problems) - _SHOWN_PROBLEMS
-    if more > 0:
-        remark(
-            ctx,
-            f"Problems of {counted(more, 'other page')} are not shown; --format json lists them",
-        )
     if outcome.journal is not None:
         remark(ctx, f"Not complete; continue with the same command and --resume "
                     f"(journal {outcome.journal})")  # fmt: skip
-
-
-def _rows(outcome: MigrationOutcome) -> Any:
-    import pyarrow as pa
-
-    schema = pa.schema([(name, pa.string()) for name in ("page", "key", "detail")])
-    return pa.Table.from_pylist(outcome.document["problems"], schema=schema)
-
-
-def _lines(outcome: MigrationOutcome, *, dry_run: bool) -> Iterator[str]:
-    from hicachectl.text.units import counted, human_age, human_size
-
-    document = outcome.document
-    verb = "to copy" if dry_run else "copied"
-    parts = [
-        f"{counted(document['pages'], 'page')} {verb}, {counted(document['objects'], 'object')}, "
-        f"{human_size(document['bytes'])}"
-    ]
-    for name, text in (
-        ("skipped", "already in the destination"),
-        ("moved", "removed from the source"),
-        ("gone", "vanished from the source during the run"),
-        ("conflicts", "in conflict"),
-        ("failed", "failed"),
-    ):
-        if document[name]:
-            parts.append(f"{document[name]} {text}")
-    seconds = document.get("estimated_seconds")
-    if seconds is not None:
-        time = "under 1 s" if seconds < 1 else human_age(seconds)
-        parts.append(f"estimated time: {time} (read speed; writing may be slower)")
-    if document["stopped_by"]:
-        parts.append(f"stopped: {document['stopped_by']}")
-    yield "; ".join(parts)

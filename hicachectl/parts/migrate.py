@@ -1,0 +1,278 @@
+"""`migrate` in parts: each copies the page groups of its share of the source's listing.
+
+The lister scans the source, whose listing the parts share, and scans the destination only to refuse
+it: what a destination has changes while parts write, so each part asks for its own keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hicachectl.backends.capabilities import Archive, Leases, permissions_of
+from hicachectl.backends.urls import without_secrets
+from hicachectl.checks.findings import SCHEMA as FOUND_SCHEMA
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.forms import convert
+from hicachectl.formats.profile import profile_to_mapping
+from hicachectl.io.table_files import Count, read_table, write_table
+from hicachectl.move.journal import JournalFiles
+from hicachectl.move.migrate import migrate_part, rehearse_part
+from hicachectl.move.migration import Migration
+from hicachectl.move.migration_choice import plan_groups
+from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
+from hicachectl.move.migration_plan import KEPT, KeptPlan
+from hicachectl.pages.published import Listing, inventory_of, publish_listing, read_share
+from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
+from hicachectl.parts.job import Kind, Merged, PartInput
+from hicachectl.parts.manifest import Manifest, Published
+from hicachectl.parts.records import Record, StageResult
+from hicachectl.verify.live_tables import check_tables, saved_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.move.batches import CopyOptions
+    from hicachectl.move.migration import MigrationRequest
+    from hicachectl.move.migration_plan import MigrationPlan
+    from hicachectl.parts.job import PartCount, Tables
+    from hicachectl.requests.files import PageList
+
+_MANIFEST = "run.json"
+_OBJECTS = "objects"
+_FOUND = "found"
+_FOUND_FILE = "found.parquet"
+_PLAN = "groups"
+_LIST_AGAIN = "give another --run"
+_DIGEST_DIGITS = 12
+
+
+class _Options(msgspec.Struct, kw_only=True):
+    """Options of the lister. labelled: rows of --pages-from that name a group."""
+
+    selection: Selection
+    dry_run: bool
+    labelled: Count
+
+
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+    """Return the sum of the parts."""
+    options = convert(manifest.options, _Options, _MANIFEST)
+    facts = [MigrationFacts(seconds=manifest.spent_seconds)]
+    for _, record in sorted(results.items()):
+        facts.append(convert(record.facts, MigrationFacts, f"{record.path}: facts"))
+    outcome = outcome_of(
+        facts,
+        str(manifest.identity.get("source")),
+        str(manifest.identity.get("destination")),
+        labelled=options.labelled,
+        dry_run=options.dry_run,
+    )
+
+    def lines(colour: bool) -> Iterator[str]:
+        return outcome.lines()
+
+    return Merged(
+        document=outcome.document,
+        rows=outcome.rows(),
+        rows_name="problems",
+        remarks=list(outcome.messages),
+        failed=not outcome.all_well,
+        lines=lines,
+    )
+
+
+KIND = Kind("migrate", {_PLAN: KEPT}, merge)
+
+
+class MigrateJob:
+    """A migration between two open stores, in parts."""
+
+    kind = KIND
+
+    def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
+        """Check the request. Raises as `Migration`, and UsageError for a pack as destination."""
+        if isinstance(destination, Archive):
+            raise UsageError(
+                f"{destination.url}: several processes cannot write one pack; migrate to a "
+                "directory, or leave out --shard and --run"
+            )
+        self._source = source
+        self._destination = destination
+        self._request = request
+        self._migration = self._prepared(request, ())
+        self._planned: tuple[StageResult, Migration, MigrationPlan] | None = None
+        options = _Options(
+            selection=request.selection, dry_run=request.dry_run, labelled=request.labelled
+        )
+        self.plans = not request.dry_run
+        self.permissions = permissions_of(source, listing=True)
+        self.options: dict[str, Any] = msgspec.to_builtins(options)
+        self.identity = _identity(source, destination, request)
+
+    def publish(
+        self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
+    ) -> Published:
+        """See `Job`."""
+        source, migration = self._source, self._migration
+        listed = publish_listing(
+            source,
+            self._request.profile,
+            folder,
+            parts,
+            columns=migration.columns,
+            on_batch=on_listed,
+        )
+        listing_ns = time.time_ns()
+        migration.stores.refuse_destination(listed.listing.table, on_batch=on_listed)
+        found, _ = check_tables(source, saved_tables(source), grace_seconds=0)
+        return Published(
+            listing_ns=listing_ns,
+            table=listed.listing.to_mapping(),
+            files=[*listed.files, write_table(folder, _FOUND_FILE, found, FOUND_SCHEMA)],
+            shares=listed.shares,
+        )
+
+    def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
+        """See `Job`. All parts read all findings about the source's page tables."""
+        schema = self._listing(manifest).schema
+        files, share = manifest.published.files, manifest.published.shares[part]
+        found = manifest.file(_FOUND_FILE)
+        if found is None:
+            raise FormatError(f"{_MANIFEST}: does not list {_FOUND_FILE}; {_LIST_AGAIN}")
+        return {
+            _OBJECTS: lambda: read_share(folder, files, share, schema, _LIST_AGAIN),
+            _FOUND: lambda: read_table(folder, found, FOUND_SCHEMA, _LIST_AGAIN),
+        }
+
+    def plan(self, given: PartInput) -> StageResult:
+        """See `Job`."""
+        migration, plan = self._plan_groups(given, None)
+        kept = plan.keep()
+        result = StageResult(msgspec.to_builtins(kept.facts), {_PLAN: kept.groups})
+        self._planned = result, migration, plan
+        return result
+
+    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        """See `Job`."""
+        began = time.monotonic()
+        planned, self._planned = self._planned, None
+        if given.plan is None:
+            facts = rehearse_part(*self._plan_groups(given, None))
+        else:
+            if planned is not None and planned[0] is given.plan:
+                _, migration, plan = planned
+            else:
+                migration, plan = self._plan_groups(given, _kept(given.plan, given.part))
+            facts = migrate_part(migration, plan, on_moved=on_progress)
+        facts.seconds = time.monotonic() - began
+        return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
+
+    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+        """See `Job`; a migration has nothing to finish."""
+        raise NotImplementedError
+
+    def _prepared(self, request: MigrationRequest, journals: tuple[Path, ...]) -> Migration:
+        """Return the migration. journals: of a part; none to write nothing."""
+        own = journals[-1] if journals else Path("no-journal")
+        files = JournalFiles(own, journals[:-1], kept=True)
+        return Migration(self._source, self._destination, request, files)
+
+    def _plan_groups(
+        self, given: PartInput, kept: KeptPlan | None
+    ) -> tuple[Migration, MigrationPlan]:
+        manifest, request = given.manifest, self._request
+        decided = convert(manifest.options, _Options, _MANIFEST)
+        request = replace(
+            request,
+            selection=decided.selection,
+            options=_share(request.options, given.divided, leases=self._grants_leases),
+        )
+        migration = self._prepared(request, given.journals)
+        inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
+        plan = plan_groups(
+            migration,
+            inventory,
+            [given.tables[_FOUND]()],
+            now_ns=manifest.published.listing_ns,
+            asks=True,
+            kept=kept,
+        )
+        given.check()
+        return migration, plan
+
+    @property
+    def _grants_leases(self) -> bool:
+        """Whether the reads of a part grant leases."""
+        read = [self._source]
+        if self._request.options.verify:
+            read.append(self._destination)
+        return any(isinstance(store, Leases) for store in read)
+
+    def _listing(self, manifest: Manifest) -> Listing:
+        table, grammar = manifest.published.table, self._source.grammar
+        return Listing.from_mapping(table, grammar, self._request.profile, _MANIFEST)
+
+
+def _share(options: CopyOptions, divided: int, *, leases: bool) -> CopyOptions:
+    """Return a part's options.
+
+    leases: whether reads grant leases. All parts together then keep about as many objects leased as
+    one process, unless --jobs says otherwise.
+    """
+    rate = options.bytes_per_second
+    if leases and options.jobs is None:
+        options = replace(options, jobs=max(1, options.job_count // divided))
+    return replace(options, bytes_per_second=None if rate is None else max(1, rate // divided))
+
+
+def _kept(plan: StageResult, part: int) -> KeptPlan:
+    groups = plan.tables.get(_PLAN)
+    if groups is None:
+        raise FormatError(f"Plan of part {part}: has no table {_PLAN!r}; {_LIST_AGAIN}")
+    return KeptPlan(convert(plan.facts, MigrationFacts, f"Plan of part {part}"), groups)
+
+
+def _identity(source: Store, destination: Store, request: MigrationRequest) -> dict[str, Any]:
+    """Return what all parts of a run must have in common."""
+    chosen, options = request.selection, request.options
+    profiles = (("profile", request.profile), ("--to", request.destination_profile))
+    return {
+        "source": without_secrets(source.url),
+        "destination": without_secrets(destination.url),
+        "--model": chosen.model or None,
+        "--pool": chosen.pool or None,
+        "--page": chosen.page or None,
+        "--since": None if chosen.since is None else "given",
+        "--pages-from": None if request.pages is None else _shown(request.pages),
+        "--dry-run": request.dry_run,
+        "--if-exists": request.if_exists,
+        "--verify": options.verify,
+        "--move": options.move,
+        "--include-partial": request.partial,
+        "--include-damaged": request.damaged,
+        "--grace": request.grace_seconds,
+        "--no-space-check": not request.space_check,
+        "--trailers": options.trailers,
+        "--bwlimit": options.bytes_per_second,
+        **{
+            f"{of}: {name}": value
+            for of, profile in profiles
+            if profile is not None
+            for name, value in profile_to_mapping(profile).items()
+        },
+    }
+
+
+def _shown(pages: PageList) -> str:
+    """Return a text that differs between lists of pages."""
+    text = json.dumps([pages.pages, pages.groups]).encode()
+    return f"{len(pages.pages)} rows, SHA-256 {hashlib.sha256(text).hexdigest()[:_DIGEST_DIGITS]}"
