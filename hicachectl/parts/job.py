@@ -25,7 +25,10 @@ Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
 PartCount = int | Callable[[int], int]
 
 # Module of each command that can be divided; its KIND is the command's `Kind`.
-MODULES = {"verify": "hicachectl.parts.verify"}
+MODULES = {
+    "migrate": "hicachectl.parts.migrate",
+    "verify": "hicachectl.parts.verify",
+}
 
 
 @dataclass(frozen=True, slots=True)

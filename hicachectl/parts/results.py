@@ -130,6 +130,10 @@ def merge_run(run: RunDirectory) -> Merged:
             finished = load(run.directory, name, kind.schemas, run.again, next_step)
     merged = replace(kind.merge(manifest, results, finished), command=kind.command)
     missing = [part for part in range(manifest.parts) if part not in results]
+    undone = [part for part, record in results.items() if not record.form.settled]
+    if undone:
+        said = f"{run.path}: {_spans(undone)} of {manifest.parts}: not complete; run again"
+        merged = replace(merged, remarks=[said, *merged.remarks])
     document = {**merged.document, "parts": manifest.parts, "missing_parts": missing}
     if not missing:
         return replace(merged, document=document)

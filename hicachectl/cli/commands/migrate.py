@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
@@ -19,6 +21,7 @@ from hicachectl.cli.options import (
     lease_wait_option,
     lock_option,
     output_options,
+    parts_options,
     profile_options,
     transform_options,
 )
@@ -27,11 +30,15 @@ from hicachectl.formats.wording import lock_held
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.migration_outcome import MigrationOutcome
+    from hicachectl.parts.shards import Shard
+
+_WHOLE_ONLY = ("lock", "output", "output_format", "resume")
 
 
 @click.command(
@@ -44,6 +51,7 @@ Examples:
   hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
   hicachectl migrate prod: new: --profile prod.toml --resume
   hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
+  hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/copy
 """,
 )
 @click.argument("source", metavar="SRC")
@@ -84,6 +92,7 @@ Examples:
 @bwlimit_option
 @lease_wait_option
 @filter_options
+@parts_options
 @output_options
 @profile_options
 @click.pass_context
@@ -111,11 +120,21 @@ def command(
 
     After an interruption at any point, the same command completes the work and reads only the
     objects that did not arrive. --resume also continues --verify and --move where they stopped.
+
+    --shard divides the work among processes, also on several hosts: each copies the pages of its
+    part. A part that did not end is run again with the same options; it continues --verify and
+    --move without --resume. DST cannot be a pack then. Prints nothing on stdout; see
+    hicachectl-merge(1).
     """
     from hicachectl.cli.output import write_document
 
+    shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
+    if shard is not None:
+        with raised_once():
+            _part(ctx, source, destination, options, shard)
+        return
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             from hicachectl.move.migration_outcome import not_begun
@@ -145,19 +164,58 @@ def _between(
     ctx: click.Context, source: str, destination: str, options: dict[str, Any]
 ) -> MigrationOutcome | None:
     """Open both stores and migrate; None if the operator declined --move."""
+    with _opened(ctx, source, destination, options) as (origin, target):
+        request = _request(ctx, origin, options)
+        if not _agreed(origin, target, options):
+            return None
+        return _migrated(ctx, origin, target, request)
+
+
+def _part(
+    ctx: click.Context, source: str, destination: str, options: dict[str, Any], shard: Shard
+) -> None:
+    """Open both stores and do a part; say what an incomplete part has done."""
+    import msgspec
+
+    from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
+    from hicachectl.parts.migrate import MigrateJob
+
+    with _opened(ctx, source, destination, options) as (origin, target):
+        request = _request(ctx, origin, options)
+        job = MigrateJob(origin, target, request)
+        if not _agreed(origin, target, options):
+            return
+        say_divided(ctx, shard, options, "bwlimit")
+        record = do_part(ctx, options["run_directory"], shard, job)
+        if not record.settled:  # else `merge` has all that there is to say
+            facts = msgspec.convert(record.facts, MigrationFacts)
+            outcome = outcome_of(
+                [facts], origin.url, target.url, labelled=facts.matched, dry_run=request.dry_run
+            )
+            for text in (*outcome.messages, *outcome.lines()):
+                remark(ctx, text)
+
+
+@contextmanager
+def _opened(
+    ctx: click.Context, source: str, destination: str, options: dict[str, Any]
+) -> Iterator[tuple[Store, Store]]:
+    """Open both stores."""
     wait = options["lease_wait"]
     with (
         opened(ctx, source, lease_wait=wait) as origin,
         opened(ctx, destination, lease_wait=wait, create=True) as target,
     ):
-        request = _request(ctx, origin, options)
-        if options["move"] and not agreed(
-            f"Delete pages from {origin.url} after they are verified in {target.url}?",
-            yes=options["yes"],
-            dry_run=options["dry_run"],
-        ):
-            return None
-        return _migrated(ctx, origin, target, request)
+        yield origin, target
+
+
+def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:
+    """Return whether pages may be deleted, if --move is given."""
+    return not options["move"] or agreed(
+        f"Delete pages from {source.url} after they are verified in {target.url}?",
+        yes=options["yes"],
+        dry_run=options["dry_run"],
+    )
 
 
 def _migrated(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.parts.job import Job
+    from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
 
 _DEFAULTS = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
@@ -56,7 +57,7 @@ def say_divided(ctx: click.Context, shard: Shard, options: Mapping[str, Any], *l
                     "share")  # fmt: skip
 
 
-def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> None:
+def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordForm:
     """Do a part of a run, and say on stderr how it ended; its findings are those of `merge`."""
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.running import begin, run_part
@@ -74,3 +75,4 @@ def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> None:
         say(f"{name} is done; when all are, join them with: hicachectl merge {path}")
     else:
         say(f"{name} is not complete; run it again")
+    return outcome.record
