@@ -17,13 +17,17 @@ File metadata: `hicachectl.catalog` (version of this form), `hicachectl.store` (
 
 from __future__ import annotations
 
-import io
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 FORM = "1"
 DIGEST_BYTES = 32
@@ -45,6 +49,7 @@ SCHEMA = pa.schema(
 # Bounds on the sizes that a file claims, checked before allocation.
 _MOST_ROWS = 100_000_000
 _MOST_ROW_BYTES = 1024  # average over rows, all columns; keys have about 120 bytes
+_BATCH_ROWS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,47 +60,89 @@ class Catalog:
     store: str
     identity_fields: tuple[str, ...]
 
+    def with_entries(self, entries: pa.Table, source: str) -> Catalog:
+        """Return a catalog with untrusted entries of SCHEMA. Raises FormatError for bad ones."""
+        with _readable(source):
+            entries.validate(full=True)
+        _check_rows(entries, source)
+        return replace(self, entries=entries)
 
-def write_catalog(catalog: Catalog) -> bytes:
-    """Serialise a catalog."""
+
+def write_catalog(
+    stream: IO[bytes],
+    tables: Iterable[pa.Table],
+    *,
+    store: str,
+    identity_fields: Iterable[str] = (),
+) -> None:
+    """Write a catalog, table by table. tables: of SCHEMA."""
     import pyarrow.parquet as pq
 
     metadata = {
         "hicachectl.catalog": FORM,
-        "hicachectl.store": catalog.store,
-        "hicachectl.identity": ",".join(catalog.identity_fields),
+        "hicachectl.store": store,
+        "hicachectl.identity": ",".join(identity_fields),
     }
-    stream = io.BytesIO()
-    table = catalog.entries.cast(SCHEMA).replace_schema_metadata(metadata)
-    pq.write_table(
-        table, stream, compression="zstd", use_dictionary=["page", "pool"], write_page_checksum=True
-    )
-    return stream.getvalue()
+    schema = SCHEMA.with_metadata(metadata)
+    with pq.ParquetWriter(
+        stream,
+        schema,
+        compression="zstd",
+        use_dictionary=["page", "pool"],
+        write_page_checksum=True,
+    ) as writer:
+        for table in tables:
+            writer.write_table(table.cast(SCHEMA).cast(schema))
 
 
 def read_catalog(data: bytes | memoryview, *, source: str = "catalog") -> Catalog:
     """Parse a catalog. Raises FormatError for other data, before allocating the rows."""
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        metadata = file.schema_arrow.metadata or {}
-        _check_claims(file, metadata, len(data), source)
+    with _readable(source):
+        file, described = _opened(data, source)
         entries = file.read().replace_schema_metadata(None)
-        entries.validate(full=True)
+    return described.with_entries(entries, source)
+
+
+def stream_catalog(
+    data: bytes | memoryview, *, source: str = "catalog"
+) -> tuple[Catalog, Iterator[pa.RecordBatch]]:
+    """Return a catalog without its entries, and its entries in batches of SCHEMA.
+
+    `Catalog.with_entries` checks entries. Raises FormatError as `read_catalog` does, also from the
+    iterator.
+    """
+    with _readable(source):
+        file, described = _opened(data, source)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _readable(source):
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                yield batch.replace_schema_metadata(None)
+
+    return described, batches()
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    try:
+        yield
     # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:120]
         raise FormatError(
             f"{source}: not a catalog, or damaged: {reason}; {_RIGHT_FILE}"
         ) from error
-    _check_rows(entries, source)
+
+
+def _opened(data: bytes | memoryview, source: str) -> tuple[Any, Catalog]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    metadata = file.schema_arrow.metadata or {}
+    _check_claims(file, metadata, len(data), source)
     fields = metadata.get(b"hicachectl.identity", b"").decode("utf-8", "replace")
-    return Catalog(
-        entries,
-        metadata.get(b"hicachectl.store", b"").decode("utf-8", "replace"),
-        tuple(fields.split(",")) if fields else (),
-    )
+    store = metadata.get(b"hicachectl.store", b"").decode("utf-8", "replace")
+    return file, Catalog(SCHEMA.empty_table(), store, tuple(fields.split(",")) if fields else ())
 
 
 def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, source: str) -> None:
@@ -126,3 +173,7 @@ def _check_rows(entries: pa.Table, source: str) -> None:
             raise FormatError(f"{source}: column {field.name} has nulls")
     if pc.count_distinct(entries.column("key")).as_py() != len(entries):
         raise FormatError(f"{source}: a key occurs twice; record a new catalog")
+
+
+# Of a catalog whose entries are elsewhere, or not recorded yet.
+NO_ENTRIES = Catalog(SCHEMA.empty_table(), "", ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.disk.durable import whole_file
-from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, write_catalog
+from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, stream_catalog, write_catalog
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from hicachectl.backends.disk.permissions import Permissions
@@ -49,24 +51,53 @@ def load_catalog(path: Path) -> Catalog:
 
     Raises UsageError if the file cannot be read, FormatError if the content is not a catalog.
     """
+    with _mapped(path) as data:
+        return read_catalog(data, source=str(path))
+
+
+@contextmanager
+def streamed_catalog(path: Path) -> Iterator[tuple[Catalog, Iterator[pa.RecordBatch]]]:
+    """Yield a catalog file as `stream_catalog` returns it. Raises as `load_catalog` does."""
+    with _mapped(path) as data:
+        yield stream_catalog(data, source=str(path))
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[memoryview]:
     try:
         # Mapping a FIFO would wait for a writer, without handling signals.
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "not a regular file")
-        with pa.memory_map(str(path)) as mapped:
-            return read_catalog(mapped.read_buffer(), source=str(path))
+        mapped = pa.memory_map(str(path))
     except OSError as error:
         next_step = "check --catalog, or create the file with --update-catalog"
         raise UsageError(failed(path, "read the catalog", error, next_step)) from error
+    with mapped:
+        yield mapped.read_buffer()
 
 
-def save_catalog(catalog: Catalog, path: Path, readable_by: Permissions | None = None) -> None:
+def save_catalog(
+    tables: Iterable[pa.Table],
+    path: Path,
+    *,
+    store: str,
+    identity_fields: Iterable[str],
+    readable_by: Permissions | None = None,
+) -> None:
     """Replace a catalog file atomically. Raises UsageError if the file cannot be written.
 
-    readable_by: permissions to list the store; a new catalog gets no wider permissions.
+    tables: entries. readable_by: permissions to list the store; a new catalog gets no wider
+    permissions.
     """
     with whole_file(path, durable=True, readable_by=readable_by) as stream:
-        stream.write(write_catalog(catalog))
+        write_catalog(stream, tables, store=store, identity_fields=identity_fields)
+
+
+def of_another_store(path: Path, recorded: str, store: str) -> str | None:
+    """Return a remark if the recorded store of a catalog is another one."""
+    if recorded == store:
+        return None
+    return f"{path}: the catalog records {recorded}, not {store}; objects are compared by key"
 
 
 def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> npt.NDArray[np.int8]:

@@ -376,6 +376,9 @@ _BACKGROUND: dict[str, dict[str, str]] = {
 
             A pack has digests of its own. verify compares each of its objects, with or without a
             profile or a catalog.
+
+            With --shard, the first process copies the catalog into the directory of --run, and each
+            part reads its own share. hicachectl merge --catalog FILE writes the new catalog.
         """,
         "TRAILERS": """
             Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:

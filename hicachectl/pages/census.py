@@ -42,9 +42,10 @@ class Census:
 
     @classmethod
     def of(cls, objects: pa.Table, affix_ids: npt.NDArray[np.int32]) -> Census:
-        """Count objects. objects: has nbytes and mtime_ns. affix_ids: [objects]."""
+        """Count objects. objects: has nbytes and perhaps mtime_ns. affix_ids: [objects]."""
         columns = {"affix": affix_ids, "size": objects.column("nbytes").fill_null(UNKNOWN_SIZE)}
-        times = objects.column("mtime_ns")
+        without = "mtime_ns" not in objects.column_names
+        times = pa.nulls(len(objects), pa.int64()) if without else objects.column("mtime_ns")
         aggregates: list[object] = [([], "count_all")]
         if has_times := times.null_count < len(times):
             columns["time"] = times

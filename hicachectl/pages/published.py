@@ -19,6 +19,7 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.resolve import Resolved
+from hicachectl.formats.keys.table import page_starts, page_words
 from hicachectl.formats.objects import Coordinate  # noqa: TC001 - msgspec reads it
 from hicachectl.io.table_files import opened_table, write_table
 from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
@@ -26,7 +27,7 @@ from hicachectl.pages.inventory import Inventory, scan_columns, understood
 from hicachectl.pages.spool import AFFIX_ID, MEMORY_ROWS, Spool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
@@ -146,11 +147,17 @@ def publish_listing(
         listing = Listing(table, tuple(wanted))
         count = parts(spool.rows) if callable(parts) else parts
         shares: list[Share] = [{} for _ in range(count)]
+        starts = table.page_starts
         files = [
             write_table(
                 folder,
                 name := f"{number:02x}.parquet",
-                _row_groups(piece, name, shares),
+                _row_groups(
+                    piece.objects.append_column(AFFIX_ID, pa.array(piece.affix_ids)),
+                    _words(piece.objects, np.where(piece.is_foreign, -1, starts[piece.affix_ids])),
+                    name,
+                    shares,
+                ),
                 listing.schema,
                 dictionary=("nbytes", AFFIX_ID.name),
             )
@@ -193,19 +200,57 @@ def _schema(columns: Collection[str]) -> pa.Schema:
     return scan_schema(columns).append(AFFIX_ID)
 
 
-def _row_groups(piece: Inventory, name: str, shares: list[Share]) -> Iterator[pa.Table]:
-    """Yield a piece's objects by page hash, those of each part in row groups of their own.
+def publish_rows(
+    batches: Iterable[pa.RecordBatch],
+    schema: pa.Schema,
+    folder: Directory,
+    shares: Sequence[Share],
+    prefix: str,
+    *,
+    on_batch: Callable[[int], None],
+    memory_rows: int = MEMORY_ROWS,
+) -> list[TableFile]:
+    """Write rows about objects to a listing's folder, divided as the listing is.
 
-    Adds the row groups to the shares.
+    batches: have key and nbytes. shares: of the listing; the rows are added. prefix: of the file
+    names. on_batch, memory_rows: as for `publish_listing`. Raises OSError.
     """
-    words = np.zeros(len(piece.affix_ids), dtype=np.uint64)  # part 0, unless there is a page
-    paged = ~piece.is_foreign
-    words[paged] = piece.page_words(paged, 0)
+    with Spool(schema, folder, memory_rows) as spool:
+        spool.fill(batches, on_batch)
+        starts = page_starts(spool.affixes)
+        return [
+            write_table(folder, name, _row_groups(rows, words, name, shares), schema)
+            for number, (rows, ids) in enumerate(spool.pieces())
+            if len(rows)
+            for name, words in [(f"{prefix}{number:02x}.parquet", _words(rows, starts[ids]))]
+        ]
+
+
+def _words(rows: pa.Table, starts: IntArray) -> npt.NDArray[np.uint64]:
+    """Return the first word of each row's page hash: [rows]; 0, of part 0, without a page.
+
+    starts: [rows] byte offsets of the hashes in the keys; negative without a page.
+    """
+    words = np.zeros(len(rows), dtype=np.uint64)
+    end = 0
+    for keys in rows.column("key").chunks:
+        start, end = end, end + len(keys)
+        paged = np.flatnonzero(starts[start:end] >= 0)
+        words[start + paged] = page_words(keys, paged, starts[start + paged], 0)
+    return words
+
+
+def _row_groups(
+    rows: pa.Table, words: npt.NDArray[np.uint64], name: str, shares: Sequence[Share]
+) -> Iterator[pa.Table]:
+    """Yield rows by page hash, those of each part in row groups of their own.
+
+    words: first word of each row's page hash. Adds the row groups to the shares.
+    """
     order = np.argsort(words, kind="stable")
     bounds = [-(-part * 2**64 // len(shares)) for part in range(1, len(shares))]
     starts = np.searchsorted(words[order], np.array(bounds, dtype=np.uint64)).tolist()
-    ids = pa.array(piece.affix_ids)
-    ordered = take_rows(piece.objects.append_column(AFFIX_ID, ids), order).combine_chunks()
+    ordered = take_rows(rows, order).combine_chunks()
     number = 0
     for share, start, end in zip(shares, [0, *starts], [*starts, len(order)], strict=True):
         for first in range(start, end, _GROUP_ROWS):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.durable import NO_ROOM, make_directories
+from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import UntrustedError, UsageError
 from hicachectl.formats.wording import failed
 from hicachectl.parts.manifest import MOST_BYTES, Manifest, dump, parse_manifest
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from hicachectl.backends.disk.permissions import Permissions
 
 MANIFEST = "run.json"
 PARTS = "parts"
@@ -111,6 +111,11 @@ class RunDirectory:
             except FileNotFoundError:
                 return None
         return parse_manifest(content, str(self.path))
+
+    def permissions(self) -> Permissions:
+        """Return the permissions of the manifest: those that the store's listing allows."""
+        with told(self.path):
+            return Permissions.of_file(self.directory.entries()[MANIFEST])
 
     def publish_manifest(self, manifest: Manifest) -> bool:
         """Publish the manifest, unless there is one; return whether it is this one."""

@@ -64,7 +64,8 @@ class Merged:
 
     document: the command's, with the member `rows_name` for rows. failed: exit status 4.
     lines: returns the lines of the `table` format; its argument is whether to use colours.
-    catalog: entries for `--catalog`; None if the run recorded none. command: set by `merge_run`.
+    write_catalog: writes the recorded digests to a file, with at most these permissions if the file
+    is new; None if the run recorded none. command: set by `merge_run`.
     """
 
     document: dict[str, Any]
@@ -73,7 +74,7 @@ class Merged:
     remarks: list[str]
     failed: bool
     lines: Callable[[bool], Iterator[str]]
-    catalog: Iterator[pa.Table] | None = None
+    write_catalog: Callable[[Path, Permissions], None] | None = None
     command: str = ""
 
 

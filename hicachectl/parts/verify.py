@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from hicachectl.backends.capabilities import permissions_of
+from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.findings import NAMED_SCHEMA
+from hicachectl.formats.catalog import NO_ENTRIES
+from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
-from hicachectl.pages.published import Listing, inventory_of, publish_listing, read_share
+from hicachectl.pages.published import (
+    Listing,
+    inventory_of,
+    publish_listing,
+    publish_rows,
+    read_share,
+)
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.tally import Tally
 from hicachectl.parts.job import Kind, Merged, PartInput
@@ -28,16 +37,23 @@ from hicachectl.verify.sampling import Sample  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
+    from hicachectl.io.table_files import TableFile
     from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.published import Share
     from hicachectl.parts.job import PartCount, Tables
 
 _MANIFEST = "run.json"
 _OBJECTS = "objects"
 _FOUND = "found"
+_CATALOG = "catalog"
+_CATALOG_PREFIX = "catalog-"
 _LIST_AGAIN = "give another --run"
 
 
@@ -48,6 +64,7 @@ class _Options(msgspec.Struct, kw_only=True):
     checks: tuple[str, ...]
     selection: Selection
     sample: Sample | None
+    has_catalog: bool
     fail_on: Literal["warning", "error", "never"]
 
     @classmethod
@@ -57,6 +74,7 @@ class _Options(msgspec.Struct, kw_only=True):
             checks=request.checks,
             selection=request.selection,
             sample=request.sample,
+            has_catalog=request.has_catalog,
             fail_on=fail_on,  # type: ignore[arg-type]
         )
 
@@ -66,16 +84,32 @@ class _Options(msgspec.Struct, kw_only=True):
         if self.profile is not None:
             profile = profile_from_mapping(self.profile, source=f"{_MANIFEST}: profile")
         return VerifyRequest(
-            profile=profile, checks=self.checks, selection=self.selection, sample=self.sample
+            profile=profile,
+            checks=self.checks,
+            selection=self.selection,
+            sample=self.sample,
+            catalog=NO_ENTRIES if self.has_catalog else None,
         )
 
 
+class _CatalogFacts(msgspec.Struct, kw_only=True):
+    store: str
+    identity_fields: tuple[str, ...]
+
+
 class _Facts(msgspec.Struct, kw_only=True):
-    """Facts that the lister publishes. duration_ns: of the listing."""
+    """Facts that the lister publishes.
+
+    duration_ns: of the listing. catalog: the compared one, without its entries. records: identity
+    fields of the catalog that the run records; None if it records none.
+    """
 
     grammar: str
     duration_ns: Count
     store: StoreDescription
+    catalog: _CatalogFacts | None
+    records: tuple[str, ...] | None
+    remarks: tuple[str, ...]
 
 
 class _ResultForm(msgspec.Struct, kw_only=True):
@@ -94,6 +128,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     of_lister = VerifyFacts(
         nbytes=0,
         seconds=manifest.spent_seconds,
+        remarks=facts.remarks,
         explained="" if results else "no part of the run has a result",
     )
     parts = [
@@ -105,6 +140,15 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     def lines(colour: bool) -> Iterator[str]:
         return report_lines(report, colour=colour)
 
+    def write(path: Path, readable_by: Permissions) -> None:
+        save_catalog(
+            (record.table(_CATALOG) for _, record in sorted(results.items())),
+            path,
+            store=facts.store.url,
+            identity_fields=facts.records or (),
+            readable_by=readable_by,
+        )
+
     return Merged(
         document=report.document,
         rows=report.findings,
@@ -112,10 +156,11 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         remarks=list(report.remarks),
         failed=report.fails(options.fail_on),
         lines=lines,
+        write_catalog=None if facts.records is None else write,
     )
 
 
-KIND = Kind("verify", {_FOUND: NAMED_SCHEMA}, merge)
+KIND = Kind("verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}, merge)
 
 
 class VerifyJob:
@@ -129,16 +174,19 @@ class VerifyJob:
         store: Store,
         request: VerifyRequest,
         *,
+        catalog: Path | None = None,
         fail_on: str = "warning",
         sample_slice: int | None = None,
         stamp: bool = False,
     ) -> None:
         """Take the options of the command.
 
+        request: with `NO_ENTRIES` for a catalog. catalog: its file, which only the lister reads.
         sample_slice: as given by --sample-slice. stamp: part 0 stamps the store.
         """
         self._store = store
         self._request = request
+        self._catalog = catalog
         self._stamp = stamp
         self.permissions = permissions_of(store, listing=True)
         self.options: dict[str, Any] = msgspec.to_builtins(_Options.of(request, fail_on))
@@ -158,25 +206,58 @@ class VerifyJob:
             columns=request.columns(store),
             on_batch=on_listed,
         )
+        duration_ns = start.listed().listing_ns
+        catalog, files = self._publish_catalog(folder, listed.shares, on_listed)
+        remark = None
+        if catalog is not None and self._catalog is not None:
+            remark = of_another_store(self._catalog, catalog.store, store.url)
         facts = _Facts(
             grammar=store.grammar,
-            duration_ns=start.listed().listing_ns,
+            duration_ns=duration_ns,
             store=describe_store(store, request),
+            catalog=catalog,
+            records=store.traits.version_fields if request.update_catalog else None,
+            remarks=() if remark is None else (remark,),
         )
         return Published(
             listing_ns=start.now_ns,
             table=listed.listing.to_mapping(),
-            files=listed.files,
+            files=[*listed.files, *files],
             shares=listed.shares,
             facts=msgspec.to_builtins(facts),
         )
+
+    def _publish_catalog(
+        self, folder: Directory, shares: list[Share], on_listed: Callable[[int], None]
+    ) -> tuple[_CatalogFacts | None, list[TableFile]]:
+        """Copy the catalog to the listing's folder, divided as the listing is."""
+        path = self._catalog
+        if path is None or (self._request.update_catalog and not path.exists()):
+            return None, []
+        with streamed_catalog(path) as (catalog, batches):
+            files = publish_rows(
+                batches,
+                CATALOG_SCHEMA,
+                folder,
+                shares,
+                _CATALOG_PREFIX,
+                on_batch=lambda rows: on_listed(0),
+            )
+        facts = _CatalogFacts(store=catalog.store, identity_fields=catalog.identity_fields)
+        return facts, files
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """See `Job`."""
         facts = convert(manifest.published.facts, _Facts, _MANIFEST)
         schema = _listing(manifest, facts, self._request.profile).schema
-        files, share = manifest.published.files, manifest.published.shares[part]
-        return {_OBJECTS: lambda: read_share(folder, files, share, schema, _LIST_AGAIN)}
+        share = manifest.published.shares[part]
+        files: dict[bool, list[TableFile]] = {False: [], True: []}
+        for file in manifest.published.files:
+            files[file.name.startswith(_CATALOG_PREFIX)].append(file)
+        return {
+            _OBJECTS: lambda: read_share(folder, files[False], share, schema, _LIST_AGAIN),
+            _CATALOG: lambda: read_share(folder, files[True], share, CATALOG_SCHEMA, _LIST_AGAIN),
+        }
 
     def plan(self, given: PartInput) -> StageResult:
         """See `Job`; a run without a repair has no plan."""
@@ -186,7 +267,7 @@ class VerifyJob:
         """See `Job`."""
         store, manifest = self._store, given.manifest
         facts = convert(manifest.published.facts, _Facts, _MANIFEST)
-        request = self._part_request(given)
+        request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
         listing = _listing(manifest, facts, request.profile)
         first = given.part == 0
         start = replace(
@@ -196,9 +277,8 @@ class VerifyJob:
             age_seconds=given.age(),
         )
         inventory = inventory_of(given.tables[_OBJECTS](), listing.table)
-        result = check_part(
-            store, request, inventory, start, first=first, on_read=on_progress
-        ).result
+        checked = check_part(store, request, inventory, start, first=first, on_read=on_progress)
+        result = checked.result
         remarks = result.facts.remarks
         if first and self._stamp and request.profile is not None:
             path = write_stamp(store, Stamp(request.profile, request.weights_version))
@@ -207,7 +287,10 @@ class VerifyJob:
             facts=msgspec.structs.replace(result.facts, remarks=remarks),
             tally=result.tally.to_mapping(),
         )
-        return StageResult(msgspec.to_builtins(form), {_FOUND: result.found})
+        tables = {_FOUND: result.found}
+        if checked.catalog is not None:
+            tables[_CATALOG] = checked.catalog.entries
+        return StageResult(msgspec.to_builtins(form), tables)
 
     def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
         """See `Job`; a verification has nothing to finish."""
@@ -244,6 +327,9 @@ def _identity(
         "--sample-slice": sample_slice,
         "--grace": request.grace_seconds,
         "--time-limit": request.time_limit_seconds,
+        "--catalog": "given" if request.has_catalog else None,
+        "--update-catalog": request.update_catalog,
+        "--identity": ",".join(request.identity) or None,
         "--weights-version": request.weights_version or None,
         "--stamp": stamp,
         "--fail-on": fail_on,
@@ -254,6 +340,16 @@ def _identity(
 
 def _listing(manifest: Manifest, facts: _Facts, profile: Profile | None) -> Listing:
     return Listing.from_mapping(manifest.published.table, facts.grammar, profile, _MANIFEST)
+
+
+def _catalog(facts: _Facts, tables: Tables) -> Catalog | None:
+    """Return a part's share of the compared catalog."""
+    if facts.catalog is None:
+        return None
+    described = replace(
+        NO_ENTRIES, store=facts.catalog.store, identity_fields=facts.catalog.identity_fields
+    )
+    return described.with_entries(tables[_CATALOG](), "--catalog")
 
 
 def _part_result(record: Record, table: AffixTable) -> PartResult:

@@ -41,10 +41,12 @@ class CatalogComparison:
     def updated(
         self, catalog: Catalog | None, listed: Inventory, store: str, now_ns: int
     ) -> Catalog:
-        """Return the catalog of the listed objects after this run."""
-        present = listed.objects.column("key").combine_chunks()
+        """Return the catalog of the listed objects after this run, without cleared ones."""
+        usable = np.ones(len(listed.objects), dtype=np.bool_)
+        usable[listed.cleared_rows] = False
+        keys = listed.objects.column("key").filter(pa.array(usable)).combine_chunks()
         return carry_forward(
-            catalog, self.records, self.outcome, store=store, present=present, now_ns=now_ns
+            catalog, self.records, self.outcome, store=store, present=keys, now_ns=now_ns
         )
 
 

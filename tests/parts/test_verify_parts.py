@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store, profile_file
-from tests.verify.damages import PAGES, at_once
+from tests.verify.damages import PAGES, at_once, flipped, objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -190,6 +191,60 @@ def test_a_scheduler_names_the_part(
         said = invoke("verify", damaged, *run).stderr
         assert f"Part {part} of 2 is done" in said
     assert invoke("merge", tmp_path / "run", exit_code=4).stdout
+
+
+def entries(catalog: Path) -> list[dict[str, Any]]:
+    """Return a catalog's entries in one order, without times of runs."""
+    rows = pq.read_table(catalog).drop_columns(["first_seen_ns", "last_verified_ns"]).to_pylist()
+    return sorted(rows, key=lambda row: row["key"])
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_merge_writes_the_catalog_of_one_process(
+    invoke: Invoke, own: Path, tmp_path: Path, parts: int
+) -> None:
+    """Parts compare with a catalog, and merge writes the one that one process would write."""
+    before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
+    options = ("--grace", "2h", "--profile", profile_file(tmp_path / "p.toml"))
+    run = Parts(invoke, tmp_path / "first", own, *options, "--catalog", before, "--update-catalog")
+    run.all(parts)
+    assert not before.exists()
+    run.merged("--catalog", before, exit_code=4)
+    whole = tmp_path / "whole.parquet"
+    chosen = ("--catalog", whole, "--update-catalog", "--format", "json")
+    invoke("verify", own, *options, *chosen, exit_code=4)
+    assert entries(before) == entries(whole)
+    assert len(entries(before)) > PAGES
+
+    flipped(own)
+    objects(own, "_")[0].unlink()
+    run = Parts(invoke, tmp_path / "second", own, *options, "--catalog", before, "--update-catalog")
+    before_bytes = before.read_bytes()
+    run.all(parts)
+    merged = run.merged("--catalog", after, exit_code=4)
+    assert before.read_bytes() == before_bytes
+    document = invoke("verify", own, *options, *chosen, exit_code=4).document
+    assert comparable(merged) == comparable(document)
+    assert merged["counts"]["re-recorded"]
+    assert entries(after) == entries(whole)
+
+
+def test_merge_writes_no_catalog_of_some_parts(
+    invoke: Invoke, damaged: Path, tmp_path: Path
+) -> None:
+    """No catalog is written that lacks a part's entries, or of a run that recorded none."""
+    catalog = tmp_path / "c.parquet"
+    run = Parts(invoke, tmp_path / "run", damaged, "--catalog", catalog, "--update-catalog")
+    run.part(0, 2)
+    said = invoke("merge", run.run, "--catalog", catalog, exit_code=4).stderr
+    assert f"{catalog}: not written, because parts of the run are missing" in said
+    other = Parts(invoke, tmp_path / "other", damaged)
+    other.part(0, 1)
+    said = invoke("merge", other.run, "--catalog", catalog, exit_code=2).stderr
+    assert "the run recorded no digests" in said
+    missing = Parts(invoke, tmp_path / "missing", damaged, "--catalog", catalog)
+    assert "read the catalog" in missing.part(0, 1, exit_code=2)
+    assert not catalog.exists()
 
 
 def test_a_truncated_result_is_named(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hicachectl.verify.sampling import Sample
 
 
-_WHOLE_ONLY = ("lock", "metrics_file", "output_format", "output", "catalog", "repair")
+_WHOLE_ONLY = ("lock", "metrics_file", "output_format", "output", "repair")
 
 
 class _Command(click.Command):
@@ -216,6 +216,7 @@ def command(
             job = VerifyJob(
                 source,
                 request,
+                catalog=options["catalog"],
                 fail_on=options["fail_on"],
                 sample_slice=options["sample_slice"],
                 stamp=options["stamp"],
@@ -326,18 +327,20 @@ def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[st
 
 
 def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyRequest:
-    from hicachectl.checks.catalogs import load_catalog
+    from hicachectl.checks.catalogs import load_catalog, of_another_store
     from hicachectl.device.devices import parse_devices
+    from hicachectl.formats.catalog import NO_ENTRIES
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.verify.request import VerifyRequest
 
-    path = options["catalog"]
-    begins = options["update_catalog"] and path is not None and not path.exists()
-    catalog = None if path is None or begins else load_catalog(path)
-    if catalog is not None and catalog.store != store.url:
-        remark(ctx, f"{path}: the catalog records {catalog.store}, not {store.url}; objects are "
-                    "compared by key")  # fmt: skip
+    path, catalog = options["catalog"], None
+    if path is not None and options["shard"] is not None:
+        catalog = NO_ENTRIES
+    elif path is not None and (path.exists() or not options["update_catalog"]):
+        catalog = load_catalog(path)
+        if text := of_another_store(path, catalog.store, store.url):
+            remark(ctx, text)
     keeps = options["update_catalog"] or options["stamp"]
     profile = profile_from_options(
         options,
@@ -402,7 +405,13 @@ def _keep_records(
         from hicachectl.backends.capabilities import permissions_of
         from hicachectl.checks.catalogs import save_catalog
 
-        save_catalog(checked.catalog, options["catalog"], permissions_of(store, listing=True))
+        save_catalog(
+            [checked.catalog.entries],
+            options["catalog"],
+            store=checked.catalog.store,
+            identity_fields=checked.catalog.identity_fields,
+            readable_by=permissions_of(store, listing=True),
+        )
     if options["stamp"]:
         from hicachectl.profiles.stamps import Stamp, write_stamp
 
