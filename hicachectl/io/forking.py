@@ -171,6 +171,13 @@ class Workers:
         )
 
 
+def end_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends. parent: its process id."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before prctl
+        os._exit(0)
+
+
 def _live(
     work: Callable[[Send], None],
     outbox: connection.Connection,
@@ -185,9 +192,7 @@ def _live(
         for number in _PARENTS_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before prctl
-            os._exit(0)
+        end_with(parent)
         gc.freeze()  # a collection would write to, and so copy, all shared memory
         work(lambda message: outbox.send_bytes(_MESSAGE + json.dumps(message).encode()))
         outbox.send_bytes(_END)

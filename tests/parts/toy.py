@@ -6,14 +6,17 @@ Numbers are the objects; a part gets every N-th of them. Run as a program, it do
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.table_files import opened_table, write_table
 from hicachectl.parts.job import Kind, Merged, PartInput, Tables
 from hicachectl.parts.manifest import Manifest, Published
@@ -54,6 +57,7 @@ class ToyJob:
     """Copies the numbers of a file, slowly if asked.
 
     seconds: of work for each number. full: the number from which the destination seems full.
+    aborts: the part whose process ends like a crash. Each process notes its id and its parent's.
     """
 
     kind = KIND
@@ -67,6 +71,7 @@ class ToyJob:
         seconds: float = 0.0,
         listing_seconds: float = 0.0,
         full: int | None = None,
+        aborts: int | None = None,
         factor: int = 1,
         permissions: Permissions | None = None,
     ) -> None:
@@ -75,6 +80,7 @@ class ToyJob:
         self._seconds = seconds
         self._listing_seconds = listing_seconds
         self._full = full
+        self._aborts = aborts
         self.identity: dict[str, Any] = {
             "store": str(store),
             "destination": str(destination),
@@ -110,6 +116,10 @@ class ToyJob:
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         assert given.plan is not None
+        with (self._store.parent / "processes").open("a") as processes:
+            processes.write(f"{os.getpid()} {os.getppid()}\n")
+        if given.part == self._aborts:
+            os.abort()
         planned = given.plan.tables["planned"]
         done = []
         for number in planned["number"].to_pylist():
@@ -126,6 +136,14 @@ class ToyJob:
     def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
         numbers = [n for r in results.values() for n in r.table("copied")["number"].to_pylist()]
         return StageResult({"largest": max(numbers, default=None)})
+
+
+@contextmanager
+def opened(store: Path, destination: Path, **settings: Any) -> Iterator[ToyJob]:
+    """Open the job; picklable, so that a node can."""
+    if os.environ.get("TOY_REFUSES"):
+        raise StoreUnavailable(f"{store}: not mounted here")
+    yield ToyJob(store, destination, **settings)
 
 
 def _main(store: str, destination: str, run: str, shard: str, *settings: str) -> None:

@@ -1,0 +1,252 @@
+"""Do a stage of a part in a process of its own, which a crash or a kill ends without its parent.
+
+The order, with its options and secrets, comes over stdin. `python -m hicachectl.parts.child PARENT
+FOLDER` is that process; `in_child` starts it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hicachectl.formats import errors
+from hicachectl.formats.errors import HicacheError
+from hicachectl.io.forking import end_with
+from hicachectl.parts.claims import ClaimLostError
+from hicachectl.parts.job import PartInput
+from hicachectl.parts.manifest import parse_manifest
+from hicachectl.parts.messages import (
+    LENGTH_BYTES,
+    Failed,
+    Lost,
+    Moved,
+    Outcome,
+    frame,
+    outcome_of,
+    parse_order,
+    pieces_of,
+    result_from,
+    table_from,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import FrameType
+    from typing import IO
+
+    from hicachectl.parts.job import Job
+    from hicachectl.parts.messages import Answer, Order
+    from hicachectl.parts.records import StageResult
+
+STOP_SECONDS = 30.0  # for a cancelled child, until it is killed
+_LOOK_SECONDS = 0.5  # the longest that a cancelled task of Ray goes unnoticed
+_PROGRESS_SECONDS = 0.5  # between two messages
+_CHUNK = 1 << 20
+_TERMINATED = 143
+
+
+def in_child(order: bytes) -> Iterator[bytes]:
+    """Do an ordered stage in a child process; yield its answers as messages without lengths.
+
+    order: a frame. The last answer is an Outcome, Failed or Lost. If the caller stops early, the
+    child ends its work cleanly, as after SIGTERM. The child does not outlive this process.
+    """
+    with tempfile.TemporaryDirectory(prefix="hicachectl-part-") as folder:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "hicachectl.parts.child", str(os.getpid()), folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,  # no signals from a terminal
+        )
+        try:
+            with suppress(BrokenPipeError):
+                _write(child.stdin, order)
+            yield from _answers(child)
+        finally:
+            _end(child)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a child, which imports from where this process does."""
+    own = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    if own.get("OMP_NUM_THREADS") == "1":  # Ray sets this for a task with one CPU
+        del own["OMP_NUM_THREADS"]
+    return own
+
+
+def _write(stream: IO[bytes] | None, content: bytes) -> None:
+    assert stream is not None
+    with stream:
+        stream.write(content)
+
+
+def _answers(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """Yield whole messages until the child closes its end; then how it died, if it did."""
+    assert child.stdout is not None
+    descriptor = child.stdout.fileno()
+    held = bytearray()
+    while True:
+        # Ray cancels a task with an exception, which cannot interrupt a blocked read.
+        if not select.select([descriptor], [], [], _LOOK_SECONDS)[0]:
+            continue
+        chunk = os.read(descriptor, _CHUNK)
+        if not chunk:
+            break
+        held += chunk
+        while (message := _taken(held)) is not None:
+            yield message
+    status = child.wait()
+    if status:
+        yield frame(Lost(_how(status)))[LENGTH_BYTES:]
+
+
+def _taken(held: bytearray) -> bytes | None:
+    """Remove the first message from received bytes and return it; None if it is not whole."""
+    nbytes = LENGTH_BYTES + int.from_bytes(held[:LENGTH_BYTES], "little")
+    if len(held) < LENGTH_BYTES or len(held) < nbytes:
+        return None
+    message = bytes(held[LENGTH_BYTES:nbytes])
+    del held[:nbytes]
+    return message
+
+
+def _how(status: int) -> str:
+    if status > 0:
+        return f"the process ended with status {status}"
+    return f"the process was killed by signal {-status} ({signal.strsignal(-status)})"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Terminate a child that still works; kill it after STOP_SECONDS."""
+    assert child.stdout is not None
+    child.stdout.close()  # a child that waits to write goes on
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_SECONDS)
+        child.kill()
+    child.wait()
+
+
+# the child
+
+
+class _StoppedError(BaseException):
+    """SIGTERM, raised in the main thread to run `finally` blocks."""
+
+
+class _Answering:
+    """Answers to the parent, from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.stopped = False
+        self._descriptor = descriptor
+        self._lock = threading.RLock()  # a signal may interrupt the thread that holds it
+        self._sent = 0.0
+        self._new = 0
+
+    def send(self, message: Answer) -> None:
+        content = memoryview(frame(message))
+        with self._lock:
+            while content:
+                content = content[os.write(self._descriptor, content) :]
+
+    def moved(self, new: int, total: int) -> None:
+        """Report progress, at most twice a second."""
+        self.check()
+        with self._lock:
+            self._new += new
+            now = time.monotonic()
+            if now - self._sent < _PROGRESS_SECONDS:
+                return
+            new, self._new, self._sent = self._new, 0, now
+        with suppress(BrokenPipeError):  # the parent is about to end this process
+            self.send(Moved(new, total))
+
+    def check(self) -> None:
+        """Raise ClaimLostError if the parent has cancelled the stage."""
+        if self.stopped:
+            raise ClaimLostError("The part was cancelled")
+
+    def stop(self, _signal: int, _frame: FrameType | None) -> None:
+        """Handle SIGTERM: end the main thread's work, once."""
+        if not self.stopped:
+            self.stopped = True
+            raise _StoppedError
+
+
+def main(parent: int, folder: Path) -> None:
+    """Do the stage ordered on stdin; answer on stdout."""
+    end_with(parent)
+    answering = _Answering(os.dup(1))
+    os.dup2(2, 1)  # libraries print on stdout
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, answering.stop)
+        head = sys.stdin.buffer.read(LENGTH_BYTES)
+        content = sys.stdin.buffer.read(int.from_bytes(head, "little"))
+        order = parse_order(content)
+        del content
+        result = _done(order, folder, answering)
+        if result is not None:
+            for piece in pieces_of(result):
+                answering.send(piece)
+        answering.send(Outcome() if result is None else outcome_of(result))
+    except _StoppedError:
+        os._exit(_TERMINATED)
+    except HicacheError as error:
+        answering.send(Failed(_error_name(error), str(error)))
+    except BaseException:
+        answering.send(Failed("", traceback.format_exc()))
+    # A normal exit could abort while threads of libraries run. The stores are closed here.
+    os._exit(0)
+
+
+def _done(order: Order, folder: Path, answering: _Answering) -> StageResult | None:
+    """Do a stage; return its result, or None for the stage `open`."""
+    received = time.monotonic()
+    open_job: Callable[[], AbstractContextManager[Job]] = pickle.loads(order.job)
+    with open_job() as job:
+        if order.stage == "open":
+            return None
+        tables = {name: table_from(content) for name, content in order.tables.items()}
+        planned = {name: table_from(content) for name, content in order.planned.items()}
+        given = PartInput(
+            manifest=parse_manifest(order.manifest, "The driver's manifest"),
+            part=order.part,
+            attempt=order.attempt,
+            owner=order.owner,
+            earlier=order.earlier,
+            tables={name: lambda table=table: table for name, table in tables.items()},  # type: ignore[misc]
+            plan=None if order.plan is None else result_from(order.plan, planned),
+            journals=tuple(folder / f"journal-{k}.jsonl" for k in range(order.attempt + 1)),
+            divided=order.divided,
+            age=lambda: order.age + time.monotonic() - received,
+            check=answering.check,
+        )
+        if order.stage == "plan":
+            return job.plan(given)
+        return job.work(given, answering.moved)
+
+
+def _error_name(error: HicacheError) -> str:
+    """Return the name of an error's nearest class in `formats.errors`."""
+    classes = type(error).__mro__
+    return next(cls.__name__ for cls in classes if cls.__module__ == errors.__name__)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,300 @@
+"""Do stages of parts on the nodes of a Ray cluster. Only this module imports Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from hicachectl import __version__
+from hicachectl.formats import errors
+from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
+from hicachectl.parts.child import STOP_SECONDS, in_child
+from hicachectl.parts.messages import Failed, Lost, Order, frame, parse_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+
+    from hicachectl.parts.messages import Answer
+
+_LOCAL_STORE_BYTES = 100 << 20
+_PROBE_SECONDS = 60.0
+_CONNECT_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
+_CANCEL_SECONDS = STOP_SECONDS + 15
+_ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
+_INSTALL = "pip install 'hicachectl[ray]'"
+# Items of a task that Ray produces before the driver takes the first.
+_AHEAD = 4
+
+
+class LostError(Exception):
+    """An attempt at a part is lost; error: of the stage, if it had one."""
+
+    def __init__(self, reason: str, error: HicacheError | None = None) -> None:
+        super().__init__(reason)
+        self.error = error
+
+
+class StoppedError(Exception):
+    """The run is stopped; the stage has been cancelled."""
+
+
+class Node(NamedTuple):
+    """A node of the cluster. name: its host, with a part of the id if others have the same."""
+
+    number: str
+    name: str
+
+
+def parse_address(text: str) -> str:
+    """Return a valid address of a cluster. Raises UsageError."""
+    if text.startswith("ray://"):
+        raise UsageError(
+            f"--ray {text}: a Ray client cannot do this; run on a node of the cluster with "
+            "--ray auto"
+        )
+    if not _ADDRESS.fullmatch(text):
+        raise UsageError(f"--ray {text}: give auto, local or HOST:PORT")
+    return text
+
+
+# the cluster
+
+
+class Cluster:
+    """A connection to a cluster; a context manager. Ray's own output on stdout is discarded."""
+
+    def __init__(self, address: str) -> None:
+        """Connect. Raises UsageError if Ray is not installed, StoreUnavailable if it is lost."""
+        self._stack = ExitStack()
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError(f"--ray {address}: needs Ray; run {_INSTALL}") from error
+        self._ray: Any = ray
+        try:
+            self._stack.enter_context(_stdout_discarded())
+            self._connect(address)
+            self._task = self._ray.remote(
+                num_returns="streaming",
+                max_retries=0,
+                _generator_backpressure_num_objects=_AHEAD,
+            )(in_child)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Disconnect; Ray ends the tasks of this connection."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connect(self, address: str) -> None:
+        parse_address(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        options: dict[str, Any] = {}
+        if address == "local":
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to others
+            options = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
+        elif address != "auto":
+            _refuse_unreachable(address)
+        self._stack.callback(self._ray.shutdown)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        terminated = False
+        try:
+            self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+        except SystemExit:  # Ray's handler of SIGTERM
+            terminated = True
+        # Ray raises ConnectionError, RuntimeError for other versions, ValueError, and more.
+        except Exception as error:
+            raise StoreUnavailable(f"--ray {address}: {_line(error)}") from error
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if terminated:
+            signal.raise_signal(signal.SIGTERM)
+
+    def nodes(self) -> list[Node]:
+        """Return the living nodes that have a CPU for tasks."""
+        living = [
+            node
+            for node in self._ray.nodes()
+            if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+        ]
+        hosts = Counter(node["NodeManagerHostname"] for node in living)
+        return [
+            Node(
+                node["NodeID"],
+                node["NodeManagerHostname"]
+                if hosts[node["NodeManagerHostname"]] == 1
+                else f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})",
+            )
+            for node in living
+        ]
+
+    def refusals(self, nodes: Collection[Node], job: bytes) -> dict[Node, str]:
+        """Return why nodes cannot work: another release, no answer, or the job does not open.
+
+        job: as in `Order`.
+        """
+        mine = {
+            "hicachectl": __version__,
+            "Python": platform.python_version(),
+            "Ray": self._ray.__version__,
+        }
+        task = self._ray.remote(max_retries=0)(_probe_function())
+        order = frame(Order(stage="open", job=job))
+        asked = {node: self._on(task, node).remote(mine, order) for node in nodes}
+        until = time.monotonic() + _PROBE_SECONDS
+        refused = {}
+        for node, answer in asked.items():
+            try:
+                reason = self._ray.get(answer, timeout=max(until - time.monotonic(), 0))
+                if isinstance(reason, bytes):
+                    reason = _refusal(parse_answer(reason))
+            except self._ray.exceptions.GetTimeoutError:
+                self._ray.cancel(answer, force=True)
+                reason = f"did not answer for {_PROBE_SECONDS:.0f} s"
+            except self._ray.exceptions.RayError as error:
+                reason = _line(error)
+            if reason:
+                refused[node] = reason
+        return refused
+
+    def answers(
+        self, node: Node, order: Order, stopped: Callable[[], bool]
+    ) -> Generator[Answer, None, None]:
+        """Do a stage on a node; yield its answers, of which the last is an Outcome.
+
+        stopped: cancels the stage when it returns true; this raises StoppedError. Closing the
+        iterator cancels the stage, too. Raises LostError, HicacheError, and RuntimeError for a
+        bug with its traceback.
+        """
+        task = self._on(self._task, node).remote(frame(order))
+        try:
+            while True:
+                if stopped():
+                    raise StoppedError
+                if not self._ray.wait([task], timeout=_LOOK_SECONDS)[0]:
+                    continue
+                answer = parse_answer(self._ray.get(next(task)))
+                match answer:
+                    case Lost(text):
+                        raise LostError(text)
+                    case Failed(name, text):
+                        raise _raised(name, text)
+                yield answer
+        except StopIteration:
+            return
+        except self._ray.exceptions.RayError as error:
+            raise LostError(_line(error)) from error
+        finally:
+            self._cancel(task)
+
+    def _on(self, task: Any, node: Node) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return task.options(
+            num_cpus=1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.number, soft=False),
+        )
+
+    def _cancel(self, task: Any) -> None:
+        """Cancel a task unless it has ended, and wait until it has."""
+        until = time.monotonic() + _CANCEL_SECONDS
+        with suppress(self._ray.exceptions.RayError, StopIteration):
+            self._ray.cancel(task)
+            while time.monotonic() < until:
+                if self._ray.wait([task], timeout=_LOOK_SECONDS)[0]:
+                    self._ray.get(next(task))
+            self._ray.cancel(task, force=True)
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raise StoreUnavailable if nothing listens at an address; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise StoreUnavailable(
+            f"--ray {address}: nothing answers there ({_line(error)}); give the address of the "
+            "cluster's head node, with the port of its GCS (by default 6379)"
+        ) from error
+
+
+@contextmanager
+def _stdout_discarded() -> Iterator[None]:
+    """Discard what this process prints, from Python and from libraries."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            with contextlib.redirect_stdout(nowhere):
+                yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def _probe_function() -> Callable[[Mapping[str, str], bytes], str | bytes]:
+    """Return the function that a node runs to say why it cannot work, or what it answers.
+
+    A nested function is sent by value: the node may have another hicachectl, or none.
+    """
+
+    def probe(mine: Mapping[str, str], order: bytes) -> str | bytes:
+        import platform
+
+        import ray
+
+        try:
+            import hicachectl
+            from hicachectl.parts.child import in_child
+        except ImportError as error:
+            return f"cannot import hicachectl ({error})"
+        theirs = {
+            "hicachectl": hicachectl.__version__,
+            "Python": platform.python_version(),
+            "Ray": ray.__version__,
+        }
+        for name, version in mine.items():
+            if theirs[name] != version:
+                return f"has {name} {theirs[name]}, but this host has {version}"
+        return list(in_child(order))[-1]
+
+    return probe
+
+
+def _refusal(answer: Answer) -> str:
+    return " ".join(answer.text.split()) if isinstance(answer, Failed | Lost) else ""
+
+
+def _raised(name: str, text: str) -> Exception:
+    """Return the exception for a failed stage. A lost store or device is the node's: retry."""
+    if not name:
+        return RuntimeError(f"On another node:\n{text}")
+    error: HicacheError = getattr(errors, name, HicacheError)(text)
+    if isinstance(error, StoreUnavailable | DeviceError):
+        return LostError(text, error)
+    return error
+
+
+def _line(error: BaseException) -> str:
+    """Return the start of an error's text in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,46 @@
+"""Runs the toy command on a cluster.
+
+`python -m tests.parts.toy_driver ADDRESS FOLDER [NAME=VALUE …]`
+
+FOLDER is a `ToyRun`'s. Prints the document; remarks go to stderr. `kept=1` gives a run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from hicachectl.__main__ import _say
+from hicachectl.formats.errors import HicacheError
+from hicachectl.parts.driver import Driver
+from hicachectl.parts.job import MODULES
+from tests.parts.toy import opened
+
+
+def _main(address: str, folder: Path, *settings: str) -> None:
+    given = {name: float(value) for name, value in (text.split("=") for text in settings)}
+    path = folder / "run" if given.pop("kept", 0) else None
+    MODULES["toy"] = "tests.parts.toy"
+    open_job = partial(opened, folder / "store", folder / "destination", **given)
+    try:
+        with (
+            open_job() as job,
+            Driver(address, job, open_job, workers=3, path=path, say=_say) as driver,
+        ):
+            driver.begin()
+            driver.work()
+            merged = driver.merged()
+            for text in merged.remarks:
+                _say(text)
+            rows = merged.document.pop("numbers")
+            merged.document["numbers"] = sorted(rows["number"].to_pylist())
+            print(json.dumps(merged.document))
+    except HicacheError as error:
+        _say(str(error))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
