@@ -78,7 +78,8 @@ def host_identity() -> Host:
 class Claim:
     """A held claim; a context manager that releases it.
 
-    attempt: number of earlier holders. owner: 16 hex digits. host: this one's name.
+    attempt: number of earlier holders. owner: 16 hex digits. host: this one's name. taken_ns: time
+    of the claim, by the clock of its file system.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Claim:
         self._stem = stem
         self._holder = holder
         self._descriptor = descriptor
+        self.taken_ns = os.fstat(descriptor).st_mtime_ns
         self._lost = False
         self._looked = time.monotonic()
         self._ended = threading.Event()

@@ -117,6 +117,14 @@ class RunDirectory:
         with told(self.path):
             return Permissions.of_file(self.directory.entries()[MANIFEST])
 
+    def published_ns(self) -> int:
+        """Return when the manifest was written, by its file system's clock. Raises OSError."""
+        descriptor = self.directory.open_file(MANIFEST)
+        try:
+            return os.fstat(descriptor).st_mtime_ns
+        finally:
+            os.close(descriptor)
+
     def publish_manifest(self, manifest: Manifest) -> bool:
         """Publish the manifest, unless there is one; return whether it is this one."""
         return self.directory.publish(MANIFEST, dump(manifest))

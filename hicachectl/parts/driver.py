@@ -276,7 +276,9 @@ class _RemoteJob:
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         return self._stage("work", given, on_progress)
 
-    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+    def finish(
+        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
+    ) -> StageResult:
         return self._local.finish(manifest, results)
 
 

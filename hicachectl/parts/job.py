@@ -27,6 +27,7 @@ PartCount = int | Callable[[int], int]
 # Module of each command that can be divided; its KIND is the command's `Kind`.
 MODULES = {
     "migrate": "hicachectl.parts.migrate",
+    "prewarm": "hicachectl.parts.prewarm",
     "verify": "hicachectl.parts.verify",
 }
 
@@ -41,7 +42,8 @@ class PartInput:
     plan:     the kept plan of the part; None if the job's kind has no plans, or while planning.
     journals: a path for each attempt; the last is this attempt's, and others may be missing.
     divided:  the number by which limits of the whole run are divided.
-    age:      returns seconds since the listing, at least; measured by one clock.
+    age:      returns seconds since the listing began. The times of files in the run directory tell
+        how long ago another process listed; they have one clock.
     check:    raises ClaimLostError if another process took over the part. Call it often.
     """
 
@@ -132,8 +134,10 @@ class Job(Protocol):
         on_progress: takes new and total bytes; it raises ClaimLostError.
         """
 
-    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
-        """Do what needs the results of all parts."""
+    def finish(
+        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
+    ) -> StageResult:
+        """Do what needs the results of all parts. folder: with the published tables."""
 
 
 def kind_of(command: str, source: str) -> Kind:

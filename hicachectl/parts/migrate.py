@@ -176,7 +176,9 @@ class MigrateJob:
         facts.seconds = time.monotonic() - began
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 
-    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+    def finish(
+        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
+    ) -> StageResult:
         """See `Job`; a migration has nothing to finish."""
         raise NotImplementedError
 

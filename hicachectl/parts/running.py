@@ -127,7 +127,8 @@ def _finish(run: RunDirectory, job: Job, manifest: Manifest, say: Say) -> None:
         return
     with claim:
         began = time.monotonic()
-        result = job.finish(manifest, results_of(run, manifest, job.kind))
+        with run.listing(manifest) as folder:
+            result = job.finish(folder, manifest, results_of(run, manifest, job.kind))
         claim.check()
         form = _form(manifest, _OF_THE_RUN, claim, result, began)
         with told(run.path):  # keeps a record that appeared since the last look
@@ -215,6 +216,8 @@ def _attempt(
 
     with told(place.path):
         earlier = owners_before(place.directory, "claim", attempt)
+        since_published = claim.taken_ns - place.run.published_ns()
+    before = manifest.spent_seconds + max(since_published, 0) / 10**9
     with place.run.listing(manifest) as folder:
         given = PartInput(
             manifest=manifest,
@@ -226,7 +229,7 @@ def _attempt(
             plan=None,
             journals=tuple(place.path / f"journal-{k}.jsonl" for k in range(attempt + 1)),
             divided=manifest.parts,
-            age=lambda: time.monotonic() - begun.since,
+            age=lambda: max(before + time.monotonic() - began, time.monotonic() - begun.since),
             check=claim.check,
         )
         if job.plans:

@@ -292,7 +292,9 @@ class VerifyJob:
             tables[_CATALOG] = checked.catalog.entries
         return StageResult(msgspec.to_builtins(form), tables)
 
-    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+    def finish(
+        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
+    ) -> StageResult:
         """See `Job`; a verification has nothing to finish."""
         raise NotImplementedError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.formats.profile import Profile
+    from hicachectl.prewarm.page_plan import PrewarmRequest
     from hicachectl.prewarm.ranking import Rank
     from hicachectl.requests.chains import Chains
     from hicachectl.requests.files import Request
@@ -37,6 +38,16 @@ class WarmingInputs:
     pages: pa.StringArray | None = None
     in_others: pa.StringArray | None = None
     starts: IntArray | None = None
+
+    def asked_in(self, request: PrewarmRequest) -> PrewarmRequest:
+        """Return the request for these chains or pages."""
+        return replace(
+            request,
+            chains=self.chains,
+            rank=self.rank,
+            pages=self.pages,
+            in_others=self.in_others,
+        )
 
 
 def read_wanted(profile: Profile, grammar: str, options: Mapping[str, Any]) -> WarmingInputs:

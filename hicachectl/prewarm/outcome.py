@@ -33,7 +33,8 @@ class PlanFacts(msgspec.Struct, kw_only=True):
     chained: whether the prefixes of the pages are known. requested: number of pages; there: of
     these, restorable from both stores; missing: not restorable from the source.
     requested_tokens: of all chains, or of the pages. not_pinned: pages already there, with --pin.
-    cut: whether the budget excludes pages. problems: pages that cannot be copied.
+    cut: whether the budget excludes pages. failed: pages that cannot be copied; problems: of the
+    first of them.
     """
 
     chained: bool = True
@@ -43,6 +44,7 @@ class PlanFacts(msgspec.Struct, kw_only=True):
     requested_tokens: int = 0
     not_pinned: int = 0
     cut: bool = False
+    failed: int = 0
     problems: list[Problem] = msgspec.field(default_factory=list)
     remarks: list[str] = msgspec.field(default_factory=list)
 
@@ -185,7 +187,7 @@ def outcome_of(
         "deployment": finish.deployment,
         "not_pinned": plan.not_pinned + copied.not_pinned,
         "gone": copied.gone,
-        "failed": copied.failed + len(plan.problems),
+        "failed": copied.failed + plan.failed,
         "seconds": round(seconds, 3),
         "complete": reason is None,
         "stopped_by": reason,

@@ -51,7 +51,7 @@ class PrewarmRequest:
     """
 
     profile: Profile
-    chains: Chains | None
+    chains: Chains | None = None
     pages: pa.StringArray | None = None
     in_others: pa.StringArray | None = None
     rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
@@ -96,17 +96,6 @@ class WantedPages:
         return self.survey.pages.take(pa.array(self.items))
 
     @property
-    def conflicts(self) -> list[Problem]:
-        """Wanted pages with an object of another size or identity in the destination."""
-        found = self.wanted[self.actions[self.wanted] == Action.CONFLICT]
-        why = (
-            "the destination has an object of another size or identity under one of the page's "
-            "keys; check both stores with hicachectl verify"
-        )
-        pages = self.survey.pages.take(pa.array(found)).to_pylist()
-        return [Problem(page, None, why) for page in pages]
-
-    @property
     def partly_there(self) -> int:
         """Number of items of which the destination has some objects."""
         return int((self.actions[self.items] == Action.COMPLETE).sum())
@@ -144,6 +133,15 @@ class PagePlan:
                 "bytes": pa.array(self.pages.cost),
             }
         )
+
+
+def conflicts(survey: Survey, rows: IntArray) -> list[Problem]:
+    """Return a problem for pages whose keys have other objects in the destination."""
+    why = (
+        "the destination has an object of another size or identity under one of the page's keys; "
+        "check both stores with hicachectl verify"
+    )
+    return [Problem(page, None, why) for page in survey.pages.take(pa.array(rows)).to_pylist()]
 
 
 def plan_chains(

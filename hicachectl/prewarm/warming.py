@@ -9,6 +9,8 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Pins
 from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.move.batches import Action
+from hicachectl.move.results import MOST_PROBLEMS
 from hicachectl.move.store_pair import StorePair
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.groups import PageGroups
@@ -16,7 +18,7 @@ from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.prewarm.choice import leave_misfits, leave_too_large
-from hicachectl.prewarm.page_plan import plan_chains, plan_pages
+from hicachectl.prewarm.page_plan import conflicts, plan_chains, plan_pages
 from hicachectl.requests.hits import inventory_of_chains
 
 if TYPE_CHECKING:
@@ -59,24 +61,14 @@ class Warming:
         inventory: Inventory,
         groups: PageGroups,
         *,
-        chained: bool,
         asks: bool = False,
         on_batch: Callable[[int], None] = lambda objects: None,
-    ) -> tuple[Survey, list[Problem], list[Problem]]:
-        """Survey both stores; leave out objects of a wrong size, and groups that are too large.
-
-        Returns the survey, and a problem for each group of either kind. chained: a group with an
-        object of a wrong size keeps its other objects. asks: as for `StorePair.survey`.
-        """
+    ) -> Survey:
+        """Survey both stores. asks: as for `StorePair.survey`."""
         (survey,) = self.stores.survey(
             inventory, groups, first_only=True, asks=asks, on_batch=on_batch
         )
-        survey = self.trailers.with_foreign(survey, inventory.objects)
-        survey, misfits = leave_misfits(survey, whole_groups=not chained)
-        survey, large = leave_too_large(
-            survey, verify=self.options.verify, buffer_bytes=self.options.buffer_bytes
-        )
-        return survey, misfits, large
+        return self.trailers.with_foreign(survey, inventory.objects)
 
 
 def plan_prewarm(
@@ -90,19 +82,24 @@ def plan_prewarm(
         else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
     )
     groups = PageGroups(inventory)
-    survey, misfits, large = warming.survey(
-        inventory, groups, chained=request.chains is not None, on_batch=on_listed
+    survey = warming.survey(inventory, groups, on_batch=on_listed)
+    survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
+    survey, large = leave_too_large(
+        survey, verify=warming.options.verify, buffer_bytes=warming.options.buffer_bytes
     )
     plan = (
         plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
         if request.chains is None
         else plan_chains(inventory, groups, survey, request, trailers.acceptance(inventory))
     )
-    plan.facts.problems = [
-        *plan.pages.conflicts,
+    pages = plan.pages
+    conflicting = pages.wanted[pages.actions[pages.wanted] == Action.CONFLICT]
+    problems = [
+        *conflicts(pages.survey, conflicting),
         *_asked_for(misfits, _pages_to_fit(plan, request)),
         *_asked_for(large, plan.names),
     ]
+    plan.facts.failed, plan.facts.problems = len(problems), problems[:MOST_PROBLEMS]
     if request.options.pin and not request.dry_run:
         plan.facts.not_pinned = plan.facts.there
     plan.facts.remarks += filter(None, [trailers.remark])

@@ -133,7 +133,9 @@ class ToyJob:
         return StageResult({"earlier": list(given.earlier)}, {"copied": copied},
                            settled=len(done) == len(planned))  # fmt: skip
 
-    def finish(self, manifest: Manifest, results: Mapping[int, Record]) -> StageResult:
+    def finish(
+        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
+    ) -> StageResult:
         numbers = [n for r in results.values() for n in r.table("copied")["number"].to_pylist()]
         return StageResult({"largest": max(numbers, default=None)})
 

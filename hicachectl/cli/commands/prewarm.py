@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
 from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
 from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
@@ -23,6 +24,7 @@ from hicachectl.cli.options import (
     lease_wait_option,
     lock_option,
     output_option,
+    parts_options,
     profile_options,
     request_options,
     transform_options,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.parts.shards import Shard
     from hicachectl.prewarm.inputs import WarmingInputs
     from hicachectl.prewarm.outcome import PrewarmOutcome
     from hicachectl.prewarm.page_plan import PrewarmRequest
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
+_WHOLE_ONLY = ("dry_run", "lock", "metrics_file", "output", "output_format")
 
 
 @click.command(
@@ -118,6 +122,7 @@ Examples:
 @buffer_option
 @bwlimit_option
 @lease_wait_option
+@parts_options
 @click.option(
     "--format",
     "output_format",
@@ -172,12 +177,11 @@ def command(
             "Give DST and --from SRC, DST and --through-server URL, or --trace FILE --dry-run for "
             "a plan without stores"
         )
-    if options["pin_ttl"] is not None and not options["pin"]:
-        raise click.UsageError("--pin-ttl needs --pin")
-    if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
-        raise click.UsageError(
-            "--through-server needs tokens; give --prompts, --token-ids or --trace"
-        )
+    _refuse_useless(options)
+    shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
+    if shard is not None:
+        _do_part(ctx, source, destination, shard, options)
+        return
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             _write_lock_held(ctx, source, destination, output_format, output)
@@ -194,6 +198,16 @@ def command(
         raise StoreUnavailable("; ".join(lost))
     if is_failed(outcome, options):
         ctx.exit(FINDINGS)
+
+
+def _refuse_useless(options: dict[str, Any]) -> None:
+    """Raise click.UsageError for an option that needs another one."""
+    if options["pin_ttl"] is not None and not options["pin"]:
+        raise click.UsageError("--pin-ttl needs --pin")
+    if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
+        raise click.UsageError(
+            "--through-server needs tokens; give --prompts, --token-ids or --trace"
+        )
 
 
 def _write_lock_held(
@@ -255,12 +269,15 @@ def _worked(
     started = time.monotonic()
     servers = _servers(options)
     if source is None:
-        request, wanted = _request(ctx, target, options)
+        request = _request(ctx, target, options)
+        wanted = _wanted(ctx, request.profile, target, options)
+        request = wanted.asked_in(request)
         outcome = usable_from(target, _served(ctx, request, servers))
     else:
         with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
-            request, wanted = _request(ctx, origin, options)
-            request = _served(ctx, request, servers)
+            request = _request(ctx, origin, options)
+            wanted = _wanted(ctx, request.profile, origin, options)
+            request = _served(ctx, wanted.asked_in(request), servers)
             with (
                 progress(ctx, "listing", " objects") as on_listed,
                 bytes_progress(ctx, "copying") as on_copied,
@@ -273,32 +290,19 @@ def _worked(
     return outcome
 
 
-def _request(
-    ctx: click.Context, store: Store, options: dict[str, Any]
-) -> tuple[PrewarmRequest, WarmingInputs]:
+def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
+    """Return the request, without chains and pages."""
     from hicachectl.move.batches import CopyOptions
     from hicachectl.prewarm.page_plan import PrewarmRequest
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.text.units import counted
 
     profile = profile_from_options(options, store, warn=partial(remark, ctx))
     if profile is None or profile.inferred:
         raise click.UsageError(inferred_refused("prewarm"))
-    wanted = read_wanted(profile, store.grammar, options)
-    if wanted.in_others is not None and len(wanted.in_others):
-        remark(
-            ctx,
-            f"{options['pages']}: {counted(len(wanted.in_others), 'row')} not copied, because the "
-            "group is of another deployment than the profile's",
-        )
-    request = PrewarmRequest(
+    return PrewarmRequest(
         profile=profile,
         destination_profile=destination_profile(profile, options),
-        chains=wanted.chains,
-        rank=wanted.rank,
-        pages=wanted.pages,
-        in_others=wanted.in_others,
         budget_bytes=options["budget"],
         budget_pages=options["budget_pages"],
         deadline_seconds=options["deadline"],
@@ -312,7 +316,55 @@ def _request(
             trailers=options["trailers"],
         ),
     )
-    return request, wanted
+
+
+def _wanted(
+    ctx: click.Context, profile: Profile, store: Store, options: dict[str, Any]
+) -> WarmingInputs:
+    from hicachectl.text.units import counted
+
+    wanted = read_wanted(profile, store.grammar, options)
+    if wanted.in_others is not None and len(wanted.in_others):
+        remark(
+            ctx,
+            f"{options['pages']}: {counted(len(wanted.in_others), 'row')} not copied, because the "
+            "group is of another deployment than the profile's",
+        )
+    return wanted
+
+
+def _do_part(
+    ctx: click.Context, source: str | None, destination: str, shard: Shard, options: dict[str, Any]
+) -> None:
+    """Copy one slice of a divided run."""
+    from hicachectl.parts.prewarm import PrewarmJob
+
+    if source is None or options["servers"]:
+        raise click.UsageError(
+            "--through-server cannot be combined with --shard, since servers load prefixes that "
+            "are whole in DST; run it after the last part, without --from"
+        )
+    lease_wait = options["lease_wait"]
+    with (
+        raised_once(),
+        opened(ctx, destination, lease_wait=lease_wait, create=True) as target,
+        opened(ctx, source, lease_wait=lease_wait) as origin,
+    ):
+        request = _request(ctx, origin, options)
+        job = PrewarmJob(
+            origin,
+            target,
+            request,
+            lambda: _wanted(ctx, request.profile, origin, options).asked_in(request),
+            {f"--{name.strip('_').replace('_', '-')}": _text(options[name]) for name in _SOURCES},
+            options["min_usable"],
+        )
+        say_divided(ctx, shard, options, "bwlimit")
+        do_part(ctx, options["run_directory"], shard, job)
+
+
+def _text(value: Any) -> str | None:
+    return str(value) if value else None
 
 
 def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:

@@ -1,0 +1,222 @@
+"""`prewarm` as a divided run: one plan, slices of it, and one count at the end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow as pa
+
+from hicachectl.backends.capabilities import Archive, Resumable, permissions_of
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.forms import convert
+from hicachectl.formats.profile import profile_to_mapping
+from hicachectl.io.interrupts import persistent
+from hicachectl.pages.published import Listing
+from hicachectl.parts.job import Kind, Merged
+from hicachectl.parts.manifest import Published
+from hicachectl.parts.records import StageResult
+from hicachectl.prewarm.finish import after, finish_facts, touch_pages
+from hicachectl.prewarm.outcome import DEADLINE, FinishFacts, PlanFacts, SliceFacts, outcome_of
+from hicachectl.prewarm.slice_copy import SliceCopy
+from hicachectl.prewarm.slices import Slice, read_chains, read_plan, slice_tables, write_plan
+from hicachectl.prewarm.warming import Warming, plan_prewarm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.profile import Profile
+    from hicachectl.parts.job import PartCount, PartInput, Tables
+    from hicachectl.parts.manifest import Manifest
+    from hicachectl.parts.records import Record
+    from hicachectl.prewarm.page_plan import PrewarmRequest
+
+_MANIFEST = "run.json"
+_LIST_AGAIN = "give another --run"
+
+
+class _Options(msgspec.Struct, kw_only=True):
+    """Options that merging needs."""
+
+    min_usable: float | None = None
+
+
+def merge(manifest: Manifest, results: Mapping[int, Record], finished: Record | None) -> Merged:
+    """Return the outcome of the parts."""
+    plan = convert(manifest.published.facts, PlanFacts, _MANIFEST)
+    options = convert(manifest.options, _Options, _MANIFEST)
+    records = [record for _, record in sorted(results.items())]
+    seconds = manifest.spent_seconds + sum(record.form.seconds for record in records)
+    finish = FinishFacts(
+        remarks=["Usable tokens are counted after the last part; until then they are reported as 0"]
+    )
+    if finished is not None:
+        finish = convert(finished.facts, FinishFacts, finished.path)
+        seconds += finished.form.seconds
+    elif len(results) == manifest.parts:
+        finish.remarks = ["The run is not finished; run any part again"]
+    outcome = outcome_of(
+        plan,
+        [convert(record.facts, SliceFacts, record.path) for record in records],
+        finish,
+        manifest.identity["source"],
+        manifest.identity["destination"],
+        seconds,
+    )
+    if finished is None:
+        outcome.document["complete"] = False
+    return Merged(
+        document=outcome.document,
+        rows=outcome.rows(),
+        rows_name="plan",
+        remarks=[*outcome.messages, outcome.summary()],
+        failed=finished is None or outcome.failed(options.min_usable),
+        lines=lambda colour: outcome.lines(),
+    )
+
+
+KIND = Kind("prewarm", {}, merge, finishes=True)
+
+
+class PrewarmJob:
+    """A prewarm whose slices are copied by many processes."""
+
+    kind = KIND
+    plans = False
+
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        request: PrewarmRequest,
+        asked: Callable[[], PrewarmRequest],
+        inputs: Mapping[str, Any],
+        min_usable: float | None,
+    ) -> None:
+        """Check the destination. Raises UsageError for a pack.
+
+        request: without chains and pages. asked: returns the request with these; called by the
+        lister only. inputs: options that name them, with their values.
+        """
+        if isinstance(destination, Archive):
+            raise UsageError(
+                f"{destination.url}: several processes cannot write one pack; give another "
+                "destination, or leave out --shard"
+            )
+        self._source = source
+        self._destination = destination
+        self._request = request
+        self._asked = asked
+        self.options = msgspec.to_builtins(_Options(min_usable=min_usable))
+        self.permissions = permissions_of(source, listing=True)
+        self.identity = {
+            "source": source.url,
+            "destination": destination.url,
+            **_named("profile", request.profile),
+            **_named("destination's profile", request.target),
+            **inputs,
+            "--budget": request.budget_bytes,
+            "--budget-pages": request.budget_pages,
+            "--deadline": request.deadline_seconds,
+            "--min-usable": min_usable,
+            "--pin": request.options.pin,
+            "--pin-ttl": request.options.pin_seconds,
+            "--trailers": request.options.trailers,
+        }
+
+    def publish(
+        self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
+    ) -> Published:
+        """Plan for all parts; see `Job.publish`."""
+        now = time.time_ns()
+        request = self._asked()
+        on_listed(0)
+        plan = plan_prewarm(Warming(self._source, self._destination, request), on_listed=on_listed)
+        written = write_plan(folder, plan, request.chains, parts)
+        return Published(
+            listing_ns=now,
+            table=written.listing.to_mapping(),
+            files=written.files,
+            shares=written.shares,
+            facts=msgspec.to_builtins(plan.facts),
+        )
+
+    def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
+        """Return the tables of a slice; see `Job.tables`."""
+        published = manifest.published
+        return slice_tables(
+            folder, published.files, published.shares[part], self._listing(manifest), _LIST_AGAIN
+        )
+
+    def plan(self, given: PartInput) -> StageResult:
+        """Never called: the lister plans for all parts."""
+        raise NotImplementedError
+
+    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        """Copy a slice; see `Job.work`."""
+        request, destination = self._of_part(given.divided), self._destination
+        warming = Warming(self._source, destination, request)
+        if isinstance(destination, Resumable):
+            for owner in given.earlier:
+                destination.own_temporaries(owner, sweep=True)
+            destination.own_temporaries(given.owner, sweep=False)
+        planned = Slice(
+            self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
+        )
+        rest = planned.remaining(warming)
+        deadline = request.deadline_seconds
+        if deadline is not None:
+            deadline += time.monotonic() - given.age()
+        copying = SliceCopy(warming, rest.pages, deadline)
+        with persistent():
+            copying.run(on_progress)
+        facts = copying.facts
+        facts.failed += len(rest.problems)
+        facts.problems = [*rest.problems, *facts.problems]
+        if given.attempt:  # an earlier attempt wrote these
+            facts.copied += rest.written
+            facts.bytes += rest.nbytes
+        else:
+            facts.there = rest.written
+        return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
+
+    def finish(
+        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
+    ) -> StageResult:
+        """Touch all pages, and count what servers can restore; see `Job.finish`."""
+        files = manifest.published.files
+        plan = convert(manifest.published.facts, PlanFacts, _MANIFEST)
+        slices = [convert(one.facts, SliceFacts, one.path) for one in results.values()]
+        is_late = any(one.stopped_by == DEADLINE for one in slices)
+        request, names = self._request, pa.array([], pa.string())
+        if plan.chained:
+            chains, names = read_chains(folder, files, _LIST_AGAIN)
+            request = replace(request, chains=chains)
+        everything = read_plan(folder, files, self._listing(manifest), _LIST_AGAIN)
+        pages = everything.wanted(Warming(self._source, self._destination, request))
+        until = after(time.monotonic()) if is_late else None
+        with persistent():
+            touch_pages(self._destination, pages.survey, pages.wanted, until=until)
+            facts, _ = finish_facts(self._destination, request, pages, names)
+        return StageResult(msgspec.to_builtins(facts))
+
+    def _listing(self, manifest: Manifest) -> Listing:
+        published, request = manifest.published, self._request
+        return Listing.from_mapping(
+            published.table, self._source.grammar, request.profile, _MANIFEST
+        )
+
+    def _of_part(self, divided: int) -> PrewarmRequest:
+        """Return the request with an N-th of each limit of the whole run."""
+        options = self._request.options
+        if options.bytes_per_second is not None:
+            options = replace(options, bytes_per_second=max(options.bytes_per_second // divided, 1))
+        return replace(self._request, options=options)
+
+
+def _named(what: str, profile: Profile) -> dict[str, Any]:
+    return {f"{what}: {name}": value for name, value in profile_to_mapping(profile).items()}
