@@ -483,6 +483,28 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             trace, each prefix is requested once, the most valuable first. The API key is the value
             of HICACHECTL_API_KEY.
         """,
+        "PARTS": """
+            With --shard I/N, many processes on any number of hosts warm one store. All share the
+            directory of --run, and all get the same options. The first process reads the requests,
+            compares both stores, and writes the plan to the directory. Only this process needs to
+            read the request file to its end.
+
+            The plan is divided into N slices of equal bytes, in its order of value: part 0 has the
+            most valuable pages. Start low parts first, as Kubernetes and Slurm do. A part does not
+            wait for the prefixes of its pages, which other parts copy. The part that ends last
+            marks all pages as recently used and counts the usable tokens.
+
+            --budget, --budget-pages and --min-usable are for the whole run. Each part takes an
+            equal share of --bwlimit, which also bounds the leases on a Mooncake source. --deadline
+            counts from the start of the plan, also for parts that start later. With a deadline,
+            make N at least 16 times the number of processes that run at once. The slices that a
+            deadline interrupts are then few, and the least valuable of those copied.
+
+            A part exits with 0 once its result is in the directory. A part that was killed is run
+            again, and copies only what DST still lacks. hicachectl merge gives the document and
+            the exit status of the whole run. A pack cannot be the destination. Servers of
+            --through-server load prefixes that are whole in DST, so run that option afterwards.
+        """,
         "USABLE TOKENS": """
             usable_tokens and --min-usable refer to one deployment, which the result
             names. With --through-server, it is the deployment of those servers. Otherwise it is the

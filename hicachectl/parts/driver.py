@@ -279,7 +279,7 @@ class _RemoteJob:
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
     ) -> StageResult:
-        return self._local.finish(manifest, results)
+        return self._local.finish(folder, manifest, results)
 
 
 class _Progress:

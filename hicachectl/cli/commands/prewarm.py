@@ -63,6 +63,8 @@ Examples:
   hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
   hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \\
       --through-server http://127.0.0.1:30000
+  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace requests.jsonl \\
+      --deadline 10m --shard /64 --run /shared/warm
 """,
 )
 @click.argument("destination", metavar="[DST]", required=False)

@@ -1,0 +1,379 @@
+"""`prewarm --shard` and `merge` do and say what `prewarm` in one process does and says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.killed import Runner
+from tests.move.migrations import MODEL, demo_store, profile_file
+from tests.prewarm.test_cli import SIZE, prompts
+from tests.prewarm.test_prewarm import HASHES, SEED, tokens
+from tests.stores import contents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+PAGES = 12  # of the demo's chain; pages 3, 7 and 11 have states
+_OF_ONE_RUN = ("destination", "seconds", "parts", "missing_parts")
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a source with a truncated object and a page that is not whole, not to be changed."""
+    store = demo_store(tmp_path_factory.mktemp("origin") / "source", PAGES)
+    os.truncate(store / f"{HASHES[5]}_{MODEL}_1_2.bin", 7)
+    (store / f"{HASHES[9]}_{MODEL}_0_2.bin").unlink()
+    return store
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a source without damage, not to be changed."""
+    return demo_store(tmp_path_factory.mktemp("intact") / "source", PAGES)
+
+
+class Runs:
+    """A destination warmed in parts, and one warmed at once."""
+
+    def __init__(self, invoke: Invoke, folder: Path, source: Path, *options: object) -> None:
+        self.invoke = invoke
+        self.run = folder / "run"
+        self.target = folder / "parts"
+        self.whole_target = folder / "whole"
+        self.options = ("--from", source, "--profile", profile_file(folder / "p.toml"), *options)
+
+    def arguments(self, part: int, parts: int) -> tuple[object, ...]:
+        """Return the command line of a part."""
+        shard = ("--shard", f"{part}/{parts}", "--run", self.run)
+        return ("prewarm", self.target, *self.options, *shard)
+
+    def part(self, part: int, parts: int, *more: object, exit_code: int = 0) -> str:
+        """Do a part; return stderr."""
+        return self.invoke(*self.arguments(part, parts), *more, exit_code=exit_code).stderr
+
+    def all(self, order: Sequence[int], parts: int) -> None:
+        """Do parts in an order."""
+        for part in order:
+            self.part(part, parts)
+
+    def whole(self, *more: object, exit_code: int = 0) -> dict[str, Any]:
+        """Warm at once; return the document."""
+        return self.invoke(
+            "prewarm", self.whole_target, *self.options, *more, exit_code=exit_code
+        ).document
+
+    def merged(self, exit_code: int = 0) -> dict[str, Any]:
+        """Return the merged document."""
+        merged = self.invoke("merge", self.run, "--format", "json", exit_code=exit_code)
+        return merged.document
+
+    def assert_equal(self, merged: dict[str, Any], whole: dict[str, Any]) -> None:
+        """Assert that both runs report and wrote the same."""
+        assert _comparable(merged) == _comparable(whole)
+        assert _bytes(self.target) == _bytes(self.whole_target)
+
+
+def _comparable(document: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name not in _OF_ONE_RUN}
+
+
+def _bytes(store: Path) -> dict[str, bytes]:
+    """Return the names and bytes of all files below a store, also of unfinished ones."""
+    files = (path for path in store.rglob("*") if path.is_file())
+    return {str(path.relative_to(store)): path.read_bytes() for path in files}
+
+
+def _partly_warm(*targets: Path) -> None:
+    """Give destinations a page, a part of a page, and an object of another size."""
+    for target in targets:
+        target.mkdir()
+        (target / f"{HASHES[2]}_{MODEL}_0_2.bin").write_bytes(b"another size")
+
+
+def _trace(path: Path, lengths: Iterable[int]) -> Path:
+    ids = [*tokens(), 1]
+    rows = [
+        {"timestamp": 10 * n, "token_ids": ids[: pages * SIZE + 1]}
+        for n, pages in enumerate(lengths)
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("parts", [1, 3, 2 * PAGES])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--token-ids",),
+        ("--trace", "--to-tp", 4, "--to-layout", "page_first_direct"),
+        ("--trace", "--budget", "500KiB"),
+        ("--all",),
+        ("--pages",),
+    ],
+    ids=lambda given: "".join(map(str, given)),
+)
+def test_merged_parts_say_what_one_process_says(
+    invoke: Invoke, origin: Path, tmp_path: Path, given: tuple[object, ...], parts: int
+) -> None:
+    """Document, exit status and bytes are equal for any input, number and order of parts."""
+    inputs = {
+        "--token-ids": [prompts(tmp_path / "asked.jsonl", 4, 8, 12)],
+        "--trace": [_trace(tmp_path / "trace.jsonl", (4, 12, 4, 8, 4))],
+        "--pages": [tmp_path / "pages"],
+        "--all": [],
+    }
+    (tmp_path / "pages").write_text("".join(f"{page}\n" for page in [*HASHES[::-1], "0" * 64]))
+    name, *options = given
+    runs = Runs(invoke, tmp_path, origin, name, *inputs[str(name)], *options)
+    if "--to-tp" not in options:
+        _partly_warm(runs.target, runs.whole_target)
+    whole = runs.whole(exit_code=4)
+    runs.all([*reversed(range(parts)), 0], parts)
+    merged = runs.merged(exit_code=4)
+    runs.assert_equal(merged, whole)
+    assert whole["copied_pages"]
+    assert (merged["parts"], merged["missing_parts"]) == (parts, [])
+
+
+def test_the_gate_and_the_table_are_those_of_one_process(
+    invoke: Invoke, intact: Path, tmp_path: Path
+) -> None:
+    """merge exits with 4 below --min-usable, and prints the same lines and rows."""
+    asked = prompts(tmp_path / "asked.jsonl", 8, 10)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, "--min-usable", 0.9)
+    runs.all(range(3), 3)
+    runs.whole(exit_code=4)
+    for output_format in ("table", "csv"):
+        merged = invoke("merge", runs.run, "--format", output_format, exit_code=4)
+        options = ("--format", output_format)
+        again = invoke("prewarm", runs.whole_target, *runs.options, *options, exit_code=4)
+        assert len(merged.stdout.splitlines()) == len(again.stdout.splitlines())
+        assert "usable" in merged.stderr.splitlines()[-1]
+    metrics = tmp_path / "m.prom"
+    invoke("merge", runs.run, "--metrics-file", metrics, exit_code=4)
+    assert "hicachectl_prewarm_" in metrics.read_text()
+
+
+def test_the_best_pages_are_the_last_to_be_evicted(
+    invoke: Invoke, intact: Path, tmp_path: Path
+) -> None:
+    """The last part touches all pages, worst first, also those that the destination had."""
+    asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    runs.target.mkdir()
+    for name in (one for one in contents(intact) if one.startswith(HASHES[0])):
+        shutil.copy2(intact / name, runs.target)
+    runs.all([2, 0, 1], 3)
+    times = {name: mtime for name, (_, mtime) in contents(runs.target).items()}
+    newest = [max(t for name, t in times.items() if page in name) for page in HASHES]
+    assert newest == sorted(newest, reverse=True)
+    assert runs.merged()["already_there"] == 1
+
+
+@pytest.mark.slow
+def test_a_deadline_counts_from_the_plan_and_keeps_what_is_usable(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """With 16 slices for each process, a deadline costs less than a tenth of the usable tokens.
+
+    Two processes have done 16 of 32 slices, and the first half of a slice each: half slices
+    0 to 32 and 34 of 64. Then the run is made older than the deadline.
+    """
+    parts, pages = 64, 128
+    source = demo_store(tmp_path / "source", pages)
+    ids = np.random.default_rng(SEED).integers(0, 150_000, pages * SIZE).tolist()
+    asked = tmp_path / "asked"
+    requests = [[*ids, 1][: length * SIZE + 1] for length in range(4, pages + 1, 4)]
+    asked.write_text("".join(f"{json.dumps(request)}\n" for request in requests))
+    runs = Runs(invoke, tmp_path, source, "--token-ids", asked, "--deadline", "1h")
+    runs.all([*range(33), 34], parts)
+    in_time = _bytes(runs.target)
+    manifest = runs.run / "run.json"
+    begun = manifest.stat().st_mtime
+    os.utime(manifest, (begun - 7200, begun - 7200))
+    runs.all([33, *range(35, parts)], parts)
+    merged = runs.merged()
+    assert _bytes(runs.target) == in_time
+    assert (merged["complete"], merged["stopped_by"]) == (False, "deadline")
+    whole = runs.whole("--budget", merged["bytes"])
+    assert merged["usable_tokens"] >= 0.9 * whole["usable_tokens"] > 0
+    assert whole["stopped_by"] == "budget"
+    assert "done before" in runs.part(63, parts)
+
+
+def test_a_missing_part_and_a_missing_end_are_named(
+    invoke: Invoke, intact: Path, tmp_path: Path
+) -> None:
+    """Without a part's result, or the count at the end, the run is not complete."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    runs.all([0, 2], 3)
+    merged = runs.merged(exit_code=4)
+    assert (merged["complete"], merged["missing_parts"]) == (False, [1])
+    said = invoke("merge", runs.run, exit_code=4)
+    assert "part 1 of 3: no result" in said.stderr
+    assert "complete: False" in said.stdout
+    runs.part(1, 3)
+    (runs.run / "finish-3.json").unlink()
+    merged = runs.merged(exit_code=4)
+    assert (merged["complete"], merged["missing_parts"]) == (False, [])
+    assert "run any part again" in invoke("merge", runs.run, exit_code=4).stderr
+    assert "done before" in runs.part(0, 3)
+    runs.assert_equal(runs.merged(), runs.whole())
+
+
+def test_pages_written_since_the_plan_are_not_copied_again(
+    invoke: Invoke, intact: Path, tmp_path: Path
+) -> None:
+    """A page that a server wrote after the plan counts as already there."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    runs.part(0, 2)
+    for name in (one for one in contents(intact) if one.startswith(HASHES[10])):
+        shutil.copy2(intact / name, runs.target)
+    runs.part(1, 2)
+    merged = runs.merged()
+    assert (merged["copied_pages"], merged["already_there"]) == (PAGES - 1, 1)
+    assert merged["usable_tokens"] == PAGES * SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2], ids=["lister", "finisher"])
+def test_a_killed_part_is_done_again(
+    invoke: Invoke, intact: Path, tmp_path: Path, killed: int
+) -> None:
+    """A part killed at any step, and run again, leaves what an undisturbed run leaves."""
+    asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
+    undisturbed = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    whole = undisturbed.whole()
+    others = [part for part in range(3) if part != killed]
+    with Runner(tmp_path) as runner:
+
+        def run_of(number: int, kill: int | None) -> tuple[Runs, int]:
+            folder = tmp_path / f"try{number}"
+            folder.mkdir()
+            runs = Runs(invoke, folder, intact, "--token-ids", asked)
+            if killed:
+                runs.all(others, 3)
+            arguments = (*runs.arguments(killed, 3), "--jobs", 1)
+            at = None if kill is None else ("steps", kill)
+            return runs, runner.run(*arguments, home=folder, kill=at).steps  # type: ignore[arg-type]
+
+        _, steps = run_of(0, None)
+        assert steps > 20
+        for number in range(1, 6):
+            runs, _ = run_of(number, number * steps // 5)
+            runs.part(killed, 3)
+            if not killed:
+                runs.all(others, 3)
+            merged = runs.merged()
+            assert _comparable(merged) == _comparable(whole)
+            assert _bytes(runs.target) == _bytes(undisturbed.whole_target)
+
+
+@pytest.mark.slow
+def test_parts_run_at_once(invoke: Invoke, intact: Path, tmp_path: Path) -> None:
+    """Processes that start together, two of them with the same part, list once and copy all."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    command = [sys.executable, "-m", "hicachectl"]
+    started = [
+        subprocess.Popen(
+            [*command, *map(str, runs.arguments(part, 2))],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HOME": str(tmp_path / f"home{number}")},
+        )
+        for number, part in enumerate((0, 1, 1))
+    ]
+    said = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], said
+    assert sum("was done before" in one for one in said) == 1
+    assert len([one for one in runs.run.iterdir() if one.name.startswith("listing-")]) == 1
+    runs.assert_equal(runs.merged(), runs.whole())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lock", "L"], "--lock cannot be combined with --shard"),
+        (["--metrics-file", "M"], "--metrics-file cannot be combined with --shard"),
+        (["-o", "O"], "--output cannot be combined with --shard"),
+        (["--format", "json"], "--format cannot be combined with --shard"),
+        (["--dry-run"], "--dry-run cannot be combined with --shard"),
+        (["--through-server", "http://127.0.0.1:9"], "--through-server cannot be combined with"),
+    ],
+)
+def test_options_of_the_whole_run_are_refused(
+    invoke: Invoke, intact: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    """An option of the whole run is refused by name, before anything is written."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, *options)
+    assert said in runs.part(0, 2, exit_code=2)
+    assert not runs.run.exists()
+    assert not runs.target.exists()
+
+
+def test_a_pack_is_no_destination_of_parts(invoke: Invoke, intact: Path, tmp_path: Path) -> None:
+    """Several processes cannot write one pack, so none of them begins it."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    pack = tmp_path / "new.hcpack"
+    runs.target = f"pack://{pack}"  # type: ignore[assignment]
+    assert "several processes cannot write one pack" in runs.part(0, 2, exit_code=2)
+    assert not pack.exists()
+    assert not runs.run.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--deadline", "5m"], "--deadline none, but this command has 300.0"),
+        (["--budget", "1MiB"], "--budget none, but this command has 1048576"),
+        (["--to-tp", "4"], "destination's profile: tp 2, but this command has 4"),
+        (["--min-usable", "0.5"], "--min-usable none, but this command has 0.5"),
+    ],
+)
+def test_other_options_are_refused(
+    invoke: Invoke, intact: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    """A part with other options than the run's ends with one line that names both values."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    runs.part(0, 2)
+    refused = runs.part(1, 2, *options, exit_code=2).splitlines()[-1]
+    assert said in refused
+    assert "was begun with" in refused
+    runs.part(1, 2)
+    assert runs.merged()["complete"]
+
+
+@pytest.mark.parametrize("name", ["pages", "objects", "names", "chains"])
+def test_a_damaged_plan_is_named(invoke: Invoke, intact: Path, tmp_path: Path, name: str) -> None:
+    """A truncated file of the plan is named, with the next step."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    runs.part(0, 2)
+    (table,) = runs.run.glob(f"listing-*/{name}.parquet")
+    table.write_bytes(table.read_bytes()[:-9])
+    said = runs.part(1, 2, exit_code=2)
+    assert table.name in said
+    assert "give another --run" in said
+
+
+def test_the_rate_is_shared(invoke: Invoke, intact: Path, tmp_path: Path) -> None:
+    """Each part says that its rate is a share of --bwlimit."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, "--bwlimit", "1GiB")
+    assert "Of --bwlimit, each of the 2 parts takes an equal share" in runs.part(0, 2)
