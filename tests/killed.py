@@ -43,6 +43,8 @@ _IMPORTED_ONCE = (
     "hicachectl.cli.commands.rm",
     "hicachectl.cli.commands.verify",
     "hicachectl.move.migrate",
+    "hicachectl.parts.migrate",
+    "hicachectl.parts.running",
     "hicachectl.profiles.sources",
     "hicachectl.profiles.destination",
 )

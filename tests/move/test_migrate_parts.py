@@ -29,8 +29,8 @@ from hicachectl.move.migration_plan import KeptPlan
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import Selection
 from hicachectl.requests.files import PageList
-from tests.move.migrations import demo_store
-from tests.stores import OLD, contents, page, put
+from tests.move.migrations import damaged_stores
+from tests.stores import OLD, contents, page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from hicachectl.pages.inventory import Inventory
 
-PAGES = 12
 STEPS = 2  # of a part, at least
 NOW_NS = (OLD + 10**8) * 10**9
 SMALL = CopyOptions(buffer_bytes=224 << 10, jobs=1)
@@ -177,32 +176,7 @@ def told(outcome: MigrationOutcome) -> tuple[dict[str, Any], list[str]]:
 
 
 def damaged_site(folder: Path, request: MigrationRequest) -> Site:
-    """Make stores with groups of every fate.
-
-    In the source: whole and partial pages, wrong sizes, other deployments and other files. In the
-    destination: some of its pages, whole, in part, of other bytes and of other sizes.
-    """
-    folder.mkdir()
-    source = demo_store(folder / "source", PAGES)
-    target = folder / "target"
-    target.mkdir()
-    anchors = sorted(path for path in source.iterdir() if ".mamba" not in path.name)
-    pages = sorted({path.name[:64] for path in anchors})
-    for path in source.iterdir():
-        if path.name[:64] in pages[:2] or path == anchors[6]:
-            shutil.copy2(path, target / path.name)
-    for at, change in ((8, b"x"), (10, b"\0" * 8192)):
-        shutil.copy2(anchors[at], target / anchors[at].name)
-        with (target / anchors[at].name).open("r+b") as file:
-            file.write(change)
-            if len(change) > 1:
-                file.truncate(len(change))
-    anchors[12].unlink()
-    anchors[14].write_bytes(b"short")
-    for number in range(3):
-        put(source, f"{page(number)}_other.bin", 100 + number)
-    (source / "README").write_text("not an object")
-    put(target, "README.md")
+    damaged_stores(folder)
     return Site(folder, request)
 
 

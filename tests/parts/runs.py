@@ -1,4 +1,4 @@
-"""Runs of the toy command: in this process, and in processes of their own."""
+"""Runs in parts: of commands, and of the toy command in this process and in others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.parts.toy import ToyJob
 if TYPE_CHECKING:
     from hicachectl.parts.job import Merged
     from hicachectl.parts.running import PartOutcome
+    from tests.conftest import Invoke, Outcome
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = 12  # objects in the toy store
@@ -61,6 +62,27 @@ class ToyRun:
     def listings(self) -> int:
         """Number of listings of the store."""
         return len((self.folder / "listings").read_text().splitlines())
+
+
+class CommandRun:
+    """A run of a command in parts, in this process.
+
+    command: words of the command line, without --shard and --run.
+    """
+
+    def __init__(self, invoke: Invoke, path: Path, *command: object) -> None:
+        self.invoke = invoke
+        self.path = path
+        self.command = command
+
+    def part(self, part: int, parts: int, *more: object, exit_code: int = 0) -> str:
+        """Do a part; return stderr."""
+        divided = ("--shard", f"{part}/{parts}", "--run", self.path)
+        return self.invoke(*self.command, *more, *divided, exit_code=exit_code).stderr
+
+    def merged(self, exit_code: int = 0) -> Outcome:
+        """Merge the run as JSON."""
+        return self.invoke("merge", self.path, "--format", "json", exit_code=exit_code)
 
 
 def names_in(directory: Path) -> list[str]:

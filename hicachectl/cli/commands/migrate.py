@@ -194,6 +194,7 @@ def _part(
             )
             for text in (*outcome.messages, *outcome.lines()):
                 remark(ctx, text)
+            ctx.exit(FINDINGS)
 
 
 @contextmanager

@@ -1,0 +1,352 @@
+"""`migrate --shard` and `merge` do what `migrate` does in one process, whatever ends the parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.move.migrate import migrate_part
+from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.move.migrations import damaged_stores, demo_store, profile_file
+from tests.parts.runs import ROOT, CommandRun, names_in
+from tests.places import SOURCE_PAGES, half_pages, page_of, whole_pages
+from tests.served_stores import HYBRID, served_store
+from tests.small_file_system import small_file_system
+from tests.stores import page
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tests.conftest import Outcome
+    from tests.killed import Run, Unit
+    from tests.places import Places
+
+KILLS = 5
+Files = dict[str, tuple[bytes, int]]
+_OF_ONE = {"source", "destination", "seconds", "estimated_seconds", "resumed", "parts",
+           "missing_parts"}  # fmt: skip
+
+
+def comparable(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for one process and for parts."""
+    kept = {name: value for name, value in document.items() if name not in _OF_ONE}
+    return kept | {"problems": sorted(document["problems"], key=repr)}
+
+
+def files(store: Path) -> Files:
+    """Return bytes, with trailers, and times of all objects, and the bytes of markers."""
+    found = {path.relative_to(store): path for path in store.rglob("*.bin")}
+    held = {str(name): (path.read_bytes(), path.stat().st_mtime_ns)
+            for name, path in found.items()}  # fmt: skip
+    markers = (store / ".hicachectl/plugin").glob("*")
+    return held | {path.name: (path.read_bytes(), 0) for path in markers}
+
+
+class Sites:
+    """Two equal pairs of stores: for one process, and for parts.
+
+    source, target: with {} for the folder of the pair. options: of the command.
+    """
+
+    def __init__(
+        self,
+        invoke: Invoke,
+        folder: Path,
+        *options: object,
+        source: str = "{}/source",
+        target: str = "{}/target",
+    ) -> None:
+        self.invoke = invoke
+        self.one, self.divided = folder / "one", folder / "divided"
+        self._whole, command = (
+            ("migrate", source.format(pair), target.format(pair), *options)
+            for pair in (self.one, self.divided)
+        )
+        self.run = CommandRun(invoke, folder / "run", *command)
+
+    def in_one_process(self, exit_code: int = 0) -> Outcome:
+        """Migrate the first pair in one process."""
+        return self.invoke(*self._whole, "--format", "json", exit_code=exit_code)
+
+    def check(self, whole: Outcome, parts: int, exit_code: int = 0) -> None:
+        """Check that the parts have done what one process did."""
+        merged = self.run.merged(exit_code)
+        assert comparable(merged.document) == comparable(whole.document)
+        assert (merged.document["parts"], merged.document["missing_parts"]) == (parts, [])
+        said = whole.stderr.replace(str(self.one), str(self.divided))
+        assert sorted(merged.stderr.splitlines()) == sorted(said.splitlines())
+        for name in ("source", "target"):
+            assert files(self.divided / name) == files(self.one / name)
+
+
+PROFILED = ("--profile", "PROFILE")
+OPTIONS: dict[str, tuple[object, ...]] = {
+    "verbatim": (),
+    "reshaped": (*PROFILED, "--to-tp", 4, "--to-layout", "page_first_direct"),
+    "verified": (*PROFILED, "--verify", "--if-exists", "verify"),
+    "overwritten": (*PROFILED, "--if-exists", "overwrite", "--include-partial"),
+    "moved": (*PROFILED, "--move", "--yes"),
+    "rehearsed": (*PROFILED, "--to-tp", 4, "--dry-run"),
+    "listed": ("--pages-from", "PAGES"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parts_do_what_one_process_does(invoke: Invoke, tmp_path: Path, name: str) -> None:
+    """Document, messages, exit status and both stores are equal; order and repeats do not count."""
+    given = {"PROFILE": profile_file(tmp_path / "profile.toml"), "PAGES": tmp_path / "pages"}
+    rows = [{"page": page(0), "group": "none"}, {"page": page(1), "group": "other"}]
+    given["PAGES"].write_text("\n".join([*map(json.dumps, rows), page(2)]))
+    sites = Sites(invoke, tmp_path, *(given.get(str(one), one) for one in OPTIONS[name]))
+    damaged_stores(sites.one)
+    shutil.copytree(sites.one, sites.divided)
+    exit_code = 0 if name in ("reshaped", "overwritten", "listed", "rehearsed") else 4
+    whole = sites.in_one_process(exit_code)
+    for part in (2, 0, 1, 2):
+        sites.run.part(part, 3)
+    sites.check(whole, 3, exit_code)
+    if name == "rehearsed":
+        text = invoke("merge", sites.run.path).stdout
+        assert text == invoke(*sites.run.command).stdout
+        assert not (sites.divided / "target/.hicachectl").exists()
+
+
+@pytest.mark.parametrize("kind", ["pack", "trailers", "folders"])
+def test_packs_trailers_and_folders(invoke: Invoke, tmp_path: Path, kind: str) -> None:
+    """A pack as source, new trailers, and folders in the destination give the same files."""
+    options = ["--profile", profile_file(tmp_path / "profile.toml", HYBRID)]
+    target, source = "{}/target", "{}/source"
+    if kind == "pack":
+        source = "pack://{}/source/all.hcpack"
+    elif kind == "trailers":
+        options += ["--trailers", "write", "--to-tp", "4"]
+    else:
+        target = "file://{}/target?folders=hex2"
+    sites = Sites(invoke, tmp_path, *options, source=source, target=target)
+    sites.one.mkdir()
+    if kind == "folders":
+        served_store(sites.one / "source", HYBRID)
+    else:
+        demo_store(sites.one / "source")
+    if kind == "pack":
+        invoke("migrate", sites.one / "source", source.format(sites.one))
+    shutil.copytree(sites.one, sites.divided)
+    whole = sites.in_one_process()
+    for part in (1, 0, 2):
+        sites.run.part(part, 3)
+    sites.check(whole, 3)
+    assert whole.document["pages"] >= 4
+
+
+@pytest.fixture
+def sites(invoke: Invoke, tmp_path: Path) -> Sites:
+    """Return pairs with the demo's pages, to be written for TP 4."""
+    profile = profile_file(tmp_path / "profile.toml")
+    made = Sites(invoke, tmp_path, "--profile", profile, "--to-tp", 4)
+    made.one.mkdir()
+    demo_store(made.one / "source")
+    shutil.copytree(made.one, made.divided)
+    return made
+
+
+def test_other_commands_are_refused(invoke: Invoke, sites: Sites, tmp_path: Path) -> None:
+    """A part of another migration changes nothing; merge names the part that is missing."""
+    sites.run.part(1, 2)
+    before = names_in(sites.run.path / "parts")
+    target = files(sites.divided / "target")
+    other = profile_file(tmp_path / "other.toml", HYBRID)
+    command = sites.run.command
+    for changed, said in (
+        ([*command[:2], tmp_path / "elsewhere", *command[3:]], "destination file://"),
+        ([*command[:-1], 1], "--to: tp 4, but this command has 1"),
+        ([*command[:3], "--profile", other, *command[5:]], "profile: weights none, but"),
+        ([*command, "--verify"], "--verify False, but this command has True"),
+        ([*command, "--grace", "2h"], "--grace 60.0, but this command has 7200.0"),
+        ([*command, "--model", "a/b"], "--model none, but this command has a/b"),
+    ):
+        refused = CommandRun(invoke, sites.run.path, *changed).part(0, 2, exit_code=2)
+        assert said in refused
+        assert "was begun with" in refused.splitlines()[-1]
+    assert (names_in(sites.run.path / "parts"), files(sites.divided / "target")) == (before, target)
+    merged = sites.run.merged(exit_code=4)
+    assert (merged.document["complete"], merged.document["missing_parts"]) == (False, [0])
+    assert f"{sites.run.path}: part 0 of 2: no result" in merged.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lock", "L"], "--lock cannot be combined with --shard"),
+        (["--resume"], "--resume cannot be combined with --shard"),
+        (["-o", "O"], "--output cannot be combined with --shard"),
+        (["--format", "json"], "--format cannot be combined with --shard"),
+        (["pack"], "several processes cannot write one pack; migrate to a directory"),
+    ],
+)
+def test_what_parts_cannot_do_is_refused(
+    invoke: Invoke, sites: Sites, options: list[str], said: str
+) -> None:
+    """Options of the whole run, and a pack as destination, end before any change."""
+    command = [*sites.run.command, *options]
+    if options == ["pack"]:
+        command = [*command[:2], f"pack://{sites.divided}/all.hcpack"]
+    refused = CommandRun(invoke, sites.run.path, *command).part(0, 2, exit_code=2)
+    assert said in refused
+    assert names_in(sites.divided) == ["source"]
+    assert not sites.run.path.exists()
+
+
+def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part reads with its share of --bwlimit, and says so."""
+    rates = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        rates.append(arguments[0].options.bytes_per_second)
+        return migrate_part(*arguments, **options)
+
+    monkeypatch.setattr("hicachectl.parts.migrate.migrate_part", noted)
+    said = sites.run.part(0, 4, "--bwlimit", "40MB")
+    assert rates == [10_000_000]
+    assert "Of --bwlimit, each of the 4 parts takes an equal share" in said
+
+
+def test_parts_at_once(sites: Sites) -> None:
+    """Processes that start together, two of them for one part, list once and copy all."""
+    whole = sites.in_one_process()
+    command = [sys.executable, "-m", "hicachectl", *map(str, sites.run.command)]
+    started = [
+        subprocess.Popen(
+            [*command, "--shard", f"{part}/3", "--run", sites.run.path],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for part in (2, 0, 1, 0)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, said
+    sites.check(whole, 3)
+    assert len([name for name in names_in(sites.run.path) if name.startswith("listing-")]) == 1
+
+
+def test_a_full_destination(sites: Sites) -> None:
+    """Parts that find no room say so, keep whole pages only, and are completed later."""
+    whole = sites.in_one_process()
+    target = sites.divided / "target"
+    with small_file_system(target, "400k"):
+        said = sites.run.part(0, 1, "--no-space-check", exit_code=4)
+        assert "Part 0 of 1 is not complete; run it again" in said
+        assert "stopped: destination full" in said
+        merged = sites.run.merged(exit_code=4)
+        assert (merged.document["complete"], merged.document["stopped_by"]) == (
+            False, "destination full"
+        )  # fmt: skip
+        assert "part 0 of 1: not complete; run again" in merged.stderr
+        assert 0 < len(files(target)) < len(files(sites.one / "target"))
+        subprocess.run(["mount", "-o", "remount,size=64m", str(target)], check=True)
+        sites.run.part(0, 1, "--no-space-check")
+        sites.check(whole, 1)
+
+
+def test_a_full_run_directory(sites: Sites) -> None:
+    """A part that cannot record its plan or journal changes nothing, and is completed later."""
+    whole = sites.in_one_process()
+    with small_file_system(sites.run.path, "1m"):
+        sites.run.part(1, 2)
+        filler = sites.run.path / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        before = files(sites.divided / "target")
+        refused = sites.run.part(0, 2, exit_code=2)
+        assert "No space left on device; make room, then run the part again" in refused
+        assert files(sites.divided / "target") == before
+        filler.unlink()
+        sites.run.part(0, 2)
+        sites.check(whole, 2)
+
+
+class KilledParts:
+    """A migration between directories in parts, each in a process that is killed at some steps."""
+
+    def __init__(self, places: Places, home: Path, options: tuple[object, ...]) -> None:
+        self._places = places
+        self._home = home
+        self._options = options
+        self.source = places.source("file", fresh=True)
+        self.before = self.source.held()
+        self.destination = places.destination("file")
+        self.whole = self._run("--format", "json")
+        self.after = self.source.held()
+        self.arrived = self.destination.held()
+        self.source.fill(SOURCE_PAGES)
+        self.source.set_times(self.before)
+        self.destination.empty()
+
+    def _run(self, *more: object, kill: tuple[Unit, int] | None = None) -> Run:
+        return self._places.runner.run(
+            "migrate", self.source.url, self.destination.url, "--profile", self._places.profile,
+            "--buffer-bytes", 1 << 20, *self._options, *more, home=self._home, kill=kill,
+        )  # fmt: skip
+
+    def part(self, part: int, parts: int, kill: tuple[Unit, int] | None) -> Run:
+        """Do a part; check that no page is lost and no server finds half a page."""
+        run = self._run("--shard", f"{part}/{parts}", "--run", self._home / "run", kill=kill)
+        assert half_pages(self.destination, self.arrived) == []
+        kept = whole_pages(self.source, self.before)
+        assert len(kept | whole_pages(self.destination, self.arrived)) == SOURCE_PAGES
+        return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--verify",), ("--move", "--yes")], ids=" ".join)
+def test_killed_parts_are_completed(
+    invoke: Invoke, places: Places, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    """The lister and parts killed anywhere lose nothing; run again, they end as if undisturbed."""
+    killed = KilledParts(places, tmp_path, options)
+    seed = int(os.environ.get("HICACHECTL_TEST_SEED") or random.randrange(1 << 32))
+    words = f"HICACHECTL_TEST_SEED={seed}"
+    chance = random.Random(seed)
+    parts, ended, deaths = 3, set[int](), 0
+    while len(ended) < parts:
+        part = chance.choice([part for part in range(parts) if part not in ended])
+        kill: tuple[Unit, int] | None = None
+        if deaths < KILLS:
+            kill = ("steps", chance.randint(1, killed.whole.steps))
+        run = killed.part(part, parts, kill)
+        deaths += run.killed
+        if not run.killed:
+            ended.add(part)
+    assert deaths, words
+    merged = invoke("merge", tmp_path / "run", "--format", "json").document
+    assert comparable(merged) == comparable(killed.whole.document), words
+    assert killed.destination.held() == killed.arrived, words
+    assert killed.destination.leftovers() == [], words
+    assert killed.source.held() == killed.after, words
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "hf3fs"])
+def test_parts_into_servers(places: Places, tmp_path: Path, kind: str) -> None:
+    """Parts write into Mooncake and 3FS what one process writes."""
+    source, destination = places.source("file", fresh=False), places.destination(kind)
+    command = ("migrate", source.url, destination.url, "--profile", places.profile)
+    assert places.runner.run(*command, home=tmp_path).code == 0
+    whole = destination.held()
+    destination.empty()
+    for part in (1, 0):
+        divided = ("--shard", f"{part}/2", "--run", tmp_path / "run")
+        assert places.runner.run(*command, *divided, home=tmp_path).code == 0
+    assert len({page_of(key.decode()) for key in whole}) == SOURCE_PAGES
+    assert {key: value for key, (value, _) in destination.held().items()} == {
+        key: value for key, (value, _) in whole.items()
+    }
