@@ -149,7 +149,7 @@ class PrewarmJob:
         """Return the tables of a slice; see `Job.tables`."""
         published = manifest.published
         return slice_tables(
-            folder, published.files, published.shares[part], self._listing(manifest), _LIST_AGAIN
+            folder, published.files, published.shares, part, self._listing(manifest), _LIST_AGAIN
         )
 
     def plan(self, given: PartInput) -> StageResult:
@@ -171,7 +171,9 @@ class PrewarmJob:
         deadline = request.deadline_seconds
         if deadline is not None:
             deadline += time.monotonic() - given.age()
-        copying = SliceCopy(warming, rest.pages, deadline)
+        best = given.tables["best"]()
+        best = best.column("page").filter(best.column("copied")).combine_chunks()
+        copying = SliceCopy(warming, rest.pages, deadline, best)
         with persistent():
             copying.run(on_progress)
         facts = copying.facts

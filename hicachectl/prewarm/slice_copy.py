@@ -23,18 +23,24 @@ if TYPE_CHECKING:
     from hicachectl.prewarm.page_plan import WantedPages
     from hicachectl.prewarm.warming import Warming
 
-_WATCHED = 256  # first written objects: the most valuable, and the first to be evicted
+WATCHED = 256  # first written objects: the most valuable, and the first to be evicted
 _WATCH_SECONDS = 2.0  # between two checks
 
 
 class SliceCopy:
     """Copy of wanted pages; the facts are those so far, also after an interrupt."""
 
-    def __init__(self, warming: Warming, pages: WantedPages, deadline: float | None) -> None:
+    def __init__(
+        self,
+        warming: Warming,
+        pages: WantedPages,
+        deadline: float | None,
+        best: pa.StringArray | None = None,
+    ) -> None:
         """Prepare; nothing is written before `run`.
 
-        deadline: `time.monotonic()` after which no batch is begun. Raises ProfileError,
-        StoreUnavailable.
+        deadline: `time.monotonic()` after which no batch is begun. best: the first pages to
+        copy of the whole plan, which other processes may have written. Raises ProfileError, StoreUnavailable.
         """
         warming.stores.claim()
         self._warming = warming
@@ -44,6 +50,8 @@ class SliceCopy:
             warming.source, pages.inventory, pages.groups, warming.destination, options
         )
         self._watch = Watch(warming.destination, pages.survey)
+        if best is not None:
+            self._watch.add_present(best)
 
     def run(self, on_copied: Callable[[int, int], None]) -> None:
         """Copy the pages in order. on_copied and exceptions: as in `prewarm`."""
@@ -90,7 +98,7 @@ class Watch:
 
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
-        self._survey = survey
+        self._route = survey.route
         anchors = (n for n, target in enumerate(survey.route.targets) if target.anchor)
         self._anchor = next(anchors, 0)
         self._keys: list[pa.BinaryArray] = []
@@ -98,12 +106,21 @@ class Watch:
         self._next = 0.0
         self._lost = False
 
+    def add_present(self, pages: pa.StringArray) -> None:
+        """Record the anchors of those pages that the destination has."""
+        keys = self._route.keys(np.full(len(pages), self._anchor), pages)
+        there = self._store.exists(pa.table({"key": keys}))
+        self._add(keys.filter(pa.array(there)))
+
     def add(self, batch: PageBatch, result: MoveResult) -> None:
         """Record the first anchors written."""
-        done = batch.items[result.open][: _WATCHED - self._count]
-        if len(done):
-            self._keys.append(self._survey.keys(done, np.full(len(done), self._anchor)))
-            self._count += len(done)
+        done = batch.pages.filter(pa.array(result.open))[: WATCHED - self._count]
+        self._add(self._route.keys(np.full(len(done), self._anchor), done))
+
+    def _add(self, keys: pa.BinaryArray) -> None:
+        if len(keys):
+            self._keys.append(keys)
+            self._count += len(keys)
 
     def lost(self) -> bool:
         """Return whether a recorded object is missing; ask the store at most every few seconds."""

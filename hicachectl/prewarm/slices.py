@@ -22,6 +22,7 @@ from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listing, inventory_of, read_share
 from hicachectl.pages.spool import AFFIX_ID
 from hicachectl.prewarm.page_plan import WantedPages, conflicts
+from hicachectl.prewarm.slice_copy import WATCHED
 from hicachectl.requests.chains import Chains, hex_pages, raw_pages
 
 if TYPE_CHECKING:
@@ -191,22 +192,22 @@ def write_plan(
 def slice_tables(
     folder: Directory,
     files: Sequence[TableFile],
-    share: Share,
+    shares: Sequence[Share],
+    part: int,
     listing: Listing,
     next_step: str,
 ) -> dict[str, Callable[[], pa.Table]]:
     """Return functions that read the tables of a slice; they raise FormatError for a damaged file.
 
-    share: row groups of the slice.
+    `pages` and `objects` are those of a `Slice`; `best` has the first pages of the whole plan.
     """
-
-    def reading(name: str, schema: pa.Schema) -> Callable[[], pa.Table]:
-        found = [_named(folder, files, name, next_step)]
-        return lambda: read_share(folder, found, share, schema, next_step)
-
+    pages = _named(folder, files, _PAGES_FILE, next_step)
+    objects = _named(folder, files, _OBJECTS_FILE, next_step)
+    schema = listing.schema
     return {
-        "pages": reading(_PAGES_FILE, _PAGES),
-        "objects": reading(_OBJECTS_FILE, listing.schema),
+        "pages": lambda: read_share(folder, [pages], shares[part], _PAGES, next_step),
+        "objects": lambda: read_share(folder, [objects], shares[part], schema, next_step),
+        "best": lambda: read_share(folder, [pages], shares[0], _PAGES, next_step)[:WATCHED],
     }
 
 

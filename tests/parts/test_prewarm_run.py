@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from hicachectl.backends.file.store import FileStore
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
 from tests.move.migrations import MODEL, demo_store, profile_file
@@ -230,6 +231,31 @@ def test_a_missing_part_and_a_missing_end_are_named(
     assert "run any part again" in invoke("merge", runs.run, exit_code=4).stderr
     assert "done before" in runs.part(0, 3)
     runs.assert_equal(runs.merged(), runs.whole())
+
+
+def test_a_part_stops_if_the_best_pages_are_evicted(
+    invoke: Invoke, intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that evicts the pages of the first part ends, and merge estimates the capacity."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    runs.part(0, 3)
+    copy_from = FileStore.copy_from
+
+    def evicting(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        result = copy_from(store, *arguments, **options)
+        for name in contents(runs.target):
+            if name.startswith(HASHES[0]):
+                (runs.target / name).unlink()
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileStore, "copy_from", evicting)
+        runs.part(1, 3)
+    runs.part(2, 3)
+    merged = runs.merged()
+    assert (merged["complete"], merged["stopped_by"]) == (False, "destination evicts")
+    assert "it holds about" in invoke("merge", runs.run).stderr
 
 
 def test_pages_written_since_the_plan_are_not_copied_again(
