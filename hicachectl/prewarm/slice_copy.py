@@ -39,8 +39,8 @@ class SliceCopy:
     ) -> None:
         """Prepare; nothing is written before `run`.
 
-        deadline: `time.monotonic()` after which no batch is begun. best: the first pages to
-        copy of the whole plan, which other processes may have written. Raises ProfileError, StoreUnavailable.
+        deadline: `time.monotonic()` after which no batch is begun. best: the first pages of the
+        whole plan that others may have copied. Raises ProfileError, StoreUnavailable.
         """
         warming.stores.claim()
         self._warming = warming
