@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.counters import Counters
 
 _PAGE_DIGITS = 64
-_TOUCHED_EVERY_NS = 3600 * 10**9
 _ROOM_SHARE = 1024  # one share of max_size is taken from the ledger at a time
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _CLOSE_WAIT_S = 0.1
@@ -152,12 +151,10 @@ class Capacity:
     # reading
 
     def used(self, suffix: bytes, descriptor: int, facts: os.stat_result) -> None:
-        """Note that an object of a suffix was read, for the order of eviction; hourly at most.
+        """Note that an object of a suffix was read, for the order of eviction.
 
         descriptor: of its open file. facts: its fstat.
         """
-        if time.time_ns() - facts.st_atime_ns < _TOUCHED_EVERY_NS:
-            return
         # The touch sets the ctime: it must not lift an object over an epoch that came meanwhile.
         epoch = self.epoch(suffix)
         epoch.look()

@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from hicachectl.backends.file.epochs import begin_epoch
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.markers import write_marker
 from hicachectl.backends.sglang.capacity import Capacity
-from hicachectl.backends.sglang.page_files import Form, Found, PageFiles
+from hicachectl.backends.sglang.page_files import Form, Found, Page, PageFiles, named
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
@@ -107,11 +108,14 @@ class FilePages(PageStore):
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
         """Return which pages have a file of our identity and of the right length."""
 
-        def exists(files: PageFiles, index: int) -> bool:
-            problem = files.problem(pages[index])
+        def exists(files: PageFiles, page: Page, index: int) -> bool:
+            try:
+                problem = files.problem(page)
+            except FileNotFoundError:
+                return False
             if problem:
                 self._refuse(problem, pool, pages[index])
-            return problem == ""
+            return not problem
 
         return self._each(self._askers, call, pool, pages, _EXAMINED_BYTES, exists)
 
@@ -120,13 +124,14 @@ class FilePages(PageStore):
     ) -> list[bool]:
         """Read pages whose length, identity and digest are right."""
 
-        def read(files: PageFiles, index: int) -> bool:
+        def read(files: PageFiles, page: Page, index: int) -> bool:
             memory, address = self._memory()
-            found = files.read(pages[index], memory)
-            if found is None:
+            try:
+                found = files.read(page, memory)
+            except FileNotFoundError:
                 self.counters.count("gone")
                 return False
-            if found.problem:
+            if found is not None:
                 self._refuse(found.problem, pool, pages[index])
                 if found.problem == "damaged" and self._changes:
                     call.check()
@@ -145,19 +150,22 @@ class FilePages(PageStore):
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
 
-        def write(files: PageFiles, index: int) -> bool:
-            found = files.examine(pages[index])
+        def write(files: PageFiles, page: Page, index: int) -> bool:
+            try:
+                found: Found | None = files.examine(page)
+            except FileNotFoundError:
+                found = None
             if found is not None and not found.problem:
-                if files.keep(pages[index], found):
+                if files.keep(page, found):
                     return True
                 # Evicted meanwhile, or cleared: then the mark has made it newer than the epoch.
-                files.remove(pages[index], found)
+                files.remove(page, found)
                 found = None
             if found is not None and found.problem == "foreign" and not self._replaces_foreign:
                 self._refuse("foreign", pool, pages[index])
                 return False
             views = [_view(*piece) for piece in pieces[index]]
-            files.write(pages[index], views, call, found)
+            files.write(page, views, call, found)
             return True
 
         return self._each(self._writers, call, pool, pages, pool.nbytes, write)
@@ -192,25 +200,29 @@ class FilePages(PageStore):
         pool: ServedPool,
         pages: Sequence[str],
         nbytes: int,
-        act: Callable[[PageFiles, int], bool],
+        act: Callable[[PageFiles, Page, int], bool],
     ) -> list[bool]:
-        """Return act(files, index) for each page; False for pages that fail or come too late.
+        """Return act(files, page, index) for each page; False if it fails or comes too late.
 
         nbytes: of one page, to decide how many threads are worth their start.
         """
         done = [False] * len(pages)
-        left = iter(range(len(pages)))  # shared by the threads
         other = "unwritable" if workers is self._writers else "unreadable"
+        try:
+            left = enumerate(named(pages, _suffix(pool)))  # shared by the threads
+        except ValueError as error:
+            self.counters.refused(other, str(error), len(pages))
+            return done
 
         def work() -> None:
             files = self._files_of(pool)
             if files is None:
                 return
             files.look()
-            for index in left:
+            for index, page in left:
                 call.check()
                 try:
-                    done[index] = act(files, index)
+                    done[index] = act(files, page, index)
                 except (OSError, HicacheError) as error:
                     reason = "full" if getattr(error, "errno", None) in NO_ROOM else other
                     self.counters.refused(reason, f"{pages[index]}: {reason_of(error)}")
@@ -311,11 +323,13 @@ class FilePages(PageStore):
         """
         anchor, own = self._files.get(_ANCHOR), self._files.get(pool.name)
         if anchor is not None and pool.name != _ANCHOR and not pool.trailing:
-            seen = anchor.examine(page)
-            if seen is not None:
-                anchor.remove(page, seen)
-        if own is not None and own.remove(page, found):
-            self.counters.count("removed")
+            (anchor_page,) = named([page], anchor.form.suffix)
+            with suppress(FileNotFoundError):
+                anchor.remove(anchor_page, anchor.examine(anchor_page))
+        if own is not None:
+            (own_page,) = named([page], own.form.suffix)
+            if own.remove(own_page, found):
+                self.counters.count("removed")
 
     def _memory(self) -> tuple[memoryview, int]:
         """Return this thread's memory for the longest page with its trailer, and its address."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,9 +52,11 @@ class EvenPages:
                 f"host index {indices[wrong][0]}: not the start of one of {self._count} pages of "
                 f"{self._page_indices}"
             )
-        addresses = self._bases + pages[:, None] * self._steps
-        sizes = self._sizes
-        return [tuple(zip(row, sizes, strict=True)) for row in addresses.tolist()]
+        if not self._sizes:
+            return [()] * len(pages)
+        addresses = self._bases[:, None] + self._steps[:, None] * pages
+        places = zip(addresses.tolist(), self._sizes, strict=True)
+        return list(zip(*(zip(of, repeat(nbytes)) for of, nbytes in places), strict=True))
 
 
 def host_pages(

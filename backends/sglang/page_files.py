@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -34,9 +35,23 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FI
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666
-_PAGE_DIGITS = 64
+_PAGE_BYTES = 32
 _MOST_PIECES = 1024  # IOV_MAX on Linux
 _PROCESS_BYTES = 4  # of the 12 in a token
+_TOUCHED_EVERY_NS = 3600 * 10**9
+
+Page = tuple[bytes, bytes]  # name of a page's file, and the 32 bytes of its hash
+
+
+def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
+    """Return the files of pages. Raises ValueError unless all are page hashes.
+
+    suffix: of the names, after the page hash.
+    """
+    hashes = list(map(bytes.fromhex, pages))
+    if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {_PAGE_BYTES}:
+        raise ValueError("not a page hash")
+    return list(zip([page.encode() + suffix for page in pages], hashes, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +73,7 @@ class Form:
 class Found(NamedTuple):
     """A file as it was examined.
 
-    problem: why it is no page of ours: "damaged", "foreign", "unstamped", "unreadable", "stale";
-    "" for a page of ours. facts: of the open file.
+    problem: as `PageFiles.problem` returns it. facts: of the open file.
     """
 
     problem: str
@@ -67,7 +81,10 @@ class Found(NamedTuple):
 
 
 class PageFiles:
-    """The files of one pool in a directory."""
+    """The files of one pool in a directory.
+
+    A missing file raises FileNotFoundError.
+    """
 
     def __init__(
         self, directory: ObjectDirectory, form: Form, capacity: Capacity, *, touches: bool = True
@@ -83,16 +100,20 @@ class PageFiles:
         self._trailers = PoolTrailers(form.digest, form.nbytes, form.identity, form.name)
         self._token = owner_of(form.suffix) + os.urandom(_PROCESS_BYTES).hex().encode()
         self._numbers = count()
+        self._unused_ns = 0  # a file with an earlier atime is touched when it is read
 
     def look(self) -> None:
-        """Learn which files a `clear` has made stale; once per call of SGLang."""
+        """Learn which files are stale after a `clear`, or long unused; once per call of SGLang."""
         self._epoch.look()
+        if self._touches:
+            self._unused_ns = time.time_ns() - _TOUCHED_EVERY_NS
 
-    def problem(self, page: str) -> str | None:
-        """Return the problem that `examine` would find; None if the file is missing."""
+    def problem(self, page: Page) -> str:
+        """Return why a file is no page of ours, by its length and trailer, not by its digest.
+
+        "damaged", "foreign", "unstamped", "unreadable", "stale"; "" for a page of ours.
+        """
         descriptor = self._open(page)
-        if descriptor is None:
-            return None
         try:
             # One byte more, to see that there is none. Most files need no second look.
             data = os.pread(descriptor, TRAILER_BYTES + 1, self.form.nbytes)
@@ -100,25 +121,22 @@ class PageFiles:
             data = b""
         finally:
             os.close(descriptor)
-        if self._trailers.digest(data, bytes.fromhex(page)) and not self._epoch.ctime_ns:
+        if self._trailers.digest(data, page[1]) and not self._epoch.ctime_ns:
             return ""
-        found = self.examine(page)
-        return found and found.problem
+        return self.examine(page).problem
 
-    def examine(self, page: str) -> Found | None:
-        """Judge a page's file by its length and trailer, not by its digest; None if missing."""
+    def examine(self, page: Page) -> Found:
+        """Return a page's file with its `problem`."""
         try:
             return self._examined(page)
         except OSError as error:
             if error.errno not in _BAD_FILE:
                 raise
-            here, name = self._directory.place(page.encode() + self.form.suffix)
+            here, name = self._directory.place(page[0])
             return Found("unreadable", os.stat(name, dir_fd=here, follow_symlinks=False))
 
-    def _examined(self, page: str) -> Found | None:
+    def _examined(self, page: Page) -> Found:
         descriptor = self._open(page)
-        if descriptor is None:
-            return None
         try:
             facts = os.fstat(descriptor)
             data = b""
@@ -128,15 +146,13 @@ class PageFiles:
         finally:
             os.close(descriptor)
 
-    def read(self, page: str, memory: memoryview) -> Found | None:
-        """Read a page, and check all that is stored of it; None if missing.
+    def read(self, page: Page, memory: memoryview) -> Found | None:
+        """Read a page, and check all that is stored of it; return its file if it has a problem.
 
         memory: at least `nbytes` + TRAILER_BYTES. Without a problem, its first `nbytes` bytes are
         the page's.
         """
         descriptor = self._open(page)
-        if descriptor is None:
-            return None
         nbytes = self.form.nbytes
         try:
             facts = os.fstat(descriptor)
@@ -146,7 +162,7 @@ class PageFiles:
             if not _is_filled(descriptor, memory[:size]):
                 return Found("damaged", facts)
             data = bytes(memory[nbytes:size])
-            digest, hashed = self._trailers.digest(data, bytes.fromhex(page)), self._hash
+            digest, hashed = self._trailers.digest(data, page[1]), self._hash
             if digest is None or self._epoch.ctime_ns:
                 if problem := self._problem(page, facts, data):
                     return Found(problem, facts)
@@ -155,19 +171,19 @@ class PageFiles:
                     digest, hashed = trailer.digest, digest_function(trailer.digest_kind)
             if digest is not None and hashed((memory[:nbytes],)) != digest:
                 return Found("damaged", facts)
-            if self._touches:
+            if facts.st_atime_ns < self._unused_ns:
                 self._capacity.used(self.form.suffix, descriptor, facts)
-            return Found("", facts)
+            return None
         finally:
             os.close(descriptor)
 
-    def keep(self, page: str, found: Found) -> bool:
+    def keep(self, page: Page, found: Found) -> bool:
         """Mark a page that a write found in place; False if it has to be written after all."""
-        return self._capacity.keep(page.encode() + self.form.suffix, found.facts)
+        return self._capacity.keep(page[0], found.facts)
 
     def write(
         self,
-        page: str,
+        page: Page,
         views: Sequence[memoryview],
         call: Call,
         replaced: Found | None = None,
@@ -178,21 +194,20 @@ class PageFiles:
         bytes changed while they were written, nothing gets the name. replaced: the file in its
         place. Raises Ended, and OSError: ENOSPC without room, EAGAIN if the bytes changed.
         """
-        if not _is_page(page):
-            raise OSError(errno.EINVAL, "not a page hash")
         if not self._capacity.admit(self._whole):
             raise OSError(errno.ENOSPC, "no room within max_size and min_free_space")
         try:
-            self._write(page.encode() + self.form.suffix, page, views, call)
+            self._write(page, views, call)
         except BaseException:
             self._capacity.release(self._whole)
             raise
         if replaced is not None:
             self._capacity.release(replaced.facts.st_size)
 
-    def _write(self, key: bytes, page: str, views: Sequence[memoryview], call: Call) -> None:
+    def _write(self, page: Page, views: Sequence[memoryview], call: Call) -> None:
+        key, page_hash = page
         digest = self._digest(views, call)
-        trailer = self._trailers.dump(bytes.fromhex(page), digest)
+        trailer = self._trailers.dump(page_hash, digest)
         here, name = self._directory.place_for_new(key)
         temporary = self._temporary(key)
         descriptor = os.open(temporary, _CREATE_FLAGS, _MODE, dir_fd=here)
@@ -219,32 +234,27 @@ class PageFiles:
         finally:
             call.let_go()
 
-    def remove(self, page: str, found: Found) -> bool:
+    def remove(self, page: Page, found: Found) -> bool:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
-        key = page.encode() + self.form.suffix
+        key = page[0]
         return remove_seen(self._directory, key, found.facts, self._temporary(key), used_since=True)
 
     def _temporary(self, key: bytes) -> bytes:
         return self._directory.temporary_name(key, self._token, next(self._numbers))
 
-    def _open(self, page: str) -> int | None:
-        """Open a page's file for reading; None if it is missing."""
-        if not _is_page(page):
-            return None
-        try:
-            here, name = self._directory.place(page.encode() + self.form.suffix)
-            return os.open(name, _READ_FLAGS, dir_fd=here)
-        except FileNotFoundError:
-            return None
+    def _open(self, page: Page) -> int:
+        """Open a page's file for reading."""
+        here, name = self._directory.place(page[0])
+        return os.open(name, _READ_FLAGS, dir_fd=here)
 
-    def _problem(self, page: str, facts: os.stat_result, data: bytes) -> str:
+    def _problem(self, page: Page, facts: os.stat_result, data: bytes) -> str:
         """Return why a file is no page of ours; "" if it is one, whatever its digest.
 
         data: the trailer's bytes; b"" for a file without room for one.
         """
         return "stale" if self._epoch.stale(facts) else self._judged(page, facts, data)
 
-    def _judged(self, page: str, facts: os.stat_result, data: bytes) -> str:
+    def _judged(self, page: Page, facts: os.stat_result, data: bytes) -> str:
         form = self.form
         if not stat.S_ISREG(facts.st_mode):
             return "unreadable"
@@ -257,17 +267,9 @@ class PageFiles:
         if trailer is None:  # of another length, too
             return "damaged"
         about = (trailer.nbytes, trailer.page, trailer.name)
-        if about != (form.nbytes, bytes.fromhex(page), form.name):
+        if about != (form.nbytes, page[1], form.name):
             return "damaged"
         return "" if trailer.identity == form.identity else "foreign"
-
-
-def _is_page(text: str) -> bool:
-    """Return whether a text is a page hash."""
-    try:
-        return len(text) == _PAGE_DIGITS and bytes.fromhex(text).hex() == text
-    except ValueError:
-        return False
 
 
 def _is_filled(descriptor: int, memory: memoryview) -> bool:

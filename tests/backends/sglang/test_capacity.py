@@ -204,7 +204,7 @@ def test_control_files_that_fail_to_open_are_opened_later(
 
 
 def test_a_page_that_was_read_stays(place: Place) -> None:
-    """A touch moves the atime only, once an hour."""
+    """A touch moves the atime only."""
     place.put_pages(150)
     capacity = place.capacity()  # evicts nothing
     file = place.file(0, KV)
@@ -212,11 +212,8 @@ def test_a_page_that_was_read_stays(place: Place) -> None:
         before = os.fstat(opened.fileno())
         capacity.used(os.fsencode(file.name)[64:], opened.fileno(), before)
         once = os.fstat(opened.fileno())
-        capacity.used(os.fsencode(file.name)[64:], opened.fileno(), once)
-        twice = os.fstat(opened.fileno())
     assert once.st_mtime_ns == before.st_mtime_ns
     assert once.st_atime_ns > before.st_atime_ns + HOUR_NS
-    assert twice.st_atime_ns == once.st_atime_ns
     capacity.close()
     capacity = place.capacity(LIMIT)
     place.wait(capacity, LIMIT)

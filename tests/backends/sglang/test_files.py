@@ -204,7 +204,8 @@ def test_pages_of_other_weights_are_left_if_asked(tmp_path: Path, host: HostPool
 def test_files_without_trailer_are_pages_only_if_asked(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a page counts as used, too, when it is read."""
+    """Such a page counts as used, too, when it is read; once an hour."""
+    hours_ago = time.time() - 7200
     for index, page in enumerate(PAGES):
         file_of(tmp_path, page).write_bytes(host.page(index))
     before = host.page(2)
@@ -216,9 +217,13 @@ def test_files_without_trailer_are_pages_only_if_asked(
     monkeypatch.setattr(Capacity, "used", lambda *arguments: used.append(arguments[-1].st_ino))
     with opened(tmp_path, host, reads_unstamped=True) as store:
         assert exists(store, host) == [True] * 4
+        for page in PAGES:
+            os.utime(file_of(tmp_path, page), (time.time(), hours_ago))
+        for page in PAGES[:3]:
+            os.utime(file_of(tmp_path, page), (hours_ago, hours_ago))
         assert read(store, host) == [True] * 4
     assert host.page(2) == before
-    assert sorted(used) == sorted(file_of(tmp_path, page).stat().st_ino for page in PAGES)
+    assert sorted(used) == sorted(file_of(tmp_path, page).stat().st_ino for page in PAGES[:3])
     with opened(tmp_path, host) as store:
         assert write(store, host) == [True] * 4
         assert exists(store, host) == [True] * 4
@@ -291,10 +296,12 @@ def test_folders_hold_the_files(tmp_path: Path, host: HostPool) -> None:
 def test_names_that_are_no_page_hash_reach_no_file(tmp_path: Path, host: HostPool) -> None:
     bad = ["../" + PAGES[0][3:], "x" * 64, "", PAGES[0].upper()]
     with opened(tmp_path / "store", host) as store:
+        assert write(store, host) == [True] * 4
         assert write(store, host, bad) == [False] * 4
         assert exists(store, host, bad) == [False] * 4
         assert read(store, host, bad) == [False] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert len(list((tmp_path / "store").glob("*.bin"))) == 4
 
 
 def test_a_full_file_system_leaves_nothing_behind(
