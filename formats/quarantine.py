@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 BEGUN, DONE, COPYING = ".begun", ".json", ".copying"
 FOLDER = re.compile(r"[0-9]{6}")
 RECORD = re.compile(rf"([0-9]{{6}})({re.escape(BEGUN)}|{re.escape(DONE)})")
-RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
+RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}(?:-([0-9a-f]{16}))?")  # with a mark
 
 
 def is_quarantine(path: str, names: Iterable[str], exists: Callable[[str], bool]) -> bool:

@@ -402,6 +402,10 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             --repair removes all objects of a page group with an error. Groups that have only
             warnings stay, unless --repair-code names the code. Groups whose keys can be read in
             several ways always stay.
+
+            With --shard, each part keeps the list of its page groups before it removes the first,
+            and has a folder of its own in the quarantine. A part that is killed and run again only
+            completes its removal. Parts cannot ask, so they need --yes or --dry-run.
         """,
         "INTERRUPTED REPAIRS": _UNFINISHED,
         "PARTS": _PARTS,

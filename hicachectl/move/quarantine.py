@@ -38,7 +38,7 @@ from hicachectl.formats.wording import failed, no_quarantine
 from hicachectl.move.record_file import Record, dump_record, parse_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Collection, Container, Iterator, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.move.recorded import RecordedGroups
@@ -303,8 +303,10 @@ class Batch:
 class Run:
     """Folder of one run in a quarantine, created at the first batch and locked while open."""
 
-    def __init__(self, quarantine: Quarantine) -> None:
+    def __init__(self, quarantine: Quarantine, mark: str = "") -> None:
+        """Prepare. mark: 16 hex digits that end the name, so that `marked_runs` finds the run."""
         self._quarantine = quarantine
+        self._mark = f"-{mark}" if mark else ""
         self._directory: Directory | None = None
         self._parent: Directory | None = None
         self._name = ""
@@ -325,7 +327,7 @@ class Run:
             raise FileNotFoundError(errno.ENOENT, "the quarantine cannot be created")
         while True:
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            self._name = f"{stamp}-{os.urandom(3).hex()}"
+            self._name = f"{stamp}-{os.urandom(3).hex()}{self._mark}"
             # Until the folder is locked, another process may remove it as a leftover.
             with suppress(FileNotFoundError):
                 made = parent.make_directory(self._name)
@@ -355,6 +357,16 @@ def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
     for name in [name for name, facts in found.items() if stat.S_ISDIR(facts.st_mode)]:
         # Another process may just have removed the run.
         with suppress(FileNotFoundError), quarantine.directory(name) as run:
+            yield name, run
+
+
+def marked_runs(
+    quarantine: Directory, marks: Collection[str] | None
+) -> Iterator[tuple[str, Directory]]:
+    """Yield the runs that have one of the marks, as `runs` does; None: all runs."""
+    for name, run in runs(quarantine):
+        match = RUN.fullmatch(name)
+        if marks is None or (match is not None and match[1] in marks):
             yield name, run
 
 

@@ -21,13 +21,13 @@ from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, open_mover
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable, UsageError
-from hicachectl.formats.quarantine import BEGUN
+from hicachectl.formats.quarantine import BEGUN, DONE
 from hicachectl.formats.wording import failed, no_quarantine, reason_of
 from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
 from hicachectl.move.planning import RepairPlan
-from hicachectl.move.quarantine import Batch, Quarantine, Run, batches, runs, sweep
+from hicachectl.move.quarantine import Batch, Quarantine, Run, batches, marked_runs, runs, sweep
 from hicachectl.move.record_file import Mode, Record
 from hicachectl.move.recorded import RecordedGroups, Sight, look
 from hicachectl.move.reports import (
@@ -44,7 +44,7 @@ from hicachectl.pages.group_table import ABSENT
 from hicachectl.profiles.identities import markers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.backends.capabilities import Mover
@@ -68,6 +68,7 @@ def remove_groups(
     dry_run: bool = False,
     settle_seconds: float = SETTLE_SECONDS,
     buffer_bytes: int = MEMORY_BYTES,
+    mark: str = "",
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
@@ -76,7 +77,7 @@ def remove_groups(
     since the scan.
     mode: "delete" keeps no objects, only records of unfinished batches in the quarantine.
     settle_seconds: how long to watch a live store afterwards for pages half written by servers.
-    buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
+    buffer_bytes: memory for copies, at most `MEMORY_BYTES`. mark: of the run in the quarantine.
     Raises StoreUnavailable, and UsageError if the quarantine is unusable. Failures of objects are
     in the result.
     """
@@ -89,7 +90,7 @@ def remove_groups(
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
     live = newest_ns > time.time_ns() - int(LIVE_SECONDS * 1e9)
     memory_bytes = min(buffer_bytes, MEMORY_BYTES)
-    with _Worker(store, place, mode, watches=live, memory_bytes=memory_bytes) as worker:
+    with _Worker(store, place, mode, watches=live, memory_bytes=memory_bytes, mark=mark) as worker:
         for batch in listed.batches():
             worker.work(batch)
             on_progress(len(batch))
@@ -122,12 +123,14 @@ def withdraw_listed(
     return result
 
 
-def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
+def finish_removals(
+    store: Store, quarantine: str | None = None, *, marks: Collection[str] | None = None
+) -> GroupReport:
     """Finish the batches that killed runs began on this store; skip those of running processes.
 
-    Every run that removes groups calls this before its scan. Raises, before any change, FormatError
-    if a record is damaged, UntrustedError if an entry is a link or its owner is not trusted. Raises
-    StoreUnavailable.
+    Every run that removes groups calls this before its scan. marks: only runs with one of them.
+    Raises, before any change, FormatError if a record is damaged, UntrustedError if an entry is a
+    link or its owner is not trusted. Raises StoreUnavailable.
     """
     place, unrecorded = Quarantine.of(store, quarantine), list[str]()
     if place is None:
@@ -135,15 +138,28 @@ def finish_removals(store: Store, quarantine: str | None = None) -> GroupReport:
     with place.opened(writes=True) as directory, _Worker(store, None, "delete") as worker:
         if directory is None:
             return GroupReport()
-        for _, run in runs(directory):
+        for _, run in marked_runs(directory, marks):
             for batch in _begun(run, store, place):
                 batch.held()  # checked before anything is changed
-        for name, run in runs(directory):
+        for name, run in marked_runs(directory, marks):
             if run.lock():
                 for batch in _begun(run, store, place):
                     worker.finish(batch)
                 unrecorded += sweep(run, directory, name)
         return replace(worker.result(), unrecorded=tuple(unrecorded))
+
+
+def count_quarantined(store: Store, quarantine: str | None, marks: Collection[str]) -> int:
+    """Count the objects that runs with one of the marks have put into the quarantine."""
+    place = Quarantine.of(store, quarantine)
+    if place is None:
+        return 0
+    with place.opened(writes=False) as directory:
+        return sum(
+            len(batch.record.groups.files)
+            for _, run in (marked_runs(directory, marks) if directory is not None else ())
+            for batch in batches(run, lambda suffix: suffix == DONE)
+        )
 
 
 def count_unfinished(store: Store, quarantine: str | None = None) -> int:
@@ -345,13 +361,14 @@ class _Worker:
         *,
         watches: bool = False,
         memory_bytes: int = MEMORY_BYTES,
+        mark: str = "",
     ) -> None:
         self.full = False  # the quarantine cannot be written to: begin no further batch
         self.tried = 0
         self._store = store
         self._place = place
         self._mode: Mode = mode
-        self._run = None if place is None else Run(place)
+        self._run = None if place is None else Run(place, mark)
         self._exits = ExitStack()
         self._memory = cache(lambda: self._exits.enter_context(copy_memory(store, memory_bytes)))
         self._watches = watches

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
 from hicachectl.backends.capabilities import permissions_of
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
-from hicachectl.checks.findings import NAMED_SCHEMA
+from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine
+from hicachectl.checks.registry import GROUPS
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
+from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.move.planning import RepairPlan, plan_repair
+from hicachectl.move.repair import Attempt, repair, unplaced_remarks
+from hicachectl.move.withdrawal import finish_removals
 from hicachectl.pages.published import (
     Listing,
     inventory_of,
@@ -28,8 +36,10 @@ from hicachectl.parts.job import Kind, Merged, PartInput
 from hicachectl.parts.manifest import Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
+from hicachectl.text.units import counted
 from hicachectl.verify.facts import PartResult, VerifyFacts
-from hicachectl.verify.part import check_part, start_run
+from hicachectl.verify.live_tables import check_tables, saved_tables
+from hicachectl.verify.part import check_part, select_groups, start_run
 from hicachectl.verify.report import StoreDescription, describe_store, report_of
 from hicachectl.verify.report_text import report_lines
 from hicachectl.verify.request import VerifyRequest
@@ -45,20 +55,26 @@ if TYPE_CHECKING:
     from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
     from hicachectl.io.table_files import TableFile
+    from hicachectl.move.repair import RepairOptions
     from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.published import Share
     from hicachectl.parts.job import PartCount, Tables
+    from hicachectl.verify.part import PartCheck
 
 _MANIFEST = "run.json"
 _OBJECTS = "objects"
 _FOUND = "found"
 _CATALOG = "catalog"
 _CATALOG_PREFIX = "catalog-"
+_REPAIR = "repair"
+# Reasons of a repair; about: number of the group, in the order of `select_groups`.
+_REPAIR_SCHEMA = SCHEMA.append(pa.field("about", pa.int64(), nullable=False))
 _LIST_AGAIN = "give another --run"
 
 
 class _Options(msgspec.Struct, kw_only=True):
-    """Options of the lister, as the report needs them."""
+    """Options of the lister, as the report needs them. dry_run: None without a repair."""
 
     profile: dict[str, Any] | None
     checks: tuple[str, ...]
@@ -66,9 +82,10 @@ class _Options(msgspec.Struct, kw_only=True):
     sample: Sample | None
     has_catalog: bool
     fail_on: Literal["warning", "error", "never"]
+    dry_run: bool | None
 
     @classmethod
-    def of(cls, request: VerifyRequest, fail_on: str) -> _Options:
+    def of(cls, request: VerifyRequest, fail_on: str, repair: RepairOptions | None) -> _Options:
         return cls(
             profile=None if request.profile is None else profile_to_mapping(request.profile),
             checks=request.checks,
@@ -76,6 +93,7 @@ class _Options(msgspec.Struct, kw_only=True):
             sample=request.sample,
             has_catalog=request.has_catalog,
             fail_on=fail_on,  # type: ignore[arg-type]
+            dry_run=None if repair is None else repair.dry_run,
         )
 
     def request(self) -> VerifyRequest:
@@ -137,6 +155,9 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     ]
     report = report_of(parts, facts.store, table, request)
 
+    if options.dry_run is not None:
+        report.document["dry_run"] = options.dry_run
+
     def lines(colour: bool) -> Iterator[str]:
         return report_lines(report, colour=colour)
 
@@ -160,14 +181,15 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     )
 
 
-KIND = Kind("verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}, merge)
+KIND = Kind(
+    "verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA, _REPAIR: _REPAIR_SCHEMA}, merge
+)
 
 
 class VerifyJob:
     """A verification of an open store, in parts."""
 
     kind = KIND
-    plans = False
 
     def __init__(
         self,
@@ -178,6 +200,7 @@ class VerifyJob:
         fail_on: str = "warning",
         sample_slice: int | None = None,
         stamp: bool = False,
+        repair: RepairOptions | None = None,
     ) -> None:
         """Take the options of the command.
 
@@ -188,15 +211,24 @@ class VerifyJob:
         self._request = request
         self._catalog = catalog
         self._stamp = stamp
+        self._repair = repair
+        self.plans = repair is not None
         self.permissions = permissions_of(store, listing=True)
-        self.options: dict[str, Any] = msgspec.to_builtins(_Options.of(request, fail_on))
-        self.identity = _identity(store, request, fail_on, sample_slice, stamp=stamp)
+        self.options: dict[str, Any] = msgspec.to_builtins(_Options.of(request, fail_on, repair))
+        self.identity = {
+            **_identity(store, request),
+            "--sample-slice": sample_slice,
+            "--fail-on": fail_on,
+            "--stamp": stamp,
+            **_repair_identity(repair),
+        }
 
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
     ) -> Published:
         """See `Job`."""
         store, request = self._store, self._request
+        remarks = self._finish_removals()
         start = start_run(store, request, first=False)
         listed = publish_listing(
             store,
@@ -208,16 +240,16 @@ class VerifyJob:
         )
         duration_ns = start.listed().listing_ns
         catalog, files = self._publish_catalog(folder, listed.shares, on_listed)
-        remark = None
         if catalog is not None and self._catalog is not None:
             remark = of_another_store(self._catalog, catalog.store, store.url)
+            remarks += [] if remark is None else [remark]
         facts = _Facts(
             grammar=store.grammar,
             duration_ns=duration_ns,
             store=describe_store(store, request),
             catalog=catalog,
             records=store.traits.version_fields if request.update_catalog else None,
-            remarks=() if remark is None else (remark,),
+            remarks=tuple(remarks),
         )
         return Published(
             listing_ns=start.now_ns,
@@ -260,15 +292,27 @@ class VerifyJob:
         }
 
     def plan(self, given: PartInput) -> StageResult:
-        """See `Job`; a run without a repair has no plan."""
-        raise NotImplementedError
+        """Check a part, and choose the groups to repair."""
+        assert self._repair is not None
+        checked = self._check(given, lambda new, total: given.check())
+        found = combine([checked.findings, *self._table_findings(given)])
+        plan = plan_repair(checked.groups, found, codes=self._repair.codes)
+        texts = (f"Part {given.part}: {text}" for text in unplaced_remarks(plan.unplaced))
+        result = _stage_result(checked.remarked(*texts))
+        about = pa.array(plan.about)
+        result.tables[_REPAIR] = plan.reasons.append_column(_REPAIR_SCHEMA.field("about"), about)
+        return result
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """See `Job`."""
+        """Check a part; if it was planned, remove the planned groups."""
+        if given.plan is None:
+            return _stage_result(self._check(given, on_progress))
+        return self._remove(given, given.plan)
+
+    def _check(self, given: PartInput, on_read: Callable[[int, int], None]) -> PartCheck:
         store, manifest = self._store, given.manifest
         facts = convert(manifest.published.facts, _Facts, _MANIFEST)
         request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
-        listing = _listing(manifest, facts, request.profile)
         first = given.part == 0
         start = replace(
             start_run(store, request, first=first),
@@ -276,21 +320,73 @@ class VerifyJob:
             listing_ns=facts.duration_ns,
             age_seconds=given.age(),
         )
-        inventory = inventory_of(given.tables[_OBJECTS](), listing.table)
-        checked = check_part(store, request, inventory, start, first=first, on_read=on_progress)
-        result = checked.result
-        remarks = result.facts.remarks
+        listed = self._listed(given)
+        checked = check_part(store, request, listed, start, first=first, on_read=on_read)
         if first and self._stamp and request.profile is not None:
             path = write_stamp(store, Stamp(request.profile, request.weights_version))
-            remarks = (*remarks, f"Stamped the store: {path}")
-        form = _ResultForm(
-            facts=msgspec.structs.replace(result.facts, remarks=remarks),
-            tally=result.tally.to_mapping(),
+            return checked.remarked(f"Stamped the store: {path}")
+        return checked
+
+    def _listed(self, given: PartInput) -> Inventory:
+        facts = convert(given.manifest.published.facts, _Facts, _MANIFEST)
+        listing = _listing(given.manifest, facts, self._request.profile)
+        return inventory_of(given.tables[_OBJECTS](), listing.table)
+
+    def _table_findings(self, given: PartInput) -> list[pa.Table]:
+        """Return the findings about page tables that only the first part reports."""
+        store, request = self._store, self._request
+        if given.part == 0 or GROUPS.name not in request.checks:
+            return []
+        return check_tables(store, saved_tables(store), grace_seconds=request.grace_seconds)[0]
+
+    def _remove(self, given: PartInput, kept: StageResult) -> StageResult:
+        assert self._repair is not None
+        began = time.monotonic()
+        inventory, groups = select_groups(self._listed(given), self._part_request(given))
+        planned = kept.tables[_REPAIR]
+        about = planned.column("about").to_numpy()
+        if len(about) and not 0 <= about.min() <= about.max() < len(groups):
+            raise FormatError("The plan of the part names groups that the listing does not have")
+        plan = RepairPlan(
+            groups=np.unique(about),
+            outright=np.zeros(0, dtype=np.int64),
+            reasons=planned.drop_columns(["about"]),
+            about=about,
         )
-        tables = {_FOUND: result.found}
-        if checked.catalog is not None:
-            tables[_CATALOG] = checked.catalog.entries
-        return StageResult(msgspec.to_builtins(form), tables)
+        said: list[str] = []
+        done = repair(
+            self._store,
+            inventory,
+            groups,
+            plan,
+            self._repair,
+            attempt=Attempt(first=given.part == 0, mark=given.owner, earlier=given.earlier),
+            buffer_bytes=self._request.buffer_bytes,
+            say=said.append,
+            on_progress=lambda groups: given.check(),
+        )
+        form = convert(kept.facts, _ResultForm, "plan.json: facts")
+        form.facts = msgspec.structs.replace(
+            form.facts,
+            seconds=form.facts.seconds + time.monotonic() - began,
+            remarks=(*form.facts.remarks, *(f"Part {given.part}: {text}" for text in said)),
+            repaired=done.groups,
+            quarantined=done.quarantined,
+            unrepaired=done.failed,
+        )
+        tables = {name: table for name, table in kept.tables.items() if name != _REPAIR}
+        return StageResult(msgspec.to_builtins(form), tables, settled=not done.failed)
+
+    def _finish_removals(self) -> list[str]:
+        """Complete the removals of killed runs before the listing; return remarks."""
+        if self._repair is None or self._repair.dry_run:
+            return []
+        finished = finish_removals(self._store, self._repair.quarantine)
+        remarks = [f"{key}: {message}" for key, message in finished.failures]
+        if len(finished.rows):
+            pages = counted(len(finished.rows), "page")
+            remarks.append(f"Completed the removal of {pages} that an earlier run began")
+        return remarks
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
@@ -312,9 +408,28 @@ class VerifyJob:
         )
 
 
-def _identity(
-    store: Store, request: VerifyRequest, fail_on: str, sample_slice: int | None, *, stamp: bool
-) -> dict[str, Any]:
+def _stage_result(checked: PartCheck) -> StageResult:
+    result = checked.result
+    form = _ResultForm(facts=result.facts, tally=result.tally.to_mapping())
+    tables = {_FOUND: result.found}
+    if checked.catalog is not None:
+        tables[_CATALOG] = checked.catalog.entries
+    return StageResult(msgspec.to_builtins(form), tables)
+
+
+def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:
+    if repair is None:
+        return {"--repair": None}
+    return {
+        "--repair": repair.mode,
+        "--repair-code": ",".join(sorted(repair.codes)) or None,
+        "--quarantine": repair.quarantine,
+        "--writers-stopped": repair.writers_stopped,
+        "--dry-run": repair.dry_run,
+    }
+
+
+def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
     """Return what all parts of a run must have in common."""
     chosen, sample = request.selection, request.sample
     profile = {} if request.profile is None else profile_to_mapping(request.profile)
@@ -326,15 +441,12 @@ def _identity(
         "--page": chosen.page or None,
         "--since": None if chosen.since is None else "given",
         "--sample": None if sample is None else f"1/{sample.slices}",
-        "--sample-slice": sample_slice,
         "--grace": request.grace_seconds,
         "--time-limit": request.time_limit_seconds,
         "--catalog": "given" if request.has_catalog else None,
         "--update-catalog": request.update_catalog,
         "--identity": ",".join(request.identity) or None,
         "--weights-version": request.weights_version or None,
-        "--stamp": stamp,
-        "--fail-on": fail_on,
         "--device": ",".join(sorted({name.partition(":")[0] for name in request.devices})),
         **{f"profile: {name}": value for name, value in profile.items()},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,7 +38,8 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     read whole. compared, undigested: objects that the store compared with a digest of its own, and
     objects without one. complete: no object was left unread by the time limit. devices: names;
     none for the CPU. skipped: reason by name for `skipped_checks`. explained: why nothing was
-    checked, else "". repaired, quarantined: page groups; unrepaired: whether a repair failed.
+    checked, else "". repaired: page groups; quarantined: objects; unrepaired: whether a
+    repair failed.
     """
 
     nbytes: int | None
@@ -87,6 +88,13 @@ class PartResult:
     facts: VerifyFacts
     tally: Tally
     found: pa.Table
+
+    def repaired(self, *, groups: int, quarantined: int, failed: bool) -> PartResult:
+        """Return the result with the counts of a repair."""
+        facts = msgspec.structs.replace(
+            self.facts, repaired=groups, quarantined=quarantined, unrepaired=failed
+        )
+        return replace(self, facts=facts)
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -77,6 +78,12 @@ class PartCheck:
         """The findings of the part, as in a report."""
         return combine_named([self.result.found])
 
+    def remarked(self, *texts: str) -> PartCheck:
+        """Return the part with more remarks."""
+        facts = self.result.facts
+        facts = msgspec.structs.replace(facts, remarks=(*facts.remarks, *texts))
+        return replace(self, result=replace(self.result, facts=facts))
+
 
 def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
     """Note the state before the listing.
@@ -88,6 +95,12 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
     began, now_ns = time.monotonic(), time.time_ns()
     tables = saved_tables(store) if first and GROUPS.name in request.checks else None
     return RunStart(now_ns=now_ns, began=began, tables=tables)
+
+
+def select_groups(listed: Inventory, request: VerifyRequest) -> tuple[Inventory, PageGroups]:
+    """Return the objects of the selected groups of a part, and the groups, in a fixed order."""
+    inventory = select(listed, replace(request.selection, pool=""))
+    return inventory, PageGroups(inventory)
 
 
 def check_part(
@@ -105,8 +118,7 @@ def check_part(
     listed: all objects of the part. first: also run the checks of the store itself. on_read and
     on_wait: see `check_store`. Raises StoreUnavailable.
     """
-    inventory = select(listed, replace(request.selection, pool=""))
-    groups = PageGroups(inventory)
+    inventory, groups = select_groups(listed, request)
     has_times = "mtime_ns" in store.traits.columns
     in_flight = groups_in_flight(
         store,

@@ -253,6 +253,31 @@ def test_repair_takes_both_keys_of_a_shared_page(invoke: Invoke, place: Place) -
     verified(invoke, place, "--fail-on", "error")
 
 
+def test_parts_take_both_keys_of_a_shared_page(
+    invoke: Invoke, place: Place, tmp_path: Path
+) -> None:
+    """Each part repairs its own pages; the tables are checked, and reported, once."""
+    keys = share_a_page(place)
+    whole = verified(invoke, place, "--repair", "delete", "--dry-run", exit_code=4)
+    run = ("--run", tmp_path / "run")
+    options = ("--profile", place.profile, "--grace", "0s", *REPAIR, *run)
+    for part in (2, 0, 1):
+        invoke("verify", place.url, *options, "--shard", f"{part}/3")
+    document = invoke("merge", run[1], "--format", "json", exit_code=4).document
+    assert document["counts"] == whole["counts"]
+    assert document["repaired"] >= 1
+    assert place.server.exists(0, list(keys)) == [False, False]
+    saved = place.server.saved()["0:kv"]
+    assert not {index for _, index in saved["key_to_index"]} & set(saved["free_pages"])
+    verified(invoke, place, "--fail-on", "error")
+
+    alone = place.url.replace(f"server={place.server.url}&", "")
+    other = ("--shard", "0/2", "--run", tmp_path / "other")
+    refused = invoke("verify", alone, *options[:-2], *other, exit_code=2).stderr
+    assert "without server=, a repair writes one new snapshot; leave out --shard" in refused
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_bad_page_leaves_every_table(invoke: Invoke, place: Place) -> None:
     key = first_key(place)
     position = place.index_of("0:kv", key) * place.page_bytes[0, "kv"]

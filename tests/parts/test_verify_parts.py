@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file
-from tests.verify.damages import PAGES, at_once, flipped, objects
+from tests.move.repairs import DSA, dsa_store, indexer, shorten
+from tests.verify.damages import PAGES, at_once, cut, flipped, lacking, objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -256,3 +259,95 @@ def test_a_truncated_result_is_named(invoke: Invoke, damaged: Path, tmp_path: Pa
     refused = invoke("merge", tmp_path / "run", exit_code=2).stderr
     assert table.name in refused
     assert "remove result-0.json beside it and run part 1 again" in refused
+
+
+def remains(store: Path) -> dict[str, bytes]:
+    """Return the objects of a store."""
+    return {path.name: path.read_bytes() for path in objects(store, "")}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("mode", ["quarantine", "delete"])
+def test_a_repair_in_parts_is_that_of_one_process(
+    invoke: Invoke, tmp_path: Path, mode: str, parts: int
+) -> None:
+    """The same pages leave the store, whole pages only, and restore puts them back."""
+    store = demo_store(tmp_path / "store", PAGES)
+    cut(store)
+    lacking(store)
+    before = remains(store)
+    twin = shutil.copytree(store, tmp_path / "twin", copy_function=shutil.copy2)
+    profile = profile_file(tmp_path / "p.toml")
+    options = ("--profile", profile, "--repair", mode, "--repair-code", "missing-rank")
+    whole = invoke("verify", twin, *options, "--yes", "--format", "json", exit_code=4).document
+    rehearsed = Parts(invoke, tmp_path / "rehearsed", store, *options, "--dry-run")
+    rehearsed.all(parts)
+    assert rehearsed.merged(exit_code=4)["dry_run"]
+    assert remains(store) == before
+
+    run = Parts(invoke, tmp_path / "run", store, *options, "--yes")
+    run.all(parts)
+    run.part(0, parts)
+    merged = run.merged(exit_code=4)
+    whole["store"] = merged["store"]
+    assert comparable(merged) == comparable(whole)
+    assert merged["repaired"] > 2
+    assert remains(store) == remains(twin) != before
+    if mode == "quarantine":
+        quarantine = store / ".hicachectl/quarantine"
+        if parts > 1:
+            assert len(list(quarantine.iterdir())) > 1  # a run of each part with bad pages
+        invoke("restore", quarantine, store, "--yes")
+        assert remains(store) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["quarantine", "delete"])
+def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: str) -> None:
+    """Killed at any step and run again, a part ends like an undisturbed one."""
+    profile = profile_file(tmp_path / "p.toml", DSA)
+
+    def command(name: str) -> tuple[object, ...]:
+        store = tmp_path / name
+        dsa_store(store, 12)
+        for number in (1, 4, 7, 10):
+            shorten(store / indexer(number))
+        checks = ("--profile", profile, "--checks", "groups,sizes", "--fail-on", "never")
+        shard = ("--shard", "0/1", "--run", tmp_path / f"run-{name}")
+        return "verify", store, *checks, "--repair", mode, "--yes", *shard
+
+    def result(name: str, runner: Runner) -> tuple[dict[str, bytes], dict[str, Any]]:
+        merge = ("merge", tmp_path / f"run-{name}", "--format", "json")
+        document = runner.run(*merge, home=tmp_path).document
+        kept = {key: document[key] for key in ("repaired", "quarantined", "counts", "pages")}
+        return remains(tmp_path / name), kept
+
+    with Runner(tmp_path) as runner:
+        steps = runner.run(*command("undisturbed"), home=tmp_path).steps
+        wanted = result("undisturbed", runner)
+        assert wanted[1]["repaired"] == 4
+        chance = random.Random(steps)
+        for at in sorted({*chance.sample(range(1, steps), 4), steps - 1}):
+            name = f"killed-{at}"
+            again = command(name)
+            killed = runner.run(*again, home=tmp_path, kill=("steps", at))
+            assert killed.killed, (at, killed)
+            assert runner.run(*again, home=tmp_path).code == 0
+            assert result(name, runner) == wanted, (at, steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--yes", "--token-ids", "FILE"], "--token-ids cannot be combined with --shard"),
+        ([], "A part cannot ask before a repair; give --yes or --dry-run"),
+        (["--yes"], "--repair needs a given profile"),
+    ],
+)
+def test_repairs_that_parts_cannot_do(
+    invoke: Invoke, own: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    run = Parts(invoke, tmp_path / "run", own, "--repair", "delete", *options)
+    refused = run.part(0, 2, exit_code=2)
+    assert said in refused.splitlines()[-1]
+    assert not (tmp_path / "run").exists()

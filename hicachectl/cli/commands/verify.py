@@ -14,7 +14,9 @@ from hicachectl.checks.registry import DIGESTS, SEVERITIES, group_names, groups_
 from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
 from hicachectl.cli.commands.verify_repair import (
     earlier_runs,
+    options_of_repair,
     refuse_early,
+    refuse_in_parts,
     refuse_without_profile,
     repair_options,
     repaired,
@@ -45,12 +47,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.parts.shards import Shard
     from hicachectl.verify.part import PartCheck
     from hicachectl.verify.request import VerifyRequest
     from hicachectl.verify.sampling import Sample
 
 
-_WHOLE_ONLY = ("lock", "metrics_file", "output_format", "output", "repair")
+_WHOLE_ONLY = ("lock", "metrics_file", "output_format", "output", "token_ids")
 
 
 class _Command(click.Command):
@@ -192,7 +195,6 @@ def command(
     hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
-    from hicachectl.parts.verify import VerifyJob
     from hicachectl.verify.report import describe_store, report_of
     from hicachectl.verify.report_text import report_lines
     from hicachectl.verify.verify import check_store
@@ -212,16 +214,7 @@ def command(
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
         if shard is not None:
-            say_divided(ctx, shard, options, "bwlimit", "time_limit")
-            job = VerifyJob(
-                source,
-                request,
-                catalog=options["catalog"],
-                fail_on=options["fail_on"],
-                sample_slice=options["sample_slice"],
-                stamp=options["stamp"],
-            )
-            do_part(ctx, options["run_directory"], shard, job)
+            _do_part(ctx, source, request, shard, options)
             return
         earlier = earlier_runs(ctx, source, options)
         with (
@@ -258,6 +251,25 @@ def command(
     )
     if failed:
         ctx.exit(FINDINGS)
+
+
+def _do_part(
+    ctx: click.Context, store: Store, request: VerifyRequest, shard: Shard, options: dict[str, Any]
+) -> None:
+    from hicachectl.parts.verify import VerifyJob
+
+    refuse_in_parts(store, options)
+    say_divided(ctx, shard, options, "bwlimit", "time_limit")
+    job = VerifyJob(
+        store,
+        request,
+        catalog=options["catalog"],
+        fail_on=options["fail_on"],
+        sample_slice=options["sample_slice"],
+        stamp=options["stamp"],
+        repair=options_of_repair(options) if request.repairs else None,
+    )
+    do_part(ctx, options["run_directory"], shard, job)
 
 
 def _write_lock_held(

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
-from hicachectl.checks.registry import remedies
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
-from hicachectl.cli.commands.verify_repair_tables import (
-    release_leaked,
-    repair_tables,
-    write_repaired_snapshot,
-    writers_stopped_option,
-)
 from hicachectl.cli.consent import require_consent
 from hicachectl.cli.options import FILE, RepairCode, stack
 from hicachectl.cli.session import progress, remark
@@ -25,7 +17,7 @@ from hicachectl.formats.wording import inferred_refused
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.repair import RepairOptions
     from hicachectl.verify.facts import PartResult
     from hicachectl.verify.part import PartCheck
     from hicachectl.verify.request import VerifyRequest
@@ -56,7 +48,11 @@ repair_options = stack(
         help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
         "removed page in a prompt, because servers can no longer reach them.",
     ),
-    writers_stopped_option,
+    click.option(
+        "--writers-stopped",
+        is_flag=True,
+        help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
+    ),
     click.option("--yes", is_flag=True, help="Do not ask before a repair."),
     click.option("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
 )
@@ -73,6 +69,8 @@ def refuse_early(options: dict[str, Any]) -> None:
         return
     if options["repair"] == "delete" and options["quarantine"]:
         raise click.UsageError("--repair delete uses no quarantine; leave out --quarantine")
+    if options["shard"] is not None and not (options["yes"] or options["dry_run"]):
+        raise click.UsageError("A part cannot ask before a repair; give --yes or --dry-run")
     require_consent(yes=options["yes"], dry_run=options["dry_run"])
 
 
@@ -80,6 +78,16 @@ def refuse_without_profile(request: VerifyRequest) -> None:
     """Raise UsageError for a repair without a given profile; an inferred one is not enough."""
     if request.repairs and request.real_profile is None:
         raise UsageError(inferred_refused("--repair"))
+
+
+def refuse_in_parts(store: Store, options: dict[str, Any]) -> None:
+    """Raise UsageError for a repair of which parts can do no share."""
+    from hicachectl.move.table_repair import has_snapshot_only
+
+    if options["repair"] != "none" and has_snapshot_only(store):
+        raise UsageError(
+            f"{store.url}: without server=, a repair writes one new snapshot; leave out --shard"
+        )
 
 
 def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> EarlierRuns | None:
@@ -106,46 +114,46 @@ def repaired(
 ) -> PartResult:
     """Repair the checked groups; return the result of the check with the counts of the repair."""
     from hicachectl.move.planning import plan_repair
-    from hicachectl.move.withdrawal import remove_groups
+    from hicachectl.move.repair import repair, unplaced_remarks
 
     if earlier is None:
         return checked.result
-    plan = plan_repair(checked.groups, checked.findings, codes=options["repair_codes"])
-    instead = remedies()
-    for code in sorted(plan.unplaced.keys() & instead):
-        remark(ctx, f"Not repaired: {plan.unplaced[code]} {code}; {instead[code]}")
+    chosen = options_of_repair(options)
+    plan = plan_repair(checked.groups, checked.findings, codes=chosen.codes)
+    for text in unplaced_remarks(plan.unplaced):
+        remark(ctx, text)
     plan = _with_descendants(plan, request, checked, options)
     question = _question(store, checked, plan, options) if len(plan.groups) else None
     if not earlier.agreed(question):
         remark(ctx, "Nothing was repaired")
         return checked.result
-    if not len(plan.groups):
-        release_leaked(ctx, store, options)
-        return checked.result
-    if write_repaired_snapshot(ctx, store, checked, plan, options):
-        return checked.result
-    repair_tables(ctx, store, checked.findings, dry_run=options["dry_run"])
     with progress(ctx, "repairing", " pages") as advance:
-        outcome = remove_groups(
+        done = repair(
             store,
             checked.inventory,
             checked.groups,
             plan,
-            mode=options["repair"],
-            quarantine=options["quarantine"],
-            dry_run=options["dry_run"],
+            chosen,
             buffer_bytes=options["buffer_bytes"],
+            say=partial(remark, ctx),
             on_progress=advance,
         )
-    release_leaked(ctx, store, options)
-    _say(ctx, outcome, options)
-    facts = msgspec.structs.replace(
-        checked.result.facts,
-        repaired=0 if options["dry_run"] else outcome.groups,
-        quarantined=0 if options["dry_run"] else outcome.moved,
-        unrepaired=bool(outcome.failures or outcome.remaining),
+    return checked.result.repaired(
+        groups=done.groups, quarantined=done.quarantined, failed=done.failed
     )
-    return replace(checked.result, facts=facts)
+
+
+def options_of_repair(options: dict[str, Any]) -> RepairOptions:
+    """Return the options of a repair, which --repair requests."""
+    from hicachectl.move.repair import RepairOptions
+
+    return RepairOptions(
+        mode=options["repair"],
+        codes=tuple(options["repair_codes"]),
+        quarantine=options["quarantine"],
+        writers_stopped=options["writers_stopped"],
+        dry_run=options["dry_run"],
+    )
 
 
 def _with_descendants(
@@ -166,18 +174,3 @@ def _question(store: Store, checked: PartCheck, plan: RepairPlan, options: dict[
 
     nbytes = human_size(checked.groups.total_bytes(plan.groups))
     return f"{options['repair']} {counted(len(plan.groups), 'page')} ({nbytes}) of {store.url}"
-
-
-def _say(ctx: click.Context, outcome: GroupReport, options: dict[str, Any]) -> None:
-    from hicachectl.text.units import counted
-
-    would = "would be " if options["dry_run"] else ""
-    where = f" to {outcome.place}" if outcome.place else ""
-    verb = "quarantined" if options["repair"] == "quarantine" else "deleted"
-    remark(ctx, f"{counted(outcome.groups, 'page')} {would}{verb}{where}")
-    if outcome.kept:
-        remark(ctx, f"Kept {counted(outcome.kept, 'page')}: rewritten during the repair")
-    if outcome.remaining:
-        remark(ctx, f"{counted(outcome.remaining, 'page')} not removed; run again")
-    for key, message in outcome.failures:
-        remark(ctx, f"{key}: {message}")

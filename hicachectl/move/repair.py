@@ -1,0 +1,171 @@
+"""Repair a checked store, or a part of one: remove page groups, and correct the tables of 3FS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.checks.registry import remedies
+from hicachectl.move.reports import GONE
+from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
+from hicachectl.move.withdrawal import count_quarantined, finish_removals, remove_groups
+from hicachectl.text.units import counted
+from hicachectl.verify.live_tables import suspicious_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from hicachectl.backends.base import Store
+    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.record_file import Mode
+    from hicachectl.move.reports import GroupReport
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+    Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairOptions:
+    """Options of a repair.
+
+    codes: also repair findings of these codes. quarantine: its directory; None for the store's own.
+    writers_stopped: release leaked pages of 3FS.
+    """
+
+    mode: Mode
+    codes: tuple[str, ...] = ()
+    quarantine: str | None = None
+    writers_stopped: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One of several processes that repair a store.
+
+    first: also does what concerns the whole store. mark: of its run in the quarantine. earlier:
+    marks of killed attempts at the same groups.
+    """
+
+    first: bool = True
+    mark: str = ""
+    earlier: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired:
+    """Counts of a repair: removed groups, and objects put into the quarantine."""
+
+    groups: int = 0
+    quarantined: int = 0
+    failed: bool = False
+
+
+def unplaced_remarks(unplaced: Mapping[str, int]) -> Iterator[str]:
+    """Yield what a repair does not concern. unplaced: see `RepairPlan`."""
+    instead = remedies()
+    for code in sorted(unplaced.keys() & instead):
+        yield f"Not repaired: {unplaced[code]} {code}; {instead[code]}"
+
+
+def repair(
+    store: Store,
+    inventory: Inventory,
+    groups: PageGroups,
+    plan: RepairPlan,
+    options: RepairOptions,
+    *,
+    attempt: Attempt | None = None,
+    buffer_bytes: int,
+    say: Say,
+    on_progress: Callable[[int], None] = lambda groups: None,
+) -> Repaired:
+    """Remove the groups of a plan, and correct the tables of 3FS.
+
+    inventory, groups: of the check, which requested repairs. attempt: None for a whole store in
+    one process. say: takes remarks. on_progress: takes the number of new groups.
+    Raises StoreUnavailable, UsageError.
+    """
+    attempt = attempt or Attempt()
+    done = Repaired()
+    if len(plan.groups):
+        if write_repaired_snapshot(
+            store,
+            inventory,
+            groups,
+            plan.groups,
+            writers_stopped=options.writers_stopped,
+            dry_run=options.dry_run,
+            say=say,
+        ):
+            return done
+        repair_tables(store, suspicious_keys(plan.reasons), dry_run=options.dry_run, say=say)
+        earlier = _finish_earlier(store, options, attempt, say)
+        outcome = remove_groups(
+            store,
+            inventory,
+            groups,
+            plan,
+            mode=options.mode,
+            quarantine=options.quarantine,
+            dry_run=options.dry_run,
+            buffer_bytes=buffer_bytes,
+            mark=attempt.mark,
+            on_progress=on_progress,
+        )
+        for text in _remarks(outcome, options):
+            say(text)
+        done = _counts(store, options, attempt, earlier, outcome)
+    if attempt.first and options.writers_stopped:
+        release_leaked(store, dry_run=options.dry_run, say=say)
+    return done
+
+
+def _finish_earlier(
+    store: Store, options: RepairOptions, attempt: Attempt, say: Say
+) -> GroupReport | None:
+    """Finish the batches that killed attempts at the same groups began."""
+    if not attempt.earlier or options.dry_run:
+        return None
+    report = finish_removals(store, options.quarantine, marks=attempt.earlier)
+    for key, message in report.failures:
+        say(f"{key}: {message}")
+    return report
+
+
+def _counts(
+    store: Store,
+    options: RepairOptions,
+    attempt: Attempt,
+    earlier: GroupReport | None,
+    outcome: GroupReport,
+) -> Repaired:
+    failed = bool(outcome.failures or outcome.remaining)
+    if options.dry_run:
+        return Repaired(failed=failed)
+    if earlier is None:
+        return Repaired(groups=outcome.groups, quarantined=outcome.moved, failed=failed)
+    quarantined = 0
+    if options.mode == "quarantine":
+        marks = (*attempt.earlier, attempt.mark)
+        quarantined = count_quarantined(store, options.quarantine, marks)
+    # Groups of the plan that are gone: killed attempts removed them.
+    return Repaired(
+        groups=outcome.groups + outcome.count(GONE),
+        quarantined=quarantined,
+        failed=failed or bool(earlier.failures),
+    )
+
+
+def _remarks(outcome: GroupReport, options: RepairOptions) -> Iterator[str]:
+    would = "would be " if options.dry_run else ""
+    where = f" to {outcome.place}" if outcome.place else ""
+    verb = "quarantined" if options.mode == "quarantine" else "deleted"
+    yield f"{counted(outcome.groups, 'page')} {would}{verb}{where}"
+    if outcome.kept:
+        yield f"Kept {counted(outcome.kept, 'page')}: rewritten during the repair"
+    if outcome.remaining:
+        yield f"{counted(outcome.remaining, 'page')} not removed; run again"
+    for key, message in outcome.failures:
+        yield f"{key}: {message}"
