@@ -30,6 +30,7 @@ from hicachectl.pages.published import (
     Listing,
     inventory_of,
     publish_listing,
+    publish_rows,
     read_share,
 )
 from tests.move.migrations import demo_store
@@ -123,6 +124,38 @@ def assert_parts_are_the_whole(
         assert {(number >> 192) * parts >> 64 for number in hashes} <= {part}
     groups = [row for one in inventories for row in states_of(one)]
     assert sorted(groups) == sorted(states_of(whole))
+
+
+@pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
+@pytest.mark.parametrize("parts", PARTS)
+def test_rows_about_objects_are_divided_as_the_objects(
+    tmp_path: Path, parts: int, memory_rows: int
+) -> None:
+    """Each part gets the rows of its objects; rows of foreign keys are the first part's."""
+    (copied := tmp_path / "store").mkdir()
+    put_pages(copied, range(30), "_m_0_1")
+    schema = pa.schema([("key", pa.binary()), ("nbytes", pa.int64()), ("note", pa.string())])
+    (tmp_path / "run").mkdir()
+    with (
+        open_store(str(copied)) as store,
+        Directory.named(str(tmp_path / "run"), writes=True) as directory,
+    ):
+        listed = publish_listing(store, None, directory, parts, memory_rows=memory_rows)
+        keys = [b"notes", *(key for batch in store.scan(["key"]) for key in batch[0].to_pylist())]
+        rows = [{"key": key, "nbytes": 1, "note": key.decode()} for key in reversed(keys)]
+        batches = pa.Table.from_pylist(rows, schema).to_batches(max_chunksize=4)
+        files = publish_rows(
+            batches, schema, directory, listed.shares, "notes-",
+            on_batch=lambda objects: None, memory_rows=memory_rows,
+        )  # fmt: skip
+        assert set(directory.entries()) == {file.name for file in [*listed.files, *files]}
+        for number, share in enumerate(listed.shares):
+            objects = read_share(directory, listed.files, share, listed.listing.schema, "again")
+            notes = read_share(directory, files, share, schema, "again")
+            own = {key.decode() for key in objects.column("key").to_pylist()}
+            assert set(notes.column("note").to_pylist()) == own | (
+                {"notes"} if number == 0 else set()
+            )
 
 
 def states_of(inventory: Inventory) -> list[tuple[str, ...]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
@@ -14,6 +17,7 @@ from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import DSA, dsa_store, indexer, shorten
 from tests.verify.damages import PAGES, at_once, cut, flipped, lacking, objects
+from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,6 +116,32 @@ def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> 
     labels = f'store="file://{damaged}"'
     assert f"hicachectl_verify_objects{{{labels}}} {merged['objects']}" in lines
     assert f"hicachectl_verify_last_success_timestamp_seconds{{{labels}}} 0.0" in lines
+
+
+def test_many_processes_at_once_have_one_listing_and_one_result(
+    invoke: Invoke, damaged: Path, tmp_path: Path
+) -> None:
+    """Two processes for each part begin together: one lists, and one does each part."""
+    run = tmp_path / "run"
+    code = "from hicachectl.__main__ import main; main()"
+    arguments = ["verify", damaged, "--grace", "2h", "--run", run]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments), "--shard", f"{part}/2"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for part in (0, 1, 0, 1)
+    ]
+    said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    assert sorted(text.count("was done before") for text in said) == [0, 0, 1, 1]
+    assert len(list(run.glob("listing-*"))) == 1
+    assert len(list(run.glob("parts/*/result-*.json"))) == 2
+    whole = invoke("verify", damaged, "--grace", "2h", "--format", "json", exit_code=4).document
+    merged = Parts(invoke, run, damaged).merged(exit_code=4)
+    assert comparable(merged) == comparable(whole)
 
 
 def test_the_lister_decides_for_all_parts(
