@@ -94,11 +94,17 @@ def _bytes(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in files}
 
 
-def _partly_warm(*targets: Path) -> None:
-    """Give destinations a page, a part of a page, and an object of another size."""
+def _partly_warm(intact: Path, *targets: Path) -> None:
+    """Give destinations an object of another size, and a page that is damaged in the source."""
     for target in targets:
         target.mkdir()
         (target / f"{HASHES[2]}_{MODEL}_0_2.bin").write_bytes(b"another size")
+        _copy_page(intact, target, HASHES[5])
+
+
+def _copy_page(source: Path, target: Path, page: str) -> None:
+    for path in source.glob(f"{page}*"):
+        shutil.copy2(path, target)
 
 
 def _trace(path: Path, lengths: Iterable[int]) -> Path:
@@ -124,7 +130,12 @@ def _trace(path: Path, lengths: Iterable[int]) -> Path:
     ids=lambda given: "".join(map(str, given)),
 )
 def test_merged_parts_say_what_one_process_says(
-    invoke: Invoke, origin: Path, tmp_path: Path, given: tuple[object, ...], parts: int
+    invoke: Invoke,
+    origin: Path,
+    intact: Path,
+    tmp_path: Path,
+    given: tuple[object, ...],
+    parts: int,
 ) -> None:
     """Document, exit status and bytes are equal for any input, number and order of parts."""
     inputs = {
@@ -137,7 +148,7 @@ def test_merged_parts_say_what_one_process_says(
     name, *options = given
     runs = Runs(invoke, tmp_path, origin, name, *inputs[str(name)], *options)
     if "--to-tp" not in options:
-        _partly_warm(runs.target, runs.whole_target)
+        _partly_warm(intact, runs.target, runs.whole_target)
     whole = runs.whole(exit_code=4)
     runs.all([*reversed(range(parts)), 0], parts)
     merged = runs.merged(exit_code=4)
@@ -172,8 +183,7 @@ def test_the_best_pages_are_the_last_to_be_evicted(
     asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     runs.target.mkdir()
-    for name in (one for one in contents(intact) if one.startswith(HASHES[0])):
-        shutil.copy2(intact / name, runs.target)
+    _copy_page(intact, runs.target, HASHES[0])
     runs.all([2, 0, 1], 3)
     times = {name: mtime for name, (_, mtime) in contents(runs.target).items()}
     newest = [max(t for name, t in times.items() if page in name) for page in HASHES]
@@ -261,16 +271,21 @@ def test_a_part_stops_if_the_best_pages_are_evicted(
 def test_pages_written_since_the_plan_are_not_copied_again(
     invoke: Invoke, intact: Path, tmp_path: Path
 ) -> None:
-    """A page that a server wrote after the plan counts as already there."""
-    asked = prompts(tmp_path / "asked.jsonl", 12)
+    """A page that a server wrote after the plan counts as there; another object as a conflict."""
+    asked = prompts(tmp_path / "asked.jsonl", 8, 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     runs.part(0, 2)
-    for name in (one for one in contents(intact) if one.startswith(HASHES[10])):
-        shutil.copy2(intact / name, runs.target)
+    _copy_page(intact, runs.target, HASHES[10])
+    other = f"{HASHES[11]}_{MODEL}_1_2.bin"
+    (runs.target / other).write_bytes(b"another size")
     runs.part(1, 2)
-    merged = runs.merged()
-    assert (merged["copied_pages"], merged["already_there"]) == (PAGES - 1, 1)
-    assert merged["usable_tokens"] == PAGES * SIZE
+    merged = runs.merged(exit_code=4)
+    assert (merged["copied_pages"], merged["already_there"]) == (PAGES - 2, 1)
+    assert (merged["failed"], merged["usable_tokens"]) == (1, 16 * SIZE)
+    assert (
+        f"{HASHES[11]}: the destination has an object"
+        in runs.invoke("merge", runs.run, exit_code=4).stderr
+    )
 
 
 @pytest.mark.slow
