@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hicachectl.backends.base import Status, open_store
@@ -285,3 +286,26 @@ def test_what_was_written_again_is_not_removed_as_cleared(tmp_path: Path) -> Non
         result = store.remove_cleared(rows)
     assert sorted(result.statuses.tolist()) == [Status.OK] * 3 + [Status.GONE]
     assert [path.name for path in directory.glob("*.bin")] == [f"{PAGES[1]}{KV}"]
+
+
+def test_a_catalog_forgets_cleared_objects(invoke: Invoke, profile: Path, tmp_path: Path) -> None:
+    """Entries of objects that are misses for ever are left out, in one process and in parts."""
+    store = tmp_path / "served"
+    served_store(store, INDEXED, range(6))
+    whole, parts, merged = (tmp_path / f"{name}.parquet" for name in ("whole", "parts", "merged"))
+    command = ("verify", store, "--profile", profile, *AT_ONCE, "--fail-on", "never")
+    invoke(*command, "--catalog", whole, "--update-catalog")
+    parts.write_bytes(whole.read_bytes())
+    clear(store)
+    for path in store.rglob(f"{PAGES[0]}*"):
+        path.unlink()
+    put_later(store, INDEXED, lambda name: name[:64] == PAGES[0])
+    document = invoke(*command, "--catalog", whole, "--update-catalog", "--format", "json").document
+    for part in range(3):
+        run = ("--shard", f"{part}/3", "--run", tmp_path / "run")
+        invoke(*command, "--catalog", parts, "--update-catalog", *run)
+    joined = invoke("merge", tmp_path / "run", "--catalog", merged, "--format", "json").document
+    keys = [sorted(pq.read_table(file).column("key").to_pylist()) for file in (whole, merged)]
+    assert keys[0] == keys[1]
+    assert [key[:64].decode() for key in keys[0]] == [PAGES[0]] * 2
+    assert joined["counts"] == document["counts"]
