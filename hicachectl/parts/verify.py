@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import permissions_of
+from hicachectl.backends.capabilities import Leases, permissions_of
+from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine
 from hicachectl.checks.registry import GROUPS
@@ -154,7 +155,6 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         *(_part_result(record, table) for _, record in sorted(results.items())),
     ]
     report = report_of(parts, facts.store, table, request)
-
     if options.dry_run is not None:
         report.document["dry_run"] = options.dry_run
 
@@ -399,8 +399,12 @@ class VerifyJob:
         decided = convert(given.manifest.options, _Options, _MANIFEST)
         request = self._request
         rate, limit = request.bytes_per_second, request.time_limit_seconds
+        jobs = request.jobs
+        if jobs is None and isinstance(self._store, Leases):  # each reader keeps objects leased
+            jobs = max(1, self._store.limits.parallel_reads // given.divided)
         return replace(
             request,
+            jobs=jobs,
             selection=decided.selection,
             sample=decided.sample,
             bytes_per_second=None if rate is None else max(1, rate // given.divided),
@@ -434,7 +438,7 @@ def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
     chosen, sample = request.selection, request.sample
     profile = {} if request.profile is None else profile_to_mapping(request.profile)
     return {
-        "store": store.url,
+        "store": without_secrets(store.url),
         "--checks": ",".join(request.checks),
         "--model": chosen.model or None,
         "--pool": chosen.pool or None,
