@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from tests.places import Places
+
 PAGES = 12  # of the demo's chain; pages 3, 7 and 11 have states
 _OF_ONE_RUN = ("destination", "seconds", "parts", "missing_parts")
 
@@ -418,3 +420,31 @@ def test_the_rate_is_shared(invoke: Invoke, intact: Path, tmp_path: Path) -> Non
     asked = prompts(tmp_path / "asked.jsonl", 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, "--bwlimit", "1GiB")
     assert "Of --bwlimit, each of the 2 parts takes an equal share" in runs.part(0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [("file", "mooncake"), ("mooncake", "hf3fs"), ("pack", "file")],
+)
+def test_parts_between_stores_of_all_kinds(
+    places: Places, tmp_path: Path, source: str, destination: str
+) -> None:
+    """Parts into and out of servers and packs give the document and objects of one process."""
+    origin, target = places.source(source, fresh=False), places.destination(destination)
+    asked = prompts(tmp_path / "asked.jsonl", 4, 8, 12)
+    options = ("--from", origin.url, "--profile", places.profile, "--token-ids", asked)
+    command = ("prewarm", target.url, *options)
+    whole = places.runner.run(*command, home=tmp_path)
+    expected = target.held()
+    target.empty()
+    for part in (2, 0, 1, 2):
+        divided = ("--shard", f"{part}/3", "--run", tmp_path / "run")
+        assert places.runner.run(*command, *divided, home=tmp_path).code == 0
+    merged = places.runner.run("merge", tmp_path / "run", "--format", "json", home=tmp_path)
+    assert _comparable(merged.document) == _comparable(whole.document)
+    assert merged.document["copied_pages"]
+    found = target.held()
+    assert {key: data for key, (data, _) in found.items()} == {
+        key: data for key, (data, _) in expected.items()
+    }
