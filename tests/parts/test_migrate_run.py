@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from tests.killed import Run, Unit
     from tests.places import Places
 
-KILLS = 5
+KILLS = 8
+LISTER_STEPS = 15  # at least
 Files = dict[str, tuple[bytes, int]]
 _OF_ONE = {"source", "destination", "seconds", "estimated_seconds", "resumed", "parts",
            "missing_parts"}  # fmt: skip
@@ -295,7 +296,8 @@ class KilledParts:
     def _run(self, *more: object, kill: tuple[Unit, int] | None = None) -> Run:
         return self._places.runner.run(
             "migrate", self.source.url, self.destination.url, "--profile", self._places.profile,
-            "--buffer-bytes", 1 << 20, *self._options, *more, home=self._home, kill=kill,
+            "--buffer-bytes", 512 << 10, "--jobs", 1, *self._options, *more, home=self._home,
+            kill=kill,
         )  # fmt: skip
 
     def part(self, part: int, parts: int, kill: tuple[Unit, int] | None) -> Run:
@@ -320,10 +322,10 @@ def test_killed_parts_are_completed(
     parts, ended, deaths = 3, set[int](), 0
     while len(ended) < parts:
         part = chance.choice([part for part in range(parts) if part not in ended])
-        kill: tuple[Unit, int] | None = None
-        if deaths < KILLS:
-            kill = ("steps", chance.randint(1, killed.whole.steps))
-        run = killed.part(part, parts, kill)
+        # A part has fewer steps than the whole.
+        last = killed.whole.steps // chance.choice((2, 4, 8)) if deaths else LISTER_STEPS
+        kill: tuple[Unit, int] | None = ("steps", chance.randint(1, last))
+        run = killed.part(part, parts, kill if deaths < KILLS else None)
         deaths += run.killed
         if not run.killed:
             ended.add(part)
