@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
@@ -148,14 +149,22 @@ def test_the_lister_decides_for_all_parts(
     invoke: Invoke, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--since, the slice of a sample and the time of the listing are those of the first part."""
-    options = ("--since", "300d", "--sample", "50%", "--grace", "2h")
-    monkeypatch.setattr("time.time", lambda: 1_800_000_000.0)
-    monkeypatch.setattr("time.time_ns", lambda: 1_800_000_000 * 10**9)
+    now = time.time()
+    for number, path in enumerate(objects(own, "")):
+        os.utime(path, (now, now - number % 30 * 3600 - 60))
+    profile = profile_file(tmp_path / "p.toml")
+    options = ("--profile", profile, "--since", "20h", "--sample", "50%", "--grace", "2h")
+
+    def at(seconds: float) -> None:
+        monkeypatch.setattr("time.time", lambda: seconds)
+        monkeypatch.setattr("time.time_ns", lambda: int(seconds * 1e9))
+
+    at(now)
     whole = invoke("verify", own, *options, "--format", "json", exit_code=4).document
+    assert whole["in_flight"]
     run = Parts(invoke, tmp_path / "run", own, *options)
     run.part(0, 2)
-    monkeypatch.setattr("time.time", lambda: 1_900_086_400.0)
-    monkeypatch.setattr("time.time_ns", lambda: 1_900_086_400 * 10**9)
+    at(now + 5 * 86_400)
     run.part(1, 2)
     assert comparable(run.merged(exit_code=4)) == comparable(whole)
 
