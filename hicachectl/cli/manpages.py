@@ -499,15 +499,17 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             marks all pages as recently used and counts the usable tokens.
 
             --budget, --budget-pages and --min-usable are for the whole run. Each part takes an
-            equal share of --bwlimit, which also bounds the leases on a Mooncake source. --deadline
+            equal share of --bwlimit. From Mooncake, each part also reads with a share of the
+            threads, at least one, since reads grant leases; --jobs sets their number. --deadline
             counts from the start of the plan, also for parts that start later. With a deadline,
             make N at least 16 times the number of processes that run at once. The slices that a
             deadline interrupts are then few, and the least valuable of those copied.
 
-            A part exits with 0 once its result is in the directory. A part that was killed is run
-            again, and copies only what DST still lacks. hicachectl merge gives the document and
-            the exit status of the whole run. A pack cannot be the destination. Servers of
-            --through-server load prefixes that are whole in DST, so run that option afterwards.
+            A part exits with 0 once its result is in the directory, and with 4 if pages failed or
+            DST is full. A part that was killed, or exits with 4, is run again, and copies only what
+            DST still lacks. hicachectl merge gives the document and the exit status of the whole
+            run. A pack cannot be the destination. Servers of --through-server load prefixes that
+            are whole in DST, so run that option afterwards.
         """,
         "USABLE TOKENS": """
             usable_tokens and --min-usable refer to one deployment, which the result

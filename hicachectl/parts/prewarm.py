@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Archive, Resumable, permissions_of
+from hicachectl.backends.capabilities import Archive, Leases, Resumable, permissions_of
+from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_to_mapping
@@ -114,8 +115,8 @@ class PrewarmJob:
         self.options = msgspec.to_builtins(_Options(min_usable=min_usable))
         self.permissions = permissions_of(source, listing=True)
         self.identity = {
-            "source": source.url,
-            "destination": destination.url,
+            "source": without_secrets(source.url),
+            "destination": without_secrets(destination.url),
             **_named("profile", request.profile),
             **_named("destination's profile", request.target),
             **inputs,
@@ -217,6 +218,8 @@ class PrewarmJob:
         options = self._request.options
         if options.bytes_per_second is not None:
             options = replace(options, bytes_per_second=max(options.bytes_per_second // divided, 1))
+        if options.jobs is None and isinstance(self._source, Leases):  # each keeps objects leased
+            options = replace(options, jobs=max(options.job_count // divided, 1))
         return replace(self._request, options=options)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from hicachectl.backends.base import Result, Status
 from hicachectl.backends.file.store import FileStore
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
@@ -268,6 +269,33 @@ def test_a_part_stops_if_the_best_pages_are_evicted(
     merged = runs.merged()
     assert (merged["complete"], merged["stopped_by"]) == (False, "destination evicts")
     assert "it holds about" in invoke("merge", runs.run).stderr
+
+
+def test_a_part_without_room_is_run_again(
+    invoke: Invoke, intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that finds no room exits with 4; run again with room, it ends like one process."""
+    asked = prompts(tmp_path / "asked.jsonl", 12)
+    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
+    copy_from = FileStore.copy_from
+
+    def full(
+        store: FileStore, source: Any, origins: Any, rows: Any, *rest: Any, **more: Any
+    ) -> Any:
+        names = [key.decode() for key in rows.column("key").to_pylist()]
+        if not any(name.startswith(HASHES[5]) for name in names):
+            return copy_from(store, source, origins, rows, *rest, **more)
+        return Result(np.full(len(rows), Status.FULL, dtype=np.uint8), {})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileStore, "copy_from", full)
+        said = runs.part(0, 2, "--buffer-bytes", "256KiB", exit_code=4)
+        assert "not complete; run it again" in said
+        assert "Stopped: destination full" in said
+        runs.part(1, 2)
+        assert runs.merged(exit_code=4)["stopped_by"] == "destination full"
+    runs.part(0, 2)
+    runs.assert_equal(runs.merged(), runs.whole())
 
 
 def test_pages_written_since_the_plan_are_not_copied_again(

@@ -339,7 +339,9 @@ def _do_part(
     ctx: click.Context, source: str | None, destination: str, shard: Shard, options: dict[str, Any]
 ) -> None:
     """Copy one slice of a divided run."""
+    from hicachectl.formats.forms import convert
     from hicachectl.parts.prewarm import PrewarmJob
+    from hicachectl.prewarm.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
 
     if source is None or options["servers"]:
         raise click.UsageError(
@@ -362,7 +364,16 @@ def _do_part(
             options["min_usable"],
         )
         say_divided(ctx, shard, options, "bwlimit")
-        do_part(ctx, options["run_directory"], shard, job)
+        record = do_part(ctx, options["run_directory"], shard, job)
+    if record.settled:  # `merge` has all that there is to say
+        return
+    facts = convert(record.facts, SliceFacts, "The result")
+    outcome = outcome_of(PlanFacts(), [facts], FinishFacts(), source, destination, 0.0)
+    for text in outcome.messages:
+        remark(ctx, text)
+    if facts.stopped_by:
+        remark(ctx, f"Stopped: {facts.stopped_by}")
+    ctx.exit(FINDINGS)
 
 
 def _text(value: Any) -> str | None:
