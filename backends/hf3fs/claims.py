@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import time
 from contextlib import suppress
 
 from hicachectl.formats.errors import StoreUnavailable
@@ -16,6 +17,7 @@ from hicachectl.formats.wording import failed
 
 _TAG = re.compile(rb"[0-9a-f]{32}")
 _LONGEST = 64
+_WAIT_SECONDS = (0.0, 0.01, 0.1, 0.4)
 _MODE = 0o666  # less the umask, as data files
 
 
@@ -53,15 +55,20 @@ def _claim(path: str, tag: str) -> None:
 
 
 def _read(path: str) -> str | None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        text = os.read(descriptor, _LONGEST) if regular else b""
-    finally:
-        os.close(descriptor)
+    text = b""
+    for seconds in _WAIT_SECONDS:  # another process may just have created the file
+        time.sleep(seconds)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            text = os.read(descriptor, _LONGEST) if regular else b""
+        finally:
+            os.close(descriptor)
+        if text or not regular:
+            break
     if not _TAG.fullmatch(text):
         raise StoreUnavailable(f"{path}: is no deployment's tag; if it stays so, remove it")
     return text.decode()
