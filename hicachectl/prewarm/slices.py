@@ -28,6 +28,8 @@ from hicachectl.requests.chains import Chains, hex_pages, raw_pages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy.typing as npt
+
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.io.table_files import TableFile
     from hicachectl.move.results import Problem
@@ -235,8 +237,7 @@ def read_chains(
     names = read_table(folder, of_names, _NAMES, next_step)
     of_chains = _named(folder, files, _CHAINS_FILE, next_step)
     table = read_table(folder, of_chains, _CHAINS, next_step)
-    raw = np.frombuffer(b"".join(names.column("page").to_pylist()), np.uint8)
-    raw = raw.reshape(-1, HASH_BYTES)
+    raw = _raw(names.column("page").combine_chunks())
     chain, at = (table.column(name).to_numpy().astype(np.int64) for name in ("chain", "name"))
     ordered = (np.diff(chain, prepend=0) >= 0).all()
     if len(at) and not (ordered and at.min() >= 0 and at.max() < len(raw)):
@@ -247,6 +248,12 @@ def read_chains(
     unknown = np.full(len(lengths), -1, dtype=np.int64)
     restorable = names.column("restorable").to_numpy()
     return Chains(raw[at], offsets, unknown, lengths), hex_pages(raw[restorable])
+
+
+def _raw(pages: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
+    """Return the bytes of pages: [n, 32] uint8."""
+    content = np.frombuffer(pages.buffers()[1], np.uint8) if len(pages) else np.zeros(0, np.uint8)
+    return content.reshape(-1, HASH_BYTES)[pages.offset : pages.offset + len(pages)]
 
 
 def _named(folder: Directory, files: Sequence[TableFile], name: str, next_step: str) -> TableFile:
