@@ -13,7 +13,7 @@ from hicachectl.io.interrupts import deferred
 from hicachectl.text.terminal import message_text, mute_native_logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
@@ -123,13 +123,3 @@ def remark(ctx: click.Context, text: str) -> None:
     settings: Settings = ctx.obj
     if not settings.quiet:
         click.echo(f"hicachectl: {message_text(text)}", err=True)
-
-
-def remark_unrecorded(ctx: click.Context, folders: Iterable[str]) -> None:
-    """Print a remark for each quarantine folder that has objects but no record."""
-    for folder in folders:
-        remark(
-            ctx,
-            f"{folder}: has objects without a record, left alone because they may be the only "
-            f"copies; put {folder}.json back to restore them, or delete the folder",
-        )

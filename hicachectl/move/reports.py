@@ -10,8 +10,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.move.results import GroupStatus
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import numpy.typing as npt
 
     from hicachectl.backends.base import IntArray
@@ -102,6 +105,25 @@ class GroupReport:
     def remaining(self) -> int:
         """Number of groups that should have been removed and remain."""
         return self.failed + self.untried
+
+
+def finished_remarks(report: GroupReport) -> Iterator[str]:
+    """Yield remarks on removals of earlier runs that `finish_removals` finished."""
+    if len(report.rows):
+        pages = counted(len(report.rows), "page")
+        yield f"Completed the removal of {pages} that an earlier run began"
+    for key, message in report.failures:
+        yield f"{key}: {message}"
+    yield from unrecorded_remarks(report.unrecorded)
+
+
+def unrecorded_remarks(folders: Iterable[str]) -> Iterator[str]:
+    """Yield a remark for each quarantine folder that has objects but no record."""
+    for folder in folders:
+        yield (
+            f"{folder}: has objects without a record, left alone because they may be the only "
+            f"copies; put {folder}.json back to restore them, or delete the folder"
+        )
 
 
 def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:

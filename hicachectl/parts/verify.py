@@ -23,6 +23,7 @@ from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.planning import RepairPlan, plan_repair
 from hicachectl.move.repair import Attempt, repair, unplaced_remarks
+from hicachectl.move.reports import finished_remarks
 from hicachectl.move.withdrawal import finish_removals
 from hicachectl.pages.published import (
     Listing,
@@ -37,7 +38,6 @@ from hicachectl.parts.job import Kind, Merged, PartInput
 from hicachectl.parts.manifest import Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
-from hicachectl.text.units import counted
 from hicachectl.verify.facts import PartResult, VerifyFacts
 from hicachectl.verify.live_tables import check_tables, saved_tables
 from hicachectl.verify.part import check_part, select_groups, start_run
@@ -381,12 +381,7 @@ class VerifyJob:
         """Complete the removals of killed runs before the listing; return remarks."""
         if self._repair is None or self._repair.dry_run:
             return []
-        finished = finish_removals(self._store, self._repair.quarantine)
-        remarks = [f"{key}: {message}" for key, message in finished.failures]
-        if len(finished.rows):
-            pages = counted(len(finished.rows), "page")
-            remarks.append(f"Completed the removal of {pages} that an earlier run began")
-        return remarks
+        return list(finished_remarks(finish_removals(self._store, self._repair.quarantine)))
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.cli.consent import agreed
-from hicachectl.cli.session import remark, remark_unrecorded
+from hicachectl.cli.session import remark
 
 if TYPE_CHECKING:
     import click
@@ -66,13 +66,8 @@ class EarlierRuns:
         return True
 
     def _finish(self) -> None:
+        from hicachectl.move.reports import finished_remarks
         from hicachectl.move.withdrawal import finish_removals
-        from hicachectl.text.units import counted
 
-        finished = finish_removals(self.store, self.quarantine)
-        if len(finished.rows):
-            pages = counted(len(finished.rows), "page")
-            remark(self.ctx, f"Completed the removal of {pages} that an earlier run began")
-        for key, message in finished.failures:
-            remark(self.ctx, f"{key}: {message}")
-        remark_unrecorded(self.ctx, finished.unrecorded)
+        for text in finished_remarks(finish_removals(self.store, self.quarantine)):
+            remark(self.ctx, text)

@@ -12,7 +12,7 @@ import click
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
-from hicachectl.cli.session import opened, progress, remark, remark_unrecorded, store_name
+from hicachectl.cli.session import opened, progress, remark, store_name
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK
 
@@ -76,7 +76,7 @@ def command(
     is back, also if a server cleared the store while it was in quarantine.
     """
     from hicachectl.cli.output import write_document
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.reports import GroupReport, unrecorded_remarks
     from hicachectl.move.restore import restore_groups
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.text.units import counted
@@ -135,7 +135,8 @@ def command(
         remark(
             ctx, f"{directory}: another process is working on {busy}; run again after it has ended"
         )
-    remark_unrecorded(ctx, outcome.unrecorded)
+    for text in unrecorded_remarks(outcome.unrecorded):
+        remark(ctx, text)
     if dry_run:
         remark(ctx, "Dry run: nothing was restored")
     if outcome.conflicts or outcome.failed:
