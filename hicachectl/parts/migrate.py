@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hicachectl.backends.capabilities import Archive, Leases, permissions_of
+from hicachectl.backends.capabilities import permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.findings import SCHEMA as FOUND_SCHEMA
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.profile import profile_to_mapping
 from hicachectl.io.table_files import Count, read_table, write_table
 from hicachectl.move.journal import JournalFiles
 from hicachectl.move.migrate import migrate_part, rehearse_part
@@ -30,6 +29,13 @@ from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
 from hicachectl.move.migration_plan import KEPT, KeptPlan
 from hicachectl.pages.published import Listing, inventory_of, publish_listing, read_share
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
+from hicachectl.parts.common import (
+    jobs_of_part,
+    profile_identity,
+    refuse_pack,
+    selection_identity,
+    share_of,
+)
 from hicachectl.parts.job import Kind, Merged, PartInput
 from hicachectl.parts.manifest import Manifest, Published
 from hicachectl.parts.records import Record, StageResult
@@ -100,11 +106,7 @@ class MigrateJob:
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
         """Check the request. Raises as `Migration`, and UsageError for a pack as destination."""
-        if isinstance(destination, Archive):
-            raise UsageError(
-                f"{destination.url}: several processes cannot write one pack; migrate to a "
-                "directory, or leave out --shard and --run"
-            )
+        refuse_pack(destination)
         self._source = source
         self._destination = destination
         self._request = request
@@ -196,7 +198,7 @@ class MigrateJob:
         request = replace(
             request,
             selection=decided.selection,
-            options=_share(request.options, given.divided, leases=self._grants_leases),
+            options=self._share(given.divided),
         )
         migration = self._prepared(request, given.journals)
         inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
@@ -211,29 +213,19 @@ class MigrateJob:
         given.check()
         return migration, plan
 
-    @property
-    def _grants_leases(self) -> bool:
-        """Whether the reads of a part grant leases."""
-        read = [self._source]
-        if self._request.options.verify:
-            read.append(self._destination)
-        return any(isinstance(store, Leases) for store in read)
+    def _share(self, divided: int) -> CopyOptions:
+        """Return the options of a part."""
+        options = self._request.options
+        read = [self._source, *([self._destination] if options.verify else [])]
+        return replace(
+            options,
+            jobs=jobs_of_part(options.jobs, options.job_count, divided, *read),
+            bytes_per_second=share_of(options.bytes_per_second, divided),
+        )
 
     def _listing(self, manifest: Manifest) -> Listing:
         table, grammar = manifest.published.table, self._source.grammar
         return Listing.from_mapping(table, grammar, self._request.profile, _MANIFEST)
-
-
-def _share(options: CopyOptions, divided: int, *, leases: bool) -> CopyOptions:
-    """Return a part's options.
-
-    leases: whether reads grant leases. All parts together then keep about as many objects leased as
-    one process, unless --jobs says otherwise.
-    """
-    rate = options.bytes_per_second
-    if leases and options.jobs is None:
-        options = replace(options, jobs=max(1, options.job_count // divided))
-    return replace(options, bytes_per_second=None if rate is None else max(1, rate // divided))
 
 
 def _kept(plan: StageResult, part: int) -> KeptPlan:
@@ -245,15 +237,11 @@ def _kept(plan: StageResult, part: int) -> KeptPlan:
 
 def _identity(source: Store, destination: Store, request: MigrationRequest) -> dict[str, Any]:
     """Return what all parts of a run must have in common."""
-    chosen, options = request.selection, request.options
-    profiles = (("profile", request.profile), ("--to", request.destination_profile))
+    options = request.options
     return {
         "source": without_secrets(source.url),
         "destination": without_secrets(destination.url),
-        "--model": chosen.model or None,
-        "--pool": chosen.pool or None,
-        "--page": chosen.page or None,
-        "--since": None if chosen.since is None else "given",
+        **selection_identity(request.selection),
         "--pages-from": None if request.pages is None else _shown(request.pages),
         "--dry-run": request.dry_run,
         "--if-exists": request.if_exists,
@@ -265,12 +253,8 @@ def _identity(source: Store, destination: Store, request: MigrationRequest) -> d
         "--no-space-check": not request.space_check,
         "--trailers": options.trailers,
         "--bwlimit": options.bytes_per_second,
-        **{
-            f"{of}: {name}": value
-            for of, profile in profiles
-            if profile is not None
-            for name, value in profile_to_mapping(profile).items()
-        },
+        **profile_identity("profile", request.profile),
+        **profile_identity("destination's profile", request.destination_profile),
     }
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Archive, Leases, Resumable, permissions_of
+from hicachectl.backends.capabilities import Resumable, permissions_of
 from hicachectl.backends.urls import without_secrets
-from hicachectl.formats.errors import UsageError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.profile import profile_to_mapping
 from hicachectl.io.interrupts import persistent
 from hicachectl.pages.published import Listing
+from hicachectl.parts.common import jobs_of_part, profile_identity, refuse_pack, share_of
 from hicachectl.parts.job import Kind, Merged
 from hicachectl.parts.manifest import Published
 from hicachectl.parts.records import StageResult
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.formats.profile import Profile
     from hicachectl.parts.job import PartCount, PartInput, Tables
     from hicachectl.parts.manifest import Manifest
     from hicachectl.parts.records import Record
@@ -103,11 +101,7 @@ class PrewarmJob:
         request: without chains and pages. asked: returns the request with these; called by the
         lister only. inputs: options that name them, with their values.
         """
-        if isinstance(destination, Archive):
-            raise UsageError(
-                f"{destination.url}: several processes cannot write one pack; give another "
-                "destination, or leave out --shard"
-            )
+        refuse_pack(destination)
         self._source = source
         self._destination = destination
         self._request = request
@@ -117,8 +111,8 @@ class PrewarmJob:
         self.identity = {
             "source": without_secrets(source.url),
             "destination": without_secrets(destination.url),
-            **_named("profile", request.profile),
-            **_named("destination's profile", request.target),
+            **profile_identity("profile", request.profile),
+            **profile_identity("destination's profile", request.target),
             **inputs,
             "--budget": request.budget_bytes,
             "--budget-pages": request.budget_pages,
@@ -216,12 +210,9 @@ class PrewarmJob:
     def _of_part(self, divided: int) -> PrewarmRequest:
         """Return the request with an N-th of each limit of the whole run."""
         options = self._request.options
-        if options.bytes_per_second is not None:
-            options = replace(options, bytes_per_second=max(options.bytes_per_second // divided, 1))
-        if options.jobs is None and isinstance(self._source, Leases):  # each keeps objects leased
-            options = replace(options, jobs=max(options.job_count // divided, 1))
-        return replace(self._request, options=options)
-
-
-def _named(what: str, profile: Profile) -> dict[str, Any]:
-    return {f"{what}: {name}": value for name, value in profile_to_mapping(profile).items()}
+        share = replace(
+            options,
+            jobs=jobs_of_part(options.jobs, options.job_count, divided, self._source),
+            bytes_per_second=share_of(options.bytes_per_second, divided),
+        )
+        return replace(self._request, options=share)

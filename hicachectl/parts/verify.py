@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Leases, permissions_of
+from hicachectl.backends.capabilities import permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine
@@ -34,6 +34,12 @@ from hicachectl.pages.published import (
 )
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.tally import Tally
+from hicachectl.parts.common import (
+    jobs_of_part,
+    profile_identity,
+    selection_identity,
+    share_of,
+)
 from hicachectl.parts.job import Kind, Merged, PartInput
 from hicachectl.parts.manifest import Manifest, Published
 from hicachectl.parts.records import Record, StageResult
@@ -393,16 +399,14 @@ class VerifyJob:
         """Return the request with the lister's decisions and the part's share of the limits."""
         decided = convert(given.manifest.options, _Options, _MANIFEST)
         request = self._request
-        rate, limit = request.bytes_per_second, request.time_limit_seconds
-        jobs = request.jobs
-        if jobs is None and isinstance(self._store, Leases):  # each reader keeps objects leased
-            jobs = max(1, self._store.limits.parallel_reads // given.divided)
+        store, limit = self._store, request.time_limit_seconds
+        usual = store.limits.parallel_reads
         return replace(
             request,
-            jobs=jobs,
+            jobs=jobs_of_part(request.jobs, usual, given.divided, store),
             selection=decided.selection,
             sample=decided.sample,
-            bytes_per_second=None if rate is None else max(1, rate // given.divided),
+            bytes_per_second=share_of(request.bytes_per_second, given.divided),
             time_limit_seconds=None if limit is None else limit / given.divided,
         )
 
@@ -430,15 +434,11 @@ def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:
 
 def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
     """Return what all parts of a run must have in common."""
-    chosen, sample = request.selection, request.sample
-    profile = {} if request.profile is None else profile_to_mapping(request.profile)
+    sample = request.sample
     return {
         "store": without_secrets(store.url),
         "--checks": ",".join(request.checks),
-        "--model": chosen.model or None,
-        "--pool": chosen.pool or None,
-        "--page": chosen.page or None,
-        "--since": None if chosen.since is None else "given",
+        **selection_identity(request.selection),
         "--sample": None if sample is None else f"1/{sample.slices}",
         "--grace": request.grace_seconds,
         "--time-limit": request.time_limit_seconds,
@@ -447,7 +447,7 @@ def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
         "--identity": ",".join(request.identity) or None,
         "--weights-version": request.weights_version or None,
         "--device": ",".join(sorted({name.partition(":")[0] for name in request.devices})),
-        **{f"profile: {name}": value for name, value in profile.items()},
+        **profile_identity("profile", request.profile),
     }
 
 

@@ -168,7 +168,7 @@ def test_other_commands_are_refused(invoke: Invoke, sites: Sites, tmp_path: Path
     command = sites.run.command
     for changed, said in (
         ([*command[:2], tmp_path / "elsewhere", *command[3:]], "destination file://"),
-        ([*command[:-1], 1], "--to: tp 4, but this command has 1"),
+        ([*command[:-1], 1], "destination's profile: tp 4, but this command has 1"),
         ([*command[:3], "--profile", other, *command[5:]], "profile: weights none, but"),
         ([*command, "--verify"], "--verify False, but this command has True"),
         ([*command, "--grace", "2h"], "--grace 60.0, but this command has 7200.0"),
@@ -190,7 +190,7 @@ def test_other_commands_are_refused(invoke: Invoke, sites: Sites, tmp_path: Path
         (["--resume"], "--resume cannot be combined with --shard"),
         (["-o", "O"], "--output cannot be combined with --shard"),
         (["--format", "json"], "--format cannot be combined with --shard"),
-        (["pack"], "several processes cannot write one pack; migrate to a directory"),
+        (["pack"], "several processes cannot write one pack; give a directory"),
     ],
 )
 def test_what_parts_cannot_do_is_refused(
