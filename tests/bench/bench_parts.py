@@ -1,0 +1,382 @@
+"""What divided runs cost the lister, a worker and the driver, and how they scale; run by hand.
+
+    python -m tests.bench.bench_parts --part memory [--stores file,hf3fs,mooncake,pack]
+        [--objects 1000000] [--parts 8] [--at /dev/shm]
+    python -m tests.bench.bench_parts --part memory --stores rows,snapshot --objects 10000000
+    python -m tests.bench.bench_parts --part listings
+    python -m tests.bench.bench_parts --part scaling [--seconds 120]
+    python -m tests.bench.bench_parts --part ray [--seconds 60]
+
+memory: fills a store and runs `verify --checks names,groups,sizes` in parts. Prints wall and CPU
+seconds, the peak memory of each process, what the work added to it, and the size of the run
+directory. `hf3fs` has SGLang's metadata server; `snapshot` is a snapshot of 3FS without a server,
+and `rows` a file store whose listing is generated, for numbers of objects that fill no directory.
+The lister lists and divides; part 0 also judges what belongs to no page, and the tables of 3FS.
+listings: counts how often a run of N parts lists its store.
+scaling: wall time of 1, 2 and 4 processes, each held to the same rate by --bwlimit, so that neither
+the device nor the processor is the limit. `--seconds` is the time of one process.
+ray: the same store with --ray, against as many processes without Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import Store, open_store, scan_schema
+from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.pack.store import PackStore
+from hicachectl.backends.testing import rows_of
+from hicachectl.parts.directory import RunDirectory
+from hicachectl.parts.results import merge_run
+from hicachectl.parts.running import begin, run_part
+from hicachectl.parts.verify import VerifyJob
+from hicachectl.verify.request import VerifyRequest
+from tests.bench import bench_hf3fs_snapshot, bench_ls, bench_mooncake_ls
+from tests.mooncake_cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator, Iterator
+
+ROOT = Path(__file__).parents[2]
+CHECKS = ("names", "groups", "sizes")
+STEPS = ("lister", "part 0", "part 1", "merge")
+AFFIXES = ("_m_0_2.bin", "_m_1_2.bin", ".mamba_m_0_2.bin", ".mamba_m_1_2.bin")
+BATCH_PAGES = 16_384
+PAGE_BYTES = 64 << 10  # of an object in the store of `scaling`
+GENERATED = "rows:"
+
+
+# --- stores ---
+
+
+class GeneratedStore(FileStore):
+    """A directory that lists objects which it does not have, with random page hashes."""
+
+    generated = 0  # number of objects
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """Yield the objects of four ranks and pools of each page."""
+        schema = scan_schema(columns)
+        chance = np.random.default_rng(0)
+        per_page = len(AFFIXES)
+        for start in range(0, self.generated, BATCH_PAGES * per_page):
+            rows = min(BATCH_PAGES * per_page, self.generated - start)
+            pages = chance.bytes(32 * -(-rows // per_page)).hex()
+            names = [pages[at : at + 64] for at in range(0, len(pages), 64)]
+            hashes = pa.array(names).take(pa.array(np.repeat(np.arange(len(names)), per_page)))
+            affixes = pa.array(AFFIXES * len(names))
+            keys = pc.binary_join_element_wise(hashes, affixes, "").cast(pa.binary())[:rows]
+            given = {"key": keys, "nbytes": pa.repeat(52_000, rows)}
+            given["mtime_ns"] = pa.repeat(1_700_000_000 * 10**9, rows)
+            columns_ = [given.get(field.name, pa.nulls(rows, field.type)) for field in schema]
+            yield pa.RecordBatch.from_arrays(columns_, schema=schema)
+
+
+@contextmanager
+def filled(kind: str, objects: int, folder: Path) -> Iterator[str]:
+    """Fill a store and yield its URL."""
+    if kind == "rows":
+        yield f"{GENERATED}{objects}:{folder}"
+    elif kind == "file":
+        bench_ls.fill(folder / "objects", objects, folders=False, trailers=False)
+        yield str(folder / "objects")
+    elif kind == "snapshot":
+        path = folder / "snapshot.json"
+        bench_hf3fs_snapshot.write_sample(path, objects)
+        (folder / "data").mkdir()
+        yield f"hf3fs://{folder}/data/hicache?snapshot={path}&file_size=1048576"
+    elif kind == "hf3fs":
+        from tests.hf3fs_fixtures import sglang_interpreter
+        from tests.hf3fs_server import MetadataServer
+
+        with MetadataServer(sglang_interpreter()) as server:
+            server.initialize(0, 2 * objects)
+            for start in range(0, objects, 20_000):
+                numbers = range(start // 2, min(start + 20_000, objects) // 2)
+                hashes = (hashlib.sha256(b"%d" % n).hexdigest() for n in numbers)
+                server.put(0, [f"{name}{end}" for name in hashes for end in ("-k", "-v")])
+            (folder / "data").mkdir()
+            config = server.write_config(folder, 2 * objects * 512)
+            yield f"hf3fs:?config={config}&snapshot={server.save()}"
+    elif kind == "mooncake":
+        nbytes = max(64 << 20, 4 * bench_mooncake_ls.OBJECT_BYTES * objects)
+        with Cluster(nbytes) as cluster:
+            bench_mooncake_ls.fill(cluster, objects)
+            yield cluster.url
+    else:
+        write_pack(folder / "objects.hcpack", objects)
+        yield f"pack://{folder}/objects.hcpack"
+
+
+def write_pack(path: Path, objects: int) -> None:
+    """Write a pack of small objects with random bytes."""
+    listing = GeneratedStore.__new__(GeneratedStore)
+    listing.generated = objects
+    with PackStore(str(path), writable=True) as store, Arena(8 << 20) as arena:
+        store.use_grammar("file")
+        store.attach(arena)
+        arena.memory[:] = os.urandom(len(arena.memory))
+        for batch in listing.scan(("nbytes",)):
+            for start in range(0, len(batch), 1024):
+                keys = batch.column("key")[start : start + 1024].to_pylist()
+                sizes = np.full(len(keys), 64, dtype=np.int64)
+                offsets, _ = place(sizes)
+                done = store.write_from(rows_of(keys), np.asarray(offsets), sizes, if_absent=False)
+                assert done.all_ok
+
+
+def opened(url: str) -> Store:
+    """Open a store of `filled`."""
+    if not url.startswith(GENERATED):
+        return open_store(url)
+    _, objects, folder = url.split(":", 2)
+    store = open_store(folder)
+    store.__class__ = GeneratedStore
+    store.generated = int(objects)  # type: ignore[attr-defined]
+    return store
+
+
+# --- memory and time ---
+
+
+def peak_mib() -> float:
+    """Return the peak memory of this process."""
+    return bench_hf3fs_snapshot.peak_kib() / 1024
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its ended children."""
+    return sum(os.times()[:4])
+
+
+def step(name: str, url: str, run: Path, parts: int) -> None:
+    """Do one step of a run in this process; print what it cost as JSON."""
+    if name == "merge":
+        before, cpu, wall = peak_mib(), cpu_seconds(), time.perf_counter()
+        with RunDirectory.existing(run) as directory:
+            merged = merge_run(directory)
+            json.dumps(merged.document, default=str)
+    else:
+        with opened(url) as store:
+            job = VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+            before, cpu, wall = peak_mib(), cpu_seconds(), time.perf_counter()
+            with RunDirectory.create(run, job.permissions) as directory:
+                begun = begin(directory, job, parts)
+                if name != "lister":
+                    run_part(directory, job, begun, int(name.removeprefix("part ")))
+    cost = {
+        "wall": time.perf_counter() - wall,
+        "cpu": cpu_seconds() - cpu,
+        "peak": peak_mib(),
+        "added": peak_mib() - before,
+    }
+    print(json.dumps(cost))
+
+
+def measured(name: str, url: str, run: Path, parts: int) -> dict[str, float]:
+    """Do a step in a process of its own."""
+    program = (sys.executable, "-m", "tests.bench.bench_parts", "--step", name)
+    arguments = ("--url", url, "--run", str(run), "--parts", str(parts))
+    found: dict[str, float] = json.loads(subprocess.check_output([*program, *arguments], cwd=ROOT))
+    return found
+
+
+def memory(kinds: list[str], objects: int, parts: int, at: Path) -> None:
+    """Print the cost of each step for each store."""
+    for kind in kinds:
+        with folder_at(at) as folder, filled(kind, objects, folder) as url:
+            run = folder / "run"
+            for name in STEPS:
+                if name == "merge":
+                    for part in range(2, parts):
+                        measure_other(url, run, part, parts)
+                cost = measured(name, url, run, parts)
+                print(
+                    f"{kind:9} {objects:10,} objects, {parts} parts  {name:7}"
+                    f"{cost['wall']:7.1f} s   CPU {cost['cpu']:6.1f} s   "
+                    f"peak {cost['peak']:6.0f} MiB   added {cost['added']:6.0f} MiB",
+                    flush=True,
+                )
+            size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
+            print(f"{kind:9} run directory {size / 1e6:.0f} MB", flush=True)
+
+
+def measure_other(url: str, run: Path, part: int, parts: int) -> None:
+    """Do a part whose cost is not of interest."""
+    with opened(url) as store:
+        job = VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+        with RunDirectory.create(run, job.permissions) as directory:
+            run_part(directory, job, begin(directory, job, parts), part)
+
+
+@contextmanager
+def folder_at(at: Path) -> Iterator[Path]:
+    """Yield a temporary folder."""
+    path = Path(tempfile.mkdtemp(prefix="hicachectl-bench-", dir=at))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+# --- listings ---
+
+
+def listings(kinds: list[str], at: Path, parts: int) -> None:
+    """Print how many times the parts of a run list the store."""
+    for kind in kinds:
+        with folder_at(at) as folder, filled(kind, 4000, folder) as url:
+            counted = Counter[str]()
+            for part in range(parts):
+                with opened(url) as store, counting(type(store), counted):
+                    job = VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+                    with RunDirectory.create(folder / "run", job.permissions) as directory:
+                        run_part(directory, job, begin(directory, job, parts), part)
+            print(f"{kind:9} {parts} parts: {counted['scan']} listing of the store", flush=True)
+
+
+@contextmanager
+def counting(backend: type[Store], counted: Counter[str]) -> Iterator[None]:
+    """Count the listings of a class of stores."""
+    scan: Callable[..., Any] = backend.scan
+
+    def counts(self: Store, *arguments: Any, **named: Any) -> Any:
+        counted["scan"] += 1
+        return scan(self, *arguments, **named)
+
+    backend.scan = counts  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        backend.scan = scan  # type: ignore[method-assign]
+
+
+# --- scaling ---
+
+
+def write_files(folder: Path, nbytes: int) -> None:
+    """Write objects of one rank with real bytes."""
+    folder.mkdir()
+    content = np.random.default_rng(0).bytes(PAGE_BYTES)
+    for number in range(nbytes // PAGE_BYTES):
+        page = hashlib.sha256(b"%d" % number).hexdigest()
+        (folder / f"{page}_m_0_1.bin").write_bytes(content)
+        os.utime(folder / f"{page}_m_0_1.bin", (1.7e9, 1.7e9))
+
+
+def verify_command(store: Path, catalog: Path, *more: object) -> list[str]:
+    """Return a command that digests every object."""
+    given = ("--checks", "digests", "--catalog", catalog, "--fail-on", "never", *more)
+    return [sys.executable, "-m", "hicachectl", "-q", "verify", str(store), *map(str, given)]
+
+
+def wall_of(commands: list[list[str]]) -> float:
+    """Run processes at the same time; return the seconds until the last one ends."""
+    begun = time.perf_counter()
+    for process in [subprocess.Popen(each, cwd=ROOT) for each in commands]:
+        assert process.wait() == 0
+    return time.perf_counter() - begun
+
+
+def scaling(seconds: float, at: Path) -> None:
+    """Print the wall time of 1, 2 and 4 processes, each held to one rate."""
+    rate = 4 << 20  # bytes a second, of each process
+    with folder_at(at) as folder:
+        store, catalog = folder / "objects", folder / "catalog.parquet"
+        write_files(store, int(rate * seconds))
+        subprocess.run(verify_command(store, catalog, "--update-catalog"), cwd=ROOT, check=True,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        alone = 0.0
+        for workers in (1, 2, 4):
+            run = folder / f"run-{workers}"
+            limit = ("--bwlimit", rate * workers, "--run", run)  # each part takes an equal share
+            commands = [
+                verify_command(store, catalog, *limit, "--shard", f"{part}/{workers}")
+                for part in range(workers)
+            ]
+            wall = wall_of(commands)
+            alone = alone or wall
+            print(f"{workers} workers of {rate >> 20} MiB/s each: {wall:6.1f} s, "
+                  f"{alone / wall:.2f} times one", flush=True)  # fmt: skip
+
+
+# --- Ray ---
+
+
+def ray(seconds: float, at: Path) -> None:
+    """Print the wall time of two Ray workers and of two processes, each held to one rate."""
+    from hicachectl.cli.commands.verify import command
+
+    if "--ray" not in {option for param in command.params for option in param.opts}:
+        print("verify has no --ray")
+        return
+    rate = 4 << 20
+    with folder_at(at) as folder:
+        store, catalog = folder / "objects", folder / "catalog.parquet"
+        write_files(store, int(2 * rate * seconds))
+        subprocess.run(verify_command(store, catalog, "--update-catalog"), cwd=ROOT, check=True,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        limit = ("--bwlimit", 2 * rate)
+        plain = wall_of(
+            [
+                verify_command(store, catalog, *limit, "--run", folder / "run", "--shard", f"{n}/2")
+                for n in range(2)
+            ]
+        )
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import ray; ray.init(num_cpus=2); ray.shutdown()"],
+                       check=True, capture_output=True)  # fmt: skip
+        start = time.perf_counter() - start
+        with_ray = wall_of(
+            [verify_command(store, catalog, *limit, "--ray", "local", "--workers", 2)]
+        )
+        print(f"processes {plain:.1f} s, Ray {with_ray:.1f} s, its start-up {start:.1f} s; beyond "
+              f"start-up {(with_ray - start) / plain - 1:+.1%}")  # fmt: skip
+
+
+def main() -> None:
+    """Measure as the command line asks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=["memory", "listings", "scaling", "ray"])
+    parser.add_argument("--stores", default="file,hf3fs,mooncake,pack")
+    parser.add_argument("--objects", type=int, default=1_000_000)
+    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--at", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--step", choices=STEPS, help="do one step of a run, once")
+    parser.add_argument("--url")
+    parser.add_argument("--run", type=Path)
+    options = parser.parse_args()
+    if options.step:
+        step(options.step, options.url, options.run, options.parts)
+    elif options.part == "memory":
+        memory(options.stores.split(","), options.objects, options.parts, options.at)
+    elif options.part == "listings":
+        listings(options.stores.split(","), options.at, options.parts)
+    elif options.part == "scaling":
+        scaling(options.seconds or 120, options.at)
+    elif options.part == "ray":
+        ray(options.seconds or 60, options.at)
+    else:
+        parser.error("give --part")
+
+
+if __name__ == "__main__":
+    main()
