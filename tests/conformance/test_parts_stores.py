@@ -1,0 +1,315 @@
+"""Parts of a run, merged, equal one process, on damaged stores that SGLang itself wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from hicachectl.__main__ import run
+from hicachectl.backends.mooncake.store import MooncakeStore
+from tests.conformance.store_cases import HF3FS_VARIANTS, MOONCAKE_VARIANTS, VARIANTS, store_name
+from tests.conformance.test_cli_stores import profile_files
+from tests.conformance.test_hf3fs_written import FILE_SIZE
+from tests.conformance.test_hf3fs_written import Written as WrittenPages
+from tests.conformance.test_mooncake_written import write
+from tests.hf3fs_server import MetadataServer
+from tests.mooncake_cluster import Cluster
+from tests.parts.test_verify_parts import comparable
+from tests.stores import contents
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession, WriteStore
+
+pytestmark = pytest.mark.conformance
+
+PARTS = 3
+EACH = 5  # one object of so many is damaged
+FINDINGS = 4  # exit status
+
+Entry = dict[str, Any]
+
+every_file_store = pytest.mark.parametrize(
+    ("case", "layout"), VARIANTS, ids=[store_name(*variant) for variant in VARIANTS]
+)
+
+
+def overwritten(value: bytes, content: bytes) -> bytes:
+    """Return an object whose first bytes are others."""
+    return content[: len(value)] + value[len(content) :]
+
+
+# What becomes of the bytes of an object; None removes it.
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "none": lambda value: value,
+    "lost": lambda value: None,
+    "short": lambda value: value[: len(value) // 2],
+    "long": lambda value: value + b"\0",
+    "nan": lambda value: overwritten(value, b"\xff" * 4096),
+    "zeros": lambda value: bytes(len(value)),
+    "flipped": lambda value: overwritten(value, bytes([value[0] ^ 1])),
+}
+# Damages that are done at once, to different objects.
+TOGETHER = (("none",), ("lost", "short", "long"), ("nan", "zeros", "flipped"))
+
+
+def chosen(manifest: Manifest, damage: str) -> list[Entry]:
+    """Return objects of all kinds and pages, others for each damage."""
+    entries: list[Entry] = manifest["objects"][list(DAMAGE).index(damage) % EACH :: EACH]
+    return entries
+
+
+class Comparison:
+    """Runs a command as one process and in parts."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+        self._capfd = capfd
+        self._folder = folder
+        self._number = 0
+
+    def folder(self) -> Path:
+        """Return a new folder."""
+        self._number += 1
+        folder = self._folder / f"compared-{self._number}"
+        folder.mkdir()
+        return folder
+
+    def run(self, *arguments: object) -> tuple[int, dict[str, Any]]:
+        """Run a command; return the exit status and the document, {} without one."""
+        self._capfd.readouterr()
+        status = run([str(argument) for argument in arguments])
+        output, said = self._capfd.readouterr()
+        assert status in (0, FINDINGS), said
+        return status, json.loads(output) if output else {}
+
+    def parts(self, path: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
+        """Do all parts, the first one last, and merge them."""
+        for part in (*range(1, PARTS), 0):
+            status, _ = self.run(*arguments, "--shard", f"{part}/{PARTS}", "--run", path)
+            assert status == 0
+        return self.run("merge", path, "--format", "json")
+
+    def verify(self, url: object, *options: object, catalog: Path | None = None) -> dict[str, Any]:
+        """Compare the documents, exit statuses and new catalogs of `verify`; return a document.
+
+        catalog: an earlier catalog, which the runs compare with.
+        """
+        folder = self.folder()
+        given: tuple[object, ...] = ("verify", url, "--grace", "0s", *options)
+        if catalog is not None:
+            own = shutil.copy(catalog, folder / "own.parquet")
+            given = (*given, "--catalog", own, "--update-catalog")
+        status, merged = self.parts(folder / "run", *given)
+        if catalog is not None:
+            self.run("merge", folder / "run", "--format", "json", "--catalog", folder / "merged")
+        whole_status, whole = self.run(*given, "--format", "json")
+        assert status == whole_status
+        assert comparable(merged) == comparable(whole)
+        if catalog is not None:
+            assert digests(folder / "merged") == digests(folder / "own.parquet")
+        return merged
+
+
+def digests(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a catalog without their times, in one order."""
+    table = pq.read_table(path)
+    kept = [
+        name for name in table.column_names if name not in ("first_seen_ns", "last_verified_ns")
+    ]
+    return sorted(table.select(kept).to_pylist(), key=repr)
+
+
+@pytest.fixture
+def comparison(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Comparison:
+    """Return a comparison of runs."""
+    return Comparison(capfd, tmp_path)
+
+
+# --- files and packs ---
+
+
+@contextmanager
+def damaged_files(store: Path, manifest: Manifest, copy: Path, *damages: str) -> Iterator[Path]:
+    """Yield a copy of a store with damages, and a file that is no object."""
+    shutil.copytree(store, copy, copy_function=os.link)
+    (copy / "notes.txt").write_text("no object")
+    for damage in damages:
+        for entry in chosen(manifest, damage):
+            path = copy / entry["file"]
+            value = DAMAGE[damage](path.read_bytes())
+            path.unlink()
+            if value is not None:
+                path.write_bytes(value)
+                os.utime(path, ns=((store / entry["file"]).stat().st_mtime_ns,) * 2)
+    try:
+        yield copy
+    finally:
+        shutil.rmtree(copy)
+
+
+@every_file_store
+def test_verify_of_files(
+    sglang_store: WriteStore, comparison: Comparison, tmp_path: Path, case: str, layout: str
+) -> None:
+    """Documents, exit statuses and catalogs are equal for each damage."""
+    store, manifest = sglang_store(case, layout=layout)
+    profile = profile_files(manifest, tmp_path)[0]
+    catalog = tmp_path / "catalog.parquet"
+    recorded = ("--grace", "0s", "--catalog", catalog, "--update-catalog", "--format", "json")
+    comparison.run("verify", store, *recorded)
+    found: set[str] = set()
+    for damages in TOGETHER:
+        with damaged_files(store, manifest, tmp_path / "store", *damages) as copy:
+            options = ("--profile", profile, "--identity", "size")
+            document = comparison.verify(copy, *options, catalog=catalog)
+            assert document["complete"]
+            found.update(document["counts"])
+    assert found >= {"truncated", "oversized", "digest-mismatch", "all-zero"}
+    assert found & {"nan", "bad-scale"}
+
+
+@every_file_store
+def test_packs(
+    sglang_store: WriteStore, comparison: Comparison, tmp_path: Path, case: str, layout: str
+) -> None:
+    """Parts verify a pack of a damaged store, and a damaged pack, as one process does."""
+    store, manifest = sglang_store(case, layout=layout)
+    profile = profile_files(manifest, tmp_path)[0]
+    pack = tmp_path / "store.hcpack"
+    with damaged_files(store, manifest, tmp_path / "store", "lost") as copy:
+        given = ("--profile", profile, "--include-partial", "--grace", "0s", "--format", "json")
+        comparison.run("migrate", copy, f"pack://{pack}", *given)
+    comparison.verify(f"pack://{pack}", "--profile", profile)
+    with pack.open("r+b") as stream:
+        stream.seek(pack.stat().st_size // 3)
+        stream.write(bytes(64))
+    document = comparison.verify(f"pack://{pack}", "--profile", profile)
+    assert {"unreadable", "digest-mismatch"} & document["counts"].keys()
+
+
+@every_file_store
+def test_migrated_files(
+    sglang_store: WriteStore, comparison: Comparison, tmp_path: Path, case: str, layout: str
+) -> None:
+    """Parts copy the bytes and times that one process copies, from whole and damaged stores."""
+    store, manifest = sglang_store(case, layout=layout)
+    profile = profile_files(manifest, tmp_path)[0]
+    for damages in (("none",), ("lost", "short")):
+        with damaged_files(store, manifest, tmp_path / "store", *damages) as copy:
+            folder = comparison.folder()
+            options = ("--profile", profile, "--grace", "0s", "--to-model", "other/name")
+            status, merged = comparison.parts(
+                folder / "run", "migrate", copy, folder / "parts", *options
+            )
+            whole_status, whole = comparison.run(
+                "migrate", copy, folder / "whole", *options, "--format", "json"
+            )
+            assert status == whole_status
+            assert of_migration(merged) == of_migration(whole)
+            assert contents(folder / "parts") == contents(folder / "whole") != {}
+
+
+def of_migration(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for one process and for parts."""
+    other = ("destination", "seconds", "parts", "missing_parts", "resumed", "journal")
+    return {name: value for name, value in document.items() if name not in other}
+
+
+# --- Mooncake ---
+
+
+@pytest.fixture(scope="module")
+def cluster(mooncake_package: None) -> Iterator[Cluster]:
+    """A cluster whose leases are short."""
+    with Cluster(lease_ms=3000) as cluster:
+        yield cluster
+
+
+@pytest.mark.xdist_group("sglang-mooncake")
+@pytest.mark.parametrize(("case", "layout"), MOONCAKE_VARIANTS, ids="-".join)
+def test_verify_of_mooncake(
+    cluster: Cluster,
+    sglang_session: SglangSession,
+    comparison: Comparison,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    layout: str,
+) -> None:
+    """Documents and exit statuses are equal for all damages; parts list the master once."""
+    written = write(sglang_session, cluster, case, layout=layout)
+    client = cluster.client()
+    planted: dict[str, bytes | None] = {}
+    for damage in ("lost", "short", "long", "nan"):
+        for entry in chosen(written.manifest, damage)[:: len(DAMAGE)]:
+            planted[entry["key"]] = DAMAGE[damage](client.get(entry["key"]))
+    profile = next(iter(written.profiles(tmp_path).values()))
+    scans = counted_scans(monkeypatch, MooncakeStore)
+    # Values need a client, whose end takes a second.
+    values = () if case == "mla_indexer" else ("--checks", "names,groups,sizes")
+    with written.damaged(planted):
+        document = comparison.verify(cluster.url, "--profile", profile, *values)
+    assert document["counts"].keys() - {"foreign-object"}
+    assert len(scans) == 1 + 1  # of the parts, and of the whole
+
+
+def counted_scans(monkeypatch: pytest.MonkeyPatch, backend: Any) -> list[None]:
+    """Return a list that grows by one with each listing of a store."""
+    scans: list[None] = []
+    scan = backend.scan
+
+    def counts(*arguments: Any, **named: Any) -> Any:
+        scans.append(None)
+        return scan(*arguments, **named)
+
+    monkeypatch.setattr(backend, "scan", counts)
+    return scans
+
+
+# --- 3FS ---
+
+
+@pytest.fixture(scope="module")
+def server(sglang_python: Path) -> Iterator[MetadataServer]:
+    """A metadata server for this module only."""
+    with MetadataServer(sglang_python) as server:
+        yield server
+
+
+@pytest.mark.xdist_group("sglang-hf3fs")
+@pytest.mark.parametrize(("case", "layout"), HF3FS_VARIANTS, ids="-".join)
+def test_verify_of_3fs(
+    server: MetadataServer,
+    sglang_session: SglangSession,
+    comparison: Comparison,
+    tmp_path: Path,
+    case: str,
+    layout: str,
+) -> None:
+    """Documents and exit statuses are equal for damaged values and for lost objects."""
+    server.reset()
+    config = server.write_config(tmp_path, FILE_SIZE)
+    place = (config, "--backend=hf3fs", f"--layout={layout}")
+    manifest = sglang_session.run("write_store", case, *place)
+    written = WrittenPages(server, tmp_path, manifest)
+    options = ("--profile", written.profile)
+    comparison.verify(written.url, *options)
+    for damage in ("nan", "zeros"):
+        for entry in chosen(manifest, damage):
+            value = DAMAGE[damage](written.get(entry))
+            assert value is not None
+            written.put(entry, value)
+    document = comparison.verify(written.url, *options)
+    assert document["counts"].keys() >= {"nan", "all-zero"}
+    for entry in chosen(manifest, "lost"):
+        rank, namespace, name = entry["key"].split(":")
+        server.delete(int(rank), [name], namespace)
+    assert comparison.verify(written.url, *options)["pages"] == document["pages"]
