@@ -234,7 +234,9 @@ def cluster(mooncake_package: None) -> Iterator[Cluster]:
 
 
 @pytest.mark.xdist_group("sglang-mooncake")
-@pytest.mark.parametrize(("case", "layout"), MOONCAKE_VARIANTS, ids="-".join)
+@pytest.mark.parametrize(
+    ("case", "layout"), MOONCAKE_VARIANTS, ids=map("-".join, MOONCAKE_VARIANTS)
+)
 def test_verify_of_mooncake(
     cluster: Cluster,
     sglang_session: SglangSession,
@@ -285,7 +287,9 @@ def server(sglang_python: Path) -> Iterator[MetadataServer]:
 
 
 @pytest.mark.xdist_group("sglang-hf3fs")
-@pytest.mark.parametrize(("case", "layout"), HF3FS_VARIANTS, ids="-".join)
+@pytest.mark.parametrize(
+    ("case", "layout"), HF3FS_VARIANTS, ids=["-".join(v) for v in HF3FS_VARIANTS]
+)
 def test_verify_of_3fs(
     server: MetadataServer,
     sglang_session: SglangSession,
@@ -312,4 +316,4 @@ def test_verify_of_3fs(
     for entry in chosen(manifest, "lost"):
         rank, namespace, name = entry["key"].split(":")
         server.delete(int(rank), [name], namespace)
-    assert comparison.verify(written.url, *options)["pages"] == document["pages"]
+    assert comparison.verify(written.url, *options)["objects"] < document["objects"]

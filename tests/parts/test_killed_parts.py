@@ -1,0 +1,188 @@
+"""Parts in processes that SIGKILL ends at random times end like an undisturbed run.
+
+The processes are those of two hosts: with other homes, with clocks two hours apart, and without a
+lock in common, so that each host finds out by its own clock that a part of the other has died.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.move.migrations import damaged_stores, demo_store, profile_file
+from tests.parts.test_verify_parts import comparable
+from tests.stores import contents
+from tests.verify.damages import at_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Invoke
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+KILLS = 5  # of each command
+PARTS = 4
+AT_ONCE = 3  # processes
+STALE_S = 1.5  # after which another host takes a claim over
+MOST_S = 120
+HOSTS: tuple[dict[str, Any], ...] = (
+    {"host": "a", "ahead": 3600},
+    {"host": "b", "ahead": -3600},
+)
+
+
+class Processes:
+    """Processes of the parts of one run, killed at random."""
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        self._folder = folder
+        self._chance = chance
+        self._running: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, part: int, command: list[object]) -> None:
+        """Start a part on any host."""
+        number = self._chance.randrange(len(HOSTS))
+        home = self._folder / f"home-{number}"
+        home.mkdir(exist_ok=True)
+        settings = {**HOSTS[number], "stale": STALE_S, "listing": 0.2}
+        self._running[part] = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.parts.disturbed"),
+                *(f"{name}={value}" for name, value in settings.items()),
+                *("--", *map(str, command), "--shard", f"{part}/{PARTS}"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "HOME": str(home), "TZ": f"UTC{number:+}"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, command: list[object], kills: int) -> int:
+        """Do all parts, and kill processes meanwhile; return the number of kills."""
+        todo = self._chance.sample(range(PARTS), PARTS)
+        done = 0
+        deadline = time.monotonic() + MOST_S
+        next_kill = time.monotonic() + self._chance.uniform(0.3, 1.5)
+        while todo or self._running:
+            assert time.monotonic() < deadline, "the parts do not end"
+            while todo and len(self._running) < AT_ONCE:
+                self.start(todo.pop(0), command)
+            time.sleep(0.01)
+            for part, process in list(self._running.items()):
+                if process.poll() is None:
+                    continue
+                _, said = process.communicate()
+                del self._running[part]
+                # A part whose claim was taken over says so; the taker does it.
+                assert process.returncode == 0 or "taken over" in said, said
+                if process.returncode:
+                    todo.append(part)
+            if done < kills and self._running and time.monotonic() > next_kill:
+                part = self._chance.choice(sorted(self._running))
+                process = self._running.pop(part)
+                process.kill()
+                process.communicate()
+                todo.append(part)
+                done += 1
+                next_kill = time.monotonic() + self._chance.uniform(0.1, 1.5)
+        return done
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self._running.values():
+            process.kill()
+            process.communicate()
+
+
+KilledRun = Callable[[Path, list[object], int], int]
+
+
+@pytest.fixture
+def killed_run(tmp_path: Path) -> Iterator[KilledRun]:
+    """Return a function that does a run with kills, and returns their number."""
+    seed = int(os.environ.get("HICACHECTL_TEST_SEED", random.randrange(2**32)))
+    print(f"HICACHECTL_TEST_SEED={seed}")
+    processes = Processes(tmp_path, random.Random(seed))
+
+    def finish(run: Path, command: list[object], kills: int) -> int:
+        return processes.finish([*command, "--run", run], kills)
+
+    yield finish
+    processes.end()
+
+
+def check_verify(
+    invoke: Invoke,
+    folder: Path,
+    killed_run: KilledRun,
+    kills: int,
+) -> None:
+    """Kill verifications in parts until there were so many kills."""
+    store = demo_store(folder / "store", 24)
+    at_once(store)
+    # All times are old, since no clock of a host is right.
+    for path in store.iterdir():
+        os.utime(path, (1.6e9, 1.6e9))
+    catalog = folder / "catalog.parquet"
+    options: list[object] = ["--profile", profile_file(folder / "p.toml"), "--catalog", catalog]
+    options += ["--update-catalog"]
+    command = ["verify", store, *options, "--bwlimit", "3MiB"]
+    done = rounds = 0
+    first: dict[str, Any] = {}
+    while done < kills:
+        rounds += 1
+        run = folder / f"run-{rounds}"
+        done += killed_run(run, command, min(4, kills - done))
+        merged = invoke("merge", run, "--format", "json", exit_code=4).document
+        if not first:
+            first = invoke("verify", store, *options, "--format", "json", exit_code=4).document
+            catalog.unlink()
+        assert comparable(merged) == comparable(first)
+
+
+def check_migrate(
+    invoke: Invoke,
+    folder: Path,
+    killed_run: KilledRun,
+    kills: int,
+    *options: object,
+) -> None:
+    """Kill migrations in parts until there were so many kills."""
+    source, target = damaged_stores(folder / "stores")
+    given = ("--profile", profile_file(folder / "p.toml"), "--include-partial", *options)
+    whole = shutil.copytree(target, folder / "whole")
+    whole_source = shutil.copytree(source, folder / "whole-source")
+    wanted = invoke("migrate", whole_source, whole, *given, "--format", "json", exit_code=4)
+    done = rounds = 0
+    while done < kills:
+        rounds += 1
+        own = folder / f"round-{rounds}"
+        own.mkdir()
+        own_source = shutil.copytree(source, own / "source")
+        own_target = shutil.copytree(target, own / "target")
+        command = ["migrate", own_source, own_target, *given, "--bwlimit", "600KiB"]
+        done += killed_run(own / "run", command, min(4, kills - done))
+        merged = invoke("merge", own / "run", "--format", "json", exit_code=4).document
+        for name in ("pages", "objects", "conflicts", "failed", "complete"):
+            assert merged[name] == wanted.document[name], name
+        assert contents(own_target) == contents(whole)
+        assert contents(own_source) == contents(whole_source)
+
+
+def test_verify(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
+    check_verify(invoke, tmp_path, killed_run, KILLS)
+
+
+def test_moves(invoke: Invoke, tmp_path: Path, killed_run: KilledRun) -> None:
+    check_migrate(invoke, tmp_path, killed_run, KILLS, "--move", "--yes")
