@@ -31,9 +31,9 @@ def readme_blocks() -> list[str]:
     return [dedent("\n".join(block)).strip() + "\n" for block in found if block]
 
 
-def manual_blocks() -> list[str]:
-    """Return the literal blocks of hicachectl-scheduling(7), without the escapes of mdoc."""
-    source = (ROOT / "man" / "hicachectl-scheduling.7").read_text()
+def manual_blocks(page: str = "hicachectl-scheduling.7") -> list[str]:
+    """Return the literal blocks of a manual page, without the escapes of mdoc."""
+    source = (ROOT / "man" / page).read_text()
     found = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", source, re.MULTILINE | re.DOTALL)
     return [text.replace("\\-", "-").replace("\\e", "\\") for text in found]
 

@@ -719,6 +719,8 @@ def _see_also(page: str) -> list[str]:
     pages = [other for other in pages if other != f"{page} 1"]
     if page in ("hicachectl", "hicachectl-pack"):
         pages.append("hcpack 5")
+    if page.removeprefix("hicachectl-") in ("hicachectl", "merge", "migrate", "prewarm", "verify"):
+        pages.append("hicachectl-scaling 7")
     if page in ("hicachectl", "hicachectl-prewarm", "hicachectl-verify"):
         pages.append("hicachectl-scheduling 7")
     return [f".Xr {other} {',' if other != pages[-1] else ''}".rstrip() for other in pages]

@@ -205,7 +205,7 @@ def test_migrated_files(
     for damages in (("none",), ("lost", "short")):
         with damaged_files(store, manifest, tmp_path / "store", *damages) as copy:
             folder = comparison.folder()
-            options = ("--profile", profile, "--grace", "0s", "--to-model", "other/name")
+            options = ("--profile", profile, "--grace", "0s", "--include-partial")
             status, merged = comparison.parts(
                 folder / "run", "migrate", copy, folder / "parts", *options
             )
