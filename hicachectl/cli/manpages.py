@@ -262,6 +262,23 @@ _PARTS = """
     equal share. The directory must be on a file system with hard links that all hosts see, such
     as NFS.
 """
+_CLUSTER = """
+    With --ray, this host lists the store, divides the listing, and sends each part to a node of a
+    Ray cluster. It writes the result of the whole run, with metrics and catalog, as a run in one
+    process does. All nodes need the same releases of hicachectl, Python and Ray, and access to the
+    store. They share no other directory; files that options name are read on this host only.
+
+    Before the listing, each node opens the store. Nodes that cannot are named and left out. Each
+    node does one part at a time; --workers N does N at once, on all nodes together. Limits such as
+    --bwlimit are divided by this number. A part whose process or node is lost is done again, on
+    another node if possible, at most three times. If it is lost each time, the result names it in
+    missing_parts, and the exit status is 4.
+
+    After an interruption, the same command with the same --run DIR continues the run. Without
+    --run, the next run starts over. Run the command on a node of the cluster: auto finds the
+    cluster of this host, HOST:PORT is its head node, and local starts one on this host alone. Ray
+    clients (ray://) cannot be used.
+"""
 _BACKGROUND: dict[str, dict[str, str]] = {
     "merge": {"PARTS": _PARTS},
     "ls": {"GROUPS": _GROUPS},
@@ -409,6 +426,7 @@ _BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "INTERRUPTED REPAIRS": _UNFINISHED,
         "PARTS": _PARTS,
+        "CLUSTERS": _CLUSTER,
         "UNCHECKED DTYPES": """
             Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
             bfloat16 or float16). The result lists this in skipped_checks as dtypes.

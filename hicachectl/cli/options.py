@@ -330,7 +330,20 @@ parts_options = stack(
         "run_directory",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
-        help="Directory that all parts of a run share; created if it is missing.",
+        help="Directory of a run with --shard or --ray; created if it is missing. All parts of "
+        "--shard share it. With --ray, only this host uses it, to continue an interrupted run.",
+    ),
+    click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Divide the run among the nodes of a Ray cluster: auto (the cluster of this host), "
+        "HOST:PORT, or local (this host).",
+    ),
+    click.option(
+        "--workers",
+        type=click.IntRange(1, 10_000),
+        metavar="N",
+        help="Parts that --ray does at once, on all nodes together.  [default: one on each node]",
     ),
 )
 

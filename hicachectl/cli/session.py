@@ -14,6 +14,7 @@ from hicachectl.text.terminal import message_text, mute_native_logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from hicachectl.backends.base import Store
@@ -30,7 +31,6 @@ class Settings(NamedTuple):
     verbose: bool = False
 
 
-@contextmanager
 def opened(
     ctx: click.Context,
     text: str,
@@ -38,19 +38,42 @@ def opened(
     allow_leases: bool = False,
     lease_wait: float | None = None,
     create: bool = False,
-) -> Iterator[Store]:
+) -> AbstractContextManager[Store]:
     """Open the store that a STORE argument names, and close it after the block.
 
     allow_leases, lease_wait (seconds; None: the store's default): see `Leases`. create: see
     `Store`.
     """
+    return opened_store(
+        text,
+        config_of(ctx),
+        allow_leases=allow_leases,
+        lease_wait=lease_wait,
+        create=create,
+        verbose=ctx.obj.verbose,
+    )
+
+
+@contextmanager
+def opened_store(
+    text: str,
+    config: Config | None = None,
+    *,
+    allow_leases: bool = False,
+    lease_wait: float | None = None,
+    create: bool = False,
+    verbose: bool = False,
+) -> Iterator[Store]:
+    """Open a store outside a command, as on another node. Arguments as of `opened`.
+
+    verbose: show the messages of native libraries.
+    """
     from hicachectl.backends.base import open_store
     from hicachectl.backends.capabilities import Leases
 
-    settings: Settings = ctx.obj
-    store = open_store(text, config=config_of(ctx), create=create)
+    store = open_store(text, config=config, create=create)
     try:
-        if store.traits.logs_natively and not settings.verbose:
+        if store.traits.logs_natively and not verbose:
             mute_native_logs()
         if isinstance(store, Leases):
             store.allow_leases = allow_leases
@@ -68,6 +91,13 @@ def config_of(ctx: click.Context) -> Config:
 
     path = ctx.obj.config
     return load_config(None if path is None else str(path))
+
+
+def whole_url(ctx: click.Context, text: str) -> str:
+    """Return the URL of a STORE argument for other processes, with its password."""
+    from hicachectl.backends.urls import parse_url
+
+    return str(parse_url(text, config_of(ctx)))
 
 
 def store_name(ctx: click.Context, text: str) -> str:

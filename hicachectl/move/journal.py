@@ -54,12 +54,16 @@ class JournalFiles:
     """Journals of a migration.
 
     own: written by this run; kept: even if the run is complete, as for parts of a divided run.
-    earlier: of earlier runs; if `own` is one of them, this run extends it.
+    earlier: of earlier runs; if `own` is one of them, this run extends it. Those of parts on other
+    nodes may be lost. owner: of a new journal; "" for a random one. unfinished: owners of earlier
+    attempts, by which their unfinished writes are found.
     """
 
     own: Path
     earlier: tuple[Path, ...] = ()
     kept: bool = False
+    owner: str = ""
+    unfinished: tuple[str, ...] = ()
 
     @property
     def next_steps(self) -> tuple[str, str]:
@@ -297,7 +301,7 @@ class Journal:
         self.path = path = files.own
         self._next_steps = files.next_steps
         owner = None if earlier is None else earlier.owners.get(path)
-        self.owner = owner or os.urandom(_OWNER_BYTES).hex()
+        self.owner = owner or files.owner or os.urandom(_OWNER_BYTES).hex()
         self._durable = durable
         self._lock = threading.Lock()
         self._noted = owner is not None and not fresh

@@ -132,7 +132,8 @@ class Migration:
         )
         try:
             if isinstance(self.destination, Resumable):
-                for owner in () if self._progress is None else self._progress.marks:
+                marks = [] if self._progress is None else self._progress.marks
+                for owner in {*marks, *self.journals.unfinished}:
                     self.destination.own_temporaries(owner, sweep=True)
                 self.destination.own_temporaries(journal.owner, sweep=False)
         except BaseException:

@@ -217,7 +217,7 @@ def main(parent: int, folder: Path) -> None:
 
 def _done(order: Order, folder: Path, answering: _Answering) -> StageResult | None:
     """Do a stage; return its result, or None for the stage `open`."""
-    received = time.monotonic()
+    listed = time.monotonic() - order.age
     open_job: Callable[[], AbstractContextManager[Job]] = pickle.loads(order.job)
     with open_job() as job:
         if order.stage == "open":
@@ -234,7 +234,8 @@ def _done(order: Order, folder: Path, answering: _Answering) -> StageResult | No
             plan=None if order.plan is None else result_from(order.plan, planned),
             journals=tuple(folder / f"journal-{k}.jsonl" for k in range(order.attempt + 1)),
             divided=order.divided,
-            age=lambda: order.age + time.monotonic() - received,
+            seconds_of=lambda limit: max(limit - order.spent, 0),  # parts follow one another
+            age=lambda: time.monotonic() - listed,
             check=answering.check,
         )
         if order.stage == "plan":

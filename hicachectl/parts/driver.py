@@ -115,6 +115,11 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def workers(self) -> int:
+        """Number of parts at once."""
+        return self._stages.workers
+
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
         """List and plan, unless an earlier driver has. on_listed: see `running.begin`."""
         self._begun = begin(self._run, self._job, self._count, on_listed=on_listed, say=self._say)
@@ -198,6 +203,7 @@ class _Stages:
     def __init__(self, cluster: Cluster, open_job: OpenJob, workers: int) -> None:
         self._cluster = cluster
         self._job = pickle.dumps(open_job)
+        self._began = time.monotonic()
         self.workers = workers
 
     def refusals(self, nodes: Collection[Node]) -> dict[Node, str]:
@@ -225,6 +231,7 @@ class _Stages:
             earlier=given.earlier,
             divided=self.workers,
             age=given.age(),
+            spent=time.monotonic() - self._began,
             tables={name: table_bytes(read()) for name, read in given.tables.items()},
             plan=None if plan is None else outcome_of(plan),
             planned={name: table_bytes(table) for name, table in planned.items()},

@@ -42,6 +42,7 @@ class PartInput:
     plan:     the kept plan of the part; None if the job's kind has no plans, or while planning.
     journals: a path for each attempt; the last is this attempt's, and others may be missing.
     divided:  the number by which limits of the whole run are divided.
+    seconds_of: takes a limit on the seconds of the whole run; returns those of this part.
     age:      returns seconds since the listing began. The times of files in the run directory tell
         how long ago another process listed; they have one clock.
     check:    raises ClaimLostError if another process took over the part. Call it often.
@@ -56,6 +57,7 @@ class PartInput:
     plan: StageResult | None
     journals: tuple[Path, ...]
     divided: int
+    seconds_of: Callable[[float], float]
     age: Callable[[], float]
     check: Callable[[], None]
 

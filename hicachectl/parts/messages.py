@@ -35,7 +35,7 @@ class Order(Struct, tag=True, kw_only=True):
 
     job: a pickled function that opens the job. It comes from the driver, as the code of a Ray task
     does. manifest: JSON. age: seconds since the listing when the order was written.
-    planned: tables of the plan.
+    spent: seconds since the driver began. planned: tables of the plan.
     """
 
     stage: Stage
@@ -47,6 +47,7 @@ class Order(Struct, tag=True, kw_only=True):
     earlier: tuple[str, ...] = ()
     divided: int = 1
     age: float = 0.0
+    spent: float = 0.0
     tables: dict[str, bytes] = {}
     plan: Outcome | None = None
     planned: dict[str, bytes] = {}

@@ -110,7 +110,7 @@ class MigrateJob:
         self._source = source
         self._destination = destination
         self._request = request
-        self._migration = self._prepared(request, ())
+        self._migration = self._prepared(request, JournalFiles(Path("no-journal")))
         self._planned: tuple[StageResult, Migration, MigrationPlan] | None = None
         options = _Options(
             selection=request.selection, dry_run=request.dry_run, labelled=request.labelled
@@ -184,11 +184,8 @@ class MigrateJob:
         """See `Job`; a migration has nothing to finish."""
         raise NotImplementedError
 
-    def _prepared(self, request: MigrationRequest, journals: tuple[Path, ...]) -> Migration:
-        """Return the migration. journals: of a part; none to write nothing."""
-        own = journals[-1] if journals else Path("no-journal")
-        files = JournalFiles(own, journals[:-1], kept=True)
-        return Migration(self._source, self._destination, request, files)
+    def _prepared(self, request: MigrationRequest, journals: JournalFiles) -> Migration:
+        return Migration(self._source, self._destination, request, journals)
 
     def _plan_groups(
         self, given: PartInput, kept: KeptPlan | None
@@ -200,7 +197,11 @@ class MigrateJob:
             selection=decided.selection,
             options=self._share(given.divided),
         )
-        migration = self._prepared(request, given.journals)
+        *earlier, own = given.journals
+        files = JournalFiles(
+            own, tuple(earlier), kept=True, owner=given.owner, unfinished=given.earlier
+        )
+        migration = self._prepared(request, files)
         inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
         plan = plan_groups(
             migration,

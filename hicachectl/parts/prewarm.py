@@ -92,14 +92,14 @@ class PrewarmJob:
         source: Store,
         destination: Store,
         request: PrewarmRequest,
-        asked: Callable[[], PrewarmRequest],
+        asked: Callable[[], PrewarmRequest] | None,
         inputs: Mapping[str, Any],
         min_usable: float | None,
     ) -> None:
         """Check the destination. Raises UsageError for a pack.
 
-        request: without chains and pages. asked: returns the request with these; called by the
-        lister only. inputs: options that name them, with their values.
+        request: without chains and pages. asked: returns the request with these, for the lister;
+        None: this process does not list. inputs: options that name them, with their values.
         """
         refuse_pack(destination)
         self._source = source
@@ -128,6 +128,7 @@ class PrewarmJob:
     ) -> Published:
         """Plan for all parts; see `Job.publish`."""
         now = time.time_ns()
+        assert self._asked is not None
         request = self._asked()
         on_listed(0)
         plan = plan_prewarm(Warming(self._source, self._destination, request), on_listed=on_listed)

@@ -229,6 +229,7 @@ def _attempt(
             plan=None,
             journals=tuple(place.path / f"journal-{k}.jsonl" for k in range(attempt + 1)),
             divided=manifest.parts,
+            seconds_of=lambda limit: limit / manifest.parts,
             age=lambda: max(before + time.monotonic() - began, time.monotonic() - begun.since),
             check=claim.check,
         )

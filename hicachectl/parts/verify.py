@@ -407,7 +407,7 @@ class VerifyJob:
             selection=decided.selection,
             sample=decided.sample,
             bytes_per_second=share_of(request.bytes_per_second, given.divided),
-            time_limit_seconds=None if limit is None else limit / given.divided,
+            time_limit_seconds=None if limit is None else given.seconds_of(limit),
         )
 
 

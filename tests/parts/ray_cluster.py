@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ class RayCluster(Closing):
         cluster_utils = need_module("ray.cluster_utils")
         # Ray's sockets have names of up to 107 characters.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/dev/shm")
-        environment = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": self._folder,
+        }
         self._before = dict(os.environ)
         os.environ.update(environment)
-        head = {**_NODE, "include_dashboard": False, "temp_dir": self._folder}
+        head = {**_NODE, "include_dashboard": False}
         self._cluster: Any = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
         self._others: list[Any] = []
         self.fill()
@@ -39,6 +44,16 @@ class RayCluster(Closing):
         """The address for --ray."""
         address: str = self._cluster.address
         return address
+
+    def children(self) -> list[int]:
+        """Return the pids of the processes that do stages."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                if b"hicachectl.parts.child" in words and self._folder.encode() in words[-2]:
+                    found.append(int(process.name))
+        return found
 
     def fill(self) -> None:
         """Add nodes in place of removed ones."""

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.formats.errors import UsageError
-from hicachectl.parts.cluster import Cluster, parse_address
+from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.move.migrations import demo_store, profile_file
 from tests.parts.ray_cluster import NODES, RayCluster, ended, wait_for_end
 from tests.parts.runs import NUMBERS, ROOT, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
+from tests.skips import need_module
+from tests.stores import contents
+from tests.verify.damages import PAGES, at_once
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 on_cluster = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -154,26 +159,121 @@ class TestOnCluster:
         assert "Part 1 was lost 3 times, at last on" in driver.remarks
         assert "killed by signal 6" in driver.remarks
 
+    @pytest.mark.parametrize("command", ["verify", "migrate", "prewarm"])
+    def test_a_command_gives_the_result_of_one_process(
+        self, cluster: RayCluster, invoke: Invoke, tmp_path: Path, command: str
+    ) -> None:
+        """A child is killed, then the driver ended; the next one continues to the same result."""
+        at_once(demo_store(tmp_path / "store", PAGES))
+        options = ["--profile", profile_file(tmp_path / "p.toml"), "--format", "json"]
+
+        def arguments(destination: str) -> list[object]:
+            stores = [tmp_path / "store"]
+            if command == "prewarm":
+                return [command, tmp_path / destination, "--from", *stores, "--all", *options]
+            stores += [tmp_path / destination] if command == "migrate" else []
+            return [command, *stores, "--grace", "2h", *options]
+
+        status = 0 if command == "migrate" else 4  # migrate leaves damaged pages out
+        alone = invoke(*arguments("alone"), exit_code=status)
+        on_ray = [*arguments("together"), "--ray", cluster.address, "--run", tmp_path / "run"]
+        on_ray += ["--bwlimit", "400KiB"]  # so that parts take a few seconds
+        driver = started(*on_ray)
+        wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.0")) and cluster.children())
+        os.kill(cluster.children()[0], signal.SIGKILL)
+        wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.1")), "no part is done again")
+        driver.terminate()
+        output, said = driver.communicate(timeout=120)
+        assert (output, driver.returncode) == ("", 143), said
+        assert "Continue with the same command" in said
+        again = started(*on_ray)
+        output, said = again.communicate(timeout=120)
+        assert again.returncode == status, said
+        document = json.loads(output)
+        assert comparable(document) == comparable(alone.document), said
+        assert document["parts"] == NODES
+        if command != "verify":
+            assert written(tmp_path / "together") == written(tmp_path / "alone")
+
+
+_OF_ONE = {"seconds", "parts", "missing_parts", "destination", "resumed"}
+
+
+def written(store: Path) -> dict[str, bytes]:
+    """Return the objects of a store, and temporary files if any remain."""
+    return {name: content for name, (content, _) in contents(store).items()}
+
+
+def comparable(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for one process and for a cluster."""
+    kept = {name: value for name, value in document.items() if name not in _OF_ONE}
+    rows = {
+        name: sorted(value, key=repr) for name, value in kept.items() if isinstance(value, list)
+    }
+    return kept | rows
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    """Start the command line in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hicachectl", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
 
 # without a cluster
 
 
-def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ray_options(tmp_path: Path) -> list[object]:
+    (tmp_path / "store").mkdir()
+    return ["verify", tmp_path / "store", "--ray"]
+
+
+def test_without_ray_one_line_names_the_extra(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, ray_options: list[object]
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError) as refusal:
-        Cluster("local")
-    assert str(refusal.value) == "--ray local: needs Ray; run pip install 'hicachectl[ray]'"
+    refused = invoke(*ray_options, "local", exit_code=2)
+    assert refused.stderr == (
+        "hicachectl: --ray local: needs Ray; run pip install 'hicachectl[ray]'\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("options", "said"),
     [
-        ("ray://head:10001", "a Ray client cannot do this"),
-        ("head", "give auto, local or HOST:PORT"),
-        ("", "give auto, local or HOST:PORT"),
+        (["ray://head:10001"], "a Ray client cannot do this; run on a node of the cluster"),
+        (["head"], "--ray head: give auto, local or HOST:PORT"),
+        (["auto", "--shard", "0/2"], "--shard cannot be combined with --ray"),
+        (["auto", "--repair", "delete"], "give --yes or --dry-run"),
+        (["auto", "--token-ids", "F"], "--token-ids cannot be combined with --ray"),
     ],
 )
-def test_other_addresses_are_refused(address: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said) as refusal:
-        parse_address(address)
-    assert "\n" not in str(refusal.value)
+def test_options_that_do_not_go_together(
+    invoke: Invoke, ray_options: list[object], options: list[str], said: str
+) -> None:
+    refused = invoke(*ray_options, *options, exit_code=2)
+    assert said in refused.stderr.splitlines()[-1]
+
+
+def test_workers_need_a_cluster_and_moves_one_process(
+    invoke: Invoke, ray_options: list[object], tmp_path: Path
+) -> None:
+    store = ray_options[1]
+    assert "--workers needs --ray" in invoke("verify", store, "--workers", 2, exit_code=2).stderr
+    move = ["migrate", store, tmp_path / "new", "--ray", "auto", "--move", "--yes"]
+    assert "--move cannot be combined with --ray" in invoke(*move, exit_code=2).stderr
+
+
+def test_a_port_without_a_cluster(invoke: Invoke, ray_options: list[object]) -> None:
+    """One line names the address, at once, with the exit status of a lost store."""
+    need_module("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
+    assert f"--ray 127.0.0.1:{port}: nothing answers there" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

@@ -8,6 +8,7 @@ FOLDER is a `ToyRun`'s. Prints the document; remarks go to stderr. `kept=1` give
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,12 @@ def _main(address: str, folder: Path, *settings: str) -> None:
             rows = merged.document.pop("numbers")
             merged.document["numbers"] = sorted(rows["number"].to_pylist())
             print(json.dumps(merged.document))
+        status = 0
     except HicacheError as error:
         _say(str(error))
-        sys.exit(2)
+        status = 2
+    sys.stdout.flush()
+    os._exit(status)  # as the command line does
 
 
 if __name__ == "__main__":

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.commands.parts import write_catalog, write_merged
 from hicachectl.cli.options import FILE, output_options
 from hicachectl.cli.session import remark
-from hicachectl.formats.errors import UsageError
-
-if TYPE_CHECKING:
-    from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.job import Merged
 
 
 @click.command(
@@ -49,8 +43,6 @@ def command(
     process. No store is opened. If a part has no result, stderr names it, the document has complete
     false, and the exit status is 4.
     """
-    from hicachectl.cli.metrics import write_metrics_of
-    from hicachectl.cli.output import write_document
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import merge_run
 
@@ -58,33 +50,8 @@ def command(
         merged = merge_run(opened)
         for text in merged.remarks:
             remark(ctx, text)
-        _write_catalog(ctx, opened, merged, catalog)
-        if metrics_file is not None:
-            succeeded = not merged.failed
-            write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
-        write_document(
-            merged.document,
-            rows=merged.rows,
-            name=merged.rows_name,
-            output_format=output_format,
-            output=output,
-            text=merged.lines,
-        )
-    if merged.failed:
-        ctx.exit(FINDINGS)
-
-
-def _write_catalog(
-    ctx: click.Context, run: RunDirectory, merged: Merged, path: Path | None
-) -> None:
-    if path is None:
-        if merged.write_catalog is not None:
+        if catalog is not None:
+            write_catalog(ctx, merged, catalog, opened.permissions())
+        elif merged.write_catalog is not None:
             remark(ctx, "The run recorded digests; write them with --catalog FILE")
-    elif merged.write_catalog is None:
-        raise UsageError(
-            "--catalog: the run recorded no digests; give its parts --catalog and --update-catalog"
-        )
-    elif merged.document["missing_parts"]:
-        remark(ctx, f"{path}: not written, because parts of the run are missing")
-    else:
-        merged.write_catalog(path, run.permissions())
+        write_merged(ctx, merged, metrics_file, output_format, output)

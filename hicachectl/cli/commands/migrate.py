@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
+from hicachectl.cli.commands.parts import (
+    chosen_shard,
+    do_on_cluster,
+    do_part,
+    is_on_cluster,
+    say_divided,
+)
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
@@ -25,7 +31,15 @@ from hicachectl.cli.options import (
     profile_options,
     transform_options,
 )
-from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.cli.session import (
+    bytes_progress,
+    opened,
+    opened_store,
+    progress,
+    remark,
+    store_name,
+    whole_url,
+)
 from hicachectl.formats.wording import lock_held
 from hicachectl.io.interrupts import raised_once
 
@@ -38,6 +52,8 @@ if TYPE_CHECKING:
     from hicachectl.move.migration_outcome import MigrationOutcome
     from hicachectl.parts.shards import Shard
 
+# On a cluster, a lost node loses the journal, which decides what a move deletes.
+_UNDIVIDED = ("move", "resume")
 _WHOLE_ONLY = ("lock", "output", "output_format", "resume")
 
 
@@ -52,6 +68,7 @@ Examples:
   hicachectl migrate prod: new: --profile prod.toml --resume
   hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
   hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/copy
+  hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
 """,
 )
 @click.argument("source", metavar="SRC")
@@ -125,10 +142,14 @@ def command(
     part. A part that did not end is run again with the same options; it continues --verify and
     --move without --resume. DST cannot be a pack then. Prints nothing on stdout; see
     hicachectl-merge(1).
+
+    --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
+    hicachectl-verify(1). --move needs one process, or --shard.
     """
     from hicachectl.cli.output import write_document
 
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
+    on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
     if shard is not None:
@@ -143,6 +164,9 @@ def command(
             outcome: MigrationOutcome | None = not_begun(
                 store_name(ctx, source), store_name(ctx, destination)
             )
+        elif on_cluster:
+            _on_cluster(ctx, source, destination, options, output_format, output)
+            return
         else:
             outcome = _between(ctx, source, destination, options)
     if outcome is None:
@@ -185,7 +209,7 @@ def _part(
         job = MigrateJob(origin, target, request)
         if not _agreed(origin, target, options):
             return
-        say_divided(ctx, shard, options, "bwlimit")
+        say_divided(ctx, shard.count, options, "bwlimit")
         record = do_part(ctx, options["run_directory"], shard, job)
         if not record.settled:  # else `merge` has all that there is to say
             facts = msgspec.convert(record.facts, MigrationFacts)
@@ -195,6 +219,35 @@ def _part(
             for text in (*outcome.messages, *outcome.lines()):
                 remark(ctx, text)
             ctx.exit(FINDINGS)
+
+
+def _on_cluster(
+    ctx: click.Context,
+    source: str,
+    destination: str,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Open both stores and migrate with the nodes of a cluster."""
+    from hicachectl.parts.migrate import MigrateJob
+
+    wait = options["lease_wait"]
+    with _opened(ctx, source, destination, options) as stores:
+        make = partial(MigrateJob, request=_request(ctx, stores[0], options))
+        do_on_cluster(
+            ctx,
+            options,
+            make(*stores),
+            make,
+            [
+                partial(opened_store, whole_url(ctx, source), lease_wait=wait),
+                partial(opened_store, whole_url(ctx, destination), lease_wait=wait, create=True),
+            ],
+            limits=["bwlimit"],
+            output_format=output_format,
+            output=output,
+        )
 
 
 @contextmanager

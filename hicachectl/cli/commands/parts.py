@@ -1,20 +1,26 @@
-"""The options --shard and --run of commands that can be divided."""
+"""The options --shard, --run, --ray and --workers of commands that can be divided."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.session import bytes_progress, progress, remark
+from hicachectl.formats.errors import StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from hicachectl.parts.job import Job
+    from hicachectl.backends.base import Store
+    from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.parts.job import Job, Merged
     from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
 
@@ -32,29 +38,55 @@ def chosen_shard(
 
     text, directory = options["shard"], options["run_directory"]
     if text is None:
-        if directory is not None:
-            raise click.UsageError("--run needs --shard")
+        if directory is not None and options["ray"] is None:
+            raise click.UsageError("--run needs --shard or --ray")
         return None
+    if options["ray"] is not None:
+        raise click.UsageError("--shard cannot be combined with --ray, which divides by itself")
     if directory is None:
         raise click.UsageError("--shard needs --run DIR, a directory that all parts share")
-    for param in ctx.command.params:
-        if param.name in whole_only and ctx.get_parameter_source(param.name) not in _DEFAULTS:
-            raise click.UsageError(
-                f"{max(param.opts, key=len)} cannot be combined with --shard, since it concerns "
-                "the whole run; see hicachectl merge"
-            )
+    for name in _given(ctx, whole_only):
+        raise click.UsageError(
+            f"{name} cannot be combined with --shard, since it concerns the whole run; see "
+            "hicachectl merge"
+        )
     return parse_shard(text)
 
 
-def say_divided(ctx: click.Context, shard: Shard, options: Mapping[str, Any], *limits: str) -> None:
+def is_on_cluster(
+    ctx: click.Context, options: Mapping[str, Any], *, undivided: Collection[str]
+) -> bool:
+    """Return whether --ray is given.
+
+    undivided: parameters that a run on a cluster cannot have. Raises click.UsageError, UsageError.
+    """
+    if options["ray"] is None:
+        if options["workers"] is not None:
+            raise click.UsageError("--workers needs --ray")
+        return False
+    from hicachectl.parts.cluster import parse_address
+
+    parse_address(options["ray"])
+    for name in _given(ctx, undivided):
+        raise click.UsageError(f"{name} cannot be combined with --ray")
+    return True
+
+
+def _given(ctx: click.Context, names: Collection[str]) -> Iterator[str]:
+    """Yield the options that the command line has, of the parameters with these names."""
+    for param in ctx.command.params:
+        if param.name in names and ctx.get_parameter_source(param.name) not in _DEFAULTS:
+            yield max(param.opts, key=len)
+
+
+def say_divided(ctx: click.Context, count: int, options: Mapping[str, Any], *limits: str) -> None:
     """Say which given limits of the whole run each part gets an equal share of.
 
-    limits: names of parameters.
+    count: of parts at once. limits: names of parameters.
     """
     given = [f"--{name.replace('_', '-')}" for name in limits if options[name] is not None]
-    if given and shard.count > 1:
-        remark(ctx, f"Of {' and '.join(given)}, each of the {shard.count} parts takes an equal "
-                    "share")  # fmt: skip
+    if given and count > 1:
+        remark(ctx, f"Of {' and '.join(given)}, each of the {count} parts takes an equal share")
 
 
 def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordForm:
@@ -76,3 +108,96 @@ def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordFor
     else:
         say(f"{name} is not complete; run it again")
     return outcome.record
+
+
+def do_on_cluster(
+    ctx: click.Context,
+    options: Mapping[str, Any],
+    job: Job,
+    make: Callable[..., Job],
+    reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
+    *,
+    limits: Sequence[str],
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Divide a run among the nodes of a cluster; write the document and exit as one process does.
+
+    make: returns an equal job on a node, from its stores, which `reopened` open; all picklable.
+    limits: see `say_divided`.
+    """
+    from hicachectl.parts.driver import Driver
+
+    say = partial(remark, ctx)
+    path = options["run_directory"]
+    opened_again = partial(opened_job, make, reopened)
+    with Driver(
+        options["ray"], job, opened_again, workers=options["workers"], path=path, say=say
+    ) as driver:
+        say_divided(ctx, driver.workers, options, *limits)
+        try:
+            with progress(ctx, "listing", " objects") as on_listed:
+                driver.begin(on_listed)
+            with bytes_progress(ctx, "parts") as on_progress:
+                driver.work(on_progress)
+        except BaseException as error:
+            if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
+                say("Continue with the same command" if path else
+                    "The next run starts over; give --run DIR to continue one")  # fmt: skip
+            raise
+        merged = driver.merged()
+        for text in merged.remarks:
+            say(text)
+        if options.get("update_catalog"):
+            write_catalog(ctx, merged, options["catalog"], job.permissions)
+        write_merged(ctx, merged, options.get("metrics_file"), output_format, output)
+
+
+@contextmanager
+def opened_job(
+    make: Callable[..., Job], reopened: Sequence[Callable[[], AbstractContextManager[Store]]]
+) -> Iterator[Job]:
+    """Open the stores of a job on a node."""
+    with ExitStack() as stack:
+        yield make(*(stack.enter_context(opened()) for opened in reopened))
+
+
+def write_merged(
+    ctx: click.Context,
+    merged: Merged,
+    metrics_file: Path | None,
+    output_format: str,
+    output: Path | None,
+) -> None:
+    """Write the metrics and the document of a divided run; exit with its status if it failed."""
+    from hicachectl.cli.metrics import write_metrics_of
+    from hicachectl.cli.output import write_document
+
+    if metrics_file is not None:
+        succeeded = not merged.failed
+        write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
+    write_document(
+        merged.document,
+        rows=merged.rows,
+        name=merged.rows_name,
+        output_format=output_format,
+        output=output,
+        text=merged.lines,
+    )
+    if merged.failed:
+        ctx.exit(FINDINGS)
+
+
+def write_catalog(ctx: click.Context, merged: Merged, path: Path, readable_by: Permissions) -> None:
+    """Write the catalog of a divided run, unless a part is missing.
+
+    Raises UsageError if the run recorded no digests.
+    """
+    if merged.write_catalog is None:
+        raise UsageError(
+            "--catalog: the run recorded no digests; give its parts --catalog and --update-catalog"
+        )
+    if merged.document["missing_parts"]:
+        remark(ctx, f"{path}: not written, because parts of the run are missing")
+    else:
+        merged.write_catalog(path, readable_by)

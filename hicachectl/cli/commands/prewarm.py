@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
+from hicachectl.cli.commands.parts import (
+    chosen_shard,
+    do_on_cluster,
+    do_part,
+    is_on_cluster,
+    say_divided,
+)
 from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
 from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
@@ -29,7 +35,15 @@ from hicachectl.cli.options import (
     request_options,
     transform_options,
 )
-from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.cli.session import (
+    bytes_progress,
+    opened,
+    opened_store,
+    progress,
+    remark,
+    store_name,
+    whole_url,
+)
 from hicachectl.formats.errors import ProfileError, StoreUnavailable
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
@@ -41,6 +55,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
     from hicachectl.prewarm.inputs import WarmingInputs
     from hicachectl.prewarm.outcome import PrewarmOutcome
@@ -181,12 +196,13 @@ def command(
         )
     _refuse_useless(options)
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
-    if shard is not None:
-        _do_part(ctx, source, destination, shard, options)
-        return
+    on_cluster = is_on_cluster(ctx, options, undivided=("dry_run",))
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
             _write_lock_held(ctx, source, destination, output_format, output)
+            return
+        if shard is not None or on_cluster:
+            _do_divided(ctx, source, destination, shard, options, output_format, output)
             return
         with opened(
             ctx, destination, lease_wait=options["lease_wait"], create=source is not None
@@ -335,37 +351,71 @@ def _wanted(
     return wanted
 
 
-def _do_part(
-    ctx: click.Context, source: str | None, destination: str, shard: Shard, options: dict[str, Any]
+def _do_divided(
+    ctx: click.Context,
+    source: str | None,
+    destination: str,
+    shard: Shard | None,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
 ) -> None:
-    """Copy one slice of a divided run."""
-    from hicachectl.formats.forms import convert
+    """Copy one slice of a divided run; without a shard, all slices on a cluster."""
     from hicachectl.parts.prewarm import PrewarmJob
-    from hicachectl.prewarm.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
 
     if source is None or options["servers"]:
         raise click.UsageError(
-            "--through-server cannot be combined with --shard, since servers load prefixes that "
-            "are whole in DST; run it after the last part, without --from"
+            "--through-server cannot be combined with --shard or --ray, since servers load "
+            "prefixes that are whole in DST; run it after the last part, without --from"
         )
     lease_wait = options["lease_wait"]
     with (
-        raised_once(),
         opened(ctx, destination, lease_wait=lease_wait, create=True) as target,
         opened(ctx, source, lease_wait=lease_wait) as origin,
     ):
         request = _request(ctx, origin, options)
-        job = PrewarmJob(
+        make = partial(
+            PrewarmJob,
+            request=request,
+            inputs={
+                f"--{name.strip('_').replace('_', '-')}": _text(options[name]) for name in _SOURCES
+            },
+            min_usable=options["min_usable"],
+        )
+        job = make(
             origin,
             target,
-            request,
-            lambda: _wanted(ctx, request.profile, origin, options).asked_in(request),
-            {f"--{name.strip('_').replace('_', '-')}": _text(options[name]) for name in _SOURCES},
-            options["min_usable"],
+            asked=lambda: _wanted(ctx, request.profile, origin, options).asked_in(request),
         )
-        say_divided(ctx, shard, options, "bwlimit")
-        record = do_part(ctx, options["run_directory"], shard, job)
-    if record.settled:  # `merge` has all that there is to say
+        if shard is not None:
+            say_divided(ctx, shard.count, options, "bwlimit")
+            _say_unfinished(
+                ctx, source, destination, do_part(ctx, options["run_directory"], shard, job)
+            )
+            return
+        do_on_cluster(
+            ctx,
+            options,
+            job,
+            partial(make, asked=None),
+            [
+                partial(opened_store, whole_url(ctx, source), lease_wait=lease_wait),
+                partial(
+                    opened_store, whole_url(ctx, destination), lease_wait=lease_wait, create=True
+                ),
+            ],
+            limits=["bwlimit"],
+            output_format=output_format,
+            output=output,
+        )
+
+
+def _say_unfinished(ctx: click.Context, source: str, destination: str, record: RecordForm) -> None:
+    """Say what an incomplete slice has done, and exit; `merge` says the rest."""
+    from hicachectl.formats.forms import convert
+    from hicachectl.prewarm.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
+
+    if record.settled:
         return
     facts = convert(record.facts, SliceFacts, "The result")
     outcome = outcome_of(PlanFacts(), [facts], FinishFacts(), source, destination, 0.0)

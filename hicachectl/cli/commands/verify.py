@@ -6,12 +6,19 @@ import re
 from contextlib import ExitStack
 from functools import partial
 from inspect import cleandoc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.checks.registry import DIGESTS, SEVERITIES, group_names, groups_help
-from hicachectl.cli.commands.parts import chosen_shard, do_part, say_divided
+from hicachectl.cli.commands.parts import (
+    chosen_shard,
+    do_on_cluster,
+    do_part,
+    is_on_cluster,
+    say_divided,
+)
 from hicachectl.cli.commands.verify_repair import (
     earlier_runs,
     options_of_repair,
@@ -39,21 +46,30 @@ from hicachectl.cli.options import (
     profile_options,
     store_argument,
 )
-from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.cli.session import (
+    bytes_progress,
+    opened,
+    opened_store,
+    progress,
+    remark,
+    store_name,
+    whole_url,
+)
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from hicachectl.backends.base import Store
-    from hicachectl.parts.shards import Shard
+    from hicachectl.parts.job import Job
     from hicachectl.verify.part import PartCheck
     from hicachectl.verify.request import VerifyRequest
     from hicachectl.verify.sampling import Sample
 
 
-_WHOLE_ONLY = ("lock", "metrics_file", "output_format", "output", "token_ids")
+_UNDIVIDED = ("token_ids",)
+_WHOLE_ONLY = (*_UNDIVIDED, "lock", "metrics_file", "output_format", "output")
 
 
 class _Command(click.Command):
@@ -82,6 +98,7 @@ Examples:
   hicachectl verify prod: --profile prod.toml --device cuda
   hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
   hicachectl verify prod: --profile prod.toml --shard 0/8 --run /shared/nightly
+  hicachectl verify prod: --profile prod.toml --ray auto
 """,
 )
 @store_argument
@@ -201,6 +218,7 @@ def command(
 
     _refuse_contradictions(options)
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
+    on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
     refuse_early(options)
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
     with ExitStack() as stack:
@@ -214,7 +232,22 @@ def command(
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
         if shard is not None:
-            _do_part(ctx, source, request, shard, options)
+            say_divided(ctx, shard.count, options, "bwlimit", "time_limit")
+            job = _divided(source, request, options)(source)
+            do_part(ctx, options["run_directory"], shard, job)
+            return
+        if on_cluster:
+            make = _divided(source, request, options)
+            do_on_cluster(
+                ctx,
+                options,
+                make(source),
+                make,
+                [partial(opened_store, whole_url(ctx, store), **leases)],
+                limits=["bwlimit"],
+                output_format=output_format,
+                output=output,
+            )
             return
         earlier = earlier_runs(ctx, source, options)
         with (
@@ -253,23 +286,24 @@ def command(
         ctx.exit(FINDINGS)
 
 
-def _do_part(
-    ctx: click.Context, store: Store, request: VerifyRequest, shard: Shard, options: dict[str, Any]
-) -> None:
+def _divided(
+    store: Store, request: VerifyRequest, options: dict[str, Any]
+) -> Callable[[Store], Job]:
+    """Return the job of a divided run, for its open store."""
     from hicachectl.parts.verify import VerifyJob
 
     refuse_in_parts(store, options)
-    say_divided(ctx, shard, options, "bwlimit", "time_limit")
-    job = VerifyJob(
-        store,
-        request,
+    if options["quarantine"]:  # processes have other current directories
+        options = {**options, "quarantine": str(Path(options["quarantine"]).absolute())}
+    return partial(
+        VerifyJob,
+        request=request,
         catalog=options["catalog"],
         fail_on=options["fail_on"],
         sample_slice=options["sample_slice"],
         stamp=options["stamp"],
         repair=options_of_repair(options) if request.repairs else None,
     )
-    do_part(ctx, options["run_directory"], shard, job)
 
 
 def _write_lock_held(
@@ -347,7 +381,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.verify.request import VerifyRequest
 
     path, catalog = options["catalog"], None
-    if path is not None and options["shard"] is not None:
+    if path is not None and (options["shard"] or options["ray"]) is not None:
         catalog = NO_ENTRIES
     elif path is not None and (path.exists() or not options["update_catalog"]):
         catalog = load_catalog(path)

@@ -69,7 +69,9 @@ def refuse_early(options: dict[str, Any]) -> None:
         return
     if options["repair"] == "delete" and options["quarantine"]:
         raise click.UsageError("--repair delete uses no quarantine; leave out --quarantine")
-    if options["shard"] is not None and not (options["yes"] or options["dry_run"]):
+    if (options["shard"] or options["ray"]) is not None and not (
+        options["yes"] or options["dry_run"]
+    ):
         raise click.UsageError("A part cannot ask before a repair; give --yes or --dry-run")
     require_consent(yes=options["yes"], dry_run=options["dry_run"])
 
@@ -86,7 +88,7 @@ def refuse_in_parts(store: Store, options: dict[str, Any]) -> None:
 
     if options["repair"] != "none" and has_snapshot_only(store):
         raise UsageError(
-            f"{store.url}: without server=, a repair writes one new snapshot; leave out --shard"
+            f"{store.url}: without server=, a repair writes one new snapshot; use one process"
         )
 
 
