@@ -284,3 +284,24 @@ def test_what_a_cluster_cannot_do_is_refused_before_it_is_read(
     ):
         given = ("--profile", profile, named, *arguments)
         assert named in invoke("verify", cluster.url, *given, exit_code=2).stderr
+
+
+def test_parts_repair_as_one_process(
+    invoke: Invoke, cluster: Cluster, tmp_path: Path, profile: Path
+) -> None:
+    """Each part deletes its own bad pages, of a store that keeps no times."""
+    first, second = (keys_of_page(cluster, number) for number in (0, PAGES - 1))
+    cluster.put(first[0], b"\xc0\x7f" * (len(cluster.client().get(first[0])) // 2))
+    cluster.remove(second[-1])
+    options = ("--profile", profile, "--grace", "1s", "--repair-code", "missing-rank", "--repair")
+    command = (cluster.url, *options, "delete")
+    rehearsed = verified(invoke, *command, "--dry-run", exit_code=4)
+    run = ("--run", tmp_path / "run")
+    for number in (1, 0):
+        invoke("verify", *command, "--yes", "--shard", f"{number}/2", *run)
+    document = invoke("merge", run[1], "--format", "json", exit_code=4).document
+    assert document["counts"] == rehearsed["counts"]
+    assert document["counts"]["nan"] == 1
+    assert document["repaired"] == 2
+    assert not {*first, *second} & set(cluster.list_keys())
+    assert verified(invoke, cluster.url, "--profile", profile)["pages"] == PAGES - 2
