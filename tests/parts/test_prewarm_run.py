@@ -396,6 +396,14 @@ def test_options_of_the_whole_run_are_refused(
     assert not runs.target.exists()
 
 
+def test_a_plan_without_stores_has_no_parts(invoke: Invoke, tmp_path: Path) -> None:
+    """--trace without stores plans for the whole run."""
+    trace = _trace(tmp_path / "trace.jsonl", (4,))
+    shard = ("--shard", "0/2", "--run", tmp_path / "run")
+    refused = invoke("prewarm", "--trace", trace, "--dry-run", *shard, exit_code=2)
+    assert "--dry-run cannot be combined with --shard" in refused.stderr
+
+
 def test_a_pack_is_no_destination_of_parts(invoke: Invoke, intact: Path, tmp_path: Path) -> None:
     """Several processes cannot write one pack, so none of them begins it."""
     asked = prompts(tmp_path / "asked.jsonl", 12)

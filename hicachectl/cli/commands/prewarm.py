@@ -179,7 +179,7 @@ def command(
     The result goes to stdout, a summary to stderr.
 
     hicachectl-prewarm(1) explains the order of pages, how a run ends, traces and how to record
-    one, pins, live servers, and usable tokens.
+    one, pins, live servers, parts of a run, and usable tokens.
 
     hicachectl-scheduling(7) has jobs for cron, systemd and Kubernetes.
     """
@@ -253,6 +253,7 @@ def _plan_trace(
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.text.units import counted
 
+    chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)  # refuses --shard and --run
     if not options["dry_run"]:
         raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
     if output_format != "jsonl":
