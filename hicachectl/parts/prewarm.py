@@ -39,9 +39,11 @@ _LIST_AGAIN = "give another --run"
 
 
 class _Options(msgspec.Struct, kw_only=True):
-    """Options that merging needs."""
+    """Options that merging needs. source, destination: URLs."""
 
-    min_usable: float | None = None
+    source: str
+    destination: str
+    min_usable: float | None
 
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finished: Record | None) -> Merged:
@@ -62,8 +64,8 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finished: Record | 
         plan,
         [convert(record.facts, SliceFacts, record.path) for record in records],
         finish,
-        manifest.identity["source"],
-        manifest.identity["destination"],
+        options.source,
+        options.destination,
         seconds,
     )
     if finished is None:
@@ -106,11 +108,16 @@ class PrewarmJob:
         self._destination = destination
         self._request = request
         self._asked = asked
-        self.options = msgspec.to_builtins(_Options(min_usable=min_usable))
+        options = _Options(
+            source=without_secrets(source.url),
+            destination=without_secrets(destination.url),
+            min_usable=min_usable,
+        )
+        self.options = msgspec.to_builtins(options)
         self.permissions = permissions_of(source, listing=True)
         self.identity = {
-            "source": without_secrets(source.url),
-            "destination": without_secrets(destination.url),
+            "source": options.source,
+            "destination": options.destination,
             **profile_identity("profile", request.profile),
             **profile_identity("destination's profile", request.target),
             **inputs,
