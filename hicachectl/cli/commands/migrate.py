@@ -139,9 +139,8 @@ def command(
     objects that did not arrive. --resume also continues --verify and --move where they stopped.
 
     --shard divides the work among processes, also on several hosts: each copies the pages of its
-    part. A part that did not end is run again with the same options; it continues --verify and
-    --move without --resume. DST cannot be a pack then. Prints nothing on stdout; see
-    hicachectl-merge(1).
+    part. After a kill or exit status 4, run the part again with the same options; --resume is not
+    needed. DST cannot be a pack then. Nothing is printed on stdout; see hicachectl-merge(1).
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.
@@ -199,8 +198,7 @@ def _part(
     ctx: click.Context, source: str, destination: str, options: dict[str, Any], shard: Shard
 ) -> None:
     """Open both stores and do a part; say what an incomplete part has done."""
-    import msgspec
-
+    from hicachectl.formats.forms import convert
     from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
     from hicachectl.parts.migrate import MigrateJob
 
@@ -212,7 +210,7 @@ def _part(
         say_divided(ctx, shard.count, options, "bwlimit")
         record = do_part(ctx, options["run_directory"], shard, job)
         if not record.settled:  # else `merge` has all that there is to say
-            facts = msgspec.convert(record.facts, MigrationFacts)
+            facts = convert(record.facts, MigrationFacts, "The result")
             outcome = outcome_of(
                 [facts], origin.url, target.url, labelled=facts.matched, dry_run=request.dry_run
             )
