@@ -42,6 +42,8 @@ _ATIME_ONLY = (ctypes.c_long * 4)(0, _UTIME_NOW, 0, _UTIME_OMIT)
 class Capacity:
     """Room for the objects of one rank. Several threads may use it at once.
 
+    suffixes: of the objects that count, those of sidecars that may still come among them.
+
     Until the thread has listed the directory for the first time, the room in use is what the last
     processes left in the ledger, or 95 % of max_size in a directory without one.
     """
@@ -64,6 +66,8 @@ class Capacity:
         Raises UsageError for max_size where locks do not exclude other hosts, OSError and
         UntrustedError.
         """
+        kinds = kinds_of(suffixes, tuple(pool.name for pool in pool_names()))
+        self.suffixes = frozenset(kinds)
         self._directory = directory
         self._counters = counters
         self._min_free = min_free_space
@@ -86,7 +90,7 @@ class Capacity:
             )
         self._evictor = Evictor(
             directory,
-            kinds_of(suffixes, tuple(pool.name for pool in pool_names())),
+            kinds,
             has_anchor=any(suffixes.values()),
             limit=max_size,
             min_free=min_free_space,
@@ -129,6 +133,11 @@ class Capacity:
                 surplus, self._credit = self._credit - self._chunk, self._chunk
                 with suppress(OSError):  # the next listing corrects it
                     self._evictor.ledger.give(surplus)
+
+    def removed(self, suffix: bytes, nbytes: int) -> None:
+        """Give back the room of a file that was removed, if it counts here."""
+        if suffix in self.suffixes:
+            self.release(nbytes)
 
     def keep(self, key: bytes, facts: os.stat_result) -> bool:
         """Mark an object that a writer found in place; False if it has to be written after all.

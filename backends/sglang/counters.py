@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from itertools import repeat
 
 logger = logging.getLogger("hicachectl.sglang")
 
@@ -53,3 +54,18 @@ class Counters:
         """Return all counts by reason."""
         with self._lock:
             return dict(self._counts)
+
+
+class Moved:
+    """Reads or writes since the last `take`. Threads add samples while another one takes them."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, float]] = deque()
+
+    def add(self, pages: int, nbytes: int, seconds: float) -> None:
+        """Add a call's pages. nbytes: of a page. seconds: of the call."""
+        self._samples.append((pages, pages * nbytes / seconds / 1e9))
+
+    def take(self) -> list[tuple[int, float]]:
+        """Return pages and GB/s of each call since the last time; each call comes once."""
+        return [self._samples.popleft() for _ in repeat(None, len(self._samples))]

@@ -187,11 +187,14 @@ class FilePages(PageStore):
 
     def _forget(self) -> Callable[[], None] | None:
         directory, self._directory = self._directory, None
-        capacity, self._capacity = self._capacity, None
         self._files = {}
+        self._close_capacity()
+        return None if directory is None else directory.close
+
+    def _close_capacity(self) -> None:
+        capacity, self._capacity = self._capacity, None
         if capacity is not None:
             capacity.close()
-        return None if directory is None else directory.close
 
     def _each(
         self,
@@ -261,6 +264,7 @@ class FilePages(PageStore):
         """Open or create the directory; make its objects stale if a `clear` did not come so far."""
         if self._directory is None or self._directory.vanished:
             self._files = {}
+            self._close_capacity()
             self._directory = self._directory_now(self._directory)
             self._changes = not self._reads_only and _may_change(self._directory)
         if self._pools.keys() - self._files.keys():
@@ -283,16 +287,17 @@ class FilePages(PageStore):
 
     def _begin(self, directory: ObjectDirectory) -> None:
         """Write the markers, and serve all pools from now on."""
-        if self._capacity is not None:
-            self._capacity.close()
-        self._capacity = Capacity(
-            directory,
-            {_suffix(pool): pool.name == _ANCHOR for pool in self._written()},
-            max_size=self._max_size,
-            min_free_space=self._min_free_space,
-            evict=self._evict,
-            counters=self.counters,
-        )
+        suffixes = {_suffix(pool): pool.name == _ANCHOR for pool in self._written()}
+        if self._capacity is None or not self._capacity.suffixes >= suffixes.keys():
+            self._close_capacity()
+            self._capacity = Capacity(
+                directory,
+                suffixes,
+                max_size=self._max_size,
+                min_free_space=self._min_free_space,
+                evict=self._evict,
+                counters=self.counters,
+            )
         trust = Trust(os.fstat(directory.descriptor), writes=True)
         with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
             for pool in self._written():

@@ -236,8 +236,11 @@ class PageFiles:
 
     def remove(self, page: Page, found: Found) -> bool:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
-        key = page[0]
-        return remove_seen(self._directory, key, found.facts, self._temporary(key), used_since=True)
+        key, facts = page[0], found.facts
+        removed = remove_seen(self._directory, key, facts, self._temporary(key), used_since=True)
+        if removed:
+            self._capacity.removed(self.form.suffix, facts.st_size)
+        return removed
 
     def _temporary(self, key: bytes) -> bytes:
         return self._directory.temporary_name(key, self._token, next(self._numbers))

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.context import read_context, weight_version
+from hicachectl.backends.sglang.counters import Moved
 from hicachectl.backends.sglang.opening import open_layers
 from hicachectl.backends.sglang.pools import ThisRankError, served_pool
 from hicachectl.backends.sglang.settings import parse_settings
@@ -97,7 +98,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._complete = False  # all pools of the attachment are registered
         # Pages whose sidecars failed, until their KV has been refused.
         self._failed: OrderedDict[str, None] = OrderedDict()
-        self._moved = _Moved(storage_config.enable_storage_metrics)
+        self._reads, self._writes = Moved(), Moved()
 
     # attaching, in the scheduler's thread
 
@@ -169,7 +170,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """Return SGLang's StorageMetrics of the reads and writes since the last call, or None."""
-        return self._moved.take()
+        reads, writes = self._reads.take(), self._writes.take()
+        return _metrics(reads, writes) if reads or writes else None
 
     # asking
 
@@ -246,7 +248,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         begun = time.perf_counter()
         pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
         read = self._layers.read(pool, keys, pieces, call)
-        self._moved.read(sum(read), pool.nbytes, time.perf_counter() - begun)
+        self._count(self._reads, sum(read), pool, begun)
         return read
 
     # writing
@@ -305,7 +307,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 )
             for index, ok in zip(some, done, strict=True):
                 written[index] = ok
-        self._moved.written(sum(written), pool.nbytes, time.perf_counter() - begun)
+        self._count(self._writes, sum(written), pool, begun)
         return written
 
     def _remember(self, pages: Any) -> None:
@@ -313,6 +315,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._failed[page] = None
         while len(self._failed) > _MOST_FAILED:
             self._failed.popitem(last=False)
+
+    def _count(self, moved: Moved, pages: int, pool: ServedPool, begun: float) -> None:
+        """Count pages for SGLang's metrics, which it takes only if they are enabled."""
+        if pages and self._config.enable_storage_metrics:
+            moved.add(pages, pool.nbytes, time.perf_counter() - begun)
 
     def _call(self) -> Call:
         return Call(self._settings.op_timeout)
@@ -403,34 +410,15 @@ def _first_indices(pool: ServedPool, keys: Sequence[str], host_indices: Any) -> 
     return indices
 
 
-class _Moved:
-    """Pages and rates of reads and writes, as SGLang's StorageMetrics wants them."""
+def _metrics(reads: Sequence[tuple[int, float]], writes: Sequence[tuple[int, float]]) -> Any:
+    """Return SGLang's StorageMetrics. reads, writes: pages and GB/s of each call."""
+    from sglang.srt.observability.metrics_collector import StorageMetrics
 
-    def __init__(self, wanted: bool) -> None:
-        """wanted: SGLang will `take` the metrics."""
-        self._wanted = wanted
-        self._metrics: Any = None
-
-    def read(self, pages: int, nbytes: int, seconds: float) -> None:
-        if pages and self._wanted:
-            metrics = self._kept()
-            metrics.prefetch_pgs.append(pages)
-            metrics.prefetch_bandwidth.append(pages * nbytes / seconds / 1e9)
-
-    def written(self, pages: int, nbytes: int, seconds: float) -> None:
-        if pages and self._wanted:
-            metrics = self._kept()
-            metrics.backup_pgs.append(pages)
-            metrics.backup_bandwidth.append(pages * nbytes / seconds / 1e9)
-
-    def take(self) -> Any:
-        """Return what was moved since the last call, or None."""
-        metrics, self._metrics = self._metrics, None
-        return metrics
-
-    def _kept(self) -> Any:
-        if self._metrics is None:
-            from sglang.srt.observability.metrics_collector import StorageMetrics
-
-            self._metrics = StorageMetrics()
-        return self._metrics
+    metrics = StorageMetrics()
+    for pages, rate in reads:
+        metrics.prefetch_pgs.append(pages)
+        metrics.prefetch_bandwidth.append(rate)
+    for pages, rate in writes:
+        metrics.backup_pgs.append(pages)
+        metrics.backup_bandwidth.append(rate)
+    return metrics

@@ -8,7 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.capabilities import Claimed
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import KeySplitter, page_words
 from hicachectl.formats.spec import UNKNOWN_SIZE
@@ -21,12 +23,36 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.profile import Profile
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Objects, Survey
     from hicachectl.pages.inventory import IntArray
 
 _ASKED_AT_ONCE = 8192
 _MANY = 3  # this many objects of a wrong size mean another topology, not damage
+
+
+def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
+    """Raise ProfileError if a store whose keys name no deployment has pages of another one.
+
+    profile: of the pages to write. claims: name its deployment in the store if none has claimed it.
+    Raises StoreUnavailable.
+    """
+    if not isinstance(store, Claimed):
+        return
+    tag = None if profile is None or profile.inferred else profile_tag(profile)
+    owner = store.claimed_by(tag or "", writes=claims and tag is not None)
+    if owner is None or owner == tag:
+        return
+    next_step = "use other data files and tables, or clear the tables and remove the file"
+    ours = f"{tag}, of another model, weights, dtype or layout"
+    if tag is None:
+        ours = "unknown without the weights"
+        next_step = f"give --weights, or a --profile with them, or {next_step}"
+    raise ProfileError(
+        f"{store.url}: PREFIX.hicachectl-deployment says that servers of deployment {owner} "
+        f"use the store, but the deployment of the pages to write is {ours}; {next_step}"
+    )
 
 
 def survey_destination(

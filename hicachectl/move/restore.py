@@ -17,6 +17,7 @@ from hicachectl.formats.errors import UsageError
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of
 from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
+from hicachectl.move.destination import refuse_other_owner
 from hicachectl.move.order import Failures, GroupObjects, publish
 from hicachectl.move.quarantine import Batch, Quarantine, batches, runs, sweep
 from hicachectl.move.recorded import RecordedGroups, look
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.marker import Marker
+    from hicachectl.formats.profile import Profile
     from hicachectl.move.recorded import Sight
     from hicachectl.requests.files import PageList
 
@@ -100,6 +102,7 @@ def restore_groups(
     store: Store,
     quarantine: Path,
     *,
+    profile: Profile | None = None,
     wanted: Wanted = all_groups,
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda groups: None,
@@ -110,7 +113,10 @@ def restore_groups(
     whose removal was interrupted becomes complete again. Rows also have `codes` (of the findings
     that caused the removal) and `detail`.
 
-    Raises, before any change: UsageError if the quarantine is missing or its records are from
+    profile: of the pages; a 3FS store that servers of the plug-in use needs it, with the weights.
+
+    Raises, before any change: ProfileError if the store has pages of another deployment that its
+    keys do not name, UsageError if the quarantine is missing or its records are from
     another kind of store, FormatError if a record is damaged, UntrustedError if an entry is a link
     or its owner is not trusted. Raises StoreUnavailable.
     """
@@ -126,6 +132,7 @@ def restore_groups(
             )
         memory = cache(lambda: exits.enter_context(copy_memory(store)))
         _check(store, directory, wanted)
+        refuse_other_owner(store, profile, claims=not dry_run)
         for name, run in runs(directory):
             if not run.lock():
                 busy += 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Archive, Claimed, Profiled
-from hicachectl.formats.errors import ProfileError, UsageError
-from hicachectl.formats.identity import profile_tag
+from hicachectl.backends.capabilities import Archive, Profiled
+from hicachectl.formats.errors import UsageError
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.formats.wording import inferred_refused
-from hicachectl.move.destination import refuse_destination, survey_destination
+from hicachectl.move.destination import refuse_destination, refuse_other_owner, survey_destination
 from hicachectl.move.routes import planned_route, verbatim_routes
 from hicachectl.move.survey import survey_source
 
@@ -54,32 +53,14 @@ class StorePair:
         self._plan = self._planned()
         if target is not None and isinstance(destination, Profiled):
             destination.use_profile(target)
-        self._refuse_other_owner(claims=False)
+        refuse_other_owner(destination, target)
 
     def claim(self) -> None:
         """Name the deployment to write in a destination whose keys do not, before the first write.
 
         Raises ProfileError if the destination has pages of another one, StoreUnavailable.
         """
-        self._refuse_other_owner(claims=True)
-
-    def _refuse_other_owner(self, *, claims: bool) -> None:
-        store = self.destination
-        if not isinstance(store, Claimed):
-            return
-        target = self.target
-        tag = None if target is None or target.inferred else profile_tag(target)
-        owner = store.claimed_by(tag or "", writes=claims and tag is not None)
-        if owner is None or owner == tag:
-            return
-        next_step = "use other data files and tables, or clear the tables and remove the file"
-        ours = f"{tag}, of another model, weights, dtype or layout"
-        if tag is None:
-            ours, next_step = "unknown without the weights", f"give --weights, or {next_step}"
-        raise ProfileError(
-            f"{store.url}: PREFIX.hicachectl-deployment says that servers of deployment {owner} "
-            f"use the store, but the deployment of the pages to write is {ours}; {next_step}"
-        )
+        refuse_other_owner(self.destination, self.target, claims=True)
 
     @property
     def unchanged(self) -> bool:

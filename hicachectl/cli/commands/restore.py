@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,17 +92,16 @@ def command(
         else:
             with opened(ctx, store) as source:
                 started, name = time.monotonic(), source.url
-                profile_from_options({"profile_file": profile_file}, source)
+                profile = profile_from_options({"profile_file": profile_file}, source)
+                restore = partial(restore_groups, source, directory, profile=profile, wanted=wanted)
                 if not (yes or dry_run):
-                    found = restore_groups(source, directory, wanted=wanted, dry_run=True)
+                    found = restore(dry_run=True)
                     asks = len(found.rows) > 0
                     if asks and not agreed(_question(found, name), yes=yes, dry_run=dry_run):
                         remark(ctx, "Nothing was restored")
                         return
                 with progress(ctx, "restoring", " pages") as advance:
-                    outcome = restore_groups(
-                        source, directory, wanted=wanted, dry_run=dry_run, on_progress=advance
-                    )
+                    outcome = restore(dry_run=dry_run, on_progress=advance)
                 seconds = time.monotonic() - started
     blocked = not is_ours or outcome.busy > 0
     document = {

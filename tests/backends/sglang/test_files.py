@@ -229,6 +229,38 @@ def test_files_without_trailer_are_pages_only_if_asked(
         assert exists(store, host) == [True] * 4
 
 
+def test_removed_files_make_room(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged file, and one that a writer found and could not keep; each with its trailer."""
+    freed: list[int] = []
+    with opened(tmp_path, host) as store:
+        write(store, host)
+    whole = file_of(tmp_path, PAGES[0]).stat().st_size
+    file_of(tmp_path, PAGES[0]).write_bytes(bytes(whole))
+    monkeypatch.setattr(Capacity, "release", lambda _, nbytes: freed.append(nbytes))
+    with opened(tmp_path, host, max_size=1 << 30) as store:
+        assert read(store, host) == [False, True, True, True]
+        assert freed == [whole]
+        monkeypatch.setattr(Capacity, "keep", lambda *_: False)
+        assert write(store, host, PAGES[1:2]) == [True]
+    assert freed == [whole, whole]
+
+
+def test_a_pool_that_comes_late_leaves_the_evictor_running(tmp_path: Path, host: HostPool) -> None:
+    """It lists the directory once, not again for each pool."""
+    side, draft = HostPool(NBYTES, name="indexer"), HostPool(NBYTES, name="draft")
+    with opened(tmp_path, host) as store:
+        assert write(store, host) == [True] * 4
+        evictors = [one for one in threading.enumerate() if one.name == "hicachectl-evict"]
+        for late in (side, draft):
+            store.add(late.pool)
+            assert write(store, late) == read(store, late) == [True] * 4
+        now = [one for one in threading.enumerate() if one.name == "hicachectl-evict"]
+        assert now == evictors
+        assert len(evictors) == 1
+
+
 def test_a_damaged_sidecar_goes_with_its_anchor(tmp_path: Path, host: HostPool) -> None:
     """So that the next backup writes both again; a damaged trailing state goes alone."""
     side = HostPool(NBYTES, name="indexer")
