@@ -10,10 +10,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
 from hicachectl.cli.demo_store import PROFILE, fill
+from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
@@ -299,7 +301,7 @@ def contents(place: Place, rank: int, namespace: str) -> dict[str, bytes]:
 
 
 def test_what_was_quarantined_is_put_back(invoke: Invoke, place: Place, tmp_path: Path) -> None:
-    """The remaining objects of a page return under their keys, with their bytes."""
+    """The remaining objects return under their keys, with their bytes; not for other weights."""
     lost = first_key(place)
     place.server.delete(1, [lost])
     place.server.save()
@@ -316,8 +318,23 @@ def test_what_was_quarantined_is_put_back(invoke: Invoke, place: Place, tmp_path
     refused = invoke(*put_back, exit_code=2)
     assert "hf3fs" in refused.stderr
     assert "--profile" in refused.stderr
+    claim = place.folder / "hicache.hicachectl-deployment"
+    named = replace(PROFILE, weights="a" * 32)
+    claim.write_text(profile_tag(replace(named, weights="b" * 32)))
+    unchanged = contents(place, 0, "kv")
+    for profile, said in ((PROFILE, "give --weights"), (named, profile_tag(named))):
+        place.profile.write_text(dump_profile(profile))
+        for mode in ("--yes", "--dry-run"):
+            ask = ("restore", quarantine, place.url, mode, "--profile", place.profile)
+            refused = invoke(*ask, exit_code=2)
+            assert f"servers of deployment {claim.read_text()} use the store" in refused.stderr
+            assert said in refused.stderr
+    place.server.save()
+    assert contents(place, 0, "kv") == unchanged
+    claim.unlink()
     restored = invoke(*put_back, "--profile", place.profile).document
     assert (restored["pages"], restored["failed"]) == (1, 0)
+    assert claim.read_text() == profile_tag(named)
     place.server.save()
     assert contents(place, 0, "kv") == before
 
