@@ -320,9 +320,9 @@ def test_what_was_quarantined_is_put_back(invoke: Invoke, place: Place, tmp_path
     assert "--profile" in refused.stderr
     claim = place.folder / "hicache.hicachectl-deployment"
     named = replace(PROFILE, weights="a" * 32)
-    claim.write_text(profile_tag(replace(named, weights="b" * 32)))
+    claim.write_text(str(profile_tag(replace(named, weights="b" * 32))))
     unchanged = contents(place, 0, "kv")
-    for profile, said in ((PROFILE, "give --weights"), (named, profile_tag(named))):
+    for profile, said in ((PROFILE, "give --weights"), (named, str(profile_tag(named)))):
         place.profile.write_text(dump_profile(profile))
         for mode in ("--yes", "--dry-run"):
             ask = ("restore", quarantine, place.url, mode, "--profile", place.profile)
