@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.file.store import FileStore
 from hicachectl.move.migrate import migrate_part
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import damaged_stores, demo_store, profile_file
@@ -207,17 +208,21 @@ def test_what_parts_cannot_do_is_refused(
 
 
 def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part reads with its share of --bwlimit, and says so."""
-    rates = []
+    """Each part has its share of --bwlimit, and says so; one reader where reads grant leases."""
+    shares = []
 
     def noted(*arguments: Any, **options: Any) -> Any:
-        rates.append(arguments[0].options.bytes_per_second)
+        given = arguments[0].options
+        shares.append((given.bytes_per_second, given.jobs))
         return migrate_part(*arguments, **options)
 
     monkeypatch.setattr("hicachectl.parts.migrate.migrate_part", noted)
     said = sites.run.part(0, 4, "--bwlimit", "40MB")
-    assert rates == [10_000_000]
     assert "Of --bwlimit, each of the 4 parts takes an equal share" in said
+    monkeypatch.setattr("hicachectl.parts.common.Leases", FileStore)
+    sites.run.part(1, 4, "--bwlimit", "40MB")
+    sites.run.part(2, 4, "--bwlimit", "40MB", "--jobs", 2)
+    assert shares == [(10_000_000, None), (10_000_000, 1), (10_000_000, 2)]
 
 
 def test_parts_at_once(sites: Sites) -> None:
