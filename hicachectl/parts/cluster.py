@@ -158,9 +158,12 @@ class Cluster:
         }
         task = self._ray.remote(max_retries=0)(_probe_function())
         order = frame(Order(stage="open", job=job))
-        asked = {node: self._on(task, node).remote(mine, order) for node in nodes}
+        living = {node.number for node in self.nodes()}  # a task for a lost node would wait
+        refused = {node: "it left the cluster" for node in nodes if node.number not in living}
+        asked = {
+            node: self._on(task, node).remote(mine, order) for node in nodes if node not in refused
+        }
         until = time.monotonic() + _PROBE_SECONDS
-        refused = {}
         for node, answer in asked.items():
             try:
                 reason = self._ray.get(answer, timeout=max(until - time.monotonic(), 0))

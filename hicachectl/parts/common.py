@@ -38,7 +38,7 @@ def refuse_pack(destination: Store) -> None:
     if isinstance(destination, Archive):
         raise UsageError(
             f"{destination.url}: several processes cannot write one pack; give a directory as "
-            "destination, or leave out --shard and --run"
+            "destination, or use one process"
         )
 
 
