@@ -36,6 +36,7 @@ EACH = 5  # one object of so many is damaged
 FINDINGS = 4  # exit status
 
 Entry = dict[str, Any]
+Files = dict[str, tuple[bytes, int]]  # bytes and mtime
 
 every_file_store = pytest.mark.parametrize(
     ("case", "layout"), VARIANTS, ids=[store_name(*variant) for variant in VARIANTS]
@@ -117,6 +118,44 @@ class Comparison:
             assert digests(folder / "merged") == digests(folder / "own.parquet")
         return merged
 
+    def copies(
+        self, command: str, source: object, *options: object, keeps_times: bool = False
+    ) -> Files:
+        """Compare the destinations, documents and exit statuses of copies; return the files.
+
+        command: `migrate` or `prewarm`. keeps_times: the command keeps the times of the source.
+        """
+        folder = self.folder()
+        found = {}
+        for name in ("parts", "whole"):
+            target = folder / name
+            places = (source, target) if command == "migrate" else (target, "--from", source)
+            given = (command, *places, *options)
+            if name == "parts":
+                found[name] = self.parts(folder / "run", *given)
+            else:
+                found[name] = self.run(*given, "--format", "json")
+        (status, merged), (whole_status, whole) = found["parts"], found["whole"]
+        assert status == whole_status
+        assert of_copies(merged) == of_copies(whole)
+        files, whole_files = (
+            contents(folder / name) if (folder / name).exists() else {} for name in found
+        )
+        if not keeps_times:
+            files, whole_files = without_times(files), without_times(whole_files)
+        assert files == whole_files
+        return files
+
+
+def without_times(files: Files) -> Files:
+    return {name: (content, 0) for name, (content, _) in files.items()}
+
+
+def of_copies(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal for one process and for parts."""
+    other = ("destination", "seconds", "parts", "missing_parts", "resumed")
+    return {name: value for name, value in document.items() if name not in other}
+
 
 def digests(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a catalog without their times, in one order."""
@@ -196,31 +235,18 @@ def test_packs(
 
 
 @every_file_store
-def test_migrated_files(
+def test_copies_of_files(
     sglang_store: WriteStore, comparison: Comparison, tmp_path: Path, case: str, layout: str
 ) -> None:
     """Parts copy the bytes and times that one process copies, from whole and damaged stores."""
     store, manifest = sglang_store(case, layout=layout)
-    profile = profile_files(manifest, tmp_path)[0]
+    options = ("--profile", profile_files(manifest, tmp_path)[0], "--grace", "0s")
     for damages in (("none",), ("lost", "short")):
         with damaged_files(store, manifest, tmp_path / "store", *damages) as copy:
-            folder = comparison.folder()
-            options = ("--profile", profile, "--grace", "0s", "--include-partial")
-            status, merged = comparison.parts(
-                folder / "run", "migrate", copy, folder / "parts", *options
-            )
-            whole_status, whole = comparison.run(
-                "migrate", copy, folder / "whole", *options, "--format", "json"
-            )
-            assert status == whole_status
-            assert of_migration(merged) == of_migration(whole)
-            assert contents(folder / "parts") == contents(folder / "whole") != {}
-
-
-def of_migration(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what must be equal for one process and for parts."""
-    other = ("destination", "seconds", "parts", "missing_parts", "resumed", "journal")
-    return {name: value for name, value in document.items() if name not in other}
+            given = ("--include-partial", *options)
+            assert comparison.copies("migrate", copy, *given, keeps_times=True)
+    copied = comparison.copies("prewarm", store, "--all", *options[:2])
+    assert bool(copied) == (case != "cp2_without_dp")  # whose pages are not whole
 
 
 # --- Mooncake ---
@@ -246,7 +272,7 @@ def test_verify_of_mooncake(
     case: str,
     layout: str,
 ) -> None:
-    """Documents and exit statuses are equal for all damages; parts list the master once."""
+    """Documents, exit statuses and copies are equal; parts list the master once."""
     written = write(sglang_session, cluster, case, layout=layout)
     client = cluster.client()
     planted: dict[str, bytes | None] = {}
@@ -261,6 +287,9 @@ def test_verify_of_mooncake(
         document = comparison.verify(cluster.url, "--profile", profile, *values)
     assert document["counts"].keys() - {"foreign-object"}
     assert len(scans) == 1 + 1  # of the parts, and of the whole
+    if not values:
+        options = ("--profile", profile, "--grace", "0s")
+        assert comparison.copies("migrate", cluster.url, *options)
 
 
 def counted_scans(monkeypatch: pytest.MonkeyPatch, backend: Any) -> list[None]:
@@ -298,7 +327,7 @@ def test_verify_of_3fs(
     case: str,
     layout: str,
 ) -> None:
-    """Documents and exit statuses are equal for damaged values and for lost objects."""
+    """Documents, exit statuses and copies are equal, with damaged values and lost objects."""
     server.reset()
     config = server.write_config(tmp_path, FILE_SIZE)
     place = (config, "--backend=hf3fs", f"--layout={layout}")
@@ -317,3 +346,4 @@ def test_verify_of_3fs(
         rank, namespace, name = entry["key"].split(":")
         server.delete(int(rank), [name], namespace)
     assert comparison.verify(written.url, *options)["objects"] < document["objects"]
+    assert comparison.copies("migrate", written.url, *options, "--grace", "0s")
