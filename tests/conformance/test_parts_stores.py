@@ -126,25 +126,25 @@ class Comparison:
         command: `migrate` or `prewarm`. keeps_times: the command keeps the times of the source.
         """
         folder = self.folder()
-        found = {}
-        for name in ("parts", "whole"):
-            target = folder / name
+
+        def to(target: Path) -> tuple[object, ...]:
             places = (source, target) if command == "migrate" else (target, "--from", source)
-            given = (command, *places, *options)
-            if name == "parts":
-                found[name] = self.parts(folder / "run", *given)
-            else:
-                found[name] = self.run(*given, "--format", "json")
-        (status, merged), (whole_status, whole) = found["parts"], found["whole"]
+            return (command, *places, *options)
+
+        status, merged = self.parts(folder / "run", *to(folder / "parts"))
+        whole_status, whole = self.run(*to(folder / "whole"), "--format", "json")
         assert status == whole_status
         assert of_copies(merged) == of_copies(whole)
-        files, whole_files = (
-            contents(folder / name) if (folder / name).exists() else {} for name in found
-        )
+        files, whole_files = files_in(folder / "parts"), files_in(folder / "whole")
         if not keeps_times:
             files, whole_files = without_times(files), without_times(whole_files)
         assert files == whole_files
         return files
+
+
+def files_in(store: Path) -> Files:
+    """Return the files of a directory; none if no page was copied, which creates none."""
+    return contents(store) if store.exists() else {}
 
 
 def without_times(files: Files) -> Files:
