@@ -28,6 +28,23 @@ class Terminated(BaseException):
     """SIGTERM, raised in the main thread to run `finally` blocks."""
 
 
+class _Received:
+    """The signal that ends the command: None until it comes."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Handle SIGINT or SIGTERM."""
+        self.number = number
+        self.end()
+
+    def end(self) -> None:
+        """Raise what the signal means, if it came."""
+        if self.number is not None:
+            raise KeyboardInterrupt if self.number == signal.SIGINT else Terminated
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its status; hicachectl(1) lists the statuses."""
     _complete_streams()
@@ -48,11 +65,12 @@ def run(arguments: list[str]) -> int:
 
     import_module("hicachectl.cli.group")  # while signals still end the process
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    received = _Received()
     try:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, received.handle)
         if previous[signal.SIGINT] != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return _run(arguments)
+            signal.signal(signal.SIGINT, received.handle)
+        return _run(arguments, received)
     except (KeyboardInterrupt, Terminated) as error:
         for number in previous:  # report only the first signal
             signal.signal(number, signal.SIG_IGN)
@@ -64,7 +82,7 @@ def run(arguments: list[str]) -> int:
             signal.signal(number, handler)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], received: _Received) -> int:
     """Run one command, print its error and return its exit status."""
     import click
 
@@ -93,12 +111,9 @@ def _run(arguments: list[str]) -> int:
             raise
         sys.stdout, sys.stderr = streams  # click replaced them after a closed pipe
     except Exception as error:
+        received.end()  # a library may have raised its own error in place of ours
         status = _unexpected(error)
     return status
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _complete_streams() -> None:
