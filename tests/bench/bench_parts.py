@@ -15,7 +15,7 @@ The lister lists and divides; part 0 also judges what belongs to no page, and th
 listings: counts how often a run of N parts lists its store.
 scaling: wall time of 1, 2 and 4 processes, each held to the same rate by --bwlimit, so that neither
 the device nor the processor is the limit. `--seconds` is the time of one process.
-ray: the same store with --ray, against as many processes without Ray.
+ray: two workers of --ray against two processes, at the same rate; start-up is a run of two pages.
 """
 
 from __future__ import annotations
@@ -322,11 +322,6 @@ def scaling(seconds: float, at: Path) -> None:
 
 def ray(seconds: float, at: Path) -> None:
     """Print the wall time of two Ray workers and of two processes, each held to one rate."""
-    from hicachectl.cli.commands.verify import command
-
-    if "--ray" not in {option for param in command.params for option in param.opts}:
-        print("verify has no --ray")
-        return
     rate = 4 << 20
     with folder_at(at) as folder:
         store, catalog = folder / "objects", folder / "catalog.parquet"
@@ -340,13 +335,11 @@ def ray(seconds: float, at: Path) -> None:
                 for n in range(2)
             ]
         )
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", "import ray; ray.init(num_cpus=2); ray.shutdown()"],
-                       check=True, capture_output=True)  # fmt: skip
-        start = time.perf_counter() - start
-        with_ray = wall_of(
-            [verify_command(store, catalog, *limit, "--ray", "local", "--workers", 2)]
-        )
+        workers = ("--ray", "local", "--workers", 2)
+        tiny = folder / "tiny"
+        write_files(tiny, 2 * PAGE_BYTES)
+        start = wall_of([verify_command(tiny, catalog, *workers)])
+        with_ray = wall_of([verify_command(store, catalog, *limit, *workers)])
         print(f"processes {plain:.1f} s, Ray {with_ray:.1f} s, its start-up {start:.1f} s; beyond "
               f"start-up {(with_ray - start) / plain - 1:+.1%}")  # fmt: skip
 
