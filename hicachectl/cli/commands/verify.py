@@ -209,7 +209,8 @@ def command(
     Reading objects of a Mooncake store grants leases. --checks names,groups,sizes reads no object;
     --bwlimit and --sample reduce the load of the other checks.
 
-    hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs and --device cuda.
+    hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs, parts of a run, Ray
+    clusters and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
     from hicachectl.verify.report import describe_store, report_of
