@@ -1,4 +1,4 @@
-"""What a destination has of the objects to write, by its listing or by asking for each."""
+"""Find objects to write that a destination already has, by its listing or by lookups."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def refuse_destination(
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> None:
-    """List a destination whose surveys will ask; refuse what they cannot see.
+    """List a destination whose surveys look up keys; refuse another topology, unseen by lookups.
 
     Raises ProfileError if the destination has objects of another topology under the same keys,
     StoreUnavailable. A listing that lags behind is not read.

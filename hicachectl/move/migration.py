@@ -59,7 +59,7 @@ class MigrationRequest:
 class Migration:
     """A request between two stores, checked, with the progress of its earlier runs.
 
-    stores, trailers: what is copied, and what becomes of trailers. options: of the copies.
+    stores: the pair. trailers: how they are copied. options: of the copies.
     columns: to list of the source, besides those that every listing has.
     earlier: progress to continue from; None: none. remarks: about the request and its journal.
     """

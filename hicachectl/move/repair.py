@@ -44,7 +44,7 @@ class RepairOptions:
 class Attempt:
     """One of several processes that repair a store.
 
-    first: also does what concerns the whole store. mark: of its run in the quarantine. earlier:
+    first: also repairs the store itself. mark: of its run in the quarantine. earlier:
     marks of killed attempts at the same groups.
     """
 
@@ -63,7 +63,7 @@ class Repaired:
 
 
 def unplaced_remarks(unplaced: Mapping[str, int]) -> Iterator[str]:
-    """Yield what a repair does not concern. unplaced: see `RepairPlan`."""
+    """Yield remarks about findings that a repair cannot remove. unplaced: see `RepairPlan`."""
     instead = remedies()
     for code in sorted(unplaced.keys() & instead):
         yield f"Not repaired: {unplaced[code]} {code}; {instead[code]}"

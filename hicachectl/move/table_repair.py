@@ -93,8 +93,8 @@ def write_repaired_snapshot(
     state = store.table_state() if isinstance(store, PageTables) else None
     if state is None or state.live:
         return False
-    doomed = np.isin(groups.of_object, numbers)
-    keys = inventory.objects.column("key").filter(pa.array(doomed)).to_pylist()
+    removed = np.isin(groups.of_object, numbers)
+    keys = inventory.objects.column("key").filter(pa.array(removed)).to_pylist()
     tables = tuple(
         repaired_table(table, bad_rows(table, keys), release_leaked=writers_stopped)
         for table in state.tables

@@ -94,7 +94,7 @@ def _write(stream: IO[bytes] | None, content: bytes) -> None:
 
 
 def _answers(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """Yield whole messages until the child closes its end; then how it died, if it did."""
+    """Yield whole messages until the child closes its end; then Lost if its status is not 0."""
     assert child.stdout is not None
     descriptor = child.stdout.fileno()
     held = bytearray()

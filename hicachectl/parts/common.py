@@ -1,17 +1,24 @@
-"""What the jobs of several commands share: identities of their runs, and limits of a part."""
+"""Shared by the jobs of several commands: identities of runs, the listing, limits of a part."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.capabilities import Archive, Leases
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.profile import profile_to_mapping
+from hicachectl.pages.published import Listing
+from hicachectl.parts.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.batches import CopyOptions
     from hicachectl.pages.selection import Selection
+    from hicachectl.parts.manifest import Manifest
+
+LIST_AGAIN = "give another --run"  # next step if a published table is damaged
 
 
 def selection_identity(selection: Selection) -> dict[str, Any]:
@@ -31,6 +38,11 @@ def profile_identity(name: str, profile: Profile | None) -> dict[str, Any]:
     """Return the members of a run's identity for a profile, one for each field."""
     mapping = {} if profile is None else profile_to_mapping(profile)
     return {f"{name}: {field}": value for field, value in mapping.items()}
+
+
+def listing_of(manifest: Manifest, grammar: str, profile: Profile | None) -> Listing:
+    """Return the published listing without its objects. Raises FormatError."""
+    return Listing.from_mapping(manifest.published.table, grammar, profile, MANIFEST)
 
 
 def refuse_pack(destination: Store) -> None:
@@ -56,3 +68,15 @@ def jobs_of_part(jobs: int | None, usual: int, divided: int, *read: Store) -> in
     if jobs is None and any(isinstance(store, Leases) for store in read):
         return max(1, usual // divided)
     return jobs
+
+
+def options_of_part(options: CopyOptions, divided: int, *read: Store) -> CopyOptions:
+    """Return the options of a part that copies, with its share of the limits of the whole run.
+
+    read: stores to be read.
+    """
+    return replace(
+        options,
+        jobs=jobs_of_part(options.jobs, options.job_count, divided, *read),
+        bytes_per_second=share_of(options.bytes_per_second, divided),
+    )

@@ -4,10 +4,11 @@
     claim.K                      claims of the lister
     listing-OWNER/               the published tables
     parts/00007/claim.K          claims of a part; K numbers its attempts
-    parts/00007/plan.json        what the part is going to change: the first one counts
+    parts/00007/plan.json        the changes that the part will make: the first one counts
     parts/00007/journal-K.jsonl  of an attempt
     parts/00007/result-K.json    of an attempt: the highest one counts
-    finish.claim.K, finish-G.json    what needs the results of all parts
+    finish.claim.K               claims of the process that finishes the run
+    finish-G.json                the result of finishing; needs the results of all parts
 
 Tables of a record lie beside it. Published files are never replaced.
 """
@@ -25,14 +26,12 @@ from hicachectl.backends.disk.durable import NO_ROOM, make_directories
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import UntrustedError, UsageError
 from hicachectl.formats.wording import failed
-from hicachectl.parts.manifest import MOST_BYTES, Manifest, dump, parse_manifest
+from hicachectl.parts.manifest import MANIFEST, MOST_BYTES, Manifest, dump, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
-MANIFEST = "run.json"
 PARTS = "parts"
 _LISTING = "listing-"
 # Entries before the manifest is published: ours, and what a mounted volume has by itself.
@@ -58,7 +57,7 @@ class RunDirectory:
         permissions: of the store's listing; files in the directory get no wider ones. Raises
         UsageError if it has other files.
         """
-        with told(path):
+        with usage_errors(path):
             made = make_directories(path)
             directory = Directory.named(str(path), writes=True)
             run = cls(path, directory)
@@ -79,7 +78,7 @@ class RunDirectory:
     @classmethod
     def existing(cls, path: Path) -> Self:
         """Open a run directory for reading."""
-        with told(path):
+        with usage_errors(path):
             return cls(path, Directory.named(str(path), writes=False))
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ class RunDirectory:
 
     def manifest(self) -> Manifest | None:
         """Read the manifest; None if it is not published. Raises FormatError for a damaged one."""
-        with told(self.path):
+        with usage_errors(self.path):
             try:
                 content = self.directory.read(MANIFEST, MOST_BYTES + 1)
             except FileNotFoundError:
@@ -114,7 +113,7 @@ class RunDirectory:
 
     def permissions(self) -> Permissions:
         """Return the permissions of the manifest: those that the store's listing allows."""
-        with told(self.path):
+        with usage_errors(self.path):
             return Permissions.of_file(self.directory.entries()[MANIFEST])
 
     def published_ns(self) -> int:
@@ -135,7 +134,7 @@ class RunDirectory:
 
     def listing(self, manifest: Manifest) -> Directory:
         """Open the directory of the published tables."""
-        with told(self.path / manifest.folder):
+        with usage_errors(self.path / manifest.folder):
             return self.directory.directory(manifest.folder)
 
     def remove_listings(self, besides: str) -> None:
@@ -192,7 +191,7 @@ def attempts_with_result(directory: Directory) -> list[int]:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def usage_errors(path: Path) -> Iterator[None]:
     """Raise UsageError in place of OSError, with a next step if the disk is full."""
     try:
         yield

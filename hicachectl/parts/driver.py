@@ -1,8 +1,8 @@
 """Divide a run among the nodes of a cluster.
 
-The driver lists, and has the run directory to itself: it takes the claim of each part, sends the
-part's tables and plan to a node, and keeps what comes back. Nodes share nothing but the stores. A
-part whose node or process is lost becomes a new attempt on another node.
+Only the driver uses the run directory. It lists, takes the claim of each part, sends the part's
+tables and plan to a node, and publishes the results. Nodes share only the stores. If a node or
+process is lost, its part becomes a new attempt on another node.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class _Nodes:
         raise StoppedError
 
     def give(self, node: Node) -> None:
-        """Take note that a part has ended on a node."""
+        """Record that a part has ended on a node."""
         with self._changed:
             if node in self._busy:
                 self._busy[node] -= 1
@@ -305,7 +305,7 @@ class _Progress:
         self._report(new, known * max(self._parts, len(self._totals)) // len(self._totals))
 
     def lost(self, part: int) -> None:
-        """Take back what a lost attempt has reported."""
+        """Subtract the progress of a lost attempt."""
         if part in self._totals:
             self.moved(part, -self._done[part], self._totals[part])
 
@@ -371,8 +371,9 @@ class _Work:
         self._calls.put(partial(self._say_now, text))
 
     def _do_parts(self, progress: _Progress) -> None:
-        """Do parts until none is left. A thread that loses a part puts it back, so none is left
-        behind when the others have ended.
+        """Do parts until none is left.
+
+        A thread that loses a part puts it back and goes on, so no part is left at the end.
         """
         try:
             while not self._stopped.is_set():

@@ -34,7 +34,7 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class PartInput:
-    """What one attempt at a part works on.
+    """Input of one attempt at a part.
 
     owner:    16 hex digits that mark the unfinished writes of this attempt.
     earlier:  owners of earlier attempts; their processes have ended, or lost the part.
@@ -103,9 +103,9 @@ class Job(Protocol):
 
     plans: a part's plan is kept before its first change, so that a killed part ends like an
     undisturbed one.
-    identity: what must be equal in all parts of a run, by the name in messages: `store`,
+    identity: values that must be equal in all parts of a run, by the name in messages: `store`,
     `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
-    options: everything else that the lister decides for all parts. permissions: who may read the
+    options: all other decisions of the lister for all parts. permissions: who may read the
     run directory.
     Methods raise HicacheError.
     """
@@ -128,7 +128,7 @@ class Job(Protocol):
         """Return the tables that a part works on."""
 
     def plan(self, given: PartInput) -> StageResult:
-        """Return what a part is going to change, before the first change."""
+        """Return the changes that a part will make, before the first change."""
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Do the work of a part.
@@ -139,7 +139,7 @@ class Job(Protocol):
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
     ) -> StageResult:
-        """Do what needs the results of all parts. folder: with the published tables."""
+        """Finish the run after the results of all parts. folder: with the published tables."""
 
 
 def kind_of(command: str, source: str) -> Kind:

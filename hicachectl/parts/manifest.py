@@ -20,6 +20,7 @@ from hicachectl.io.table_files import Count, FileName, TableFile  # noqa: TC001 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MANIFEST = "run.json"  # its name in the run directory
 FORM = 1
 MOST_PARTS = 10_000
 MOST_BYTES = 64 << 20
@@ -31,7 +32,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Published(Struct, kw_only=True):
-    """What the lister of a job publishes, beside its identity and options.
+    """Result of listing and planning: tables for all parts, and facts.
 
     listing_ns: Unix time of the listing. table: of affixes, as `pages` writes it.
     files: all tables, in `folder`. shares: row groups by file name, for each part.
@@ -90,7 +91,7 @@ def parse_manifest(content: bytes, source: str) -> Manifest:
     source: the run directory. Raises FormatError for other content, UsageError for the manifest of
     another release.
     """
-    path = f"{source}/run.json"
+    path = f"{source}/{MANIFEST}"
     if len(content) > MOST_BYTES:
         raise FormatError(f"{path}: larger than {MOST_BYTES} bytes; give another --run")
     document = parse_json_object(content, path, max_values=_MOST_VALUES)

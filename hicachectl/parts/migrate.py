@@ -1,7 +1,7 @@
 """`migrate` in parts: each copies the page groups of its share of the source's listing.
 
-The lister scans the source, whose listing the parts share, and scans the destination only to refuse
-it: what a destination has changes while parts write, so each part asks for its own keys.
+The lister scans the source; the parts share this listing. It scans the destination only to refuse
+another topology. The destination changes while parts write, so each part looks up its own keys.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from hicachectl.move.migration import Migration
 from hicachectl.move.migration_choice import plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
 from hicachectl.move.migration_plan import KEPT, KeptPlan
-from hicachectl.pages.published import Listing, inventory_of, publish_listing, read_share
+from hicachectl.pages.published import inventory_of, publish_listing, read_share
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.parts.common import (
-    jobs_of_part,
+    LIST_AGAIN,
+    listing_of,
+    options_of_part,
     profile_identity,
     refuse_pack,
     selection_identity,
-    share_of,
 )
 from hicachectl.parts.job import Kind, Merged, PartInput
-from hicachectl.parts.manifest import Manifest, Published
+from hicachectl.parts.manifest import MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.verify.live_tables import check_tables, saved_tables
 
@@ -49,15 +50,14 @@ if TYPE_CHECKING:
     from hicachectl.move.batches import CopyOptions
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.migration_plan import MigrationPlan
+    from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.requests.files import PageList
 
-_MANIFEST = "run.json"
 _OBJECTS = "objects"
 _FOUND = "found"
 _FOUND_FILE = "found.parquet"
 _PLAN = "groups"
-_LIST_AGAIN = "give another --run"
 _DIGEST_DIGITS = 12
 
 
@@ -71,7 +71,7 @@ class _Options(msgspec.Struct, kw_only=True):
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
     """Return the sum of the parts."""
-    options = convert(manifest.options, _Options, _MANIFEST)
+    options = convert(manifest.options, _Options, MANIFEST)
     facts = [MigrationFacts(seconds=manifest.spent_seconds)]
     for _, record in sorted(results.items()):
         facts.append(convert(record.facts, MigrationFacts, f"{record.path}: facts"))
@@ -149,10 +149,10 @@ class MigrateJob:
         files, share = manifest.published.files, manifest.published.shares[part]
         found = manifest.file(_FOUND_FILE)
         if found is None:
-            raise FormatError(f"{_MANIFEST}: does not list {_FOUND_FILE}; {_LIST_AGAIN}")
+            raise FormatError(f"{MANIFEST}: does not list {_FOUND_FILE}; {LIST_AGAIN}")
         return {
-            _OBJECTS: lambda: read_share(folder, files, share, schema, _LIST_AGAIN),
-            _FOUND: lambda: read_table(folder, found, FOUND_SCHEMA, _LIST_AGAIN),
+            _OBJECTS: lambda: read_share(folder, files, share, schema, LIST_AGAIN),
+            _FOUND: lambda: read_table(folder, found, FOUND_SCHEMA, LIST_AGAIN),
         }
 
     def plan(self, given: PartInput) -> StageResult:
@@ -191,7 +191,7 @@ class MigrateJob:
         self, given: PartInput, kept: KeptPlan | None
     ) -> tuple[Migration, MigrationPlan]:
         manifest, request = given.manifest, self._request
-        decided = convert(manifest.options, _Options, _MANIFEST)
+        decided = convert(manifest.options, _Options, MANIFEST)
         request = replace(
             request,
             selection=decided.selection,
@@ -215,24 +215,18 @@ class MigrateJob:
         return migration, plan
 
     def _share(self, divided: int) -> CopyOptions:
-        """Return the options of a part."""
         options = self._request.options
         read = [self._source, *([self._destination] if options.verify else [])]
-        return replace(
-            options,
-            jobs=jobs_of_part(options.jobs, options.job_count, divided, *read),
-            bytes_per_second=share_of(options.bytes_per_second, divided),
-        )
+        return options_of_part(options, divided, *read)
 
     def _listing(self, manifest: Manifest) -> Listing:
-        table, grammar = manifest.published.table, self._source.grammar
-        return Listing.from_mapping(table, grammar, self._request.profile, _MANIFEST)
+        return listing_of(manifest, self._source.grammar, self._request.profile)
 
 
 def _kept(plan: StageResult, part: int) -> KeptPlan:
     groups = plan.tables.get(_PLAN)
     if groups is None:
-        raise FormatError(f"Plan of part {part}: has no table {_PLAN!r}; {_LIST_AGAIN}")
+        raise FormatError(f"Plan of part {part}: has no table {_PLAN!r}; {LIST_AGAIN}")
     return KeptPlan(convert(plan.facts, MigrationFacts, f"Plan of part {part}"), groups)
 
 

@@ -13,10 +13,15 @@ from hicachectl.backends.capabilities import Resumable, permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
-from hicachectl.pages.published import Listing
-from hicachectl.parts.common import jobs_of_part, profile_identity, refuse_pack, share_of
+from hicachectl.parts.common import (
+    LIST_AGAIN,
+    listing_of,
+    options_of_part,
+    profile_identity,
+    refuse_pack,
+)
 from hicachectl.parts.job import Kind, Merged
-from hicachectl.parts.manifest import Published
+from hicachectl.parts.manifest import MANIFEST, Published
 from hicachectl.parts.records import StageResult
 from hicachectl.prewarm.finish import after, finish_facts, touch_pages
 from hicachectl.prewarm.outcome import DEADLINE, FinishFacts, PlanFacts, SliceFacts, outcome_of
@@ -29,13 +34,11 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, PartInput, Tables
     from hicachectl.parts.manifest import Manifest
     from hicachectl.parts.records import Record
     from hicachectl.prewarm.page_plan import PrewarmRequest
-
-_MANIFEST = "run.json"
-_LIST_AGAIN = "give another --run"
 
 
 class _Options(msgspec.Struct, kw_only=True):
@@ -46,36 +49,36 @@ class _Options(msgspec.Struct, kw_only=True):
     min_usable: float | None
 
 
-def merge(manifest: Manifest, results: Mapping[int, Record], finished: Record | None) -> Merged:
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
     """Return the outcome of the parts."""
-    plan = convert(manifest.published.facts, PlanFacts, _MANIFEST)
-    options = convert(manifest.options, _Options, _MANIFEST)
+    plan = convert(manifest.published.facts, PlanFacts, MANIFEST)
+    options = convert(manifest.options, _Options, MANIFEST)
     records = [record for _, record in sorted(results.items())]
     seconds = manifest.spent_seconds + sum(record.form.seconds for record in records)
-    finish = FinishFacts(
+    restorable = FinishFacts(
         remarks=["Usable tokens are counted after the last part; until then they are reported as 0"]
     )
-    if finished is not None:
-        finish = convert(finished.facts, FinishFacts, finished.path)
-        seconds += finished.form.seconds
+    if finish is not None:
+        restorable = convert(finish.facts, FinishFacts, finish.path)
+        seconds += finish.form.seconds
     elif len(results) == manifest.parts:
-        finish.remarks = ["The run is not finished; run any part again"]
+        restorable.remarks = ["The run is not finished; run any part again"]
     outcome = outcome_of(
         plan,
         [convert(record.facts, SliceFacts, record.path) for record in records],
-        finish,
+        restorable,
         options.source,
         options.destination,
         seconds,
     )
-    if finished is None:
+    if finish is None:
         outcome.document["complete"] = False
     return Merged(
         document=outcome.document,
         rows=outcome.rows(),
         rows_name="plan",
         remarks=[*outcome.messages, outcome.summary()],
-        failed=finished is None or outcome.failed(options.min_usable),
+        failed=finish is None or outcome.failed(options.min_usable),
         lines=lambda colour: outcome.lines(),
     )
 
@@ -152,7 +155,7 @@ class PrewarmJob:
         """Return the tables of a slice; see `Job.tables`."""
         published = manifest.published
         return slice_tables(
-            folder, published.files, published.shares, part, self._listing(manifest), _LIST_AGAIN
+            folder, published.files, published.shares, part, self._listing(manifest), LIST_AGAIN
         )
 
     def plan(self, given: PartInput) -> StageResult:
@@ -182,7 +185,7 @@ class PrewarmJob:
         facts = copying.facts
         facts.failed += len(rest.problems)
         facts.problems = [*rest.problems, *facts.problems]
-        if given.attempt:  # an earlier attempt wrote these
+        if given.attempt:  # earlier attempts wrote these pages
             facts.copied += rest.written
             facts.bytes += rest.nbytes
         else:
@@ -194,14 +197,14 @@ class PrewarmJob:
     ) -> StageResult:
         """Touch all pages, and count what servers can restore; see `Job.finish`."""
         files = manifest.published.files
-        plan = convert(manifest.published.facts, PlanFacts, _MANIFEST)
+        plan = convert(manifest.published.facts, PlanFacts, MANIFEST)
         slices = [convert(one.facts, SliceFacts, one.path) for one in results.values()]
         is_late = any(one.stopped_by == DEADLINE for one in slices)
         request, names = self._request, pa.array([], pa.string())
         if plan.chained:
-            chains, names = read_chains(folder, files, _LIST_AGAIN)
+            chains, names = read_chains(folder, files, LIST_AGAIN)
             request = replace(request, chains=chains)
-        everything = read_plan(folder, files, self._listing(manifest), _LIST_AGAIN)
+        everything = read_plan(folder, files, self._listing(manifest), LIST_AGAIN)
         pages = everything.wanted(Warming(self._source, self._destination, request))
         until = after(time.monotonic()) if is_late else None
         with persistent():
@@ -210,17 +213,9 @@ class PrewarmJob:
         return StageResult(msgspec.to_builtins(facts))
 
     def _listing(self, manifest: Manifest) -> Listing:
-        published, request = manifest.published, self._request
-        return Listing.from_mapping(
-            published.table, self._source.grammar, request.profile, _MANIFEST
-        )
+        return listing_of(manifest, self._source.grammar, self._request.profile)
 
     def _of_part(self, divided: int) -> PrewarmRequest:
-        """Return the request with an N-th of each limit of the whole run."""
-        options = self._request.options
-        share = replace(
-            options,
-            jobs=jobs_of_part(options.jobs, options.job_count, divided, self._source),
-            bytes_per_second=share_of(options.bytes_per_second, divided),
-        )
-        return replace(self._request, options=share)
+        """Return the request with the part's share of the limits of the whole run."""
+        options = options_of_part(self._request.options, divided, self._source)
+        return replace(self._request, options=options)

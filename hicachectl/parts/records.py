@@ -18,7 +18,7 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import deferred
 from hicachectl.io.table_files import TableFile, read_table, write_table
-from hicachectl.parts.directory import told
+from hicachectl.parts.directory import usage_errors
 from hicachectl.parts.manifest import FORM, MOST_BYTES, Owner, Seconds, dump
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Record:
         file = self.form.tables.get(name)
         if file is None:
             raise FormatError(f"{self.path}: has no table {name!r}; {self.next_step}")
-        with told(Path(self.path)), self.opened() as directory:
+        with usage_errors(Path(self.path)), self.opened() as directory:
             return read_table(directory, file, self.schemas[name], self.next_step)
 
     def whole(self) -> StageResult:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.parts.directory import attempts_with_result, told
+from hicachectl.parts.directory import attempts_with_result, usage_errors
 from hicachectl.parts.job import kind_of
 from hicachectl.parts.records import Record, RecordForm, StageResult, load, save
 
@@ -44,10 +44,10 @@ class Place:
     def load(self, name: str) -> Record:
         """Read a record. Raises FormatError if it is damaged."""
         next_step = f"remove {name}.json beside it and run part {self.part} again"
-        if name == PLAN:  # without it, nobody knows what an earlier attempt has changed
+        if name == PLAN:  # without it, the changes of an earlier attempt are unknown
             next_step = "give another --run"
         schemas, manifest = self.kind.schemas, self.manifest
-        with told(self.path):
+        with usage_errors(self.path):
             record = load(
                 self.directory, name, schemas, lambda: self.run.part(self.part), next_step
             )
@@ -57,7 +57,7 @@ class Place:
 
     def result(self) -> Record | None:
         """Return the result of the latest attempt that has one."""
-        with told(self.path):
+        with usage_errors(self.path):
             attempts = attempts_with_result(self.directory)
         return self.load(f"result-{attempts[-1]}") if attempts else None
 
@@ -68,13 +68,13 @@ class Place:
 
     def plan(self) -> StageResult | None:
         """Return the kept plan; None if there is none."""
-        with told(self.path):
+        with usage_errors(self.path):
             kept = self.directory.has(f"{PLAN}.json")
         return self.load(PLAN).whole() if kept else None
 
     def keep(self, name: str, form: RecordForm, tables: Mapping[str, pa.Table]) -> bool:
         """Publish a record, unless its name exists; return whether it is ours."""
-        with told(self.path):
+        with usage_errors(self.path):
             return save(self.directory, name, form, tables, self.kind.schemas)
 
 
@@ -82,7 +82,7 @@ def results_of(run: RunDirectory, manifest: Manifest, kind: Kind) -> dict[int, R
     """Return the latest result of each part that has one."""
     found = {}
     for part in range(manifest.parts):
-        with told(run.path):
+        with usage_errors(run.path):
             try:
                 directory = run.part(part)
             except FileNotFoundError:
@@ -122,7 +122,7 @@ def merge_run(run: RunDirectory) -> Merged:
         raise UsageError(f"{run.path}: has no run.json; run a part first, or check the path")
     kind = kind_of(manifest.command, str(run.path))
     results = results_of(run, manifest, kind)
-    with told(run.path):
+    with usage_errors(run.path):
         name = finish_name(run, manifest) if kind.finishes else None
         finished = None
         if name is not None and run.directory.has(f"{name}.json"):

@@ -13,7 +13,7 @@ from hicachectl import __version__
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import deferred
 from hicachectl.parts.claims import Claim, owners_before
-from hicachectl.parts.directory import told
+from hicachectl.parts.directory import usage_errors
 from hicachectl.parts.job import PartInput
 from hicachectl.parts.manifest import FORM, Manifest, refuse_other
 from hicachectl.parts.records import RecordForm, save
@@ -62,7 +62,7 @@ def begin(
     since = time.monotonic()
     manifest = run.manifest()
     if manifest is None:
-        with told(run.path):
+        with usage_errors(run.path):
             claim = Claim.take(
                 run.directory,
                 "claim",
@@ -82,7 +82,7 @@ def begin(
         since = time.monotonic()
     mine = _identity(job, manifest.parts if callable(parts) else parts)
     refuse_other(manifest, job.kind.command, mine, str(run.path))
-    with told(run.path):
+    with usage_errors(run.path):
         run.remove_listings(besides=manifest.folder)
     return Begun(manifest, since)
 
@@ -101,7 +101,7 @@ def run_part(
     on_progress: takes new and total bytes. say: takes remarks. Raises UsageError, FormatError,
     ClaimLostError, and as the methods of the job.
     """
-    with told(run.part_path(part)):
+    with usage_errors(run.part_path(part)):
         directory = run.part(part, create=True)
     with directory:
         place = Place(run, directory, part, begun.manifest, job.kind)
@@ -113,7 +113,7 @@ def run_part(
 
 def _finish(run: RunDirectory, job: Job, manifest: Manifest, say: Say) -> None:
     """Call the job's `finish` if all parts have results and none has finished them yet."""
-    with told(run.path):
+    with usage_errors(run.path):
         name = finish_name(run, manifest)
         if name is None:
             return
@@ -131,7 +131,7 @@ def _finish(run: RunDirectory, job: Job, manifest: Manifest, say: Say) -> None:
             result = job.finish(folder, manifest, results_of(run, manifest, job.kind))
         claim.check()
         form = _form(manifest, _OF_THE_RUN, claim, result, began)
-        with told(run.path):  # keeps a record that appeared since the last look
+        with usage_errors(run.path):  # keeps a record that appeared since the last look
             save(run.directory, name, form, result.tables, job.kind.schemas)
 
 
@@ -150,7 +150,7 @@ def _publish(
         on_listed(objects)
 
     try:
-        with told(run.path), run.make_listing(claim.owner) as folder:
+        with usage_errors(run.path), run.make_listing(claim.owner) as folder:
             published = job.publish(folder, parts, listed)
             manifest = Manifest(
                 form=FORM,
@@ -183,7 +183,7 @@ def _settle(
     place: Place, job: Job, begun: Begun, on_progress: Callable[[int, int], None], say: Say
 ) -> PartOutcome:
     """Do a part unless it is settled; wait for another process that is doing it."""
-    with told(place.path):
+    with usage_errors(place.path):
         claim = Claim.take(
             place.directory,
             "claim",
@@ -214,7 +214,7 @@ def _attempt(
         claim.check()
         on_progress(new, total)
 
-    with told(place.path):
+    with usage_errors(place.path):
         earlier = owners_before(place.directory, "claim", attempt)
         since_published = claim.taken_ns - place.run.published_ns()
     before = manifest.spent_seconds + max(since_published, 0) / 10**9

@@ -26,7 +26,6 @@ from hicachectl.move.repair import Attempt, repair, unplaced_remarks
 from hicachectl.move.reports import finished_remarks
 from hicachectl.move.withdrawal import finish_removals
 from hicachectl.pages.published import (
-    Listing,
     inventory_of,
     publish_listing,
     publish_rows,
@@ -35,13 +34,15 @@ from hicachectl.pages.published import (
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.tally import Tally
 from hicachectl.parts.common import (
+    LIST_AGAIN,
     jobs_of_part,
+    listing_of,
     profile_identity,
     selection_identity,
     share_of,
 )
 from hicachectl.parts.job import Kind, Merged, PartInput
-from hicachectl.parts.manifest import Manifest, Published
+from hicachectl.parts.manifest import MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from hicachectl.verify.facts import PartResult, VerifyFacts
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.formats.catalog import Catalog
-    from hicachectl.formats.profile import Profile
     from hicachectl.io.table_files import TableFile
     from hicachectl.move.repair import RepairOptions
     from hicachectl.pages.deployments import AffixTable
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.verify.part import PartCheck
 
-_MANIFEST = "run.json"
 _OBJECTS = "objects"
 _FOUND = "found"
 _CATALOG = "catalog"
@@ -77,7 +76,6 @@ _CATALOG_PREFIX = "catalog-"
 _REPAIR = "repair"
 # Reasons of a repair; about: number of the group, in the order of `select_groups`.
 _REPAIR_SCHEMA = SCHEMA.append(pa.field("about", pa.int64(), nullable=False))
-_LIST_AGAIN = "give another --run"
 
 
 class _Options(msgspec.Struct, kw_only=True):
@@ -107,7 +105,7 @@ class _Options(msgspec.Struct, kw_only=True):
         """Return the request of the whole run, for its report."""
         profile = None
         if self.profile is not None:
-            profile = profile_from_mapping(self.profile, source=f"{_MANIFEST}: profile")
+            profile = profile_from_mapping(self.profile, source=f"{MANIFEST}: profile")
         return VerifyRequest(
             profile=profile,
             checks=self.checks,
@@ -146,10 +144,10 @@ class _ResultForm(msgspec.Struct, kw_only=True):
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
     """Return the report of the parts."""
-    options = convert(manifest.options, _Options, _MANIFEST)
-    facts = convert(manifest.published.facts, _Facts, _MANIFEST)
+    options = convert(manifest.options, _Options, MANIFEST)
+    facts = convert(manifest.published.facts, _Facts, MANIFEST)
     request = options.request()
-    table = _listing(manifest, facts, request.profile).table
+    table = listing_of(manifest, facts.grammar, request.profile).table
     of_lister = VerifyFacts(
         nbytes=0,
         seconds=manifest.spent_seconds,
@@ -286,15 +284,15 @@ class VerifyJob:
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """See `Job`."""
-        facts = convert(manifest.published.facts, _Facts, _MANIFEST)
-        schema = _listing(manifest, facts, self._request.profile).schema
+        facts = convert(manifest.published.facts, _Facts, MANIFEST)
+        schema = listing_of(manifest, facts.grammar, self._request.profile).schema
         share = manifest.published.shares[part]
         files: dict[bool, list[TableFile]] = {False: [], True: []}
         for file in manifest.published.files:
             files[file.name.startswith(_CATALOG_PREFIX)].append(file)
         return {
-            _OBJECTS: lambda: read_share(folder, files[False], share, schema, _LIST_AGAIN),
-            _CATALOG: lambda: read_share(folder, files[True], share, CATALOG_SCHEMA, _LIST_AGAIN),
+            _OBJECTS: lambda: read_share(folder, files[False], share, schema, LIST_AGAIN),
+            _CATALOG: lambda: read_share(folder, files[True], share, CATALOG_SCHEMA, LIST_AGAIN),
         }
 
     def plan(self, given: PartInput) -> StageResult:
@@ -317,7 +315,7 @@ class VerifyJob:
 
     def _check(self, given: PartInput, on_read: Callable[[int, int], None]) -> PartCheck:
         store, manifest = self._store, given.manifest
-        facts = convert(manifest.published.facts, _Facts, _MANIFEST)
+        facts = convert(manifest.published.facts, _Facts, MANIFEST)
         request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
         first = given.part == 0
         start = replace(
@@ -334,8 +332,8 @@ class VerifyJob:
         return checked
 
     def _listed(self, given: PartInput) -> Inventory:
-        facts = convert(given.manifest.published.facts, _Facts, _MANIFEST)
-        listing = _listing(given.manifest, facts, self._request.profile)
+        facts = convert(given.manifest.published.facts, _Facts, MANIFEST)
+        listing = listing_of(given.manifest, facts.grammar, self._request.profile)
         return inventory_of(given.tables[_OBJECTS](), listing.table)
 
     def _table_findings(self, given: PartInput) -> list[pa.Table]:
@@ -397,7 +395,7 @@ class VerifyJob:
 
     def _part_request(self, given: PartInput) -> VerifyRequest:
         """Return the request with the lister's decisions and the part's share of the limits."""
-        decided = convert(given.manifest.options, _Options, _MANIFEST)
+        decided = convert(given.manifest.options, _Options, MANIFEST)
         request = self._request
         store, limit = self._store, request.time_limit_seconds
         usual = store.limits.parallel_reads
@@ -449,10 +447,6 @@ def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
         "--device": ",".join(sorted({name.partition(":")[0] for name in request.devices})),
         **profile_identity("profile", request.profile),
     }
-
-
-def _listing(manifest: Manifest, facts: _Facts, profile: Profile | None) -> Listing:
-    return Listing.from_mapping(manifest.published.table, facts.grammar, profile, _MANIFEST)
 
 
 def _catalog(facts: _Facts, tables: Tables) -> Catalog | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Warming:
     """A request between two stores, checked.
 
-    stores, trailers: what is copied, and what becomes of trailers. options: of the copies.
+    stores: the pair. trailers: how they are copied. options: of the copies.
     """
 
     def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:

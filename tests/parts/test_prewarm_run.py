@@ -374,28 +374,6 @@ def test_parts_run_at_once(invoke: Invoke, intact: Path, tmp_path: Path) -> None
     runs.assert_equal(runs.merged(), runs.whole())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--lock", "L"], "--lock cannot be combined with --shard"),
-        (["--metrics-file", "M"], "--metrics-file cannot be combined with --shard"),
-        (["-o", "O"], "--output cannot be combined with --shard"),
-        (["--format", "json"], "--format cannot be combined with --shard"),
-        (["--dry-run"], "--dry-run cannot be combined with --shard"),
-        (["--through-server", "http://127.0.0.1:9"], "--through-server cannot be combined with"),
-    ],
-)
-def test_options_of_the_whole_run_are_refused(
-    invoke: Invoke, intact: Path, tmp_path: Path, options: list[str], said: str
-) -> None:
-    """An option of the whole run is refused by name, before anything is written."""
-    asked = prompts(tmp_path / "asked.jsonl", 12)
-    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, *options)
-    assert said in runs.part(0, 2, exit_code=2)
-    assert not runs.run.exists()
-    assert not runs.target.exists()
-
-
 def test_a_plan_without_stores_has_no_parts(invoke: Invoke, tmp_path: Path) -> None:
     """--trace without stores plans for the whole run."""
     trace = _trace(tmp_path / "trace.jsonl", (4,))

@@ -16,6 +16,7 @@ from hicachectl.cli.group import COMMANDS, CommandEntry
 from hicachectl.cli.options import lock_option, output_options, parts_options
 from hicachectl.formats.errors import HicacheError
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
+from tests.move.migrations import demo_store
 from tests.parts.runs import ToyRun, names_in, toy_run  # noqa: F401 - a fixture
 from tests.parts.toy import ToyJob
 
@@ -93,6 +94,44 @@ def test_options_that_do_not_go_together(
     refused = invoke("toy", toy_run.store, toy_run.destination, *given, exit_code=2)
     assert said in refused.stderr
     assert not toy_run.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("verify", {"--lock": "L", "--metrics-file": "M", "--output": "O", "--format": "json"}),
+        ("migrate", {"--lock": "L", "--resume": None, "--output": "O", "--format": "json"}),
+        (
+            "prewarm",
+            {
+                "--lock": "L",
+                "--metrics-file": "M",
+                "--output": "O",
+                "--format": "json",
+                "--dry-run": None,
+                "--through-server": "http://127.0.0.1:9",
+            },
+        ),
+    ],
+)
+def test_options_of_the_whole_run_are_refused(
+    invoke: Invoke, tmp_path: Path, command: str, options: dict[str, str | None]
+) -> None:
+    """A part refuses each option of the whole run by name, before anything is written."""
+    source, asked = demo_store(tmp_path / "source"), tmp_path / "asked.jsonl"
+    asked.write_text("[1, 2, 3]\n")
+    places = {
+        "verify": [source],
+        "migrate": [source, tmp_path / "target"],
+        "prewarm": [tmp_path / "target", "--from", source, "--token-ids", asked],
+    }
+    before = names_in(tmp_path)
+    for name, value in options.items():
+        given = [name] if value is None else [name, value]
+        line = [*places[command], *given, "--shard", "0/2", "--run", tmp_path / "run"]
+        refused = invoke(command, *line, exit_code=2).stderr
+        assert f"{name} cannot be combined with --shard" in refused
+        assert names_in(tmp_path) == before
 
 
 def test_another_run_is_refused(toy_run: ToyRun) -> None:  # noqa: F811

@@ -172,24 +172,6 @@ def test_the_lister_decides_for_all_parts(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--lock", "L"], "--lock cannot be combined with --shard"),
-        (["--metrics-file", "M"], "--metrics-file cannot be combined with --shard"),
-        (["-o", "O"], "--output cannot be combined with --shard"),
-        (["--format", "json"], "--format cannot be combined with --shard"),
-    ],
-)
-def test_options_of_the_whole_run_are_refused(
-    invoke: Invoke, damaged: Path, tmp_path: Path, options: list[str], said: str
-) -> None:
-    refused = Parts(invoke, tmp_path / "run", damaged, *options).part(0, 2, exit_code=2)
-    assert said in refused
-    assert "hicachectl merge" in refused
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
         (["--grace", "2h"], "--grace 60.0, but this command has 7200.0"),
         (["--checks", "names"], "--checks names,groups"),
         (["--sample", "5%"], "--sample none, but this command has 1/20"),
