@@ -120,7 +120,7 @@ def test_options_of_the_whole_run_are_refused(
     """A part refuses each option of the whole run by name, before anything is written."""
     source, asked = demo_store(tmp_path / "source"), tmp_path / "asked.jsonl"
     asked.write_text("[1, 2, 3]\n")
-    places = {
+    places: dict[str, list[object]] = {
         "verify": [source],
         "migrate": [source, tmp_path / "target"],
         "prewarm": [tmp_path / "target", "--from", source, "--token-ids", asked],
