@@ -10,6 +10,7 @@ import msgspec
 import pyarrow as pa
 
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.unmatched import explain_parts
 from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import LOCK
 
@@ -183,10 +184,8 @@ def _total(parts: Iterable[MigrationFacts], name: str) -> int:
 def _not_copied(parts: Sequence[MigrationFacts], destination: str, labelled: int) -> Iterator[str]:
     """Yield messages about pages, objects and rows that were not copied."""
     if not _total(parts, "groups"):
-        largest = max(parts, key=lambda part: part.listed)
-        whole = largest.listed == _total(parts, "listed")
-        if largest.nothing:
-            yield largest.nothing + ("" if whole else "; this is counted in the largest part only")
+        if nothing := explain_parts((part.listed, part.nothing) for part in parts):
+            yield nothing
     elif not _total(parts, "named"):
         yield "No page of SRC matches --pages-from; hicachectl ls lists its pages"
     left_out: Counter[str] = Counter()

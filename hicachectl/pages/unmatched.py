@@ -72,6 +72,17 @@ def explain_selection(store: Store, listed: Inventory, selection: Selection) -> 
     )
 
 
+def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
+    """Return why no page was chosen in any part of a store, as the largest part tells.
+
+    parts: number of listed objects of each part, and what explains it there.
+    """
+    counted_parts = list(parts)
+    listed, text = max(counted_parts)
+    whole = listed == sum(number for number, _ in counted_parts)
+    return text if whole or not text else f"{text}; this is counted in the largest part only"
+
+
 def option_text(name: str, value: Any) -> str:
     """Return a filter as on the command line; times without value."""
     option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"

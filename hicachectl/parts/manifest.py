@@ -94,7 +94,10 @@ def parse_manifest(content: bytes, source: str) -> Manifest:
     path = f"{source}/{MANIFEST}"
     if len(content) > MOST_BYTES:
         raise FormatError(f"{path}: larger than {MOST_BYTES} bytes; give another --run")
-    document = parse_json_object(content, path, max_values=_MOST_VALUES)
+    try:
+        document = parse_json_object(content, path, max_values=_MOST_VALUES)
+    except FormatError as error:
+        raise FormatError(f"{error}; give another --run") from None
     for name, mine in (("form", FORM), ("version", __version__)):
         if document.get(name) != mine:
             theirs = shown(document.get(name))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.tally import Tally
 
 _SUMS = (
+    "listed",
     "in_flight",
     "gone",
     "sampled",
@@ -37,9 +38,9 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     be read; planned: those of each check group. objects_read: number tried; bytes_read: of those
     read whole. compared, undigested: objects that the store compared with a digest of its own, and
     objects without one. complete: no object was left unread by the time limit. devices: names;
-    none for the CPU. skipped: reason by name for `skipped_checks`. explained: why nothing was
-    checked, else "". repaired: page groups; quarantined: objects; unrepaired: whether a
-    repair failed.
+    none for the CPU. skipped: reason by name for `skipped_checks`. listed: objects of the part.
+    explained: why nothing was checked in the part, else ""; a sum has none. repaired: page groups;
+    quarantined: objects; unrepaired: whether a repair failed.
     """
 
     nbytes: int | None
@@ -57,6 +58,7 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     remarks: tuple[str, ...] = ()
     skipped: dict[str, str] = {}
+    listed: int = 0
     explained: str = ""
     repaired: int = 0
     quarantined: int = 0
@@ -75,7 +77,6 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
             devices=_distinct(self.devices + other.devices),
             remarks=_distinct(self.remarks + other.remarks),
             skipped=other.skipped | self.skipped,
-            explained=self.explained or other.explained,
             unrepaired=self.unrepaired or other.unrepaired,
             **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
         )

@@ -183,6 +183,7 @@ def check_part(
         seconds=time.monotonic() - start.began,
         remarks=(*remarks, *store.remarks),
         skipped=skipped,
+        listed=len(listed.objects),
         explained=explain_selection(store, listed, request.selection) if nothing else "",
     )
     catalog = None

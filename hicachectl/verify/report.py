@@ -21,6 +21,7 @@ from hicachectl.checks.registry import (
     checks,
     reading_groups,
 )
+from hicachectl.pages.unmatched import explain_parts
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.text.vocabulary import LOCK, NEVER
 from hicachectl.verify.coverage import (
@@ -135,7 +136,12 @@ def report_of(
         [*(part.found for part in parts), name_findings(of_sums, pool=request.selection.pool)]
     )
     impossible = impossible_checks(request.checks, store.unmet)
-    skipped = _skipped(facts, tally, table, store, request, impossible) | facts.skipped
+    if nothing_selected(request.selection, table, tally, facts.objects_read):
+        nothing = explain_parts((part.facts.listed, part.facts.explained) for part in parts)
+        skipped = {"everything": nothing}
+    else:
+        skipped = _skipped(facts, tally, table, store, request, impossible)
+    skipped |= facts.skipped
     ran = [
         name
         for name in request.checks
@@ -185,8 +191,6 @@ def _skipped(
     impossible: dict[str, str],
 ) -> dict[str, str]:
     """Return the name and the reason of everything not judged, for stderr."""
-    if nothing_selected(request.selection, table, tally, facts.objects_read):
-        return {"everything": facts.explained}
     gaps = reading_gaps(
         {check: n for check, n in facts.planned.items() if check not in impossible},
         rows=facts.to_read,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -105,6 +106,23 @@ def test_a_missing_part_makes_the_result_incomplete(
     run.part(0, 3)
     run.part(2, 3)
     assert run.merged()["complete"]
+
+
+def test_why_nothing_was_checked_is_true_of_the_store(
+    invoke: Invoke, damaged: Path, tmp_path: Path
+) -> None:
+    """A part without objects does not tell that the store has none: the largest part tells."""
+    options = ("--model", "no/such")
+    run = Parts(invoke, tmp_path / "a run", damaged, *options)
+    said = [run.part(part, 2 * PAGES) for part in range(2 * PAGES)]
+    assert f"hicachectl merge '{run.run}'" in said[0]
+    shares = json.loads((run.run / "run.json").read_text())["published"]["shares"]
+    assert not all(shares), "every part has objects"
+    merged = invoke("merge", run.run)
+    known = "everything: --model no/such: no page matches; models in the store: "
+    assert known in invoke("verify", damaged, *options).stderr
+    assert known in merged.stderr
+    assert "; this is counted in the largest part only" in merged.stderr
 
 
 def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -104,7 +105,7 @@ def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordFor
     if outcome.earlier:
         say(f"{name} was done before, on {outcome.record.host}")
     elif outcome.record.settled:
-        say(f"{name} is done; when all are, join them with: hicachectl merge {path}")
+        say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
         say(f"{name} is not complete; run it again")
     return outcome.record
