@@ -508,8 +508,8 @@ _BACKGROUND: dict[str, dict[str, str]] = {
         "PARTS": """
             With --shard I/N, many processes on any number of hosts warm one store. All share the
             directory of --run, and all get the same options. The first process reads the requests,
-            compares both stores, and writes the plan to the directory. Only this process needs to
-            read the request file to its end.
+            compares both stores, and writes the plan to the directory. The other processes do not
+            read the request file.
 
             The plan is divided into N slices of equal bytes, in its order of value: part 0 has the
             most valuable pages. Start low parts first, as Kubernetes and Slurm do. A part does not

@@ -50,7 +50,7 @@ class CopyOptions:
     verify: read back and compare each copy. move: then remove the original.
     pin: protect copies from eviction, for pin_seconds or the store's default.
     deadline: `time.monotonic()` after which no batch is begun.
-    trailers: what becomes of them; see `trailers.plan_trailers`. keeps_trailers: write all objects
+    trailers: which are written; see `trailers.plan_trailers`. keeps_trailers: write all objects
     by system copies, which keep trailers.
     """
 

@@ -38,7 +38,7 @@ _ASKED_AT_ONCE = 8192
 
 @dataclass(frozen=True, slots=True)
 class TrailerPlan:
-    """What becomes of the trailers of copied objects.
+    """Which trailers copied objects get.
 
     expected: identities of the source's objects. identities: of new trailers, by affix; empty to
     write none. keeps: copies have the trailers of their sources. bare: objects without a trailer
@@ -125,7 +125,7 @@ class TrailerPlan:
 
 
 def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
-    """Decide what becomes of trailers, and tell the destination.
+    """Decide which trailers are written, and tell the destination.
 
     Raises UsageError if that is impossible, or if copies without trailers could mix weights.
     """

@@ -255,7 +255,7 @@ def _stdout_discarded() -> Iterator[None]:
 
 
 def _probe_function() -> Callable[[Mapping[str, str], bytes], str | bytes]:
-    """Return the function that a node runs to say why it cannot work, or what it answers.
+    """Return the function that a node runs: it returns why the node cannot work, or an answer.
 
     A nested function is sent by value: the node may have another hicachectl, or none.
     """

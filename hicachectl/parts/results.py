@@ -138,7 +138,7 @@ def merge_run(run: RunDirectory) -> Merged:
     if not missing:
         return replace(merged, document=document)
     document["complete"] = False
-    said = f"{run.path}: {_spans(missing)} of {manifest.parts}: no result; run what is missing"
+    said = f"{run.path}: {_spans(missing)} of {manifest.parts}: no result; run the missing parts"
     return replace(merged, document=document, failed=True, remarks=[said, *merged.remarks])
 
 

@@ -62,7 +62,7 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
     partly = invoke("merge", toy_run.path, "--format", "json", exit_code=4)
     assert partly.document["missing_parts"] == [0]
     assert partly.stderr == (
-        f"hicachectl: {toy_run.path}: part 0 of 2: no result; run what is missing\n"
+        f"hicachectl: {toy_run.path}: part 0 of 2: no result; run the missing parts\n"
     )
     invoke(*run, "--shard", "0/2")
     assert "Part 0 of 2 was done before, on" in invoke(*run, "--shard", "0/2").stderr
