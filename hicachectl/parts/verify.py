@@ -14,7 +14,7 @@ from hicachectl.backends.capabilities import permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine
-from hicachectl.checks.registry import GROUPS
+from hicachectl.checks.registry import GROUPS, SEVERITIES
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.errors import FormatError
@@ -463,4 +463,10 @@ def _part_result(record: Record, table: AffixTable) -> PartResult:
     source = f"{record.path}: facts"
     form = convert(record.facts, _ResultForm, source)
     tally = Tally.from_mapping(form.tally, table, source)
-    return PartResult(form.facts, tally, record.table(_FOUND))
+    found = record.table(_FOUND)
+    severities = set(found.column("severity").unique().to_pylist())
+    if found.column("code").null_count or not severities <= set(SEVERITIES):
+        raise FormatError(
+            f"{record.path}: has findings without a known severity or a code; {record.next_step}"
+        )
+    return PartResult(form.facts, tally, found)

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -287,6 +288,27 @@ def test_merge_writes_no_catalog_of_some_parts(
     missing = Parts(invoke, tmp_path / "missing", damaged, "--catalog", catalog)
     assert "read the catalog" in missing.part(0, 1, exit_code=2)
     assert not catalog.exists()
+
+
+@pytest.mark.parametrize(("column", "value"), [("severity", "bogus"), ("code", None)])
+def test_other_findings_are_refused(
+    invoke: Invoke, damaged: Path, tmp_path: Path, column: str, value: str | None
+) -> None:
+    """Findings that no release writes end merge with one line that names the result."""
+    run = Parts(invoke, tmp_path / "run", damaged)
+    run.all(1)
+    record = run.run / "parts/00000/result-0.json"
+    document = json.loads(record.read_text())
+    file = document["tables"]["found"]
+    path = record.parent / file["name"]
+    table = pq.read_table(path)
+    at = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(at, column, pa.array([value] * len(table), pa.string())), path)
+    record.write_text(
+        json.dumps(document | {"tables": {"found": file | {"nbytes": path.stat().st_size}}})
+    )
+    said = invoke("merge", run.run, exit_code=2).stderr
+    assert "result-0.json: has findings without a known severity or a code; remove" in said
 
 
 def test_a_truncated_result_is_named(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
