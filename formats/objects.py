@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
+# Along one axis, far above any deployment. A key of one rank stands for all: untrusted names must
+# not make as many as they like.
+MAX_RANKS = 4096
 
 Sizes = tuple[int | None, ...]  # of tp, pp, cp, dcp, then tokens of the DCP page
 
@@ -47,6 +50,14 @@ class Shard:
     def axes(self) -> tuple[tuple[str, int | None, int | None], ...]:
         """Name, rank and size of each axis."""
         return tuple(zip(AXES, self.ranks, self.sizes, strict=False))
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether no axis has more than MAX_RANKS ranks or heads."""
+        counts = [size for _, _, size in self.axes if size is not None]
+        if self.heads is not None:
+            counts.append(self.heads[1] - self.heads[0])
+        return all(count <= MAX_RANKS for count in counts)
 
     def ranks_text(self) -> str:
         """Return the stated ranks for messages: `tp 0/2 pp 1/4`, or ""."""

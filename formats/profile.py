@@ -18,6 +18,7 @@ from hicachectl.formats.forms import convert
 from hicachectl.formats.kinds import kind_names, kind_of, kinds
 from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
 from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS
+from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ NEWEST_SGLANG = "0.5.23"
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
 # Bounds far above any deployment: mistyped or hostile profiles are refused before allocation.
-MAX_RANKS = 4096  # along one axis
 MAX_ALL_RANKS = 65_536
 MAX_LAYERS = 10_000
 MAX_PAGE_SIZE = 1 << 20

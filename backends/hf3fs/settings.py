@@ -20,7 +20,7 @@ from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.profile import MAX_RANKS
+from hicachectl.formats.objects import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.keys.unified import UnifiedCodec
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _UNIFIED = UnifiedCodec()
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
-_MOST_RANKS = 4096  # larger numbers belong to the model's name
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
@@ -98,7 +97,7 @@ def _dcp_readings(text: str, pool: str) -> Iterator[tuple[str, Shard]]:
     tp_size, rank, size, page_size = map(int, match.groups())
     if not _is_rank(rank, size) or size < 2 or tp_size % size or page_size % size:
         return
-    if not page_size or tp_size > _MOST_RANKS:
+    if not page_size or tp_size > MAX_RANKS:
         return
     shard = Shard(tp_size=tp_size, dcp_rank=rank, dcp_size=size, dcp_page_size=page_size)
     text = text[: match.start()]
@@ -140,4 +139,4 @@ def _strip_cp(text: str, shard: Shard) -> tuple[str, Shard] | None:
 
 
 def _is_rank(rank: int, size: int) -> bool:
-    return rank < size <= _MOST_RANKS
+    return rank < size <= MAX_RANKS  # larger numbers belong to the model's name

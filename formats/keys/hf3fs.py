@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
 
 _PREFIX = re.compile(r"(0|[1-9][0-9]{0,8}):([a-z0-9_]+):")
 _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
@@ -41,7 +41,7 @@ class Hf3fsCodec:
         own = _OWN_RANK.fullmatch(suffix) if pool_name(namespace).states else None
         if own is not None and own[1] == namespace:
             tp_rank, tp_size = int(own[2]), int(own[3])
-            if rank or tp_rank >= tp_size:
+            if rank or not tp_rank < tp_size <= MAX_RANKS:
                 return ()
             return (Coordinate("", namespace, shard=Shard(tp_rank=tp_rank, tp_size=tp_size)),)
         part = suffix[1:] if namespace == "kv" and suffix in ("-k", "-v") else None

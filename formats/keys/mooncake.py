@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -109,7 +109,8 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
     if match is None:
         return text, None
     tp, dcp, page_size, pp, cp = map(int, match.groups()[1:])
-    if dcp < 2 or tp % dcp or page_size % dcp:  # impossible: part of the model's name
+    impossible = dcp < 2 or tp % dcp or page_size % dcp or max(tp, pp, cp) > MAX_RANKS
+    if impossible:  # part of the model's name
         return text, None
     return match[1] or "", Shard(
         tp_size=tp, dcp_size=dcp, dcp_page_size=page_size, pp_size=pp, cp_size=cp

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.layouts import LAYOUTS
+from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.profile import (
     MAX_LAYERS,
     MAX_PAGE_SIZE,
-    MAX_RANKS,
     NEWEST_SGLANG,
     above,
     too_many,

@@ -24,7 +24,8 @@ from hicachectl.formats.models.flags import (
     normalised_layout,
 )
 from hicachectl.formats.models.loading import SETTINGS
-from hicachectl.formats.profile import MAX_RANKS, NEWEST_SGLANG, Profile
+from hicachectl.formats.objects import MAX_RANKS
+from hicachectl.formats.profile import NEWEST_SGLANG, Profile
 from hicachectl.formats.transfer import retargeted
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
+from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.unmatched import explain_parts
 from hicachectl.text.units import counted, human_age, human_size
@@ -45,29 +46,29 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     estimated_seconds, free_bytes: of a rehearsal; None if not known.
     """
 
-    listed: int = 0
-    groups: int = 0
+    listed: Count = 0
+    groups: Count = 0
     nothing: str = ""
-    named: int = 0
-    matched: int = 0
-    unknown_keys: int = 0
+    named: Count = 0
+    matched: Count = 0
+    unknown_keys: Count = 0
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
-    refused: int = 0
-    pages: int = 0
-    objects: int = 0
-    bytes: int = 0
-    skipped: int = 0
-    gone: int = 0
-    conflicts: int = 0
-    failed: int = 0
-    moved: int = 0
-    resumed: int = 0
+    refused: Count = 0
+    pages: Count = 0
+    objects: Count = 0
+    bytes: Count = 0
+    skipped: Count = 0
+    gone: Count = 0
+    conflicts: Count = 0
+    failed: Count = 0
+    moved: Count = 0
+    resumed: Count = 0
     seconds: float = 0.0
     complete: bool = True
     settled: bool = True
     stopped_by: str = ""
     estimated_seconds: float | None = None
-    free_bytes: int | None = None
+    free_bytes: Count | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
     problems: list[Problem] = msgspec.field(default_factory=list)
 

@@ -7,7 +7,7 @@ page are in part 0.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -21,6 +21,8 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.resolve import Resolved
 from hicachectl.formats.keys.table import page_starts, page_words
 from hicachectl.formats.objects import Coordinate  # noqa: TC001 - msgspec reads it
+from hicachectl.formats.profile import MAX_OBJECT_BYTES
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.table_files import opened_table, write_table
 from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
 from hicachectl.pages.inventory import Inventory, scan_columns, understood
@@ -50,7 +52,7 @@ class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: list[str]
     affixes: list[tuple[str, str]]
     resolved: list[tuple[Coordinate | None, list[Coordinate]]]
-    sizes: list[list[int]]
+    sizes: list[list[Annotated[int, msgspec.Meta(ge=UNKNOWN_SIZE, le=MAX_OBJECT_BYTES)]]]
     mixes: list[SizeMix]
 
 
@@ -91,6 +93,9 @@ class Listing:
         form = convert(dict(mapping), _ListingForm, source)
         try:
             _schema(form.columns)  # known columns only
+            read = [one for chosen, others in form.resolved for one in (chosen, *others)]
+            if not all(one.shard.is_bounded for one in read if one is not None):
+                raise ValueError("an affix has too many ranks")
             resolved = [Resolved(one, tuple(readings)) for one, readings in form.resolved]
             table = make_table(form.affixes, resolved, codec_for(grammar), profile)
             deployments = [

@@ -86,8 +86,14 @@ class Tally:
             != [*map(len, (none.objects, none.unsized, none.states))]
         ):
             raise FormatError(f"{source}: has counts of other affixes or deployments")
+        counted = zip(table.resolved, form.objects, strict=False)  # the last is for foreign keys
+        ambiguous = [
+            affix for affix, (one, objects) in enumerate(counted) if one.ambiguous and objects
+        ]
+        if sorted(first_keys := dict(form.first_keys)) != ambiguous:
+            raise FormatError(f"{source}: has the first keys of other affixes")
         states = np.array(form.states, np.int64)
-        return cls(columns[0], columns[1], dict(form.first_keys), form.pages, states)
+        return cls(columns[0], columns[1], first_keys, form.pages, states)
 
     @property
     def groups(self) -> int:

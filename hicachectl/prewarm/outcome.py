@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
 from hicachectl.requests.restorable import deployment_text
 from hicachectl.text.units import counted, human_size
@@ -38,13 +39,13 @@ class PlanFacts(msgspec.Struct, kw_only=True):
     """
 
     chained: bool = True
-    requested: int = 0
-    there: int = 0
-    missing: int = 0
-    requested_tokens: int = 0
-    not_pinned: int = 0
+    requested: Count = 0
+    there: Count = 0
+    missing: Count = 0
+    requested_tokens: Count = 0
+    not_pinned: Count = 0
     cut: bool = False
-    failed: int = 0
+    failed: Count = 0
     problems: list[Problem] = msgspec.field(default_factory=list)
     remarks: list[str] = msgspec.field(default_factory=list)
 
@@ -57,12 +58,12 @@ class SliceFacts(msgspec.Struct, kw_only=True):
     stopped_by: "" if nothing ended the copy early.
     """
 
-    there: int = 0
-    copied: int = 0
-    bytes: int = 0
-    not_pinned: int = 0
-    gone: int = 0
-    failed: int = 0
+    there: Count = 0
+    copied: Count = 0
+    bytes: Count = 0
+    not_pinned: Count = 0
+    gone: Count = 0
+    failed: Count = 0
     settled: bool = True
     stopped_by: str = ""
     problems: list[Problem] = msgspec.field(default_factory=list)
@@ -76,8 +77,8 @@ class FinishFacts(msgspec.Struct, kw_only=True):
     destination has. deployment: for which tokens are counted, as `deployment_document`.
     """
 
-    usable_tokens: int = 0
-    only_there: int = 0
+    usable_tokens: Count = 0
+    only_there: Count = 0
     deployment: dict[str, Any] | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
 

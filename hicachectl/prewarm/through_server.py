@@ -20,7 +20,8 @@ from hicachectl.backends.http import fit
 from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.hashing import tokens_to_restore
-from hicachectl.formats.profile import MAX_ALL_RANKS, MAX_RANKS, above
+from hicachectl.formats.objects import MAX_RANKS
+from hicachectl.formats.profile import MAX_ALL_RANKS, above
 from hicachectl.io.interrupts import deferred, persistent
 from hicachectl.profiles.server import API_KEY_VARIABLE, server_service
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -43,25 +45,25 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: objects; unrepaired: whether a repair failed.
     """
 
-    nbytes: int | None
-    in_flight: int = 0
-    gone: int = 0
-    sampled: int = 0
-    to_read: int = 0
+    nbytes: Count | None
+    in_flight: Count = 0
+    gone: Count = 0
+    sampled: Count = 0
+    to_read: Count = 0
     planned: dict[str, int] = {}
-    objects_read: int = 0
-    bytes_read: int = 0
-    compared: int = 0
-    undigested: int = 0
+    objects_read: Count = 0
+    bytes_read: Count = 0
+    compared: Count = 0
+    undigested: Count = 0
     complete: bool = True
     devices: tuple[str, ...] = ()
     seconds: float = 0.0
     remarks: tuple[str, ...] = ()
     skipped: dict[str, str] = {}
-    listed: int = 0
+    listed: Count = 0
     explained: str = ""
-    repaired: int = 0
-    quarantined: int = 0
+    repaired: Count = 0
+    quarantined: Count = 0
     unrepaired: bool = False
 
     def __add__(self, other: VerifyFacts) -> VerifyFacts:

@@ -33,6 +33,7 @@ from hicachectl.pages.published import (
     publish_rows,
     read_share,
 )
+from hicachectl.pages.tally import Tally, tally_of
 from tests.move.migrations import demo_store
 from tests.pages.test_contested import (
     BARE,
@@ -124,6 +125,38 @@ def assert_parts_are_the_whole(
         assert {(number >> 192) * parts >> 64 for number in hashes} <= {part}
     groups = [row for one in inventories for row in states_of(one)]
     assert sorted(groups) == sorted(states_of(whole))
+
+
+@pytest.mark.parametrize("change", ["tp_size", "heads", "sizes"])
+def test_a_listing_that_claims_too_much_is_refused(tmp_path: Path, change: str) -> None:
+    """Numbers that would take all memory, or overflow, are refused before they are used."""
+    put_pages(tmp_path, range(2), "_m_0_1")
+    (folder := tmp_path / "run").mkdir()
+    with open_store(str(tmp_path)) as store:
+        listed, _, _ = publish(store, None, folder, 1, IN_MEMORY)
+        mapping = json.loads(json.dumps(listed.listing.to_mapping()))
+        shard = mapping["resolved"][0][0]["shard"]
+        if change == "sizes":
+            mapping["sizes"][0][0] = 2**70
+        else:
+            shard[change] = {"tp_size": 2**62, "heads": [0, 2**62]}[change]
+        with pytest.raises(FormatError, match=r"^run.json: "):
+            Listing.from_mapping(mapping, store.grammar, None, "run.json")
+
+
+def test_counts_must_have_the_first_key_of_each_ambiguous_affix(tmp_path: Path) -> None:
+    """A report names these keys, so counts without one, or with one too many, are refused."""
+    put_pages(tmp_path, range(2), "_m_1_2_1")  # a model m_1_2 of rank 1, or m of stage 1
+    with open_store(str(tmp_path)) as store:
+        inventory = take_inventory(store)
+    table = inventory.table
+    counts = tally_of(inventory, PageGroups(inventory)).to_mapping()
+    ambiguous = [affix for affix, one in enumerate(table.resolved) if one.ambiguous]
+    assert [affix for affix, _ in counts["first_keys"]] == ambiguous
+    assert Tally.from_mapping(counts, table, "result").pages == 2
+    for keys in ([], [[0, ""], [1, ""]]):
+        with pytest.raises(FormatError, match="has the first keys of other affixes"):
+            Tally.from_mapping({**counts, "first_keys": keys}, table, "result")
 
 
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])

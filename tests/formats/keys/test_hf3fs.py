@@ -39,6 +39,7 @@ def test_golden_keys_are_written_and_read(affix: tuple[str, str], coordinate: Co
         ("0:indexer:", "-k"),
         ("1:mamba:", "_mamba_3_8"),
         ("0:mamba:", "_mamba_8_8"),
+        ("0:mamba:", "_mamba_3_4097"),  # one key would stand for any number of ranks
         ("0:new:", "_new"),
     ],
 )

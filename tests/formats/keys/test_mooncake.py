@@ -147,7 +147,15 @@ def test_the_highest_ranks_have_a_reading(affix: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", ["tp8_dcp1_page256_pp1_cp1", "tp8_dcp3_page256_pp1_cp1", "tp8_dcp4_page255_pp1_cp1"]
+    "sizes",
+    [
+        "tp8_dcp1_page256_pp1_cp1",
+        "tp8_dcp3_page256_pp1_cp1",
+        "tp8_dcp4_page255_pp1_cp1",
+        "tp4098_dcp2_page256_pp1_cp1",
+        "tp8_dcp4_page256_pp4097_cp1",
+        "tp8_dcp4_page256_pp1_cp4097",
+    ],
 )
 def test_sizes_that_no_deployment_has_belong_to_the_model(sizes: str) -> None:
     (found,) = {reading.model for reading in CODEC.readings(f"m_{sizes}_", "_0_v")}
