@@ -103,6 +103,7 @@ def test_a_silent_host_is_waited_for_by_ones_own_clock(claimants: Claimants, ahe
     assert time.monotonic() - started > STALE
 
 
+@pytest.mark.slow
 def test_a_living_holder_keeps_its_claim(claimants: Claimants) -> None:
     """Of three processes, with clocks an hour apart, only the holder works."""
     first = claimants.holder(host="a")
@@ -115,6 +116,7 @@ def test_a_living_holder_keeps_its_claim(claimants: Claimants) -> None:
     assert ("done", -1, third.pid) in claimants.log
 
 
+@pytest.mark.slow
 def test_of_many_takers_one_wins(claimants: Claimants) -> None:
     """Each of six processes gets the claim once, and no two at the same time."""
     first = claimants.holder(host="a")

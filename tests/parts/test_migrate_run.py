@@ -328,6 +328,7 @@ def test_killed_parts_are_completed(
     assert killed.source.held() == killed.after, words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mooncake", "hf3fs"])
 def test_parts_into_servers(places: Places, tmp_path: Path, kind: str) -> None:
     """Parts write into Mooncake and 3FS what one process writes."""

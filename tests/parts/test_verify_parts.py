@@ -138,6 +138,7 @@ def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> 
     assert f"hicachectl_verify_last_success_timestamp_seconds{{{labels}}} 0.0" in lines
 
 
+@pytest.mark.slow
 def test_many_processes_at_once_have_one_listing_and_one_result(
     invoke: Invoke, damaged: Path, tmp_path: Path
 ) -> None:
@@ -327,6 +328,7 @@ def remains(store: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in objects(store, "")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("mode", ["quarantine", "delete"])
 def test_a_repair_in_parts_is_that_of_one_process(
