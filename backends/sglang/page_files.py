@@ -115,7 +115,7 @@ class PageFiles:
         """
         descriptor = self._open(page)
         try:
-            # One byte more, to see that there is none. Most files need no second look.
+            # One byte more shows a file that is too long, without a stat.
             data = os.pread(descriptor, TRAILER_BYTES + 1, self.form.nbytes)
         except OSError:
             data = b""

@@ -166,7 +166,7 @@ class PageStore(ABC):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         try:
             close()
-        except Exception as error:  # of any kind: nobody waits for it
+        except Exception as error:  # of any kind: the call has returned
             self.counters.refused("unclosed", reason_of(error))
 
     def _open(self) -> None:

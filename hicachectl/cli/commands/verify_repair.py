@@ -83,7 +83,7 @@ def refuse_without_profile(request: VerifyRequest) -> None:
 
 
 def refuse_in_parts(store: Store, options: dict[str, Any]) -> None:
-    """Raise UsageError for a repair of which parts can do no share."""
+    """Raise UsageError for a repair that cannot be divided into parts."""
     from hicachectl.move.table_repair import has_snapshot_only
 
     if options["repair"] != "none" and has_snapshot_only(store):
