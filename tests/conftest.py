@@ -26,6 +26,12 @@ from tests.mooncake_fixtures import (  # noqa: F401 - fixtures
     shared_mooncake_cluster,
 )
 from tests.places import places  # noqa: F401 - a fixture
+from tests.ray_fixtures import (  # noqa: F401 - fixtures
+    ray_cluster,
+    ray_driver,
+    shared_ray_cluster,
+    shared_ray_driver,
+)
 from tests.skips import register as pytest_configure  # noqa: F401 - a hook of pytest
 from tests.small_file_system import other_file_system  # noqa: F401 - a fixture
 

@@ -148,7 +148,7 @@ class _StoppedError(BaseException):
     """SIGTERM, raised in the main thread to run `finally` blocks."""
 
 
-class _Answering:
+class Answering:
     """Answers to the parent, from any thread."""
 
     def __init__(self, descriptor: int) -> None:
@@ -159,6 +159,7 @@ class _Answering:
         self._new = 0
 
     def send(self, message: Answer) -> None:
+        """Send one answer, whole."""
         content = memoryview(frame(message))
         with self._lock:
             while content:
@@ -191,7 +192,7 @@ class _Answering:
 def main(parent: int, folder: Path) -> None:
     """Do the stage ordered on stdin; answer on stdout."""
     end_with(parent)
-    answering = _Answering(os.dup(1))
+    answering = Answering(os.dup(1))
     os.dup2(2, 1)  # libraries print on stdout
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -200,22 +201,31 @@ def main(parent: int, folder: Path) -> None:
         content = sys.stdin.buffer.read(int.from_bytes(head, "little"))
         order = parse_order(content)
         del content
-        result = _done(order, folder, answering)
-        if result is not None:
-            for piece in pieces_of(result):
-                answering.send(piece)
-        answering.send(Outcome() if result is None else outcome_of(result))
+        answer(order, folder, answering)
     except _StoppedError:
         os._exit(_TERMINATED)
-    except HicacheError as error:
-        answering.send(Failed(_error_name(error), str(error)))
     except BaseException:
         answering.send(Failed("", traceback.format_exc()))
     # A normal exit could abort while threads of libraries run. The stores are closed here.
     os._exit(0)
 
 
-def _done(order: Order, folder: Path, answering: _Answering) -> StageResult | None:
+def answer(order: Order, folder: Path, answering: Answering) -> None:
+    """Do a stage in this process; answer with its result, or with an error that is no bug.
+
+    folder: for journals.
+    """
+    try:
+        result = _done(order, folder, answering)
+        if result is not None:
+            for piece in pieces_of(result):
+                answering.send(piece)
+        answering.send(Outcome() if result is None else outcome_of(result))
+    except HicacheError as error:
+        answering.send(Failed(_error_name(error), str(error)))
+
+
+def _done(order: Order, folder: Path, answering: Answering) -> StageResult | None:
     """Do a stage; return its result, or None for the stage `open`."""
     listed = time.monotonic() - order.age
     open_job: Callable[[], AbstractContextManager[Job]] = pickle.loads(order.job)

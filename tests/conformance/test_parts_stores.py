@@ -1,4 +1,4 @@
-"""Parts of a run, merged, equal one process, on damaged stores that SGLang itself wrote."""
+"""One process, merged parts and a Ray cluster agree on damaged stores that SGLang itself wrote."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conformance.conftest import Manifest, SglangSession, WriteStore
+    from tests.parts.connected import Connected
 
-pytestmark = pytest.mark.conformance
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("ray")]
 
 PARTS = 3
 EACH = 5  # one object of so many is damaged
@@ -59,7 +60,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "flipped": lambda value: overwritten(value, bytes([value[0] ^ 1])),
 }
 # Damages that are done at once, to different objects.
-TOGETHER = (("none",), ("lost", "short", "long"), ("nan", "zeros", "flipped"))
+TOGETHER = (("lost", "short", "long"), ("nan", "zeros", "flipped"))
 
 
 def chosen(manifest: Manifest, damage: str) -> list[Entry]:
@@ -69,10 +70,11 @@ def chosen(manifest: Manifest, damage: str) -> list[Entry]:
 
 
 class Comparison:
-    """Runs a command as one process and in parts."""
+    """Runs a command as one process, in parts, and on a Ray cluster."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str], folder: Path) -> None:
+    def __init__(self, capfd: pytest.CaptureFixture[str], folder: Path, driver: Connected) -> None:
         self._capfd = capfd
+        self._driver = driver
         self._folder = folder
         self._number = 0
 
@@ -98,25 +100,40 @@ class Comparison:
             assert status == 0
         return self.run("merge", path, "--format", "json")
 
+    def on_ray(self, *arguments: object) -> tuple[int, dict[str, Any]]:
+        """Run a command on the cluster; return the exit status and the document."""
+        status, output, said = self._driver.run(*arguments, "--format", "json")
+        assert status in (0, FINDINGS), said
+        assert "is done again" not in said
+        return status, json.loads(output)
+
     def verify(self, url: object, *options: object, catalog: Path | None = None) -> dict[str, Any]:
-        """Compare the documents, exit statuses and new catalogs of `verify`; return a document.
+        """Compare the documents, exit statuses and new catalogs of `verify`; return the document.
 
         catalog: an earlier catalog, which the runs compare with.
         """
         folder = self.folder()
-        given: tuple[object, ...] = ("verify", url, "--grace", "0s", *options)
-        if catalog is not None:
-            own = shutil.copy(catalog, folder / "own.parquet")
-            given = (*given, "--catalog", own, "--update-catalog")
-        status, merged = self.parts(folder / "run", *given)
+
+        def given(name: str) -> tuple[object, ...]:
+            words = ("verify", url, "--grace", "0s", *options)
+            if catalog is None:
+                return words
+            own = shutil.copy(catalog, folder / name)
+            return (*words, "--catalog", own, "--update-catalog")
+
+        alone = self.run(*given("alone"), "--format", "json")
+        merged = self.parts(folder / "run", *given("unchanged"))
         if catalog is not None:
             self.run("merge", folder / "run", "--format", "json", "--catalog", folder / "merged")
-        whole_status, whole = self.run(*given, "--format", "json")
-        assert status == whole_status
-        assert comparable(merged) == comparable(whole)
+        on_ray = self.on_ray(*given("ray"))
+        for status, document in (merged, on_ray):
+            assert status == alone[0]
+            assert comparable(document) == comparable(alone[1])
+            assert document["parts"] == PARTS
         if catalog is not None:
-            assert digests(folder / "merged") == digests(folder / "own.parquet")
-        return merged
+            assert digests(folder / "merged") == digests(folder / "alone")
+            assert digests(folder / "ray") == digests(folder / "alone")
+        return alone[1]
 
     def copies(
         self, command: str, source: object, *options: object, keeps_times: bool = False
@@ -131,24 +148,22 @@ class Comparison:
             places = (source, target) if command == "migrate" else (target, "--from", source)
             return (command, *places, *options)
 
-        status, merged = self.parts(folder / "run", *to(folder / "parts"))
-        whole_status, whole = self.run(*to(folder / "whole"), "--format", "json")
-        assert status == whole_status
-        assert of_copies(merged) == of_copies(whole)
-        files, whole_files = files_in(folder / "parts"), files_in(folder / "whole")
-        if not keeps_times:
-            files, whole_files = without_times(files), without_times(whole_files)
-        assert files == whole_files
+        alone = self.run(*to(folder / "alone"), "--format", "json")
+        merged = self.parts(folder / "run", *to(folder / "parts"))
+        on_ray = self.on_ray(*to(folder / "ray"))
+        files = files_in(folder / "alone", times=keeps_times)
+        for name, (status, document) in {"parts": merged, "ray": on_ray}.items():
+            assert status == alone[0]
+            assert of_copies(document) == of_copies(alone[1])
+            assert files_in(folder / name, times=keeps_times) == files
+            assert document["parts"] == PARTS
         return files
 
 
-def files_in(store: Path) -> Files:
+def files_in(store: Path, *, times: bool) -> Files:
     """Return the files of a directory; none if no page was copied, which creates none."""
-    return contents(store) if store.exists() else {}
-
-
-def without_times(files: Files) -> Files:
-    return {name: (content, 0) for name, (content, _) in files.items()}
+    files = contents(store) if store.exists() else {}
+    return {name: (content, mtime if times else 0) for name, (content, mtime) in files.items()}
 
 
 def of_copies(document: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +182,11 @@ def digests(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def comparison(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Comparison:
+def comparison(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, ray_driver: Connected
+) -> Comparison:
     """Return a comparison of runs."""
-    return Comparison(capfd, tmp_path)
+    return Comparison(capfd, tmp_path, ray_driver)
 
 
 # --- files and packs ---
@@ -259,7 +276,6 @@ def cluster(mooncake_package: None) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.xdist_group("sglang-mooncake")
 @pytest.mark.parametrize(
     ("case", "layout"), MOONCAKE_VARIANTS, ids=map("-".join, MOONCAKE_VARIANTS)
 )
@@ -315,7 +331,6 @@ def server(sglang_python: Path) -> Iterator[MetadataServer]:
         yield server
 
 
-@pytest.mark.xdist_group("sglang-hf3fs")
 @pytest.mark.parametrize(
     ("case", "layout"), HF3FS_VARIANTS, ids=["-".join(v) for v in HF3FS_VARIANTS]
 )

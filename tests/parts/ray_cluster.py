@@ -27,15 +27,8 @@ class RayCluster(Closing):
         cluster_utils = need_module("ray.cluster_utils")
         # Ray's sockets have names of up to 107 characters.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/dev/shm")
-        environment = {
-            "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "TMPDIR": self._folder,
-        }
-        self._before = dict(os.environ)
-        os.environ.update(environment)
-        head = {**_NODE, "include_dashboard": False}
-        self._cluster: Any = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        self._cluster: Any = cluster_utils.Cluster()
+        self._add(include_dashboard=False)
         self._others: list[Any] = []
         self.fill()
 
@@ -62,7 +55,24 @@ class RayCluster(Closing):
 
     def add(self, **environment: str) -> Any:
         """Add a node, whose tasks have the environment."""
-        return self._cluster.add_node(env_vars=environment, **_NODE)
+        return self._add(env_vars=environment)
+
+    def _add(self, **options: Any) -> Any:
+        """Add a node; the first is the head."""
+        settings = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": self._folder,
+        }
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            return self._cluster.add_node(**_NODE, **options)
+        finally:
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
 
     def remove(self, node: Any) -> None:
         """Kill a node's processes."""
@@ -77,9 +87,6 @@ class RayCluster(Closing):
     def close(self) -> None:
         """End every process of the cluster."""
         self._cluster.shutdown()
-        for name in os.environ.keys() - self._before.keys():
-            del os.environ[name]
-        os.environ.update(self._before)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store, profile_file
-from tests.parts.ray_cluster import NODES, RayCluster, ended, wait_for_end
+from tests.parts.ray_cluster import NODES, ended, wait_for_end
 from tests.parts.runs import NUMBERS, ROOT, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
 from tests.skips import need_module
 from tests.stores import contents
@@ -22,8 +22,9 @@ from tests.verify.damages import PAGES, at_once
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.parts.ray_cluster import RayCluster
 
 on_cluster = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -35,19 +36,6 @@ UNDISTURBED = {
     "missing_parts": [],
     "numbers": list(range(NUMBERS)),
 }
-
-
-@pytest.fixture(scope="module")
-def shared_cluster() -> Iterator[RayCluster]:
-    with RayCluster() as running:
-        yield running
-
-
-@pytest.fixture
-def cluster(shared_cluster: RayCluster) -> RayCluster:
-    """Return a cluster of three nodes."""
-    shared_cluster.fill()
-    return shared_cluster
 
 
 class Driven:
@@ -93,16 +81,16 @@ class TestOnCluster:
 
     def test_a_node_that_cannot_open_the_store_is_left_out(
         self,
-        cluster: RayCluster,
+        ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
     ) -> None:
         """The others do all parts of one listing; stdout has only the document."""
-        node = cluster.add(TOY_REFUSES="1")
+        node = ray_cluster.add(TOY_REFUSES="1")
         try:
-            driver = Driven(cluster, toy_run)
+            driver = Driven(ray_cluster, toy_run)
             assert driver.document() == UNDISTURBED
         finally:
-            cluster.remove(node)
+            ray_cluster.remove(node)
         said = driver.remarks.splitlines()
         assert len(said) == 1, said
         assert "is left out: " in said[0]
@@ -112,16 +100,16 @@ class TestOnCluster:
 
     def test_lost_processes_and_nodes_lose_nothing(
         self,
-        cluster: RayCluster,
+        ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
     ) -> None:
         """Kill a child, the process of another task, and last all processes of a node."""
-        driver = Driven(cluster, toy_run, seconds=0.7)
+        driver = Driven(ray_cluster, toy_run, seconds=0.7)
         (child, _), (other_child, other_worker), _ = driver.children()
         os.kill(child, signal.SIGKILL)
         os.kill(other_worker, signal.SIGKILL)
         wait_for_end([other_child])
-        cluster.remove_any()
+        ray_cluster.remove_any()
         assert driver.document() == UNDISTURBED
         assert "was killed by signal 9 (Killed)" in driver.remarks
         assert driver.remarks.count("is done again: ") >= 2
@@ -129,30 +117,30 @@ class TestOnCluster:
 
     def test_an_ended_driver_is_continued(
         self,
-        cluster: RayCluster,
+        ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
     ) -> None:
         """An interrupted driver ends its children first, a killed one soon after."""
-        first = Driven(cluster, toy_run, seconds=0.7, kept=1)
+        first = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
         children = first.children()
         assert first.end(signal.SIGINT)
         assert all(ended(child) for child, _ in children), "a child outlived the driver"
         (toy_run.folder / "processes").unlink()
-        second = Driven(cluster, toy_run, seconds=0.7, kept=1)
+        second = Driven(ray_cluster, toy_run, seconds=0.7, kept=1)
         children = second.children()
         assert second.end(signal.SIGKILL)
         wait_for_end([child for child, _ in children])
         assert len(names_in(toy_run.destination)) < NUMBERS
-        assert Driven(cluster, toy_run, kept=1).document() == UNDISTURBED
+        assert Driven(ray_cluster, toy_run, kept=1).document() == UNDISTURBED
         assert toy_run.listings == 1
 
     def test_a_part_that_always_crashes_is_missing(
         self,
-        cluster: RayCluster,
+        ray_cluster: RayCluster,
         toy_run: ToyRun,  # noqa: F811
     ) -> None:
         """After three attempts the other parts still give a result, which names the missing one."""
-        driver = Driven(cluster, toy_run, aborts=1)
+        driver = Driven(ray_cluster, toy_run, aborts=1)
         document = driver.document()
         assert (document["missing_parts"], document["complete"]) == ([1], False)
         assert document["numbers"] == [n for n in range(NUMBERS) if n % NODES != 1]
@@ -161,7 +149,7 @@ class TestOnCluster:
 
     @pytest.mark.parametrize("command", ["verify", "migrate", "prewarm"])
     def test_a_command_gives_the_result_of_one_process(
-        self, cluster: RayCluster, invoke: Invoke, tmp_path: Path, command: str
+        self, ray_cluster: RayCluster, invoke: Invoke, tmp_path: Path, command: str
     ) -> None:
         """A child is killed, then the driver ended; the next one continues to the same result."""
         at_once(demo_store(tmp_path / "store", PAGES))
@@ -176,11 +164,11 @@ class TestOnCluster:
 
         status = 0 if command == "migrate" else 4  # migrate leaves damaged pages out
         alone = invoke(*arguments("alone"), exit_code=status)
-        on_ray = [*arguments("together"), "--ray", cluster.address, "--run", tmp_path / "run"]
+        on_ray = [*arguments("together"), "--ray", ray_cluster.address, "--run", tmp_path / "run"]
         on_ray += ["--bwlimit", "400KiB"]  # so that parts take a few seconds
         driver = started(*on_ray)
-        wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.0")) and cluster.children())
-        os.kill(cluster.children()[0], signal.SIGKILL)
+        wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.0")) and ray_cluster.children())
+        os.kill(ray_cluster.children()[0], signal.SIGKILL)
         wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.1")), "no part is done again")
         driver.terminate()
         output, said = driver.communicate(timeout=120)
