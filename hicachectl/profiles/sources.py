@@ -48,11 +48,17 @@ def profile_from_options(
     source or store.
     """
     profile = _asked_for(options, store, warn)
-    return profile if store is None else _agreed(store, profile, looks_only)
+    return profile if store is None else agree_on_profile(store, profile, looks_only=looks_only)
 
 
-def _agreed(store: Store, profile: Profile | None, looks_only: bool) -> Profile | None:
-    """Pass the profile to the store; without a profile or its weights, take the recorded ones."""
+def agree_on_profile(
+    store: Store, profile: Profile | None, *, looks_only: bool = False
+) -> Profile | None:
+    """Pass a profile to a store; return it, with what the store records in place of what it lacks.
+
+    Every process that opens the store for a command does this. Arguments and errors as of
+    `profile_from_options`.
+    """
     from hicachectl.backends.capabilities import Archive, Profiled
     from hicachectl.profiles.identities import expect_identities, with_marked_weights
 

@@ -127,8 +127,8 @@ class Comparison:
             self.run("merge", folder / "run", "--format", "json", "--catalog", folder / "merged")
         on_ray = self.on_ray(*given("ray"))
         for status, document in (merged, on_ray):
-            assert status == alone[0]
             assert comparable(document) == comparable(alone[1])
+            assert status == alone[0]
             assert document["parts"] == PARTS
         if catalog is not None:
             assert digests(folder / "merged") == digests(folder / "alone")

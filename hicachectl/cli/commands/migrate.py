@@ -13,6 +13,7 @@ from hicachectl.cli.commands.parts import (
     do_on_cluster,
     do_part,
     is_on_cluster,
+    opened_source,
     say_divided,
 )
 from hicachectl.cli.consent import agreed, locked, require_consent
@@ -232,14 +233,15 @@ def _on_cluster(
 
     wait = options["lease_wait"]
     with _opened(ctx, source, destination, options) as stores:
-        make = partial(MigrateJob, request=_request(ctx, stores[0], options))
+        request = _request(ctx, stores[0], options)
+        make = partial(MigrateJob, request=request)
         do_on_cluster(
             ctx,
             options,
             make(*stores),
             make,
             [
-                partial(opened_store, whole_url(ctx, source), lease_wait=wait),
+                partial(opened_source, whole_url(ctx, source), request.profile, lease_wait=wait),
                 partial(opened_store, whole_url(ctx, destination), lease_wait=wait, create=True),
             ],
             limits=["bwlimit"],

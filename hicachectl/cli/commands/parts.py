@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.session import bytes_progress, progress, remark
+from hicachectl.cli.session import bytes_progress, opened_store, progress, remark
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.formats.profile import Profile
     from hicachectl.parts.job import Job, Merged
     from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
@@ -152,6 +153,21 @@ def do_on_cluster(
         if options.get("update_catalog"):
             write_catalog(ctx, merged, options["catalog"], job.permissions)
         write_merged(ctx, merged, options.get("metrics_file"), output_format, output)
+
+
+@contextmanager
+def opened_source(
+    url: str, profile: Profile | None, *, looks_only: bool = False, **options: Any
+) -> Iterator[Store]:
+    """Open a source on a node, and pass it the profile of the command.
+
+    looks_only: see `Profiled.use_profile`. options: of `opened_store`.
+    """
+    from hicachectl.profiles.sources import agree_on_profile
+
+    with opened_store(url, **options) as store:
+        agree_on_profile(store, profile, looks_only=looks_only)
+        yield store
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hicachectl.cli.commands.parts import (
     do_on_cluster,
     do_part,
     is_on_cluster,
+    opened_source,
     say_divided,
 )
 from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
@@ -400,7 +401,9 @@ def _do_divided(
             job,
             partial(make, asked=None),
             [
-                partial(opened_store, whole_url(ctx, source), lease_wait=lease_wait),
+                partial(
+                    opened_source, whole_url(ctx, source), request.profile, lease_wait=lease_wait
+                ),
                 partial(
                     opened_store, whole_url(ctx, destination), lease_wait=lease_wait, create=True
                 ),

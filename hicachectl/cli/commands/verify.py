@@ -17,6 +17,7 @@ from hicachectl.cli.commands.parts import (
     do_on_cluster,
     do_part,
     is_on_cluster,
+    opened_source,
     say_divided,
 )
 from hicachectl.cli.commands.verify_repair import (
@@ -49,7 +50,6 @@ from hicachectl.cli.options import (
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
-    opened_store,
     progress,
     remark,
     store_name,
@@ -244,7 +244,15 @@ def command(
                 options,
                 make(source),
                 make,
-                [partial(opened_store, whole_url(ctx, store), **leases)],
+                [
+                    partial(
+                        opened_source,
+                        whole_url(ctx, store),
+                        request.profile,
+                        looks_only=_looks_only(options),
+                        **leases,
+                    )
+                ],
                 limits=["bwlimit"],
                 output_format=output_format,
                 output=output,
@@ -373,6 +381,11 @@ def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[st
         check_stamp_place(store, request.real_profile.key_model)
 
 
+def _looks_only(options: dict[str, Any]) -> bool:
+    keeps = options["update_catalog"] or options["stamp"]
+    return options["repair"] == "none" and not keeps
+
+
 def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyRequest:
     from hicachectl.checks.catalogs import load_catalog, of_another_store
     from hicachectl.device.devices import parse_devices
@@ -388,12 +401,8 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         catalog = load_catalog(path)
         if text := of_another_store(path, catalog.store, store.url):
             remark(ctx, text)
-    keeps = options["update_catalog"] or options["stamp"]
     profile = profile_from_options(
-        options,
-        store,
-        looks_only=options["repair"] == "none" and not keeps,
-        warn=partial(remark, ctx),
+        options, store, looks_only=_looks_only(options), warn=partial(remark, ctx)
     )
     return VerifyRequest(
         profile=profile,
