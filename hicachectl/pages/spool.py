@@ -140,50 +140,48 @@ def _buckets_of(batch: pa.RecordBatch, starts: npt.NDArray[np.int64]) -> npt.NDA
 
 
 class _Buckets:
-    """Temporary files, one for each first byte of a page hash."""
+    """Temporary files by the first byte of a page hash."""
 
     def __init__(self, folder: Directory, schema: pa.Schema) -> None:
         self._folder = folder
         self._schema = schema
         self._closing = ExitStack()
-        self._files: list[Any] = []
-        self._writers: list[Any] = []
-        try:
-            for number in range(_BUCKETS):
-                self._create(f"spool-{number:02x}")
-        except BaseException:
-            self.close()
-            raise
-
-    def _create(self, name: str) -> None:
-        file = os.fdopen(self._folder.create(name), "r+b")
-        self._closing.callback(self._remove, name)
-        self._files.append(self._closing.enter_context(file))
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        self._writers.append(pa.ipc.new_stream(file, self._schema, options=options))
+        self._files: dict[int, tuple[Any, Any]] = {}  # and their writers
 
     def write(self, objects: pa.Table, buckets: npt.NDArray[np.uint8]) -> None:
         """Append objects to their buckets."""
         order = np.argsort(buckets, kind="stable")
         edges = np.searchsorted(buckets[order], np.arange(_BUCKETS + 1)).tolist()
         ordered = take_rows(objects, order).combine_chunks()
-        for writer, (start, end) in zip(self._writers, pairwise(edges), strict=True):
+        for number, (start, end) in enumerate(pairwise(edges)):
             if start < end:
-                writer.write_table(ordered.slice(start, end - start), max_chunksize=_BATCH_ROWS)
+                rows = ordered.slice(start, end - start)
+                self._writer(number).write_table(rows, max_chunksize=_BATCH_ROWS)
 
     def finish(self) -> None:
         """End the files; only `read` and `close` may follow."""
-        for writer, file in zip(self._writers, self._files, strict=True):
+        for file, writer in self._files.values():
             writer.close()
             file.flush()
 
     def read(self) -> Iterator[tuple[pa.Table, Ids]]:
         """Yield the objects of each bucket, and their affix ids."""
-        for file in self._files:
+        for _, (file, _) in sorted(self._files.items()):
             file.seek(0)
             table = pa.ipc.open_stream(file).read_all()
             ids = table.column(AFFIX_ID.name).to_numpy()
             yield table.drop_columns([AFFIX_ID.name]), ids
+
+    def _writer(self, number: int) -> Any:
+        """Return the writer of a bucket; create the file for its first objects."""
+        if number not in self._files:
+            name = f"spool-{number:02x}"
+            file = os.fdopen(self._folder.create(name), "r+b")
+            self._closing.callback(self._remove, name)
+            self._closing.enter_context(file)
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            self._files[number] = file, pa.ipc.new_stream(file, self._schema, options=options)
+        return self._files[number][1]
 
     def close(self) -> None:
         """Remove the files."""
