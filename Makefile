@@ -18,6 +18,7 @@ endif
 PYTHON_SOURCES := hicachectl hicachectl/backends hicachectl/formats tests
 
 # The edit loop keeps its files in memory if there is room: it waits for no disk, and unlinks faster.
+# Tests that must share a process are slow, so each process may begin with neighbours.
 MEMORY := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -ge 500000 ] 2>/dev/null && echo /dev/shm)
 
 # Also where the environment turns bytecode off: compiling the tests anew takes longer than most do.
@@ -63,7 +64,7 @@ test: .venv/.dev $(SGLANG_ENVIRONMENT)
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-fast: .venv/.dev
-	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" --hypothesis-profile=quick
+	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --hypothesis-profile=quick
 
 lint: .venv/.dev
 	$(BIN)/ruff check $(PYTHON_SOURCES)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # pyarrow imports dateutil for each Python value that it converts without a type. A package that is
 # absent is looked for anew each time, in all of sys.path and by the finder of pytest.
 if importlib.util.find_spec("dateutil") is None:
-    sys.modules["dateutil"] = None  # type: ignore[assignment]
+    sys.modules.update(dict.fromkeys(("dateutil", "dateutil.relativedelta")))  # type: ignore[arg-type]
 
 # A shell starts a job in the background with SIGINT ignored, and children inherit that. Tests
 # interrupt their children, so these start with the default again.
@@ -105,11 +105,14 @@ Invoke = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(_FOREIGN_SETTINGS):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    # A folder for each of the thousands of tests that need none would take seconds.
+    needs_folder = "tmp_path" in request.fixturenames
+    home = request.getfixturevalue("tmp_path") / "home" if needs_folder else "/dev/null/home"
+    monkeypatch.setenv("HOME", str(home))
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import Selection
 from hicachectl.requests.files import PageList
 from tests.move.migrations import damaged_stores
+from tests.speed import slow
 from tests.stores import OLD, contents, page
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [*((name, 3) for name in REQUESTS), ("profiled", 40), ("moved", 40)]
+    ("name", "count"), [*((name, 3) for name in REQUESTS), slow("profiled", 40), slow("moved", 40)]
 )
 def test_parts_do_what_one_run_does(tmp_path: Path, name: str, count: int) -> None:
     site = damaged_site(tmp_path / "parts", REQUESTS[name])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.base import open_store, scan_schema
@@ -46,6 +46,7 @@ from tests.pages.test_contested import (
     WIDE_BYTES,
     write_profile,
 )
+from tests.speed import examples
 from tests.stores import page, put_pages
 
 if TYPE_CHECKING:
@@ -269,8 +270,8 @@ def test_the_damaged_demo_store(demo: Path, tmp_path: Path, damage: Any, memory_
         os.utime(path, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
         damage(path)
     with open_store(str(store)) as opened:
-        for number, (parts, profile) in enumerate((n, p) for n in PARTS for p in (None, PROFILE)):
-            (folder := tmp_path / str(number)).mkdir()
+        for parts, profile in ((2, PROFILE), (7, None)):
+            (folder := tmp_path / str(parts)).mkdir()
             assert_parts_are_the_whole(opened, profile, folder, parts, memory_rows)
 
 
@@ -315,7 +316,7 @@ def stores(draw: st.DrawFn) -> Objects:
 
 @pytest.mark.parametrize("memory_rows", [IN_MEMORY, IN_FILES])
 @pytest.mark.parametrize("model", [None, WIDE, NARROW])
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(store=stores(), parts=st.sampled_from(PARTS))
 def test_any_store(
     profiles: dict[str | None, Profile], model: str | None, memory_rows: int, store: Any, parts: int

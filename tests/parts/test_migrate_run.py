@@ -211,6 +211,7 @@ def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     assert shares == [(10_000_000, None), (10_000_000, 1), (10_000_000, 2)]
 
 
+@pytest.mark.slow
 def test_parts_at_once(sites: Sites) -> None:
     """Processes that start together, two of them for one part, list once and copy all."""
     whole = sites.in_one_process()

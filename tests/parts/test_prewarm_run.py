@@ -19,6 +19,7 @@ from tests.killed import Runner
 from tests.move.migrations import MODEL, demo_store, profile_file
 from tests.prewarm.test_cli import SIZE, prompts
 from tests.prewarm.test_prewarm import HASHES, SEED, tokens
+from tests.speed import slow
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _trace(path: Path, lengths: Iterable[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("parts", [1, 3, 2 * PAGES])
+@pytest.mark.parametrize("parts", [1, 3, slow(2 * PAGES)])
 @pytest.mark.parametrize(
     "given",
     [

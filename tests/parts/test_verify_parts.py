@@ -19,6 +19,7 @@ from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import DSA, dsa_store, indexer, shorten
+from tests.speed import slow
 from tests.verify.damages import PAGES, at_once, cut, flipped, lacking, objects
 from tests.waiting import PATIENCE_S
 
@@ -78,8 +79,10 @@ class Parts:
             self.part(part, parts)
 
 
-@pytest.mark.parametrize("parts", [1, 3, 2 * PAGES])
-@pytest.mark.parametrize("profile", [False, True], ids=["inferred", "profile"])
+@pytest.mark.parametrize(
+    ("profile", "parts"),
+    [(False, 1), (False, 2 * PAGES), (True, 1), (True, 3), slow(True, 2 * PAGES)],
+)
 def test_merged_parts_say_what_one_process_says(
     invoke: Invoke, damaged: Path, tmp_path: Path, profile: bool, parts: int
 ) -> None:
@@ -115,7 +118,7 @@ def test_why_nothing_was_checked_is_true_of_the_store(
     """A part without objects does not tell that the store has none: the largest part tells."""
     options = ("--model", "no/such")
     run = Parts(invoke, tmp_path / "a run", damaged, *options)
-    said = [run.part(part, 2 * PAGES) for part in range(2 * PAGES)]
+    said = [run.part(part, PAGES) for part in range(PAGES)]
     assert f"hicachectl merge '{run.run}'" in said[0]
     shares = json.loads((run.run / "run.json").read_text())["published"]["shares"]
     assert not all(shares), "every part has objects"

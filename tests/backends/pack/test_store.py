@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -515,7 +516,12 @@ def hostile(path: Path, entry: bytes, **lies: Any) -> None:
     pack_files.finish(path, [{**sound, **lies}])
 
 
-BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 30))  # 32 KiB for 1 GiB
+@cache
+def bomb() -> bytes:
+    """Return a frame of 32 KiB for 1 GiB of zeros."""
+    return zstandard.ZstdCompressor().compress(bytes(1 << 30))
+
+
 DAMAGED: dict[str, tuple[bytes, dict[str, Any]]] = {
     "a digest that is another's": (record(OBJECT, KEYS[0], b"12345678", digest=bytes(32)), {}),
     "another key": (record(OBJECT, KEYS[1], b"12345678"), {}),
@@ -549,7 +555,7 @@ def test_a_frame_of_more_than_was_declared_is_refused_within_the_declared_memory
     content = bytes(1 << 18)
     hostile(
         path,
-        record(OBJECT, KEYS[0], content, planes=[BOMB[:]], nbytes=len(content)),
+        record(OBJECT, KEYS[0], content, planes=[bomb()], nbytes=len(content)),
         nbytes=len(content),
     )
     with opened(path, arena) as store:
@@ -563,7 +569,7 @@ def test_a_frame_of_more_than_was_declared_is_refused_within_the_declared_memory
 
 def test_an_object_declared_larger_than_it_is_needs_no_memory(path: Path, arena: Arena) -> None:
     nbytes = 1 << 50
-    hostile(path, record(OBJECT, KEYS[0], b"", planes=[BOMB], nbytes=nbytes), nbytes=nbytes)
+    hostile(path, record(OBJECT, KEYS[0], b"", planes=[bomb()], nbytes=nbytes), nbytes=nbytes)
     with opened(path, arena) as store:
         result, _ = read(store, scanned_rows(store, KEYS[:1]), [8])
     assert result.statuses.tolist() == [Status.OVERSIZED]
