@@ -259,8 +259,9 @@ _PARTS = """
     A part exits with 0 once its result is in the directory. A part that was killed is run again. If
     two processes do the same part, one of them waits, and takes over if the other stops for a
     minute. Limits such as --bwlimit and --time-limit are for the whole run: each part takes an
-    equal share. The directory must be on a file system with hard links that all hosts see, such
-    as NFS.
+    equal share. A part that --time-limit cut is not complete; run again, it starts over, except
+    with --repair, which keeps its plan. Each part has its own threads (--jobs). The directory must
+    be on a file system with hard links that all hosts see, such as NFS.
 """
 _CLUSTER = """
     With --ray, this host lists the store, divides the listing, and sends each part to a node of a
@@ -270,7 +271,8 @@ _CLUSTER = """
 
     Before the listing, each node opens the store. Nodes that cannot are named and left out. Each
     node does one part at a time; --workers N does N at once, on all nodes together. Limits such as
-    --bwlimit are divided by this number. A part whose process or node is lost is done again, on
+    --bwlimit are divided by this number. Reads from Mooncake grant leases, so parts on one node
+    share the usual number of threads, unless --jobs is given. A part whose process or node is lost is done again, on
     another node if possible, at most three times. If it is lost each time, the result names it in
     missing_parts, and the exit status is 4.
 
@@ -517,11 +519,10 @@ _BACKGROUND: dict[str, dict[str, str]] = {
             marks all pages as recently used and counts the usable tokens.
 
             --budget, --budget-pages and --min-usable are for the whole run. Each part takes an
-            equal share of --bwlimit. From Mooncake, each part also reads with a share of the
-            threads, at least one, since reads grant leases; --jobs sets their number. --deadline
-            counts from the start of the plan, also for parts that start later. With a deadline,
-            make N at least 16 times the number of processes that run at once. The slices that a
-            deadline interrupts are then few, and the least valuable of those copied.
+            equal share of --bwlimit. --deadline counts from the start of the plan, also for parts
+            that start later. With a deadline, make N at least 16 times the number of processes that
+            run at once. The slices that a deadline interrupts are then few, and the least valuable
+            of those copied.
 
             A part exits with 0 once its result is in the directory, and with 4 if pages failed or
             DST is full. A part that was killed, or exits with 4, is run again, and copies only what

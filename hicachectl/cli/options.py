@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -134,6 +135,28 @@ class RepairCode(click.Choice[str]):
                       ctx)  # fmt: skip
         self.choices = page_codes()  # a check may have been registered in the meantime
         return super().convert(value, param, ctx)
+
+
+class RunPath(click.Path):
+    """A run directory: a path, never a URL."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
+        """Check the text. An empty one would name the current directory."""
+        text = os.fspath(value)
+        if not text:
+            self.fail("the path is empty; give a directory", param, ctx)
+        if "://" in text:
+            self.fail(f"{text} is a URL; give the path of a directory", param, ctx)
+        super().convert(value, param, ctx)
+        return Path(text)
 
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -328,7 +351,7 @@ parts_options = stack(
     click.option(
         "--run",
         "run_directory",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=RunPath(),
         metavar="DIR",
         help="Directory of a run with --shard or --ray; created if it is missing. All parts of "
         "--shard share it. With --ray, only this host uses it, to continue an interrupted run.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Resumable
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.journal import (
@@ -16,6 +15,7 @@ from hicachectl.move.journal import (
     read_journals,
 )
 from hicachectl.move.store_pair import StorePair
+from hicachectl.move.temporaries import mark_writes
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.selection import EVERYTHING, Selection
 from hicachectl.text.units import counted
@@ -131,11 +131,9 @@ class Migration:
             durable=self.options.move,  # only deletions from the source depend on the journal
         )
         try:
-            if isinstance(self.destination, Resumable):
-                marks = [] if self._progress is None else self._progress.marks
-                for owner in {*marks, *self.journals.unfinished}:
-                    self.destination.own_temporaries(owner, sweep=True)
-                self.destination.own_temporaries(journal.owner, sweep=False)
+            marks = [] if self._progress is None else self._progress.marks
+            earlier = {*marks, *self.journals.unfinished}
+            mark_writes(self.destination, journal.owner, earlier)
         except BaseException:
             journal.close()
             raise

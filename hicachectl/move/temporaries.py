@@ -1,4 +1,7 @@
-"""Remove what servers left behind in a file store: temporary files, and cleared objects."""
+"""Unfinished writes of runs, and what servers left behind in a file store.
+
+Servers leave temporary files and cleared objects.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import Trailed
+from hicachectl.backends.capabilities import Resumable, Trailed
 from hicachectl.checks.names import stale_temporaries
 from hicachectl.move.reports import (
     FAILED,
@@ -25,7 +28,7 @@ from hicachectl.move.reports import (
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hicachectl.backends.base import Store
 
@@ -33,6 +36,17 @@ GRACE_SECONDS = 60.0  # verify's default; a younger file may belong to a running
 
 _COLUMNS = ("nbytes", "mtime_ns", "cleared_ns")
 _HASH_DIGITS = 64
+
+
+def mark_writes(store: Store, owner: str, earlier: Iterable[str] = ()) -> None:
+    """Mark unfinished writes from now on with an owner, in stores that can.
+
+    owner: 16 hex digits. earlier: owners that have ended; their unfinished writes are removed.
+    """
+    if isinstance(store, Resumable):
+        for ended in earlier:
+            store.own_temporaries(ended, sweep=True)
+        store.own_temporaries(owner, sweep=False)
 
 
 def find_temporaries(

@@ -244,12 +244,13 @@ def _done(order: Order, folder: Path, answering: Answering) -> StageResult | Non
             plan=None if order.plan is None else result_from(order.plan, planned),
             journals=tuple(folder / f"journal-{k}.jsonl" for k in range(order.attempt + 1)),
             divided=order.divided,
+            parts_here=order.parts_here,
             seconds_of=lambda limit: max(limit - order.spent, 0),  # parts follow one another
             age=lambda: time.monotonic() - listed,
             check=answering.check,
         )
         if order.stage == "plan":
-            return job.plan(given)
+            return job.plan(given, answering.moved)
         return job.work(given, answering.moved)
 
 

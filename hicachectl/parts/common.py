@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.batches import CopyOptions
     from hicachectl.pages.selection import Selection
+    from hicachectl.parts.job import PartInput
     from hicachectl.parts.manifest import Manifest
 
 LIST_AGAIN = "give another --run"  # next step if a published table is damaged
@@ -59,24 +60,25 @@ def share_of(limit: int | None, divided: int) -> int | None:
     return None if limit is None else max(1, limit // divided)
 
 
-def jobs_of_part(jobs: int | None, usual: int, divided: int, *read: Store) -> int | None:
+def jobs_of_part(jobs: int | None, usual: int, given: PartInput, *read: Store) -> int | None:
     """Return the number of jobs of a part; None for the command's default.
 
     jobs: as given by --jobs. usual: default number of one process. read: stores to be read. If
-    reads grant leases, all parts together then keep about as many objects leased as one process.
+    reads grant leases, the parts of a machine then lease about as many objects as one process.
     """
-    if jobs is None and any(isinstance(store, Leases) for store in read):
-        return max(1, usual // divided)
+    shared = given.parts_here > 1 and any(isinstance(store, Leases) for store in read)
+    if jobs is None and shared:
+        return max(1, usual // given.parts_here)
     return jobs
 
 
-def options_of_part(options: CopyOptions, divided: int, *read: Store) -> CopyOptions:
+def options_of_part(options: CopyOptions, given: PartInput, *read: Store) -> CopyOptions:
     """Return the options of a part that copies, with its share of the limits of the whole run.
 
     read: stores to be read.
     """
     return replace(
         options,
-        jobs=jobs_of_part(options.jobs, options.job_count, divided, *read),
-        bytes_per_second=share_of(options.bytes_per_second, divided),
+        jobs=jobs_of_part(options.jobs, options.job_count, given, *read),
+        bytes_per_second=share_of(options.bytes_per_second, given.divided),
     )

@@ -95,7 +95,8 @@ class Driver:
             self._stages = _Stages(cluster, open_job, workers or len(nodes))
             able = self._able(nodes, address)
             self._stages.workers = workers or len(able)
-            self._nodes = _Nodes(able, -(-self._stages.workers // len(able)))
+            self._stages.parts_here = -(-self._stages.workers // len(able))
+            self._nodes = _Nodes(able, self._stages.parts_here)
             if path is None:
                 path = Path(tempfile.mkdtemp(prefix="hicachectl-run-"))
                 self._stack.callback(shutil.rmtree, path, ignore_errors=True)
@@ -198,13 +199,17 @@ class _Nodes:
 
 
 class _Stages:
-    """Stages of a job's parts, done on nodes. workers: parts at once, which divides limits."""
+    """Stages of a job's parts, done on nodes.
+
+    workers: parts at once, which divides limits. parts_here: of them, the most on one node.
+    """
 
     def __init__(self, cluster: Cluster, open_job: OpenJob, workers: int) -> None:
         self._cluster = cluster
         self._job = pickle.dumps(open_job)
         self._began = time.monotonic()
         self.workers = workers
+        self.parts_here = 1
 
     def refusals(self, nodes: Collection[Node]) -> dict[Node, str]:
         """Return why nodes cannot work."""
@@ -230,6 +235,7 @@ class _Stages:
             owner=given.owner,
             earlier=given.earlier,
             divided=self.workers,
+            parts_here=self.parts_here,
             age=given.age(),
             spent=time.monotonic() - self._began,
             tables={name: table_bytes(read()) for name, read in given.tables.items()},
@@ -277,8 +283,8 @@ class _RemoteJob:
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         return self._local.tables(folder, manifest, part)
 
-    def plan(self, given: PartInput) -> StageResult:
-        return self._stage("plan", given, lambda new, total: given.check())
+    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        return self._stage("plan", given, on_progress)
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         return self._stage("work", given, on_progress)

@@ -42,6 +42,7 @@ class PartInput:
     plan:     the kept plan of the part; None if the job's kind has no plans, or while planning.
     journals: a path for each attempt; the last is this attempt's, and others may be missing.
     divided:  the number by which limits of the whole run are divided.
+    parts_here: number of parts that this machine does at once, as far as is known.
     seconds_of: takes a limit on the seconds of the whole run; returns those of this part.
     age:      returns seconds since the listing began. The times of files in the run directory tell
         how long ago another process listed; they have one clock.
@@ -57,6 +58,7 @@ class PartInput:
     plan: StageResult | None
     journals: tuple[Path, ...]
     divided: int
+    parts_here: int
     seconds_of: Callable[[float], float]
     age: Callable[[], float]
     check: Callable[[], None]
@@ -127,14 +129,14 @@ class Job(Protocol):
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """Return the tables that a part works on."""
 
-    def plan(self, given: PartInput) -> StageResult:
-        """Return the changes that a part will make, before the first change."""
+    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
+        """Return the changes that a part will make, before the first change.
+
+        on_progress: takes new and total bytes read; it raises ClaimLostError.
+        """
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Do the work of a part.
-
-        on_progress: takes new and total bytes; it raises ClaimLostError.
-        """
+        """Do the work of a part. on_progress: as for `plan`, with bytes read or copied."""
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]

@@ -28,6 +28,7 @@ class Outcome(Struct, tag=True):
 
     facts: bytes = b"{}"
     settled: bool = True
+    planned: tuple[str, ...] = ()
 
 
 class Order(Struct, tag=True, kw_only=True):
@@ -46,6 +47,7 @@ class Order(Struct, tag=True, kw_only=True):
     owner: str = ""
     earlier: tuple[str, ...] = ()
     divided: int = 1
+    parts_here: int = 1
     age: float = 0.0
     spent: float = 0.0
     tables: dict[str, bytes] = {}
@@ -118,7 +120,7 @@ def table_from(content: bytes) -> pa.Table:
 
 def outcome_of(result: StageResult) -> Outcome:
     """Return a result without its tables."""
-    return Outcome(json.dumps(result.facts).encode(), result.settled)
+    return Outcome(json.dumps(result.facts).encode(), result.settled, result.planned)
 
 
 def pieces_of(result: StageResult) -> Iterator[Piece]:
@@ -130,4 +132,4 @@ def pieces_of(result: StageResult) -> Iterator[Piece]:
 
 def result_from(outcome: Outcome, tables: dict[str, pa.Table]) -> StageResult:
     """Return a result with its tables."""
-    return StageResult(json.loads(outcome.facts), tables, outcome.settled)
+    return StageResult(json.loads(outcome.facts), tables, outcome.settled, outcome.planned)

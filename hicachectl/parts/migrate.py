@@ -155,7 +155,7 @@ class MigrateJob:
             _FOUND: lambda: read_table(folder, found, FOUND_SCHEMA, LIST_AGAIN),
         }
 
-    def plan(self, given: PartInput) -> StageResult:
+    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """See `Job`."""
         migration, plan = self._plan_groups(given, None)
         kept = plan.keep()
@@ -195,7 +195,7 @@ class MigrateJob:
         request = replace(
             request,
             selection=decided.selection,
-            options=self._share(given.divided),
+            options=self._share(given),
         )
         *earlier, own = given.journals
         files = JournalFiles(
@@ -214,10 +214,10 @@ class MigrateJob:
         given.check()
         return migration, plan
 
-    def _share(self, divided: int) -> CopyOptions:
+    def _share(self, given: PartInput) -> CopyOptions:
         options = self._request.options
         read = [self._source, *([self._destination] if options.verify else [])]
-        return options_of_part(options, divided, *read)
+        return options_of_part(options, given, *read)
 
     def _listing(self, manifest: Manifest) -> Listing:
         return listing_of(manifest, self._source.grammar, self._request.profile)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Resumable, permissions_of
+from hicachectl.backends.capabilities import permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
+from hicachectl.move.temporaries import mark_writes
 from hicachectl.parts.common import (
     LIST_AGAIN,
     listing_of,
@@ -158,18 +159,15 @@ class PrewarmJob:
             folder, published.files, published.shares, part, self._listing(manifest), LIST_AGAIN
         )
 
-    def plan(self, given: PartInput) -> StageResult:
+    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Never called: the lister plans for all parts."""
         raise NotImplementedError
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Copy a slice; see `Job.work`."""
-        request, destination = self._of_part(given.divided), self._destination
+        request, destination = self._of_part(given), self._destination
         warming = Warming(self._source, destination, request)
-        if isinstance(destination, Resumable):
-            for owner in given.earlier:
-                destination.own_temporaries(owner, sweep=True)
-            destination.own_temporaries(given.owner, sweep=False)
+        mark_writes(destination, given.owner, given.earlier)
         planned = Slice(
             self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
         )
@@ -215,7 +213,7 @@ class PrewarmJob:
     def _listing(self, manifest: Manifest) -> Listing:
         return listing_of(manifest, self._source.grammar, self._request.profile)
 
-    def _of_part(self, divided: int) -> PrewarmRequest:
+    def _of_part(self, given: PartInput) -> PrewarmRequest:
         """Return the request with the part's share of the limits of the whole run."""
-        options = options_of_part(self._request.options, divided, self._source)
+        options = options_of_part(self._request.options, given, self._source)
         return replace(self._request, options=options)

@@ -37,17 +37,20 @@ class StageResult:
     """Plan or result of a part.
 
     facts: values for JSON: sums, flags and texts. tables: in the schemas of the job's kind.
+    planned: tables of the part's plan that are the result's, too; a plan has none.
     settled: complete, and nothing failed, so that it need not be done again.
     """
 
     facts: dict[str, Any]
     tables: dict[str, pa.Table] = field(default_factory=dict)
     settled: bool = True
+    planned: tuple[str, ...] = ()
 
 
 class RecordForm(Struct, kw_only=True):
-    """A record in JSON. part: -1 for the record of the whole run. tables: by their name.
+    """A record in JSON. part: -1 for the record of the whole run.
 
+    tables: files beside the record, by table name; a result may name tables of its plan.
     host: where the attempt ran. seconds: its duration.
     """
 

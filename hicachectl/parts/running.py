@@ -229,24 +229,36 @@ def _attempt(
             plan=None,
             journals=tuple(place.path / f"journal-{k}.jsonl" for k in range(attempt + 1)),
             divided=manifest.parts,
+            parts_here=1,
             seconds_of=lambda limit: limit / manifest.parts,
             age=lambda: max(before + time.monotonic() - began, time.monotonic() - begun.since),
             check=claim.check,
         )
         if job.plans:
-            given = replace(given, plan=_kept_plan(place, job, given, claim, began))
+            plan = _kept_plan(place, job, given, claim, began, progressed)
+            given = replace(given, plan=plan)
         result = job.work(given, progressed)
     claim.check()
     form = _form(manifest, place.part, claim, result, began)
+    if result.planned:
+        of_plan = place.load(PLAN).form.tables
+        form.tables.update((name, of_plan[name]) for name in result.planned)
     place.keep(f"result-{attempt}", form, result.tables)
     return form
 
 
-def _kept_plan(place: Place, job: Job, given: PartInput, claim: Claim, began: float) -> StageResult:
+def _kept_plan(
+    place: Place,
+    job: Job,
+    given: PartInput,
+    claim: Claim,
+    began: float,
+    on_progress: Callable[[int, int], None],
+) -> StageResult:
     """Return the part's plan: the first one that was kept, or a new one."""
     kept = place.plan()
     if kept is None:
-        plan = job.plan(given)
+        plan = job.plan(given, on_progress)
         claim.check()
         form = _form(given.manifest, given.part, claim, plan, began)
         if place.keep(PLAN, form, plan.tables):

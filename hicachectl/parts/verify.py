@@ -295,10 +295,10 @@ class VerifyJob:
             _CATALOG: lambda: read_share(folder, files[True], share, CATALOG_SCHEMA, LIST_AGAIN),
         }
 
-    def plan(self, given: PartInput) -> StageResult:
+    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Check a part, and choose the groups to repair."""
         assert self._repair is not None
-        checked = self._check(given, lambda new, total: given.check())
+        checked = self._check(given, on_progress)
         found = combine([checked.findings, *self._table_findings(given)])
         plan = plan_repair(checked.groups, found, codes=self._repair.codes)
         texts = (f"Part {given.part}: {text}" for text in unplaced_remarks(plan.unplaced))
@@ -378,8 +378,9 @@ class VerifyJob:
             quarantined=done.quarantined,
             unrepaired=done.failed,
         )
-        tables = {name: table for name, table in kept.tables.items() if name != _REPAIR}
-        return StageResult(msgspec.to_builtins(form), tables, settled=not done.failed)
+        found = tuple(name for name in kept.tables if name != _REPAIR)
+        # Settled even if --time-limit cut the check: another attempt would use the same plan.
+        return StageResult(msgspec.to_builtins(form), settled=not done.failed, planned=found)
 
     def _finish_removals(self) -> list[str]:
         """Complete the removals of killed runs before the listing; return remarks."""
@@ -401,7 +402,7 @@ class VerifyJob:
         usual = store.limits.parallel_reads
         return replace(
             request,
-            jobs=jobs_of_part(request.jobs, usual, given.divided, store),
+            jobs=jobs_of_part(request.jobs, usual, given, store),
             selection=decided.selection,
             sample=decided.sample,
             bytes_per_second=share_of(request.bytes_per_second, given.divided),
@@ -415,7 +416,7 @@ def _stage_result(checked: PartCheck) -> StageResult:
     tables = {_FOUND: result.found}
     if checked.catalog is not None:
         tables[_CATALOG] = checked.catalog.entries
-    return StageResult(msgspec.to_builtins(form), tables)
+    return StageResult(msgspec.to_builtins(form), tables, settled=result.facts.complete)
 
 
 def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:

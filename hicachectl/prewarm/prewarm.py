@@ -6,9 +6,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Resumable
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import persistent
+from hicachectl.move.temporaries import mark_writes
 from hicachectl.prewarm.finish import after, finish_facts, touch_pages
 from hicachectl.prewarm.outcome import (
     FinishFacts,
@@ -65,8 +65,7 @@ def _executed(
     """Copy, touch and count pages; after an interrupt, touching and counting have time limits."""
     request, source, destination = warming.request, warming.source, warming.destination
     # Also finish a pack that a killed run left, even if no page is missing.
-    if isinstance(destination, Resumable):
-        destination.own_temporaries(os.urandom(8).hex(), sweep=False)
+    mark_writes(destination, os.urandom(8).hex())
     seconds = request.deadline_seconds
     deadline = None if seconds is None else started + seconds
     copying = SliceCopy(warming, plan.pages, deadline)

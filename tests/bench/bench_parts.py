@@ -3,6 +3,7 @@
     python -m tests.bench.bench_parts --part memory [--stores file,hf3fs,mooncake,pack]
         [--objects 1000000] [--parts 8] [--at /dev/shm]
     python -m tests.bench.bench_parts --part memory --stores rows,snapshot --objects 10000000
+    python -m tests.bench.bench_parts --part driver [--stores rows,damaged] [--objects 10000000]
     python -m tests.bench.bench_parts --part listings
     python -m tests.bench.bench_parts --part scaling [--seconds 120]
     python -m tests.bench.bench_parts --part ray [--seconds 60]
@@ -10,8 +11,11 @@
 memory: fills a store and runs `verify --checks names,groups,sizes` in parts. Prints wall and CPU
 seconds, the peak memory of each process, what the work added to it, and the size of the run
 directory. `hf3fs` has SGLang's metadata server; `snapshot` is a snapshot of 3FS without a server,
-and `rows` a file store whose listing is generated, for numbers of objects that fill no directory.
+and `rows` a file store whose listing is generated, for numbers of objects that fill no directory;
+in `damaged` each page of that listing lacks an object.
 The lister lists and divides; part 0 also judges what belongs to no page, and the tables of 3FS.
+driver: the same verification by two workers of --ray on this machine. Prints the cost of the driver
+alone: after the listing, after the last part, and after the document is written.
 listings: counts how often a run of N parts lists its store.
 scaling: wall time of 1, 2 and 4 processes, each held to the same rate by --bwlimit, so that neither
 the device nor the processor is the limit. `--seconds` is the time of one process.
@@ -31,6 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +44,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import Store, open_store, scan_schema
+from hicachectl.backends.base import BoolArray, Rows, Store, open_store, scan_schema
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import rows_of
+from hicachectl.cli.commands.parts import opened_job
+from hicachectl.cli.output import write_document
 from hicachectl.parts.directory import RunDirectory
+from hicachectl.parts.driver import Driver
 from hicachectl.parts.results import merge_run
 from hicachectl.parts.running import begin, run_part
 from hicachectl.parts.verify import VerifyJob
@@ -57,10 +65,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 CHECKS = ("names", "groups", "sizes")
 STEPS = ("lister", "part 0", "part 1", "merge")
+DRIVER = "driver"
 AFFIXES = ("_m_0_2.bin", "_m_1_2.bin", ".mamba_m_0_2.bin", ".mamba_m_1_2.bin")
 BATCH_PAGES = 16_384
 PAGE_BYTES = 64 << 10  # of an object in the store of `scaling`
-GENERATED = "rows:"
+GENERATED = ("rows", "damaged")
 
 
 # --- stores ---
@@ -70,30 +79,43 @@ class GeneratedStore(FileStore):
     """A directory that lists objects which it does not have, with random page hashes."""
 
     generated = 0  # number of objects
+    damaged = False  # each page lacks one of its objects, which its hash decides
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """Yield the objects of four ranks and pools of each page."""
         schema = scan_schema(columns)
         chance = np.random.default_rng(0)
-        per_page = len(AFFIXES)
-        for start in range(0, self.generated, BATCH_PAGES * per_page):
-            rows = min(BATCH_PAGES * per_page, self.generated - start)
-            pages = chance.bytes(32 * -(-rows // per_page)).hex()
-            names = [pages[at : at + 64] for at in range(0, len(pages), 64)]
-            hashes = pa.array(names).take(pa.array(np.repeat(np.arange(len(names)), per_page)))
-            affixes = pa.array(AFFIXES * len(names))
-            keys = pc.binary_join_element_wise(hashes, affixes, "").cast(pa.binary())[:rows]
-            given = {"key": keys, "nbytes": pa.repeat(52_000, rows)}
-            given["mtime_ns"] = pa.repeat(1_700_000_000 * 10**9, rows)
-            columns_ = [given.get(field.name, pa.nulls(rows, field.type)) for field in schema]
+        left = self.generated
+        while left:
+            pages = chance.bytes(32 * BATCH_PAGES).hex()
+            names = pa.array([pages[at : at + 64] for at in range(0, len(pages), 64)])
+            hashes = names.take(pa.array(np.repeat(np.arange(len(names)), len(AFFIXES))))
+            keys = pc.binary_join_element_wise(hashes, pa.array(AFFIXES * len(names)), "")
+            keys = keys.cast(pa.binary())
+            keys = keys.filter(pa.array(self.exists(pa.table({"key": keys})))).slice(0, left)
+            left -= len(keys)
+            given = {"key": keys, "nbytes": pa.repeat(52_000, len(keys))}
+            given["mtime_ns"] = pa.repeat(1_700_000_000 * 10**9, len(keys))
+            columns_ = [given.get(one.name, pa.nulls(len(keys), one.type)) for one in schema]
             yield pa.RecordBatch.from_arrays(columns_, schema=schema)
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Return which keys of a generated page are listed."""
+        names = rows.column("key").cast(pa.string())
+        lacks = pc.utf8_slice_codeunits(names, 0, 1)
+        there = np.ones(len(names), dtype=np.bool_)
+        for number, affix in enumerate(AFFIXES if self.damaged else ()):
+            of_affix = pc.equal(pc.utf8_slice_codeunits(names, 64), affix)
+            first = pa.array([f"{digit:x}" for digit in range(16) if digit % 4 == number])
+            there &= ~pc.and_(of_affix, pc.is_in(lacks, first)).to_numpy(zero_copy_only=False)
+        return there
 
 
 @contextmanager
 def filled(kind: str, objects: int, folder: Path) -> Iterator[str]:
     """Fill a store and yield its URL."""
-    if kind == "rows":
-        yield f"{GENERATED}{objects}:{folder}"
+    if kind in GENERATED:
+        yield f"{kind}:{objects}:{folder}"
     elif kind == "file":
         bench_ls.fill(folder / "objects", objects, folders=False, trailers=False)
         yield str(folder / "objects")
@@ -144,12 +166,14 @@ def write_pack(path: Path, objects: int) -> None:
 
 def opened(url: str) -> Store:
     """Open a store of `filled`."""
-    if not url.startswith(GENERATED):
+    kind, _, place = url.partition(":")
+    if kind not in GENERATED:
         return open_store(url)
-    _, objects, folder = url.split(":", 2)
+    objects, _, folder = place.partition(":")
     store = open_store(folder)
     store.__class__ = GeneratedStore
     store.generated = int(objects)  # type: ignore[attr-defined]
+    store.damaged = kind == "damaged"  # type: ignore[attr-defined]
     return store
 
 
@@ -175,7 +199,7 @@ def step(name: str, url: str, run: Path, parts: int) -> None:
             json.dumps(merged.document, default=str)
     else:
         with opened(url) as store:
-            job = VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+            job = verify_job(store)
             before, cpu, wall = peak_mib(), cpu_seconds(), time.perf_counter()
             with RunDirectory.create(run, job.permissions) as directory:
                 begun = begin(directory, job, parts)
@@ -196,6 +220,60 @@ def measured(name: str, url: str, run: Path, parts: int) -> dict[str, float]:
     arguments = ("--url", url, "--run", str(run), "--parts", str(parts))
     found: dict[str, float] = json.loads(subprocess.check_output([*program, *arguments], cwd=ROOT))
     return found
+
+
+def drive(url: str, run: Path) -> None:
+    """Drive a run in this process; print the peak memory after each stage as JSON."""
+    costs: list[dict[str, Any]] = []
+
+    def note(stage: str) -> None:
+        wall, cpu = time.perf_counter() - began[0], cpu_seconds() - began[1]
+        costs.append({"stage": stage, "wall": wall, "cpu": cpu, "peak": peak_mib()})
+
+    with opened(url) as store:
+        began = time.perf_counter(), cpu_seconds()
+        job = verify_job(store)
+        reopened = partial(opened_job, verify_job, [partial(opened, url)])
+        with Driver("local", job, reopened, workers=2, path=run) as driver:
+            note("start")
+            driver.begin()
+            note("listing")
+            driver.work()
+            note("parts")
+            merged = driver.merged()
+            note(f"merge of {len(merged.rows):,} findings")
+            write_document(
+                merged.document,
+                rows=merged.rows,
+                name=merged.rows_name,
+                output_format="json",
+                output=run / "document.json",
+                text=merged.lines,
+            )
+            note("document")
+    print(json.dumps(costs))
+
+
+def verify_job(store: Store) -> VerifyJob:
+    """Return the job that all steps do."""
+    return VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+
+
+def driver_memory(kinds: list[str], objects: int, at: Path) -> None:
+    """Print what the driver of a run on a cluster costs, by stage."""
+    for kind in kinds:
+        with folder_at(at) as folder, filled(kind, objects, folder) as url:
+            # Not as __main__: the nodes import the functions of the job by name.
+            program = (sys.executable, "-c", f"import {__spec__.name} as b; b.main()")
+            arguments = ("--step", DRIVER, "--url", url, "--run", str(folder / "run"))
+            found = json.loads(subprocess.check_output([*program, *arguments], cwd=ROOT))
+            for cost in found:
+                print(
+                    f"{kind:9} {objects:10,} objects  driver, after {cost['stage']:30}"
+                    f"{cost['wall']:7.1f} s   CPU {cost['cpu']:6.1f} s   "
+                    f"peak {cost['peak']:6.0f} MiB",
+                    flush=True,
+                )
 
 
 def memory(kinds: list[str], objects: int, parts: int, at: Path) -> None:
@@ -221,7 +299,7 @@ def memory(kinds: list[str], objects: int, parts: int, at: Path) -> None:
 def measure_other(url: str, run: Path, part: int, parts: int) -> None:
     """Do a part whose cost is not of interest."""
     with opened(url) as store:
-        job = VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+        job = verify_job(store)
         with RunDirectory.create(run, job.permissions) as directory:
             run_part(directory, job, begin(directory, job, parts), part)
 
@@ -246,7 +324,7 @@ def listings(kinds: list[str], at: Path, parts: int) -> None:
             counted = Counter[str]()
             for part in range(parts):
                 with opened(url) as store, counting(type(store), counted):
-                    job = VerifyJob(store, VerifyRequest(checks=CHECKS), fail_on="never")
+                    job = verify_job(store)
                     with RunDirectory.create(folder / "run", job.permissions) as directory:
                         run_part(directory, job, begin(directory, job, parts), part)
             print(f"{kind:9} {parts} parts: {counted['scan']} listing of the store", flush=True)
@@ -347,22 +425,29 @@ def ray(seconds: float, at: Path) -> None:
 def main() -> None:
     """Measure as the command line asks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["memory", "listings", "scaling", "ray"])
-    parser.add_argument("--stores", default="file,hf3fs,mooncake,pack")
-    parser.add_argument("--objects", type=int, default=1_000_000)
+    parser.add_argument("--part", choices=["memory", "driver", "listings", "scaling", "ray"])
+    parser.add_argument("--stores")
+    parser.add_argument("--objects", type=int)
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--at", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--step", choices=STEPS, help="do one step of a run, once")
+    parser.add_argument("--step", choices=[*STEPS, DRIVER], help="do one step of a run, once")
     parser.add_argument("--url")
     parser.add_argument("--run", type=Path)
     options = parser.parse_args()
-    if options.step:
+    objects = options.objects or (10_000_000 if options.part == "driver" else 1_000_000)
+    usual = "rows,damaged" if options.part == "driver" else "file,hf3fs,mooncake,pack"
+    kinds = (options.stores or usual).split(",")
+    if options.step == DRIVER:
+        drive(options.url, options.run)
+    elif options.step:
         step(options.step, options.url, options.run, options.parts)
     elif options.part == "memory":
-        memory(options.stores.split(","), options.objects, options.parts, options.at)
+        memory(kinds, objects, options.parts, options.at)
+    elif options.part == "driver":
+        driver_memory(kinds, objects, options.at)
     elif options.part == "listings":
-        listings(options.stores.split(","), options.at, options.parts)
+        listings(kinds, options.at, options.parts)
     elif options.part == "scaling":
         scaling(options.seconds or 120, options.at)
     elif options.part == "ray":

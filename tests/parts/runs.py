@@ -16,6 +16,8 @@ from hicachectl.parts.running import begin, run_part
 from tests.parts.toy import ToyJob
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hicachectl.parts.job import Merged
     from hicachectl.parts.running import PartOutcome
     from tests.conftest import Invoke, Outcome
@@ -75,14 +77,22 @@ class CommandRun:
         self.path = path
         self.command = command
 
+    def arguments(self, part: int, parts: int, *more: object) -> tuple[object, ...]:
+        """Return the command line of a part."""
+        return (*self.command, *more, "--shard", f"{part}/{parts}", "--run", self.path)
+
     def part(self, part: int, parts: int, *more: object, exit_code: int = 0) -> str:
         """Do a part; return stderr."""
-        divided = ("--shard", f"{part}/{parts}", "--run", self.path)
-        return self.invoke(*self.command, *more, *divided, exit_code=exit_code).stderr
+        return self.invoke(*self.arguments(part, parts, *more), exit_code=exit_code).stderr
 
-    def merged(self, exit_code: int = 0) -> Outcome:
+    def all(self, parts: int, order: Iterable[int] | None = None) -> None:
+        """Do parts, by default all of them."""
+        for part in range(parts) if order is None else order:
+            self.part(part, parts)
+
+    def merged(self, *more: object, exit_code: int = 0) -> Outcome:
         """Merge the run as JSON."""
-        return self.invoke("merge", self.path, "--format", "json", exit_code=exit_code)
+        return self.invoke("merge", self.path, "--format", "json", *more, exit_code=exit_code)
 
 
 def names_in(directory: Path) -> list[str]:

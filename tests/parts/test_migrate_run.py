@@ -15,6 +15,7 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.move.migrate import migrate_part
+from hicachectl.parts.job import PartInput
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.parts.runs import ROOT, CommandRun, names_in
@@ -194,8 +195,15 @@ def test_a_pack_is_no_destination_of_parts(invoke: Invoke, sites: Sites) -> None
 
 
 def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part has its share of --bwlimit, and says so; one reader where reads grant leases."""
+    """Each part has its share of --bwlimit, and says so.
+
+    The parts of one machine, and only they, share the readers of a store whose reads grant leases.
+    """
     shares = []
+    parts_here = 1
+
+    def on_machine(**members: Any) -> PartInput:
+        return PartInput(**{**members, "parts_here": parts_here})
 
     def noted(*arguments: Any, **options: Any) -> Any:
         given = arguments[0].options
@@ -207,8 +215,11 @@ def test_limits_are_divided(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     assert "Of --bwlimit, each of the 4 parts takes an equal share" in said
     monkeypatch.setattr("hicachectl.parts.common.Leases", FileStore)
     sites.run.part(1, 4, "--bwlimit", "40MB")
-    sites.run.part(2, 4, "--bwlimit", "40MB", "--jobs", 2)
-    assert shares == [(10_000_000, None), (10_000_000, 1), (10_000_000, 2)]
+    monkeypatch.setattr("hicachectl.parts.running.PartInput", on_machine)
+    parts_here = 3
+    sites.run.part(2, 4, "--bwlimit", "40MB")
+    sites.run.part(3, 4, "--bwlimit", "40MB", "--jobs", 2)
+    assert shares == [(10_000_000, jobs) for jobs in (None, None, 1, 2)]
 
 
 @pytest.mark.slow

@@ -17,13 +17,14 @@ from hicachectl.backends.file.store import FileStore
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
 from tests.move.migrations import MODEL, demo_store, profile_file
+from tests.parts.runs import CommandRun
 from tests.prewarm.test_cli import SIZE, prompts
 from tests.prewarm.test_prewarm import HASHES, SEED, tokens
 from tests.speed import slow
 from tests.stores import contents
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from tests.places import Places
@@ -47,40 +48,21 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_store(tmp_path_factory.mktemp("intact") / "source", PAGES)
 
 
-class Runs:
+class Runs(CommandRun):
     """A destination warmed in parts, and one warmed at once."""
 
     def __init__(self, invoke: Invoke, folder: Path, source: Path, *options: object) -> None:
-        self.invoke = invoke
-        self.run = folder / "run"
         self.target = folder / "parts"
         self.whole_target = folder / "whole"
-        self.options = ("--from", source, "--profile", profile_file(folder / "p.toml"), *options)
-
-    def arguments(self, part: int, parts: int) -> tuple[object, ...]:
-        """Return the command line of a part."""
-        shard = ("--shard", f"{part}/{parts}", "--run", self.run)
-        return ("prewarm", self.target, *self.options, *shard)
-
-    def part(self, part: int, parts: int, *more: object, exit_code: int = 0) -> str:
-        """Do a part; return stderr."""
-        return self.invoke(*self.arguments(part, parts), *more, exit_code=exit_code).stderr
-
-    def all(self, order: Sequence[int], parts: int) -> None:
-        """Do parts in an order."""
-        for part in order:
-            self.part(part, parts)
+        profile = profile_file(folder / "p.toml")
+        self.options = ("--from", source, "--profile", profile, *options)
+        super().__init__(invoke, folder / "run", "prewarm", self.target, *self.options)
 
     def whole(self, *more: object, exit_code: int = 0) -> dict[str, Any]:
         """Warm at once; return the document."""
         return self.invoke(
             "prewarm", self.whole_target, *self.options, *more, exit_code=exit_code
         ).document
-
-    def merged(self, exit_code: int = 0) -> dict[str, Any]:
-        """Return the merged document."""
-        merged = self.invoke("merge", self.run, "--format", "json", exit_code=exit_code)
-        return merged.document
 
     def assert_equal(self, merged: dict[str, Any], whole: dict[str, Any]) -> None:
         """Assert that both runs report and wrote the same."""
@@ -154,8 +136,8 @@ def test_merged_parts_say_what_one_process_says(
     if "--to-tp" not in options:
         _partly_warm(intact, runs.target, runs.whole_target)
     whole = runs.whole(exit_code=4)
-    runs.all([*reversed(range(parts)), 0], parts)
-    merged = runs.merged(exit_code=4)
+    runs.all(parts, [*reversed(range(parts)), 0])
+    merged = runs.merged(exit_code=4).document
     runs.assert_equal(merged, whole)
     assert whole["copied_pages"]
     assert (merged["parts"], merged["missing_parts"]) == (parts, [])
@@ -167,16 +149,16 @@ def test_the_gate_and_the_table_are_those_of_one_process(
     """merge exits with 4 below --min-usable, and prints the same lines and rows."""
     asked = prompts(tmp_path / "asked.jsonl", 8, 10)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked, "--min-usable", 0.9)
-    runs.all(range(3), 3)
+    runs.all(3, range(3))
     runs.whole(exit_code=4)
     for output_format in ("table", "csv"):
-        merged = invoke("merge", runs.run, "--format", output_format, exit_code=4)
+        merged = invoke("merge", runs.path, "--format", output_format, exit_code=4)
         options = ("--format", output_format)
         again = invoke("prewarm", runs.whole_target, *runs.options, *options, exit_code=4)
         assert len(merged.stdout.splitlines()) == len(again.stdout.splitlines())
         assert "usable" in merged.stderr.splitlines()[-1]
     metrics = tmp_path / "m.prom"
-    invoke("merge", runs.run, "--metrics-file", metrics, exit_code=4)
+    invoke("merge", runs.path, "--metrics-file", metrics, exit_code=4)
     assert "hicachectl_prewarm_" in metrics.read_text()
 
 
@@ -188,11 +170,11 @@ def test_the_best_pages_are_the_last_to_be_evicted(
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     runs.target.mkdir()
     _copy_page(intact, runs.target, HASHES[0])
-    runs.all([2, 0, 1], 3)
+    runs.all(3, [2, 0, 1])
     times = {name: mtime for name, (_, mtime) in contents(runs.target).items()}
     newest = [max(t for name, t in times.items() if page in name) for page in HASHES]
     assert newest == sorted(newest, reverse=True)
-    assert runs.merged()["already_there"] == 1
+    assert runs.merged().document["already_there"] == 1
 
 
 @pytest.mark.slow
@@ -211,13 +193,13 @@ def test_a_deadline_counts_from_the_plan_and_keeps_what_is_usable(
     requests = [[*ids, 1][: length * SIZE + 1] for length in range(4, pages + 1, 4)]
     asked.write_text("".join(f"{json.dumps(request)}\n" for request in requests))
     runs = Runs(invoke, tmp_path, source, "--token-ids", asked, "--deadline", "1h")
-    runs.all([*range(33), 34], parts)
+    runs.all(parts, [*range(33), 34])
     in_time = _bytes(runs.target)
-    manifest = runs.run / "run.json"
+    manifest = runs.path / "run.json"
     begun = manifest.stat().st_mtime
     os.utime(manifest, (begun - 7200, begun - 7200))
-    runs.all([33, *range(35, parts)], parts)
-    merged = runs.merged()
+    runs.all(parts, [33, *range(35, parts)])
+    merged = runs.merged().document
     assert _bytes(runs.target) == in_time
     assert (merged["complete"], merged["stopped_by"]) == (False, "deadline")
     whole = runs.whole("--budget", merged["bytes"])
@@ -232,19 +214,19 @@ def test_a_missing_part_and_a_missing_end_are_named(
     """Without a part's result, or the count at the end, the run is not complete."""
     asked = prompts(tmp_path / "asked.jsonl", 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
-    runs.all([0, 2], 3)
-    merged = runs.merged(exit_code=4)
+    runs.all(3, [0, 2])
+    merged = runs.merged(exit_code=4).document
     assert (merged["complete"], merged["missing_parts"]) == (False, [1])
-    said = invoke("merge", runs.run, exit_code=4)
+    said = invoke("merge", runs.path, exit_code=4)
     assert "part 1 of 3: no result" in said.stderr
     assert "complete: False" in said.stdout
     runs.part(1, 3)
-    (runs.run / "finish-3.json").unlink()
-    merged = runs.merged(exit_code=4)
+    (runs.path / "finish-3.json").unlink()
+    merged = runs.merged(exit_code=4).document
     assert (merged["complete"], merged["missing_parts"]) == (False, [])
-    assert "run any part again" in invoke("merge", runs.run, exit_code=4).stderr
+    assert "run any part again" in invoke("merge", runs.path, exit_code=4).stderr
     assert "done before" in runs.part(0, 3)
-    runs.assert_equal(runs.merged(), runs.whole())
+    runs.assert_equal(runs.merged().document, runs.whole())
 
 
 def test_a_part_stops_if_the_best_pages_are_evicted(
@@ -267,9 +249,9 @@ def test_a_part_stops_if_the_best_pages_are_evicted(
         patched.setattr(FileStore, "copy_from", evicting)
         runs.part(1, 3)
     runs.part(2, 3)
-    merged = runs.merged()
+    merged = runs.merged().document
     assert (merged["complete"], merged["stopped_by"]) == (False, "destination evicts")
-    assert "it holds about" in invoke("merge", runs.run).stderr
+    assert "it holds about" in invoke("merge", runs.path).stderr
 
 
 def test_a_part_without_room_is_run_again(
@@ -294,9 +276,9 @@ def test_a_part_without_room_is_run_again(
         assert "not complete; run it again" in said
         assert "Stopped: destination full" in said
         runs.part(1, 2)
-        assert runs.merged(exit_code=4)["stopped_by"] == "destination full"
+        assert runs.merged(exit_code=4).document["stopped_by"] == "destination full"
     runs.part(0, 2)
-    runs.assert_equal(runs.merged(), runs.whole())
+    runs.assert_equal(runs.merged().document, runs.whole())
 
 
 def test_pages_written_since_the_plan_are_not_copied_again(
@@ -310,12 +292,12 @@ def test_pages_written_since_the_plan_are_not_copied_again(
     other = f"{HASHES[11]}_{MODEL}_1_2.bin"
     (runs.target / other).write_bytes(b"another size")
     runs.part(1, 2)
-    merged = runs.merged(exit_code=4)
+    merged = runs.merged(exit_code=4).document
     assert (merged["copied_pages"], merged["already_there"]) == (PAGES - 2, 1)
     assert (merged["failed"], merged["usable_tokens"]) == (1, 16 * SIZE)
     assert (
         f"{HASHES[11]}: the destination has an object"
-        in runs.invoke("merge", runs.run, exit_code=4).stderr
+        in runs.invoke("merge", runs.path, exit_code=4).stderr
     )
 
 
@@ -336,7 +318,7 @@ def test_a_killed_part_is_done_again(
             folder.mkdir()
             runs = Runs(invoke, folder, intact, "--token-ids", asked)
             if killed:
-                runs.all(others, 3)
+                runs.all(3, others)
             arguments = (*runs.arguments(killed, 3), "--jobs", 1)
             at = None if kill is None else ("steps", kill)
             return runs, runner.run(*arguments, home=folder, kill=at).steps  # type: ignore[arg-type]
@@ -347,8 +329,8 @@ def test_a_killed_part_is_done_again(
             runs, _ = run_of(number, number * steps // 5)
             runs.part(killed, 3)
             if not killed:
-                runs.all(others, 3)
-            merged = runs.merged()
+                runs.all(3, others)
+            merged = runs.merged().document
             assert _comparable(merged) == _comparable(whole)
             assert _bytes(runs.target) == _bytes(undisturbed.whole_target)
 
@@ -371,8 +353,8 @@ def test_parts_run_at_once(invoke: Invoke, intact: Path, tmp_path: Path) -> None
     said = [process.communicate()[1] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
     assert sum("was done before" in one for one in said) == 1
-    assert len([one for one in runs.run.iterdir() if one.name.startswith("listing-")]) == 1
-    runs.assert_equal(runs.merged(), runs.whole())
+    assert len([one for one in runs.path.iterdir() if one.name.startswith("listing-")]) == 1
+    runs.assert_equal(runs.merged().document, runs.whole())
 
 
 def test_a_plan_without_stores_has_no_parts(invoke: Invoke, tmp_path: Path) -> None:
@@ -391,7 +373,7 @@ def test_a_pack_is_no_destination_of_parts(invoke: Invoke, intact: Path, tmp_pat
     runs.target = f"pack://{pack}"  # type: ignore[assignment]
     assert "several processes cannot write one pack" in runs.part(0, 2, exit_code=2)
     assert not pack.exists()
-    assert not runs.run.exists()
+    assert not runs.path.exists()
 
 
 @pytest.mark.parametrize(
@@ -414,7 +396,7 @@ def test_other_options_are_refused(
     assert said in refused
     assert "was begun with" in refused
     runs.part(1, 2)
-    assert runs.merged()["complete"]
+    assert runs.merged().document["complete"]
 
 
 @pytest.mark.parametrize("name", ["pages", "objects", "names", "chains"])
@@ -423,7 +405,7 @@ def test_a_damaged_plan_is_named(invoke: Invoke, intact: Path, tmp_path: Path, n
     asked = prompts(tmp_path / "asked.jsonl", 12)
     runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     runs.part(0, 2)
-    (table,) = runs.run.glob(f"listing-*/{name}.parquet")
+    (table,) = runs.path.glob(f"listing-*/{name}.parquet")
     table.write_bytes(table.read_bytes()[:-9])
     said = runs.part(1, 2, exit_code=2)
     assert table.name in said

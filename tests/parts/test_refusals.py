@@ -40,6 +40,10 @@ def toy_command(ctx: click.Context, /, store: str, destination: str, **options: 
         do_part(ctx, options["run_directory"], shard, job)
 
 
+# Options of the whole run that merge has.
+MERGED = {"--metrics-file", "--output", "--format"}
+
+
 @pytest.fixture
 def toy_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the toy command, and `merge`."""
@@ -77,8 +81,10 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
     [
         (["--run", "RUN"], "--run needs --shard"),
         (["--shard", "0/2"], "--shard needs --run DIR"),
-        (["--shard", "0/2", "--run", "RUN", "--lock", "L"], "--lock cannot be combined with"),
-        (["--shard", "0/2", "--run", "RUN", "-o", "F"], "--output cannot be combined with"),
+        (["--shard", "0/2", "--run", "RUN", "--lock", "L"], "leave it out, since two processes"),
+        (["--shard", "0/2", "--run", "RUN", "-o", "F"], "; give --output to hicachectl merge"),
+        (["--shard", "0/2", "--run", ""], "'--run': the path is empty; give a directory"),
+        (["--shard", "0/2", "--run", "file:///x"], "'--run': file:///x is a URL; give the path"),
         (["--shard", "0/2", "--run", "RUN", "--format", "json"], "--format cannot be combined"),
         (["--shard", "2/2", "--run", "RUN"], "the last is 1"),
         (["--shard", "/2", "--run", "RUN"], "neither is set"),
@@ -131,6 +137,7 @@ def test_options_of_the_whole_run_are_refused(
         line = [*places[command], *given, "--shard", "0/2", "--run", tmp_path / "run"]
         refused = invoke(command, *line, exit_code=2).stderr
         assert f"{name} cannot be combined with --shard" in refused
+        assert ("hicachectl merge" in refused) == (name in MERGED)
         assert names_in(tmp_path) == before
 
 

@@ -9,22 +9,25 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hicachectl.io.pacing import Pace
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import DSA, dsa_store, indexer, shorten
+from tests.parts.runs import CommandRun
 from tests.speed import slow
 from tests.verify.damages import PAGES, at_once, cut, flipped, lacking, objects
 from tests.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -51,32 +54,9 @@ def comparable(document: dict[str, Any]) -> dict[str, Any]:
 _OF_ONE = {"seconds", "parts", "missing_parts", "dry_run"}
 
 
-class Parts:
-    """A run of `verify` in parts."""
-
-    def __init__(self, invoke: Invoke, run: Path, store: Path, *options: object) -> None:
-        self.invoke = invoke
-        self.run = run
-        self.store = store
-        self.options = options
-
-    def part(self, part: int, parts: int, *more: object, exit_code: int = 0) -> str:
-        """Do a part; return stderr."""
-        return self.invoke(
-            "verify",
-            *(self.store, *self.options, *more, "--shard", f"{part}/{parts}", "--run", self.run),
-            exit_code=exit_code,
-        ).stderr
-
-    def merged(self, *more: object, exit_code: int = 0) -> dict[str, Any]:
-        """Return the merged document."""
-        output = self.invoke("merge", self.run, "--format", "json", *more, exit_code=exit_code)
-        return {**output.document}
-
-    def all(self, parts: int, order: Sequence[int] | None = None) -> None:
-        """Do all parts."""
-        for part in range(parts) if order is None else order:
-            self.part(part, parts)
+def verified(invoke: Invoke, run: Path, store: Path, *options: object) -> CommandRun:
+    """Return a run of `verify` in parts that has not begun."""
+    return CommandRun(invoke, run, "verify", store, *options)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +71,9 @@ def test_merged_parts_say_what_one_process_says(
     options += ["--profile", profile_file(tmp_path / "p.toml")] if profile else []
     options += ["--sample", "60%", "--sample-slice", "0"] if parts == 1 else []
     whole = invoke("verify", damaged, *options, "--format", "json", exit_code=4)
-    run = Parts(invoke, tmp_path / "run", damaged, *options)
+    run = verified(invoke, tmp_path / "run", damaged, *options)
     run.all(parts, [*reversed(range(parts)), 0])
-    merged = run.merged(exit_code=4)
+    merged = run.merged(exit_code=4).document
     assert comparable(merged) == comparable(whole.document)
     assert merged["counts"]["truncated" if profile else "ambiguous-key"]
     assert (merged["parts"], merged["missing_parts"]) == (parts, [])
@@ -103,13 +83,13 @@ def test_a_missing_part_makes_the_result_incomplete(
     invoke: Invoke, damaged: Path, tmp_path: Path
 ) -> None:
     """merge names missing parts, and ends with 4 also where findings fail nothing."""
-    run = Parts(invoke, tmp_path / "run", damaged, "--fail-on", "never")
+    run = verified(invoke, tmp_path / "run", damaged, "--fail-on", "never")
     run.part(1, 3)
-    merged = run.merged(exit_code=4)
+    merged = run.merged(exit_code=4).document
     assert (merged["complete"], merged["missing_parts"]) == (False, [0, 2])
     run.part(0, 3)
     run.part(2, 3)
-    assert run.merged()["complete"]
+    assert run.merged().document["complete"]
 
 
 def test_why_nothing_was_checked_is_true_of_the_store(
@@ -117,12 +97,12 @@ def test_why_nothing_was_checked_is_true_of_the_store(
 ) -> None:
     """A part without objects does not tell that the store has none: the largest part tells."""
     options = ("--model", "no/such")
-    run = Parts(invoke, tmp_path / "a run", damaged, *options)
+    run = verified(invoke, tmp_path / "a run", damaged, *options)
     said = [run.part(part, PAGES) for part in range(PAGES)]
-    assert f"hicachectl merge '{run.run}'" in said[0]
-    shares = json.loads((run.run / "run.json").read_text())["published"]["shares"]
+    assert f"hicachectl merge '{run.path}'" in said[0]
+    shares = json.loads((run.path / "run.json").read_text())["published"]["shares"]
     assert not all(shares), "every part has objects"
-    merged = invoke("merge", run.run)
+    merged = invoke("merge", run.path)
     known = "everything: --model no/such: no page matches; models in the store: "
     assert known in invoke("verify", damaged, *options).stderr
     assert known in merged.stderr
@@ -132,9 +112,9 @@ def test_why_nothing_was_checked_is_true_of_the_store(
 def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """The metrics of a merged run have the labels and values of a run in one process."""
     options = ("--profile", profile_file(tmp_path / "p.toml"), "--fail-on", "error")
-    run = Parts(invoke, tmp_path / "run", damaged, *options)
+    run = verified(invoke, tmp_path / "run", damaged, *options)
     run.all(2)
-    merged = run.merged("--metrics-file", tmp_path / "m.prom", exit_code=4)
+    merged = run.merged("--metrics-file", tmp_path / "m.prom", exit_code=4).document
     lines = (tmp_path / "m.prom").read_text().splitlines()
     labels = f'store="file://{damaged}"'
     assert f"hicachectl_verify_objects{{{labels}}} {merged['objects']}" in lines
@@ -164,7 +144,7 @@ def test_many_processes_at_once_have_one_listing_and_one_result(
     assert len(list(run.glob("listing-*"))) == 1
     assert len(list(run.glob("parts/*/result-*.json"))) == 2
     whole = invoke("verify", damaged, "--grace", "2h", "--format", "json", exit_code=4).document
-    merged = Parts(invoke, run, damaged).merged(exit_code=4)
+    merged = verified(invoke, run, damaged).merged(exit_code=4).document
     assert comparable(merged) == comparable(whole)
 
 
@@ -185,11 +165,11 @@ def test_the_lister_decides_for_all_parts(
     at(now)
     whole = invoke("verify", own, *options, "--format", "json", exit_code=4).document
     assert whole["in_flight"]
-    run = Parts(invoke, tmp_path / "run", own, *options)
+    run = verified(invoke, tmp_path / "run", own, *options)
     run.part(0, 2)
     at(now + 5 * 86_400)
     run.part(1, 2)
-    assert comparable(run.merged(exit_code=4)) == comparable(whole)
+    assert comparable(run.merged(exit_code=4).document) == comparable(whole)
 
 
 @pytest.mark.parametrize(
@@ -207,10 +187,10 @@ def test_other_options_are_refused(
     invoke: Invoke, damaged: Path, own: Path, tmp_path: Path, options: list[str], said: str
 ) -> None:
     """A part with other options than the run's ends with one line that names both values."""
-    run = Parts(invoke, tmp_path / "run", damaged)
+    run = verified(invoke, tmp_path / "run", damaged)
     run.part(0, 2)
     if options == ["STORE"]:
-        run.store = own
+        run = verified(invoke, tmp_path / "run", own)
         options = []
     given = [profile_file(tmp_path / "p.toml") if one == "PROFILE" else one for one in options]
     refused = run.part(1, 2, *given, exit_code=2)
@@ -253,7 +233,8 @@ def test_merge_writes_the_catalog_of_one_process(
     """Parts compare with a catalog, and merge writes the one that one process would write."""
     before, after = tmp_path / "before.parquet", tmp_path / "after.parquet"
     options = ("--grace", "2h", "--profile", profile_file(tmp_path / "p.toml"))
-    run = Parts(invoke, tmp_path / "first", own, *options, "--catalog", before, "--update-catalog")
+    recorded = (*options, "--catalog", before, "--update-catalog")
+    run = verified(invoke, tmp_path / "first", own, *recorded)
     run.all(parts)
     assert not before.exists()
     run.merged("--catalog", before, exit_code=4)
@@ -265,10 +246,10 @@ def test_merge_writes_the_catalog_of_one_process(
 
     flipped(own)
     objects(own, "_")[0].unlink()
-    run = Parts(invoke, tmp_path / "second", own, *options, "--catalog", before, "--update-catalog")
+    run = verified(invoke, tmp_path / "second", own, *recorded)
     before_bytes = before.read_bytes()
     run.all(parts)
-    merged = run.merged("--catalog", after, exit_code=4)
+    merged = run.merged("--catalog", after, exit_code=4).document
     assert before.read_bytes() == before_bytes
     document = invoke("verify", own, *options, *chosen, exit_code=4).document
     assert comparable(merged) == comparable(document)
@@ -281,17 +262,52 @@ def test_merge_writes_no_catalog_of_some_parts(
 ) -> None:
     """No catalog is written that lacks a part's entries, or of a run that recorded none."""
     catalog = tmp_path / "c.parquet"
-    run = Parts(invoke, tmp_path / "run", damaged, "--catalog", catalog, "--update-catalog")
+    run = verified(invoke, tmp_path / "run", damaged, "--catalog", catalog, "--update-catalog")
     run.part(0, 2)
-    said = invoke("merge", run.run, "--catalog", catalog, exit_code=4).stderr
+    said = invoke("merge", run.path, "--catalog", catalog, exit_code=4).stderr
     assert f"{catalog}: not written, because parts of the run are missing" in said
-    other = Parts(invoke, tmp_path / "other", damaged)
+    other = verified(invoke, tmp_path / "other", damaged)
     other.part(0, 1)
-    said = invoke("merge", other.run, "--catalog", catalog, exit_code=2).stderr
+    said = invoke("merge", other.path, "--catalog", catalog, exit_code=2).stderr
     assert "the run recorded no digests" in said
-    missing = Parts(invoke, tmp_path / "missing", damaged, "--catalog", catalog)
+    missing = verified(invoke, tmp_path / "missing", damaged, "--catalog", catalog)
     assert "read the catalog" in missing.part(0, 1, exit_code=2)
     assert not catalog.exists()
+
+
+def test_merge_writes_nothing_into_the_run(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
+    """Each file option that names a place in the run directory is refused; the run stays whole."""
+    catalog = ("--catalog", tmp_path / "c.parquet", "--update-catalog", "--fail-on", "never")
+    run = verified(invoke, tmp_path / "run", damaged, *catalog)
+    run.part(0, 1)
+    (tmp_path / "link").symlink_to(run.path)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    for option in ("--catalog", "--metrics-file", "--output"):
+        for name in ("run/run.json", "run/parts/00000/new", "link/new"):
+            refused = invoke("merge", run.path, option, tmp_path / name, exit_code=2).stderr
+            assert f"{option} {tmp_path / name}: is in the run directory" in refused
+    assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert run.merged("--catalog", tmp_path / "c.parquet").document["complete"]
+
+
+def test_a_part_that_the_time_limit_cut_is_done_again(
+    invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part and merge call it not complete; a rerun with more time gives the whole result."""
+    options = ("--profile", profile_file(tmp_path / "p.toml"), "--grace", "2h")
+    whole = invoke("verify", damaged, *options, "--format", "json", exit_code=4).document
+    limits = ("--time-limit", "1h", "--bwlimit", "1GiB")
+    run = verified(invoke, tmp_path / "run", damaged, *options, *limits)
+    run.part(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pace, "wait", lambda *given, **named: False)  # as after the limit
+        assert "Part 0 of 2 is not complete; run it again" in run.part(0, 2)
+    cut = run.merged(exit_code=4)
+    assert (cut.document["complete"], cut.document["stopped_by"]) == (False, "deadline")
+    assert "part 0 of 2: not complete; run again" in cut.stderr
+    assert "Part 0 of 2 is done" in run.part(0, 2)
+    assert "was done before" in run.part(0, 2)
+    assert comparable(run.merged(exit_code=4).document) == comparable(whole)
 
 
 @pytest.mark.parametrize(("column", "value"), [("severity", "bogus"), ("code", None)])
@@ -299,9 +315,9 @@ def test_other_findings_are_refused(
     invoke: Invoke, damaged: Path, tmp_path: Path, column: str, value: str | None
 ) -> None:
     """Findings that no release writes end merge with one line that names the result."""
-    run = Parts(invoke, tmp_path / "run", damaged)
+    run = verified(invoke, tmp_path / "run", damaged)
     run.all(1)
-    record = run.run / "parts/00000/result-0.json"
+    record = run.path / "parts/00000/result-0.json"
     document = json.loads(record.read_text())
     file = document["tables"]["found"]
     path = record.parent / file["name"]
@@ -311,13 +327,13 @@ def test_other_findings_are_refused(
     record.write_text(
         json.dumps(document | {"tables": {"found": file | {"nbytes": path.stat().st_size}}})
     )
-    said = invoke("merge", run.run, exit_code=2).stderr
+    said = invoke("merge", run.path, exit_code=2).stderr
     assert "result-0.json: has findings without a known severity or a code; remove" in said
 
 
 def test_a_truncated_result_is_named(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """A result that is not whole is refused with the file to remove."""
-    run = Parts(invoke, tmp_path / "run", damaged)
+    run = verified(invoke, tmp_path / "run", damaged)
     run.all(2)
     (table,) = (tmp_path / "run/parts/00001").glob("*-found.parquet")
     table.write_bytes(table.read_bytes()[:-9])
@@ -346,15 +362,16 @@ def test_a_repair_in_parts_is_that_of_one_process(
     profile = profile_file(tmp_path / "p.toml")
     options = ("--profile", profile, "--repair", mode, "--repair-code", "missing-rank")
     whole = invoke("verify", twin, *options, "--yes", "--format", "json", exit_code=4).document
-    rehearsed = Parts(invoke, tmp_path / "rehearsed", store, *options, "--dry-run")
+    rehearsed = verified(invoke, tmp_path / "rehearsed", store, *options, "--dry-run")
     rehearsed.all(parts)
-    assert rehearsed.merged(exit_code=4)["dry_run"]
+    assert rehearsed.merged(exit_code=4).document["dry_run"]
     assert remains(store) == before
 
-    run = Parts(invoke, tmp_path / "run", store, *options, "--yes")
+    run = verified(invoke, tmp_path / "run", store, *options, "--yes")
     run.all(parts)
     run.part(0, parts)
-    merged = run.merged(exit_code=4)
+    assert len([*run.path.rglob("*-found.parquet")]) == parts  # of plans, which results name
+    merged = run.merged(exit_code=4).document
     whole["store"] = merged["store"]
     assert comparable(merged) == comparable(whole)
     assert merged["repaired"] > 2
@@ -365,6 +382,25 @@ def test_a_repair_in_parts_is_that_of_one_process(
             assert len(list(quarantine.iterdir())) > 1  # a run of each part with bad pages
         invoke("restore", quarantine, store, "--yes")
         assert remains(store) == before
+
+
+def test_a_repair_shows_progress_while_it_reads(
+    invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning a repair reads all objects, and reports their bytes."""
+    moved: list[tuple[int, int]] = []
+
+    @contextmanager
+    def noted(ctx: object, label: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda new, total: moved.append((new, total))
+
+    monkeypatch.setattr("hicachectl.cli.commands.parts.bytes_progress", noted)
+    options = ("--profile", profile_file(tmp_path / "p.toml"), "--repair", "delete", "--dry-run")
+    run = verified(invoke, tmp_path / "run", damaged, *options)
+    run.part(0, 1)
+    read = run.merged(exit_code=4).document["bytes_read"]
+    assert read > 0
+    assert moved[-1][1] == sum(new for new, _ in moved) >= read
 
 
 @pytest.mark.slow
@@ -413,7 +449,7 @@ def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: 
 def test_repairs_that_parts_cannot_do(
     invoke: Invoke, own: Path, tmp_path: Path, options: list[str], said: str
 ) -> None:
-    run = Parts(invoke, tmp_path / "run", own, "--repair", "delete", *options)
+    run = verified(invoke, tmp_path / "run", own, "--repair", "delete", *options)
     refused = run.part(0, 2, exit_code=2)
     assert said in refused.splitlines()[-1]
     assert not (tmp_path / "run").exists()

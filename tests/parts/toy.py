@@ -109,7 +109,7 @@ class ToyJob:
             own = parquet.read_row_groups(manifest.published.shares[part][file.name])
         return {"numbers": lambda: own}
 
-    def plan(self, given: PartInput) -> StageResult:
+    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         numbers = given.tables["numbers"]()
         there = [not (self._destination / str(n)).exists() for n in numbers["number"].to_pylist()]
         return StageResult({}, {"planned": numbers.filter(pa.array(there, pa.bool_()))})

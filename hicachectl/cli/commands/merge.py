@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from hicachectl.cli.commands.parts import write_catalog, write_merged
-from hicachectl.cli.options import FILE, output_options
+from hicachectl.cli.commands.parts import refuse_inside, write_catalog, write_merged
+from hicachectl.cli.options import FILE, RunPath, output_options
 from hicachectl.cli.session import remark
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @click.command(
@@ -21,7 +24,7 @@ Examples:
   hicachectl merge /shared/nightly --metrics-file /var/lib/node/hicache.prom
 """,
 )
-@click.argument("run", metavar="RUN", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("run", metavar="RUN", type=RunPath())
 @click.option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
@@ -46,6 +49,7 @@ def command(
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import merge_run
 
+    refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
     with RunDirectory.existing(run) as opened:
         merged = merge_run(opened)
         for text in merged.remarks:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from hicachectl.parts.shards import Shard
 
 _DEFAULTS = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+# Next step for parameters that a part cannot have; for all others, the option of `merge`.
+_INSTEAD = {
+    "dry_run": "leave out --shard",
+    "lock": "leave it out, since two processes never do the same part at once",
+    "resume": "leave it out, since a part that is run again continues by itself",
+    "token_ids": "leave out --shard",
+}
 
 
 def chosen_shard(
@@ -47,11 +54,9 @@ def chosen_shard(
         raise click.UsageError("--shard cannot be combined with --ray, which divides by itself")
     if directory is None:
         raise click.UsageError("--shard needs --run DIR, a directory that all parts share")
-    for name in _given(ctx, whole_only):
-        raise click.UsageError(
-            f"{name} cannot be combined with --shard, since it concerns the whole run; see "
-            "hicachectl merge"
-        )
+    for parameter, name in _given(ctx, whole_only):
+        instead = _INSTEAD.get(parameter, f"give {name} to hicachectl merge")
+        raise click.UsageError(f"{name} cannot be combined with --shard; {instead}")
     return parse_shard(text)
 
 
@@ -69,16 +74,29 @@ def is_on_cluster(
     from hicachectl.parts.cluster import parse_address
 
     parse_address(options["ray"])
-    for name in _given(ctx, undivided):
+    for _, name in _given(ctx, undivided):
         raise click.UsageError(f"{name} cannot be combined with --ray")
     return True
 
 
-def _given(ctx: click.Context, names: Collection[str]) -> Iterator[str]:
-    """Yield the options that the command line has, of the parameters with these names."""
+def _given(ctx: click.Context, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the given parameters of these names, each with its option."""
     for param in ctx.command.params:
         if param.name in names and ctx.get_parameter_source(param.name) not in _DEFAULTS:
-            yield max(param.opts, key=len)
+            yield param.name, max(param.opts, key=len)
+
+
+def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
+    """Raise UsageError if a file to write is in a run directory.
+
+    run: None for a temporary one. files: by their option; None for an option that is not given.
+    """
+    for option, path in files.items():
+        if run is not None and path is not None and run.resolve() in path.resolve().parents:
+            raise UsageError(
+                f"{option} {path}: is in the run directory {run}, where it could replace a file of "
+                "the run; give another directory"
+            )
 
 
 def say_divided(ctx: click.Context, count: int, options: Mapping[str, Any], *limits: str) -> None:
@@ -132,6 +150,9 @@ def do_on_cluster(
 
     say = partial(remark, ctx)
     path = options["run_directory"]
+    catalog = options.get("catalog") if options.get("update_catalog") else None
+    metrics = options.get("metrics_file")
+    refuse_inside(path, {"--catalog": catalog, "--metrics-file": metrics, "--output": output})
     opened_again = partial(opened_job, make, reopened)
     with Driver(
         options["ray"], job, opened_again, workers=options["workers"], path=path, say=say
