@@ -82,7 +82,7 @@ class Sites:
 
     def check(self, whole: Outcome, parts: int, exit_code: int = 0) -> None:
         """Check that the parts have done what one process did."""
-        merged = self.run.merged(exit_code)
+        merged = self.run.merged(exit_code=exit_code)
         assert comparable(merged.document) == comparable(whole.document)
         assert (merged.document["parts"], merged.document["missing_parts"]) == (parts, [])
         said = whole.stderr.replace(str(self.one), str(self.divided))

@@ -368,12 +368,13 @@ def test_a_plan_without_stores_has_no_parts(invoke: Invoke, tmp_path: Path) -> N
 def test_a_pack_is_no_destination_of_parts(invoke: Invoke, intact: Path, tmp_path: Path) -> None:
     """Several processes cannot write one pack, so none of them begins it."""
     asked = prompts(tmp_path / "asked.jsonl", 12)
-    runs = Runs(invoke, tmp_path, intact, "--token-ids", asked)
     pack = tmp_path / "new.hcpack"
-    runs.target = f"pack://{pack}"  # type: ignore[assignment]
-    assert "several processes cannot write one pack" in runs.part(0, 2, exit_code=2)
+    command = ("prewarm", f"pack://{pack}", "--from", intact, "--token-ids", asked)
+    profile = profile_file(tmp_path / "p.toml")
+    run = CommandRun(invoke, tmp_path / "run", *command, "--profile", profile)
+    assert "several processes cannot write one pack" in run.part(0, 2, exit_code=2)
     assert not pack.exists()
-    assert not runs.path.exists()
+    assert not run.path.exists()
 
 
 @pytest.mark.parametrize(
