@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-import time
 from contextlib import suppress
 
+from hicachectl.backends.disk.durable import new_file
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed
 
 _TAG = re.compile(rb"[0-9a-f]{32}")
 _LONGEST = 64
-_WAIT_SECONDS = (0.0, 0.01, 0.1, 0.4)
 _MODE = 0o666  # less the umask, as data files
 
 
@@ -45,30 +44,23 @@ def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
 
 
 def _claim(path: str, tag: str) -> None:
-    """Create the file, unless there is one."""
-    with suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-        try:
-            os.write(descriptor, tag.encode())
-        finally:
-            os.close(descriptor)
+    """Create the file, whole from the first moment, unless there is one."""
+    if os.path.lexists(path):
+        return
+    with suppress(FileExistsError), new_file(path, _MODE, replaces=False) as descriptor:
+        os.write(descriptor, tag.encode())
 
 
 def _read(path: str) -> str | None:
-    text = b""
-    for seconds in _WAIT_SECONDS:  # another process may just have created the file
-        time.sleep(seconds)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            text = os.read(descriptor, _LONGEST) if regular else b""
-        finally:
-            os.close(descriptor)
-        if text or not regular:
-            break
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        text = os.read(descriptor, _LONGEST) if regular else b""
+    finally:
+        os.close(descriptor)
     if not _TAG.fullmatch(text):
-        raise StoreUnavailable(f"{path}: is no deployment's tag; if it stays so, remove it")
+        raise StoreUnavailable(f"{path}: is no deployment's tag; remove it")
     return text.decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,28 +13,30 @@ from hicachectl.formats.errors import StoreUnavailable
 if TYPE_CHECKING:
     from pathlib import Path
 
-TAG = "a" * 32
+OURS, THEIRS = "a" * 32, "b" * 32
 
 
-def test_a_file_that_is_being_written_is_read_again(
+def test_processes_that_claim_at_once_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that finds the empty file of another one waits for its content."""
+    """A claim that has no content yet is not found; the one that is whole first is everyone's."""
     prefix = str(tmp_path / "hicache")
-    path = tmp_path / "hicache.hicachectl-deployment"
-    assert claim_path(prefix) == str(path)
-    path.touch()
-    waits = []
+    sync, found = os.fsync, []
 
-    def waited(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 2:
-            path.write_text(TAG)
+    def stalled(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        found.append(claimed_by(prefix, THEIRS, writes=False))
+        found.append(claimed_by(prefix, THEIRS, writes=True))
+        sync(descriptor)
 
-    monkeypatch.setattr("time.sleep", waited)
-    assert claimed_by(prefix, "b" * 32, writes=True) == TAG
-    assert len(waits) == 2
-    path.write_text("")
-    waits = [0.0, 0.0]
-    with pytest.raises(StoreUnavailable, match="is no deployment's tag"):
-        claimed_by(prefix, TAG, writes=True)
+    monkeypatch.setattr(os, "fsync", stalled)
+    assert claimed_by(prefix, OURS, writes=True) == THEIRS
+    assert found == [None, THEIRS]
+    assert [str(path) for path in tmp_path.iterdir()] == [claim_path(prefix)]
+
+
+def test_what_is_no_claim_is_named(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "hicache")
+    (tmp_path / "hicache.hicachectl-deployment").touch()
+    with pytest.raises(StoreUnavailable, match="hicachectl-deployment: is no deployment's tag"):
+        claimed_by(prefix, OURS, writes=True)
