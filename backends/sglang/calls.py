@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Call:
         self.deadline = time.monotonic() + seconds
         self.ended = False
         self._holders: list[None] = []  # one for each
-        self._left = threading.Semaphore(0)  # released by holders after the end
+        self._left: SimpleQueue[None] = SimpleQueue()  # one by each holder after the end
 
     @property
     def seconds_left(self) -> float:
@@ -65,7 +65,7 @@ class Call:
         """End a `hold`."""
         self._holders.pop()
         if self.ended:
-            self._left.release()
+            self._left.put(None)
 
     def copy(self, source: int, pieces: Iterable[tuple[int, int]]) -> None:
         """Copy bytes at an address, piece after piece, to addresses in the host pool.
@@ -84,7 +84,7 @@ class Call:
         """End the call: wait for those that hold it, allow none after them."""
         self.ended = True
         while self._holders:
-            self._left.acquire()
+            self._left.get()
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +134,7 @@ class Workers:
         if self.paused:
             call.end()
             return results
-        done = threading.Semaphore(0)
+        done: SimpleQueue[None] = SimpleQueue()  # one of each task
         tasks = [
             _Task(partial(function, *arguments), results, position, done)
             for position, arguments in enumerate(work)
@@ -147,11 +147,14 @@ class Workers:
             for task in tasks:
                 task.abandon()
             raise
-        if all(done.acquire(timeout=call.seconds_left) for _ in tasks):
-            self._pause_s = 0.0
-        else:
+        try:
+            for _ in tasks:
+                done.get(timeout=call.seconds_left)
+        except Empty:
             call.end()
             self._abandon(tasks)
+        else:
+            self._pause_s = 0.0
         errors = [task.error for task in tasks if task.error is not None]
         if errors:
             raise errors[0]
@@ -204,14 +207,14 @@ class Workers:
 
 
 class _Task:
-    """One item of work; `done` is released when it has ended."""
+    """One item of work; `done` gets an item when it has ended."""
 
     def __init__(
         self,
         function: Callable[[], object],
         results: list[Any],
         position: int,
-        done: threading.Semaphore,
+        done: SimpleQueue[None],
     ) -> None:
         self._function = function
         self._results = results
@@ -235,7 +238,7 @@ class _Task:
             self.error = error
         with self._lock:
             self._state = "ended"
-        self._done.release()
+        self._done.put(None)
 
     def abandon(self) -> bool:
         """Drop the task unless it has begun. Return whether a thread is still in it."""

@@ -8,12 +8,11 @@ while the call is open. Writes read the host pool directly: a late one gets no n
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory, Trust
@@ -29,7 +28,7 @@ from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
-from hicachectl.formats.trailer import TRAILER_BYTES, trailer_name
+from hicachectl.formats.trailer import trailer_name
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ class FilePages(PageStore):
         self._max_size = max_size
         self._min_free_space = min_free_space
         self._evict = evict
-        self._own = threading.local()  # each reader's memory
-        self._longest = 0  # bytes of the longest page
         self._seconds: dict[Workers, float] = {}  # of a thread for a page, in the last call
         self._clears = self._cleared = 0  # asked for, and done
         self._directory: ObjectDirectory | None = None
@@ -102,7 +99,6 @@ class FilePages(PageStore):
     def add(self, pool: ServedPool) -> None:
         """Serve a pool. Raises ValueError, on all ranks alike, for names that no file can have."""
         _check_names(pool)
-        self._longest = max(self._longest, pool.nbytes)
         self._pools[pool.name] = pool
 
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
@@ -125,7 +121,7 @@ class FilePages(PageStore):
         """Read pages whose length, identity and digest are right."""
 
         def read(files: PageFiles, page: Page, index: int) -> bool:
-            memory, address = self._memory()
+            memory = files.memory
             try:
                 found = files.read(page, memory)
             except FileNotFoundError:
@@ -137,7 +133,7 @@ class FilePages(PageStore):
                     call.check()
                     self._discard(pool, pages[index], found)
                 return False
-            call.copy(address, pieces[index])
+            call.copy(memory.address, pieces[index])
             return True
 
         return self._each(self._readers, call, pool, pages, pool.nbytes, read)
@@ -152,7 +148,7 @@ class FilePages(PageStore):
 
         def write(files: PageFiles, page: Page, index: int) -> bool:
             try:
-                found: Found | None = files.examine(page)
+                found = None if files.is_absent(page) else files.examine(page)
             except FileNotFoundError:
                 found = None
             if found is not None and not found.problem:
@@ -336,16 +332,6 @@ class FilePages(PageStore):
             if own.remove(own_page, found):
                 self.counters.count("removed")
 
-    def _memory(self) -> tuple[memoryview, int]:
-        """Return this thread's memory for the longest page with its trailer, and its address."""
-        nbytes = self._longest + TRAILER_BYTES + 1
-        memory: memoryview | None = getattr(self._own, "memory", None)
-        if memory is None or len(memory) < nbytes:
-            mapping = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-            self._own.memory = memory = memoryview(mapping)
-            self._own.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        return memory, self._own.address
-
 
 def _suffix(pool: ServedPool) -> bytes:
     """Return the end of a pool's file names, after the page hash."""
@@ -378,4 +364,9 @@ def _check_names(pool: ServedPool) -> None:
 
 def _view(address: int, nbytes: int) -> memoryview:
     """Return host memory as bytes."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    return memoryview(_bytes_type(nbytes).from_address(address)).cast("B")
+
+
+@cache
+def _bytes_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes

@@ -5,9 +5,12 @@ Nothing here knows host pools; everything raises OSError.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import stat
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ _PAGE_BYTES = 32
 _MOST_PIECES = 1024  # IOV_MAX on Linux
 _PROCESS_BYTES = 4  # of the 12 in a token
 _TOUCHED_EVERY_NS = 3600 * 10**9
+_MOST_IN_USE = 1 << 15  # pages
 
 Page = tuple[bytes, bytes]  # name of a page's file, and the 32 bytes of its hash
 
@@ -80,6 +84,29 @@ class Found(NamedTuple):
     facts: os.stat_result
 
 
+class Memory:
+    """Memory for a page that is read.
+
+    whole: of the page, its trailer and one byte more. page, trailer: their parts of it. address: of
+    the page.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """nbytes: of a page."""
+        whole = nbytes + TRAILER_BYTES
+        mapping = mmap.mmap(-1, whole + 1)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.whole = memoryview(mapping)
+        self.page, self.trailer = self.whole[:nbytes], self.whole[nbytes:whole]
+
+
+class _OfThread(threading.local):
+    """The memory of each thread. nbytes: of a page."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = Memory(nbytes)
+
+
 class PageFiles:
     """The files of one pool in a directory.
 
@@ -91,6 +118,7 @@ class PageFiles:
     ) -> None:
         """touches: reads count as use, for the order of eviction."""
         self.form = form
+        self._own = _OfThread(form.nbytes)
         self._directory = directory
         self._capacity = capacity
         self._touches = touches
@@ -101,12 +129,16 @@ class PageFiles:
         self._token = owner_of(form.suffix) + os.urandom(_PROCESS_BYTES).hex().encode()
         self._numbers = count()
         self._unused_ns = 0  # a file with an earlier atime is touched when it is read
+        self._in_use: set[bytes] = set()  # pages that need no touch until `_in_use_until`
+        self._in_use_until = 0
 
     def look(self) -> None:
         """Learn which files are stale after a `clear`, or long unused; once per call of SGLang."""
         self._epoch.look()
-        if self._touches:
-            self._unused_ns = time.time_ns() - _TOUCHED_EVERY_NS
+        now = time.time_ns()
+        self._unused_ns = now - _TOUCHED_EVERY_NS
+        if now > self._in_use_until or len(self._in_use) > _MOST_IN_USE:
+            self._in_use, self._in_use_until = set(), now + _TOUCHED_EVERY_NS // 4
 
     def problem(self, page: Page) -> str:
         """Return why a file is no page of ours, by its length and trailer, not by its digest.
@@ -124,6 +156,11 @@ class PageFiles:
         if self._trailers.digest(data, page[1]) and not self._epoch.ctime_ns:
             return ""
         return self.examine(page).problem
+
+    def is_absent(self, page: Page) -> bool:
+        """Return whether a page has no file; `examine` takes longer to say so."""
+        here, name = self._directory.place(page[0])
+        return not os.access(name, os.F_OK, dir_fd=here)
 
     def examine(self, page: Page) -> Found:
         """Return a page's file with its `problem`."""
@@ -146,36 +183,60 @@ class PageFiles:
         finally:
             os.close(descriptor)
 
-    def read(self, page: Page, memory: memoryview) -> Found | None:
+    @property
+    def memory(self) -> Memory:
+        """Return this thread's memory for `read`."""
+        return self._own.memory
+
+    def read(self, page: Page, memory: Memory) -> Found | None:
         """Read a page, and check all that is stored of it; return its file if it has a problem.
 
-        memory: at least `nbytes` + TRAILER_BYTES. Without a problem, its first `nbytes` bytes are
-        the page's.
+        Without a problem, the memory holds the page.
         """
         descriptor = self._open(page)
-        nbytes = self.form.nbytes
         try:
-            facts = os.fstat(descriptor)
-            size = facts.st_size
-            if size not in (nbytes, self._whole):
-                return Found(self._problem(page, facts, b""), facts)
-            if not _is_filled(descriptor, memory[:size]):
-                return Found("damaged", facts)
-            data = bytes(memory[nbytes:size])
-            digest, hashed = self._trailers.digest(data, page[1]), self._hash
-            if digest is None or self._epoch.ctime_ns:
-                if problem := self._problem(page, facts, data):
-                    return Found(problem, facts)
-                trailer = parse_trailer(data)
-                if trailer is not None:
-                    digest, hashed = trailer.digest, digest_function(trailer.digest_kind)
-            if digest is not None and hashed((memory[:nbytes],)) != digest:
-                return Found("damaged", facts)
-            if facts.st_atime_ns < self._unused_ns:
-                self._capacity.used(self.form.suffix, descriptor, facts)
-            return None
+            facts = None if page[1] in self._in_use else os.fstat(descriptor)
+            try:
+                # One byte more shows a file that is too long, without a stat.
+                nbytes = os.preadv(descriptor, (memory.whole,), 0)
+            except OSError:
+                nbytes = 0
+            digest = self._trailers.digest(bytes(memory.trailer), page[1])
+            is_ours = nbytes == self._whole and not self._epoch.ctime_ns
+            if is_ours and self._hash((memory.page,)) == digest:
+                if facts is not None:
+                    self._touch(descriptor, page, facts)
+                return None
+            return self._read_other(descriptor, page, memory, facts or os.fstat(descriptor))
         finally:
             os.close(descriptor)
+
+    def _read_other(
+        self, descriptor: int, page: Page, memory: Memory, facts: os.stat_result
+    ) -> Found | None:
+        """Read a page that is damaged or has another trailer or none, or that may be stale."""
+        size = facts.st_size
+        if size not in (self.form.nbytes, self._whole):
+            return Found(self._problem(page, facts, b""), facts)
+        if not _is_filled(descriptor, memory.whole[:size]):
+            return Found("damaged", facts)
+        data = bytes(memory.whole[self.form.nbytes : size])
+        if problem := self._problem(page, facts, data):
+            return Found(problem, facts)
+        trailer = parse_trailer(data)
+        if trailer and digest_function(trailer.digest_kind)((memory.page,)) != trailer.digest:
+            return Found("damaged", facts)
+        self._touch(descriptor, page, facts)
+        return None
+
+    def _touch(self, descriptor: int, page: Page, facts: os.stat_result) -> None:
+        """Mark a page as used if it was not for an hour.
+
+        facts: of the file before it was read, since the mount may update the atime then.
+        """
+        if self._touches and facts.st_atime_ns < self._unused_ns:
+            self._capacity.used(self.form.suffix, descriptor, facts)
+        self._in_use.add(page[1])
 
     def keep(self, page: Page, found: Found) -> bool:
         """Mark a page that a write found in place; False if it has to be written after all."""
