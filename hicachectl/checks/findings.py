@@ -117,10 +117,12 @@ def _codes_and_keys(found: pa.Table) -> pa.Array:
 
 def combine(tables: Iterable[pa.Table]) -> pa.Table:
     """Return all findings in one table, worst severity first, then by code, page and key."""
-    table = pa.concat_tables([SCHEMA.empty_table(), *tables]).combine_chunks()
+    table = pa.concat_tables([SCHEMA.empty_table(), *tables])
     ranked = table.append_column("rank", pa.array(-severity_ranks(table)))
-    order = [(name, "ascending") for name in ("rank", "code", "page", "key")]
-    return ranked.sort_by(order).drop_columns(["rank"])
+    names = ("rank", "code", "page", "key")
+    # Table.sort_by would copy the table twice.
+    order = pc.sort_indices(ranked, [(name, "ascending") for name in names])
+    return table.take(order)
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:

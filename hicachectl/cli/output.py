@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -88,18 +89,27 @@ def write_document(
         with _destination(output, output_format) as stream:
             _write_lines(stream, text(_colours(stream)))
         return
-    # Build the whole text first: half a document is worse than none.
     members = {key: rows if key == name else value for key, value in document.items()}
-    write_text(document_text(members), output)
+    pieces = _document_pieces(members)
+    with _destination(output, "json") as stream:
+        stream.writelines(pieces)
 
 
 def document_text(document: Mapping[str, Any]) -> str:
     """Return a report as a `json` document; its tables become lists of rows."""
-    members = (
-        f"{json.dumps(key)}: {_rows_text(v) if isinstance(v, pa.Table) else json_text(v)}"
-        for key, v in document.items()
-    )
-    return ",\n".join([_document_head(), *members]) + "\n}\n"
+    return "".join(_document_pieces(document))
+
+
+def _document_pieces(document: Mapping[str, Any]) -> Iterator[str]:
+    """Return the text of a `json` document in pieces; only its rows are made while they are read.
+
+    All else is made at once: half a document is worse than none.
+    """
+    pieces: list[Iterable[str]] = [[_document_head()]]
+    for key, value in document.items():
+        pieces.append([f",\n{json.dumps(key)}: "])
+        pieces.append(_rows_text(value) if isinstance(value, pa.Table) else [json_text(value)])
+    return chain(*pieces, ["\n}\n"])
 
 
 def write_text(text: str, output: Path | None) -> None:
@@ -123,8 +133,11 @@ def _joined(rows: pa.Table, separator: str) -> Iterator[str]:
         yield separator.join(text.to_pylist())
 
 
-def _rows_text(rows: pa.Table) -> str:
-    return "[" + ",\n".join(_joined(rows, ",\n")) + "]"
+def _rows_text(rows: pa.Table) -> Iterator[str]:
+    yield "["
+    for number, text in enumerate(_joined(rows, ",\n")):
+        yield (",\n" if number else "") + text
+    yield "]"
 
 
 def _write_lines(stream: IO[str], lines: Iterator[str]) -> None:

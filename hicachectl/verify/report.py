@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow.compute as pc
 
 from hicachectl.checks.findings import combine_named, name_findings, severity_ranks
 from hicachectl.checks.registry import (
@@ -151,7 +151,7 @@ def report_of(
             else name not in impossible
         )
     ]
-    counts = Counter(found.column("code").to_pylist())
+    counts = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
     profile = request.real_profile
     document = not_begun(store.url) | {
         "profile": "inferred" if profile is None else profile.model,
@@ -171,7 +171,7 @@ def report_of(
         "quarantined": facts.quarantined,
         "checks": ran,
         "skipped_checks": list(skipped),
-        "counts": dict(sorted(counts.items())),
+        "counts": {one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},
     }
     reasons = (f"{check}: {why}" for check, why in skipped.items())
     return VerifyReport(
@@ -180,6 +180,11 @@ def report_of(
         remarks=(*facts.remarks, *reasons),
         unrepaired=facts.unrepaired,
     )
+
+
+def _by_code(counted: dict[str, Any]) -> str:
+    code: str = counted["values"]
+    return code
 
 
 def _skipped(
