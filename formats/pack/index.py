@@ -40,7 +40,8 @@ from hicachectl.formats.profile import parse_profile
 from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from io import RawIOBase
 
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.objects import Coordinate
@@ -69,6 +70,7 @@ SCHEMA = pa.schema(
     ]
 )
 _BATCH_ROWS = 1 << 16
+_HASH_PLACE = 32  # of a byte that lies in the page hash of most keys
 _METADATA = {
     "form": "hicachectl.pack",
     "grammar": "hicachectl.grammar",
@@ -123,42 +125,82 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
         return {}
 
 
-def read_index(data: bytes | memoryview, *, end: int, source: str) -> tuple[pa.Table, Metadata]:
+def read_index(
+    content: bytes | memoryview | RawIOBase, *, end: int, source: str
+) -> tuple[pa.Table, Metadata]:
     """Parse an index and check every row; return a table of ENTRIES and the metadata.
 
-    end: byte offset in the file at which the records end. Raises FormatError if `data` is not a
-    valid index of this file. Allocates at most a few times its size.
+    content: the stream, or a file that yields it; a file may return fewer bytes only at its end.
+    end: byte offset in the pack at which the records end. Raises FormatError if the content is not
+    a valid index of this pack, OSError. Memory: the entries, and twice the largest batch.
     """
+    in_memory = isinstance(content, bytes | memoryview)
+    stream = pa.BufferReader(content) if in_memory else pa.PythonFile(content, mode="r")
+    pieces: dict[str, list[pa.Array]] = {name: [] for name in ENTRIES.names}
+    rows, before = 0, 0
     try:
-        table = _read_stream(data)
-        table.validate(full=True)
+        schema, batches = _read_stream(stream)
+        texts = _texts(schema.metadata or {})
+        for batch in batches:
+            batch.validate(full=True)
+            _check_nulls(batch)
+            before = _check_values(batch, before, end, rows)
+            rows += len(batch)
+            _keep(batch, pieces)
+        table = _joined(pieces)
+        _check_distinct(table.column("key"))
     # ValueError: pyarrow decodes the names in a damaged schema as UTF-8.
     except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not pyarrow's own
+            raise
         reason = " ".join(str(error).split())[:120]
         raise FormatError(f"{source}: cannot read its index: {reason}") from error
     except HicacheError as error:
         raise FormatError(f"{source}: its index {error}") from error
-    texts = _texts(table.schema.metadata or {}, source)
-    entries = table.select(ENTRIES.names).replace_schema_metadata(None)
-    _check_nulls(entries, source)
-    _check_values(entries, end, source)
-    return entries, texts
+    return table, texts
 
 
-def _read_stream(data: bytes | memoryview) -> pa.Table:
-    reader = pa.ipc.MessageReader.open_stream(pa.BufferReader(data))
+def _read_stream(stream: Any) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    reader = pa.ipc.MessageReader.open_stream(stream)
     message = _next_message(reader)
     if message is None or message.type != "schema":
         raise FormatError("does not begin with a schema")
     schema = pa.ipc.read_schema(message)
     if not schema.equals(SCHEMA):
         raise FormatError("does not have the columns of a pack index")
-    batches = []
+    return schema, _read_batches(reader, schema)
+
+
+def _read_batches(reader: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     while (message := _next_message(reader)) is not None:
         if message.type != "record batch" or _is_compressed(message.metadata):
             raise FormatError(f"has a compressed or unexpected message ({message.type})")
-        batches.append(pa.ipc.read_record_batch(message, schema))
-    return pa.Table.from_batches(batches, schema=schema)
+        yield pa.ipc.read_record_batch(message, schema)
+
+
+def _keep(batch: pa.RecordBatch, pieces: dict[str, list[pa.Array]]) -> None:
+    for name, arrays in pieces.items():
+        arrays.append(_copied(batch.column(name)))
+
+
+def _copied(column: pa.Array) -> pa.Array:
+    """Return a copy in memory of its own, so that the rest of the message can go."""
+    alone = pa.record_batch([column], ["copied"])
+    return pa.ipc.read_record_batch(alone.serialize(), alone.schema).column(0)
+
+
+def _joined(pieces: dict[str, list[pa.Array]]) -> pa.Table:
+    """Return one table with few chunks, since taking rows joins all chunks each time.
+
+    pieces: of each column; they are removed once joined, so that the memory is not doubled.
+    """
+    joined = []
+    for field in ENTRIES:
+        column = pa.chunked_array(pieces.pop(field.name), field.type)
+        joined.append(pa.table({field.name: column}).combine_chunks().column(0))
+        del column
+        pa.default_memory_pool().release_unused()
+    return pa.Table.from_arrays(joined, schema=ENTRIES)
 
 
 def _next_message(reader: Any) -> Any:
@@ -199,41 +241,38 @@ def _field(data: memoryview, table: int, slot: int) -> int | None:
     return table + int(offset) if offset else None
 
 
-def _texts(found: Mapping[bytes, bytes], source: str) -> Metadata:
+def _texts(found: Mapping[bytes, bytes]) -> Metadata:
     try:
         texts = {name: found[key.encode()].decode() for name, key in _METADATA.items()}
     except KeyError as error:
-        raise FormatError(f"{source}: its index lacks the metadata {error}") from error
+        raise FormatError(f"lacks the metadata {error}") from error
     except UnicodeDecodeError as error:
-        raise FormatError(f"{source}: the metadata of its index is not valid UTF-8") from error
+        raise FormatError("has metadata that is not valid UTF-8") from error
     if (form := texts.pop("form")) != str(FORM):
-        raise FormatError(
-            f"{source}: its index has form {form:.20}, but this version reads form {FORM}"
-        )
+        raise FormatError(f"has form {form:.20}, but this version reads form {FORM}")
     if sum(map(len, found.values())) > MOST_METADATA_BYTES:
-        raise FormatError(
-            f"{source}: the metadata of its index has more than {MOST_METADATA_BYTES} bytes"
-        )
-    try:
-        return checked_metadata(Metadata(**texts))
-    except FormatError as error:
-        raise FormatError(f"{source}: {error}") from error
+        raise FormatError(f"has metadata of more than {MOST_METADATA_BYTES} bytes")
+    return checked_metadata(Metadata(**texts))
 
 
-def _check_nulls(entries: pa.Table, source: str) -> None:
+def _check_nulls(entries: pa.RecordBatch) -> None:
     for field in ENTRIES:
         if not field.nullable and entries.column(field.name).null_count:
-            raise FormatError(f"{source}: its index has nulls in {field.name}")
+            raise FormatError(f"has nulls in {field.name}")
 
 
-def _check_values(entries: pa.Table, end: int, source: str) -> None:
+def _check_values(entries: pa.RecordBatch, before: int, end: int, row: int) -> int:
+    """Check the rows from `row` on; return the end of the last record.
+
+    before: end of the record before them. end: of all records.
+    """
     if not len(entries):
-        return
+        return before
     nbytes, offset, length = (column_of(entries, n) for n in ("nbytes", "offset", "length"))
     planes = entries.column("planes").to_numpy().astype(np.int64)
     key_bytes = pc.binary_length(entries.column("key")).to_numpy().astype(np.int64)
     head = RECORD_BYTES + key_bytes
-    problems = (
+    problems = [
         ("an empty or too long key", (key_bytes < 1) | (key_bytes > MOST_KEY_BYTES)),
         ("an object of impossible size", (nbytes < 0) | (nbytes >= MOST_OBJECT_BYTES)),
         ("an invalid number of planes", ~np.isin(planes, PLANE_COUNTS)),
@@ -241,24 +280,25 @@ def _check_values(entries: pa.Table, end: int, source: str) -> None:
         ("a record outside the file", (offset < HEADER_BYTES) | (offset > end)),
         ("a record that ends outside the file", (length < head) | (length > end - offset)),
         ("a record larger than its object", length - head > nbytes),
-    )
+        ("a record that overlaps its neighbour", offset < np.append(before, offset + length)[:-1]),
+    ]
     for text, wrong in problems:
         if wrong.any():
-            _refuse_row(source, text, int(np.argmax(wrong)), offset)
-    overlaps = offset[1:] < (offset + length)[:-1]
-    if overlaps.any():
-        _refuse_row(
-            source, "a record that overlaps its neighbour", int(np.argmax(overlaps)), offset
-        )
-    if pc.count_distinct(entries.column("key")).as_py() != len(entries):
-        raise FormatError(f"{source}: its index has a key that occurs twice")
+            at = int(np.argmax(wrong))
+            raise FormatError(f"has {text}: row {row + at}, offset {offset[at]}")
+    return int(offset[-1] + length[-1])
 
 
-def _refuse_row(source: str, text: str, row: int, offset: IntArray) -> None:
-    raise FormatError(f"{source}: its index has {text}: row {row}, offset {offset[row]}")
+def _check_distinct(keys: pa.ChunkedArray) -> None:
+    """Check that no key occurs twice; count some keys at a time, to save memory."""
+    parts = pc.binary_slice(keys, _HASH_PLACE, _HASH_PLACE + 1)
+    for part in parts.unique():
+        some = keys.filter(pc.equal(parts, part))
+        if pc.count_distinct(some).as_py() != len(some):
+            raise FormatError("has a key that occurs twice")
 
 
-def column_of(entries: pa.Table, name: str) -> IntArray:
+def column_of(entries: pa.Table | pa.RecordBatch, name: str) -> IntArray:
     """Return an int64 column without nulls as one array."""
     column: IntArray = entries.column(name).to_numpy()
     return column

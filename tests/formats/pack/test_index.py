@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
@@ -113,6 +114,18 @@ def test_a_row_that_cannot_be_is_refused(name: str) -> None:
     with pytest.raises(FormatError, match=text) as caught:
         read(pack_files.index([row(0), row(1, **changed), row(2)]))
     assert str(caught.value).startswith("x: its index")
+
+
+@pytest.mark.parametrize("name", ["overlapping", "disordered", "key twice", "behind the file"])
+def test_rows_of_different_batches_are_compared(name: str) -> None:
+    """A row that contradicts an earlier batch is refused, with its number in the index."""
+    changed, text = LIES[name]
+    rows = [row(0), row(1, **changed), row(2)]
+    whole = pa.Table.from_pylist(rows, schema=SCHEMA)
+    data = as_stream(pa.concat_tables([whole.slice(0, 1), whole.slice(1)]), SCHEMA)
+    with pytest.raises(FormatError, match=text) as caught:
+        read(data)
+    assert ": row " not in str(caught.value) or re.search(": row [12],", str(caught.value))
 
 
 def test_nulls_are_refused() -> None:
