@@ -15,7 +15,7 @@ import pytest
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.journal import journal_path
-from tests.attack.users import NOBODY, as_nobody
+from tests.attack.children import NOBODY, as_nobody
 from tests.move.migrations import PAGES, demo_store, profile_file
 from tests.skips import missing, needs_root
 from tests.stores import contents
