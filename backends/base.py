@@ -180,6 +180,7 @@ class Store(ABC):
 
     url: str  # names the store in messages and reports
     arena: Arena | None = None
+    created: bool = False  # whether `create` made the store, for example a directory
 
     @classmethod
     @abstractmethod

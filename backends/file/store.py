@@ -161,6 +161,7 @@ class FileStore(
             ) from error
         store = cls(url.path, objects)
         store._made = made
+        store.created = bool(made)
         return store
 
     # permissions and side files

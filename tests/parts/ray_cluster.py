@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.parts.runs import ROOT
-from tests.processes import Closing
-from tests.skips import need_module
-from tests.waiting import wait_until
+from tests.processes import Closing, following
+from tests.skips import missing, need_module, need_tool
+from tests.waiting import PATIENCE_S, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 NODES = 3
 # Ray gives 127.0.0.1 to no other process: it resolves it to the host's address.
@@ -27,6 +33,11 @@ class RayCluster(Closing):
         cluster_utils = need_module("ray.cluster_utils")
         # Ray's sockets have names of up to 107 characters.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/dev/shm")
+        self._settings = {
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": self._folder,
+        }
         self._cluster: Any = cluster_utils.Cluster()
         self._add(include_dashboard=False)
         self._others: list[Any] = []
@@ -39,7 +50,7 @@ class RayCluster(Closing):
         return address
 
     def children(self) -> list[int]:
-        """Return the pids of the processes that do stages."""
+        """Return the pids of the processes that do stages, on all nodes."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -59,13 +70,8 @@ class RayCluster(Closing):
 
     def _add(self, **options: Any) -> Any:
         """Add a node; the first is the head."""
-        settings = {
-            "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "TMPDIR": self._folder,
-        }
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
+        before = {name: os.environ.get(name) for name in self._settings}
+        os.environ.update(self._settings)
         try:
             return self._cluster.add_node(**_NODE, **options)
         finally:
@@ -74,20 +80,76 @@ class RayCluster(Closing):
                 if value is not None:
                     os.environ[name] = value
 
+    @contextmanager
+    def node_without(self, directory: Path) -> Iterator[None]:
+        """Add a node where a directory is empty, as if a file system were not mounted.
+
+        Skips the test if this process may not mount.
+        """
+        mount = ["mount", "-t", "tmpfs", "none", str(directory)]
+        unshare = [need_tool("unshare", "util-linux"), "-m"]
+        if subprocess.run([*unshare, *mount], capture_output=True, check=False).returncode:
+            missing("the right to mount a tmpfs", "run the tests as root, with CAP_SYS_ADMIN")
+        start = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
+        start += f" --address={self.address} --node-ip-address={_ADDRESS}"
+        start += f" --num-cpus=1 --object-store-memory={_NODE['object_store_memory']}"
+        nodes = self._count_nodes()
+        with Path(self._folder, "node.log").open("w") as log:
+            node = subprocess.Popen(
+                following(
+                    sys.executable, *unshare, "sh", "-c", f"{shlex.join(mount)} && exec {start}"
+                ),
+                env={**os.environ, **self._settings},
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            wait_until(lambda: self._count_nodes() > nodes, "the node does not start")
+            yield
+        finally:
+            node.terminate()
+            node.wait(PATIENCE_S)
+
+    def _count_nodes(self) -> int:
+        return sum(node["Alive"] for node in self._cluster.global_state.node_table())
+
     def remove(self, node: Any) -> None:
         """Kill a node's processes."""
         self._cluster.remove_node(node, allow_graceful=False)
         if node in self._others:
             self._others.remove(node)
 
+    @property
+    def removable(self) -> Any:
+        """A node that is not the head."""
+        return self._others[0]
+
     def remove_any(self) -> None:
         """Kill the processes of a node that is not the head."""
-        self.remove(self._others[0])
+        self.remove(self.removable)
 
     def close(self) -> None:
         """End every process of the cluster."""
         self._cluster.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def is_below(process: int, node: Any) -> bool:
+    """Return whether a node has started a process, through others."""
+    (raylet,) = node.all_processes["raylet"]
+    while process > 1:
+        if process == raylet.process.pid:
+            return True
+        process = parent_of(process)
+    return False
+
+
+def parent_of(process: int) -> int:
+    """Return the pid of the parent of a process; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def ended(process: int) -> bool:

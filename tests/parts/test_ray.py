@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store, profile_file
-from tests.parts.ray_cluster import NODES, ended, wait_for_end
+from tests.parts.ray_cluster import NODES, ended, is_below, parent_of, wait_for_end
 from tests.parts.runs import NUMBERS, ROOT, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
 from tests.skips import need_module
 from tests.stores import contents
@@ -147,41 +147,82 @@ class TestOnCluster:
         assert "Part 1 was lost 3 times, at last on" in driver.remarks
         assert "killed by signal 6" in driver.remarks
 
-    @pytest.mark.parametrize("command", ["verify", "migrate", "prewarm"])
+    @pytest.mark.parametrize(
+        ("command", "hidden", "ending"),
+        [
+            ("verify", "source", signal.SIGTERM),
+            ("migrate", "destination", signal.SIGKILL),
+            ("prewarm", "source", signal.SIGKILL),
+        ],
+    )
     def test_a_command_gives_the_result_of_one_process(
-        self, ray_cluster: RayCluster, invoke: Invoke, tmp_path: Path, command: str
+        self,
+        ray_cluster: RayCluster,
+        invoke: Invoke,
+        tmp_path: Path,
+        command: str,
+        hidden: str,
+        ending: int,
     ) -> None:
-        """A child is killed, then the driver ended; the next one continues to the same result."""
-        at_once(demo_store(tmp_path / "store", PAGES))
+        """End the driver in the middle; the next one loses a child, a Ray worker and a node.
+
+        Another node of the second driver has nothing mounted at the source, or at the destination.
+        """
+        for name in ("source", "destination"):
+            (tmp_path / name).mkdir()
+        at_once(demo_store(tmp_path / "source" / "store", PAGES))
         options = ["--profile", profile_file(tmp_path / "p.toml"), "--format", "json"]
 
-        def arguments(destination: str) -> list[object]:
-            stores = [tmp_path / "store"]
+        def arguments(name: str) -> list[object]:
+            source, destination = tmp_path / "source" / "store", tmp_path / "destination" / name
             if command == "prewarm":
-                return [command, tmp_path / destination, "--from", *stores, "--all", *options]
-            stores += [tmp_path / destination] if command == "migrate" else []
+                return [command, destination, "--from", source, "--all", *options]
+            stores = [source, destination] if command == "migrate" else [source]
             return [command, *stores, "--grace", "2h", *options]
 
         status = 0 if command == "migrate" else 4  # migrate leaves damaged pages out
         alone = invoke(*arguments("alone"), exit_code=status)
         on_ray = [*arguments("together"), "--ray", ray_cluster.address, "--run", tmp_path / "run"]
         on_ray += ["--bwlimit", "400KiB"]  # so that parts take a few seconds
+
+        def wait_for_work(attempt: int) -> None:
+            """Wait until all parts are in the middle of an attempt."""
+            claims = f"run/parts/*/claim.{attempt}"
+            wait_until(lambda: len(list(tmp_path.glob(claims))) == NODES, "a part is not begun")
+            wait_until(lambda: len(ray_cluster.children()) == NODES, "a node does not work")
+            if command != "verify":
+                copies = tmp_path / "destination" / "together"
+                wait_until(lambda: list(copies.iterdir()), "nothing is copied")
+
         driver = started(*on_ray)
-        wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.0")) and ray_cluster.children())
-        os.kill(ray_cluster.children()[0], signal.SIGKILL)
-        wait_until(lambda: list(tmp_path.glob("run/parts/*/claim.1")), "no part is done again")
-        driver.terminate()
+        wait_for_work(0)
+        driver.send_signal(ending)
         output, said = driver.communicate(timeout=120)
-        assert (output, driver.returncode) == ("", 143), said
-        assert "Continue with the same command" in said
-        again = started(*on_ray)
-        output, said = again.communicate(timeout=120)
-        assert again.returncode == status, said
+        assert (output, driver.returncode) == ("", 143 if ending == signal.SIGTERM else -ending)
+        assert ("Continue with the same command" in said) == (ending == signal.SIGTERM)
+
+        with ray_cluster.node_without(tmp_path / hidden):
+            driver = started(*on_ray)
+            wait_for_work(1)
+            children = ray_cluster.children()
+            removed = ray_cluster.removable
+            (of_removed,) = [child for child in children if is_below(child, removed)]
+            of_worker, killed = [child for child in children if child != of_removed]
+            os.kill(killed, signal.SIGKILL)
+            os.kill(parent_of(of_worker), signal.SIGKILL)
+            ray_cluster.remove(removed)
+            wait_for_end(children)
+            output, said = driver.communicate(timeout=120)
+        assert driver.returncode == status, said
         document = json.loads(output)
         assert comparable(document) == comparable(alone.document), said
         assert document["parts"] == NODES
+        assert said.count("is done again: ") == NODES
+        assert said.count("is left out: ") == 2
+        assert f"{tmp_path / hidden}/" in said  # the reason of one node
         if command != "verify":
-            assert written(tmp_path / "together") == written(tmp_path / "alone")
+            stores = tmp_path / "destination"
+            assert written(stores / "together") == written(stores / "alone")
 
 
 _OF_ONE = {"seconds", "parts", "missing_parts", "destination", "resumed"}

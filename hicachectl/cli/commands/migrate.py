@@ -13,6 +13,7 @@ from hicachectl.cli.commands.parts import (
     do_on_cluster,
     do_part,
     is_on_cluster,
+    opened_destination,
     opened_source,
     say_divided,
 )
@@ -35,7 +36,6 @@ from hicachectl.cli.options import (
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
-    opened_store,
     progress,
     remark,
     store_name,
@@ -242,7 +242,7 @@ def _on_cluster(
             make,
             [
                 partial(opened_source, whole_url(ctx, source), request.profile, lease_wait=wait),
-                partial(opened_store, whole_url(ctx, destination), lease_wait=wait, create=True),
+                partial(opened_destination, whole_url(ctx, destination), lease_wait=wait),
             ],
             limits=["bwlimit"],
             output_format=output_format,

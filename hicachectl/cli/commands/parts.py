@@ -192,6 +192,19 @@ def opened_source(
 
 
 @contextmanager
+def opened_destination(url: str, **options: Any) -> Iterator[Store]:
+    """Open a destination on a node. options: of `opened_store`.
+
+    Raises StoreUnavailable if it did not exist there. The driver has created it, so this node lacks
+    its file system, and copies would be lost.
+    """
+    with opened_store(url, create=True, **options) as store:
+        if store.created:
+            raise StoreUnavailable(f"{store.url}: does not exist on this node; mount it there")
+        yield store
+
+
+@contextmanager
 def opened_job(
     make: Callable[..., Job], reopened: Sequence[Callable[[], AbstractContextManager[Store]]]
 ) -> Iterator[Job]:

@@ -14,6 +14,7 @@ from hicachectl.cli.commands.parts import (
     do_on_cluster,
     do_part,
     is_on_cluster,
+    opened_destination,
     opened_source,
     say_divided,
 )
@@ -39,7 +40,6 @@ from hicachectl.cli.options import (
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
-    opened_store,
     progress,
     remark,
     store_name,
@@ -404,9 +404,7 @@ def _do_divided(
                 partial(
                     opened_source, whole_url(ctx, source), request.profile, lease_wait=lease_wait
                 ),
-                partial(
-                    opened_store, whole_url(ctx, destination), lease_wait=lease_wait, create=True
-                ),
+                partial(opened_destination, whole_url(ctx, destination), lease_wait=lease_wait),
             ],
             limits=["bwlimit"],
             output_format=output_format,
