@@ -388,6 +388,15 @@ class SideFiles(Store):
         """Return which users' side files are trusted. writes: the caller may create such files."""
 
 
+class Emptied(Store):
+    """Store without side files: a server's `clear` removes every file below its directories."""
+
+    @property
+    @abstractmethod
+    def directories(self) -> tuple[Path, ...]:
+        """Return the directories."""
+
+
 def copier_of(target: Store, source: Store) -> SystemCopy | None:
     """Return `target` if it copies objects of `source` without the arena, else None."""
     return target if isinstance(target, SystemCopy) and target.can_copy_from(source) else None

@@ -3,7 +3,7 @@
 Coordinates follow SGLang's key builders (`formats.keys`).
 Source: SGLang srt/mem_cache/hicache_storage.py :: HiCacheFile,
 storage/mooncake_store/mooncake_store.py :: MooncakeStore, storage/hf3fs/storage_hf3fs.py ::
-HiCacheHF3FS, managers/cache_controller.py.
+HiCacheHF3FS, storage/nixl/hicache_nixl.py :: HiCacheNixl, managers/cache_controller.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
 from hicachectl.formats.keys.versions import (
     check_file_ranks,
     check_mooncake_ranks,
@@ -143,8 +144,8 @@ class _Scheme(NamedTuple):
 def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     """Return the specs of a page's objects, anchors first, then by pool and rank.
 
-    scheme: "file", "mooncake" or "hf3fs". Coordinates are distinct; if keys lack a rank (CP on
-    Mooncake and 3FS), the object of rank 0 stands for all ranks.
+    scheme: "file", "mooncake", "hf3fs", "nixl" or "nixl-buffered". Coordinates are distinct; if
+    keys lack a rank (CP on Mooncake and 3FS), the object of rank 0 stands for all ranks.
 
     Raises ProfileError if the profile is contradictory or incomplete, UnsupportedByBackend if the
     backend has no such objects or the scheme is "unified", which no server writes, and UsageError
@@ -198,7 +199,9 @@ def _has_objects(pool: Pool, scheme: str) -> bool:
 
 
 def _names_model(profile: Profile, scheme: str) -> bool:
-    return scheme == "file" or (scheme == "mooncake" and mooncake_keys_name_model(profile))
+    if scheme == "mooncake":
+        return mooncake_keys_name_model(profile)
+    return scheme != "hf3fs"
 
 
 def _stages(profile: Profile) -> Iterator[Shard]:
@@ -408,8 +411,77 @@ def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
         yield from ((tensor.name, (tensor,)) for tensor in piece.parts(profile.layout))
 
 
+# --- NIXL ---
+
+# Of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools begin at a
+# page (pool_host/common.py :: HostTensorAllocator).
+_NIXL_ALIGNMENT = 4096
+# MHATokenToKVPoolHost.is_stride_page_aligned: of a pool beside kv.
+_NIXL_PART_LAYOUTS = (*PAGE_FIRST_LAYOUTS, "page_head")
+
+
+def _check_nixl(profile: Profile) -> None:
+    for axis in ("pp", "cp", "dcp"):
+        if (size := getattr(profile, axis)) > 1:
+            raise UnsupportedByBackend(
+                f"{axis} {size}: NIXL keys do not name the {axis} rank, so ranks overwrite each "
+                "other's objects; use a file store"
+            )
+    if not kind_of(profile.pools[0]).has_bytes:
+        raise UnsupportedByBackend(
+            "pools[kv]: hicachectl does not know NIXL's markers of pages without KV (DeepSeek-V4); "
+            "use a file store"
+        )
+
+
+def _nixl_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
+    if profile.rank_replicated and not pool_name(pool.name).states:
+        yield Shard()
+        return
+    for rank in range(profile.tp):
+        yield Shard(tp_rank=rank, tp_size=profile.tp)
+
+
+def _nixl_direct_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
+    """Yield K and V if both lie aligned in a host pool that can tell; else the whole page."""
+    layouts = PAGE_FIRST_LAYOUTS if piece.pool.name == "kv" else _NIXL_PART_LAYOUTS
+    if not kind_of(piece.pool).nixl_parts or profile.layout not in layouts:
+        yield from _flat_contents(profile, piece)
+        return
+    parts = piece.parts(profile.layout)
+    if any(tensor.nbytes % _NIXL_ALIGNMENT for tensor in parts):
+        yield from _flat_contents(profile, piece)
+    else:
+        yield from ((tensor.name, (tensor,)) for tensor in parts)
+
+
+def _nixl_buffered_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
+    """Yield one object for each part that host memory holds together."""
+    pool = piece.pool
+    kind = kind_of(pool)
+    layouts = _NIXL_PART_LAYOUTS if kind.nixl_parts else PAGE_FIRST_LAYOUTS
+    if pool.name == "kv" or kind.name == "mla":
+        if pool.name != "kv" or profile.layout not in PAGE_FIRST_LAYOUTS:
+            yield from _flat_contents(profile, piece)
+            return
+    elif profile.layout not in layouts:
+        raise UnsupportedByBackend(
+            f"pools[{pool.name}]: layout {profile.layout}: SGLang's NIXL backend without direct "
+            "I/O does not store this pool whole; use page_first or page_first_direct"
+        )
+    parts = piece.parts(profile.layout)
+    if not parts:
+        yield from _flat_contents(profile, piece)
+    elif kind.nixl_parts or pool_name(pool.name).states:
+        yield from ((tensor.name, (tensor,)) for tensor in parts)
+    else:
+        yield ("k" if pool.name == "kv" else None), parts
+
+
 _SCHEMES = {
     "file": _Scheme(_check_file, _file_shards, _flat_contents),
     "mooncake": _Scheme(_check_mooncake, _mooncake_shards, _mooncake_contents),
     "hf3fs": _Scheme(_check_hf3fs, _hf3fs_shards, _hf3fs_contents),
+    DIRECT: _Scheme(_check_nixl, _nixl_shards, _nixl_direct_contents),
+    BUFFERED: _Scheme(_check_nixl, _nixl_shards, _nixl_buffered_contents),
 }

@@ -50,7 +50,7 @@ _IMPORTED_ONCE = (
 )
 # Requests of stores to servers, and system calls that Python does not audit.
 _CALLS = (
-    ("hicachectl.backends.file.writing", "FileWriter.sync_data"),
+    ("hicachectl.backends.object_files.writing", "FileWriter.sync_data"),
     ("hicachectl.backends.hf3fs.metadata", "MetadataClient.reserve"),
     ("hicachectl.backends.hf3fs.metadata", "MetadataClient.confirm"),
     ("hicachectl.backends.hf3fs.metadata", "MetadataClient.delete"),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from hicachectl.backends.file.epochs import begin_epoch
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages

@@ -9,33 +9,27 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, Trust
-from hicachectl.backends.disk.durable import (
-    is_linked,
-    is_named,
-    make_directories,
-    sync_directory,
-    sync_file_system,
-)
+from hicachectl.backends.disk.durable import is_named, make_directories
 from hicachectl.backends.disk.files import OWN_PREFIX
-from hicachectl.backends.disk.permissions import give_file
-from hicachectl.formats.errors import FormatError, UntrustedError, UsageError
+from hicachectl.backends.object_files.tree import (
+    FOLDER_NAMES,
+    SIDE_DIRECTORY,
+    FolderedDirectory,
+    ObjectTree,
+    Place,
+)
+from hicachectl.formats.errors import FormatError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Iterator
 
-SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDERS_FILE = "folders"
 _FORM = b"hex2\n"  # content of FOLDERS_FILE
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NAMES = {b"%02x" % number for number in range(256)}
 _OWN_TEMPORARY = OWN_PREFIX + b"-"
-_MANY = 8  # directories; one syncfs takes less time than so many syncs of directories
 _OBJECT = re.compile(r"[0-9a-f]{64}[._]")
 
 
@@ -45,24 +39,21 @@ def folder_of(name: bytes) -> bytes | None:
     None for a name without one: such a file lies beside the folders.
     """
     folder = name[-6:-4] if name.startswith(_OWN_TEMPORARY) else name[:2]
-    return folder if folder in _NAMES else None
+    return folder if folder in FOLDER_NAMES else None
 
 
-class ObjectDirectory:
-    """An open directory of objects. Several threads may use it at once.
+class ObjectDirectory(FolderedDirectory, ObjectTree):
+    """An open directory of objects. path: as given.
 
-    descriptor: of the directory. path: as given. folders: whether it has folders.
     Descriptors keep their numbers until `close`, also when `reopen` makes the directory again.
     """
 
+    elsewhere = "HiCacheFile cannot share a directory with folders"
+
     def __init__(self, path: str, descriptor: int, *, folders: bool) -> None:
         """Take over a directory's descriptor; `close` closes it."""
-        self.path = path
-        self.descriptor = descriptor
+        super().__init__(path, descriptor)
         self.folders = folders
-        self._numbers: dict[bytes, int] = {}  # descriptors, by folder
-        self._current: set[bytes] = set()  # folders whose descriptor was opened since `reopen`
-        self._opening = threading.Lock()
 
     @classmethod
     def open(cls, path: str) -> Self:
@@ -102,88 +93,47 @@ class ObjectDirectory:
             os.close(descriptor)
             raise
 
-    def close(self) -> None:
-        """Close all descriptors."""
-        with self._opening:
-            descriptors = [self.descriptor, *self._numbers.values()]
-            self.descriptor = -1
-            self._numbers.clear()
-            self._current.clear()
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # places of objects
 
     def is_folder(self, name: bytes) -> bool:
         """Return whether a directory of this name holds objects."""
-        return self.folders and name in _NAMES
+        return self.folders and name in FOLDER_NAMES
 
     def place(self, key: bytes) -> tuple[int, bytes]:
-        """Return the descriptor of the directory with an object's file, and the file's name.
-
-        key: as `disk.files.check_key` accepts it. Raises OSError, such as FileNotFoundError for a
-        missing folder, and UntrustedError.
-        """
+        """See `ObjectTree`."""
         folder = folder_of(key) if self.folders else None
-        return (self.descriptor if folder is None else self._folder(folder, makes=False)), key
+        return (self.descriptor if folder is None else self.folder(folder, makes=False)), key
 
-    def place_for_new(self, key: bytes) -> tuple[int, bytes]:
-        """Return `place` of a new object, after making its folder durably if it is missing.
-
-        Raises also OSError for a key that names no folder.
-        """
+    def place_for_new(self, key: bytes, nbytes: int = 0) -> tuple[int, bytes]:
+        """See `ObjectTree`."""
         if not self.folders:
             return self.descriptor, key
         folder = folder_of(key)
         if folder is None:
             raise OSError(0, "the key does not start with the hex digits that name its folder")
-        return self._folder(folder, makes=True), key
+        return self.folder(folder, makes=True), key
 
     def temporary_name(self, key: bytes, token: bytes, number: int) -> bytes:
-        """Return the name of a temporary file beside an object's file; SGLang ignores it.
-
-        token: 24 hex digits of the process. number: counts its files.
-        """
+        """See `ObjectTree`."""
         folder = folder_of(key) if self.folders else None
         if folder is None:
             return b"%s%s%08x.tmp" % (_OWN_TEMPORARY, token, number & 0xFFFFFFFF)
         return b"%s%s%06x%s.tmp" % (_OWN_TEMPORARY, token, number & 0xFFFFFF, folder)
 
     def directories(self, left_alone: list[str]) -> Iterator[tuple[bytes | None, int]]:
-        """Yield each directory with files: its folder, or None for the outer one; its descriptor.
-
-        left_alone: gets a message for each folder that is not trusted.
-        """
+        """See `ObjectTree`."""
         yield None, self.descriptor
-        for folder in sorted(_NAMES) if self.folders else ():
-            try:
-                yield folder, self._folder(folder, makes=False)
-            except FileNotFoundError:
-                continue
-            except UntrustedError as error:
-                left_alone.append(str(error))
+        if self.folders:
+            yield from self.existing_folders(left_alone)
 
-    def sync(self, changed: Collection[int] | None = None) -> None:
-        """Make the names in directories durable. Raises OSError.
-
-        changed: their descriptors; default: every directory with files.
-        """
-        if changed is None:
-            changed = [descriptor for _, descriptor in self.directories([])]
-        if len(changed) < _MANY or not sync_file_system(self.descriptor):
-            for descriptor in changed:
-                sync_directory(descriptor)
-
-    def outer(self, *, writes: bool) -> Directory:
-        """Return the directory itself, for side files. writes: the caller may create some."""
-        return _directory(self.path, self.descriptor, writes=writes)
+    def places(self, left_alone: list[str]) -> Iterator[Place]:
+        """See `ObjectTree`."""
+        if not self.folders:
+            yield Place(self.descriptor, self.path)
+            return
+        for folder, descriptor in self.directories(left_alone):
+            path = self.path if folder is None else f"{self.path}/{folder.decode()}"
+            yield Place(descriptor, path, _holder(folder))
 
     # directories that vanish
 
@@ -215,43 +165,13 @@ class ObjectDirectory:
         finally:
             os.close(opened)
 
-    # folders
 
-    def _folder(self, folder: bytes, *, makes: bool) -> int:
-        """Return a folder's descriptor. makes: make a missing folder."""
-        if folder in self._current:
-            number = self._numbers[folder]
-            if is_linked(number):  # another process may have removed the folder
-                return number
-        with self._opening:
-            opened = self._open_folder(os.fsdecode(folder), makes=makes)
-            number = self._numbers.setdefault(folder, opened)
-            if number != opened:  # a thread may be using the number: give it the new folder
-                os.dup2(opened, number, inheritable=False)
-                os.close(opened)
-            self._current.add(folder)
-        return number
-
-    def _open_folder(self, name: str, *, makes: bool) -> int:
-        facts = os.fstat(self.descriptor)
-        with self.outer(writes=makes) as here:
-            made = False
-            if makes:
-                with suppress(FileExistsError):
-                    os.mkdir(name, facts.st_mode & 0o777, dir_fd=self.descriptor)
-                    made = True
-            with here.directory(name) as opened:
-                if made:
-                    _give_like(opened.descriptor, facts)
-                    here.sync()
-                return os.dup(opened.descriptor)
-
-
-def _give_like(folder: int, outer: os.stat_result) -> None:
-    """Give a new folder its directory's owner, group and mode: who uses one uses the other."""
-    give_file(folder, outer.st_uid, outer.st_gid)
-    if os.fstat(folder).st_gid == outer.st_gid:
-        os.fchmod(folder, stat.S_IMODE(outer.st_mode))
+def _holder(folder: bytes | None) -> Callable[[str], bool]:
+    """Return whether a name's file belongs into a folder, or beside the folders."""
+    if folder is None:
+        return lambda name: folder_of(os.fsencode(name)) is None
+    text = os.fsdecode(folder)
+    return lambda name: name.startswith(text) or folder_of(os.fsencode(name)) == folder
 
 
 def _directory(path: str, descriptor: int, *, writes: bool) -> Directory:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.mounts import locks_reach_all_hosts
-from hicachectl.backends.file.epochs import EpochReader
+from hicachectl.backends.object_files.epochs import EpochReader
 from hicachectl.backends.sglang.evictor import Evictor
 from hicachectl.backends.sglang.sweeping import kinds_of
 from hicachectl.formats.errors import UsageError

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import is_named, lock
-from hicachectl.backends.file.epochs import open_side, owner_of
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import open_side, owner_of
 from hicachectl.backends.sglang.ledger import HIGH, Ledger
 from hicachectl.backends.sglang.removal import Remover
 from hicachectl.backends.sglang.sweeping import Sweeper, Trusted

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.durable import NO_ROOM
-from hicachectl.backends.file.epochs import begin_epoch
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.file.markers import write_marker
+from hicachectl.backends.object_files.epochs import begin_epoch
+from hicachectl.backends.object_files.markers import write_marker
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.page_files import Form, Found, Page, PageFiles, named
 from hicachectl.backends.sglang.served import PageStore

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.file.epochs import owner_of
-from hicachectl.backends.file.removing import remove_seen
+from hicachectl.backends.object_files.epochs import owner_of
+from hicachectl.backends.object_files.removing import remove_seen
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.trailer import (
     TRAILER_BYTES,

@@ -19,7 +19,7 @@ import numpy as np
 from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.durable import CREATE_FILE
 from hicachectl.backends.disk.files import OWN_PREFIX
-from hicachectl.backends.file.epochs import EpochReader, owner_of
+from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -56,6 +56,10 @@ _STORES = (
         "A 3FS store, named by the prefix of its page files; see 3FS.",
     ),
     ("hf3fs:", "The 3FS store of SGLang's configuration; see ENVIRONMENT."),
+    (
+        "nixl:///dir[,/dir...]",
+        "The directories of SGLang's NIXL backend (HiCacheNixl) on files; see NIXL.",
+    ),
     ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
     ("NAME:", "A store of the config file."),
 )
@@ -102,6 +106,33 @@ _HF3FS_PARAMETERS = (
         "verify distinguishes a truncated file from a profile with wrong page sizes.",
     ),
     ("ranks=N", "Read only ranks below N."),
+)
+_NIXL = (
+    "A URL names the directories of SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR, all of them and "
+    "in the same order, since both decide where the file of a key lies. Files elsewhere are "
+    "ignored and counted in a remark. If most files are elsewhere, the order or number of "
+    "directories is wrong.",
+    "A server's clear removes every file below the directories. So nothing of hicachectl lies "
+    "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
+    "needs --quarantine DIR, a directory outside the store.",
+    "Of each model, the server of TP rank 0 removes the oldest page groups when a disk is as "
+    "full as its l3_cleaner_high_watermark. Writes keep modification times and stop below "
+    "this watermark on each disk; objects that would reach it fail as if the disk were full.",
+    "Without KV or with PP, CP or DCP ranks, pages cannot be described: keys do not name "
+    "these ranks, so ranks overwrite each other's objects. A profile with such ranks is "
+    "refused.",
+    "Servers write in place. While an object is written, its file has its final name and is short.",
+)
+_NIXL_PARAMETERS = (
+    (
+        "direct_io=off",
+        "For servers with use_direct_io false (SGLANG_HICACHE_NIXL_USE_DIRECT_IO=0), which divide "
+        "pages into other objects: MLA pages end in _k, and states have a file each. Default: on.",
+    ),
+    (
+        "high_watermark=PERCENT",
+        "The servers' l3_cleaner_high_watermark; default: 80. Give 100 if they have no cleaner.",
+    ),
 )
 _MOONCAKE = (
     "hicachectl contributes no memory to the cluster. Listing, and the checks names, groups and "
@@ -574,6 +605,8 @@ def main_page() -> str:
     lines += [".Pp", "Parameters of the URL:", *_list(_MOONCAKE_PARAMETERS)]
     lines += [".Sh 3FS", *_paragraphs(_HF3FS)]
     lines += [".Pp", "Parameters of the URL:", *_list(_HF3FS_PARAMETERS)]
+    lines += [".Sh NIXL", *_paragraphs(_NIXL)]
+    lines += [".Pp", "Parameters of the URL:", *_list(_NIXL_PARAMETERS)]
     lines += [".Sh TRUST", *_paragraphs(_TRUST), ".Sh LOCKS", *_paragraphs(_LOCKS)]
     lines += [".Sh PAGE STATES", *_list(_STATES)]
     lines += [".Sh ENVIRONMENT", *_list(_ENVIRONMENT)]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from hicachectl.backends.capabilities import SideFiles
+from hicachectl.backends.capabilities import Emptied, SideFiles
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import VERSION
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
@@ -89,6 +89,13 @@ class Quarantine:
             raise UsageError(
                 f"--quarantine {quarantine}: is the store itself; give another directory"
             )
+        real = Path(os.path.realpath(path))
+        for directory in store.directories if isinstance(store, Emptied) else ():
+            if real.is_relative_to(os.path.realpath(directory)):
+                raise UsageError(
+                    f"--quarantine {quarantine}: a server's clear removes every file below "
+                    f"{directory}; give a directory outside the store"
+                )
         return cls(store, path)
 
     @contextmanager

@@ -13,8 +13,8 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file.markers import Marker
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.markers import Marker
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import UntrustedError

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.file.markers import Marker, write_marker
+from hicachectl.backends.object_files.markers import Marker, write_marker
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.trailer import TRAILER_BYTES
 

@@ -28,7 +28,7 @@ from tests.conformance.store_cases import CASES
 
 if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.backends.file.mover import FileMover
+    from hicachectl.backends.object_files.mover import FileMover
     from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups as Groups
     from hicachectl.pages.inventory import Inventory

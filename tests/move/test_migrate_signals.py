@@ -24,7 +24,7 @@ ENDS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")
 # Two pages with Mamba states fit: several batches, with one at work when the signal arrives.
 OPTIONS = ("--buffer-bytes", "512KiB", "--jobs", "1", "--format", "json")
 
-SYNC = "hicachectl.backends.file.writing:FileWriter.sync_data"
+SYNC = "hicachectl.backends.object_files.writing:FileWriter.sync_data"
 INDEX = "hicachectl.backends.pack.writer:PackWriter.close"
 SCAN = "hicachectl.backends.file.store:FileStore.scan"
 

@@ -19,9 +19,9 @@ import pytest
 from hicachectl.backends.base import Status, Store
 from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file import reading
-from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files import reading
+from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.move.planning import plan_removal, plan_repair, with_descendants

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.backends.file.mover import FileMover
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.move.planning import plan_removal
 from hicachectl.move.withdrawal import remove_groups
 from tests.move.repairs import (

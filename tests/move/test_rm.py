@@ -531,7 +531,7 @@ def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path
 def test_failures_are_listed_and_exit_with_4(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hicachectl.backends.file.mover import FileMover
+    from hicachectl.backends.object_files.mover import FileMover
 
     def stuck(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")

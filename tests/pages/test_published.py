@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hicachectl.backends.base import open_store, scan_schema
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file.epochs import begin_epoch
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.errors import FormatError, ProfileError
 from hicachectl.formats.profile import parse_profile

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hicachectl.backends.base import Status, open_store
-from hicachectl.backends.file.cleared import Epochs
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.testing import rows_of
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs

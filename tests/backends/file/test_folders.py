@@ -33,7 +33,7 @@ def _write(directory: ObjectDirectory, key: bytes, value: bytes) -> None:
 def test_importing_the_directory_loads_neither_arrow_nor_click() -> None:
     """Proves that the plug-in can use both modules in a server without these packages."""
     program = (
-        "import sys, hicachectl.backends.file.folders, hicachectl.backends.file.markers; "
+        "import sys, hicachectl.backends.file.folders, hicachectl.backends.object_files.markers; "
         "sys.exit(bool({'pyarrow', 'click'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file.markers import Marker, write_marker
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.markers import Marker, write_marker
 from hicachectl.backends.testing import StoreSuite
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.identity import Identity

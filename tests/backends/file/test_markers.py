@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file import markers as file_markers
-from hicachectl.backends.file.markers import Marker, read_markers, write_marker
+from hicachectl.backends.object_files import markers as file_markers
+from hicachectl.backends.object_files.markers import Marker, read_markers, write_marker
 from hicachectl.formats.errors import FormatError, UntrustedError
 from hicachectl.formats.identity import Identity
 from hicachectl.formats.marker import dump_marker, parse_marker

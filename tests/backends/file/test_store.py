@@ -24,8 +24,8 @@ from hicachectl.backends.base import Result, Status, Store, scan_schema
 from hicachectl.backends.disk import durable
 from hicachectl.backends.disk.copying import copy_bytes
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file import listing as file_listing
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files import listing as file_listing
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import (
     ARENA_BYTES,
@@ -46,7 +46,7 @@ from tests.speed import slow
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicachectl.backends.file.writing import Temporary
+    from hicachectl.backends.object_files.writing import Temporary
 
 
 class TestFileStore(StoreSuite):
@@ -506,7 +506,7 @@ def _while_copying(
         if not before:
             then()
 
-    monkeypatch.setattr("hicachectl.backends.file.copies.copy_bytes", copy)
+    monkeypatch.setattr("hicachectl.backends.object_files.copies.copy_bytes", copy)
 
 
 def test_only_files_are_copied_from(store: FileStore, origin: FileStore) -> None:

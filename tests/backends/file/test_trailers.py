@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import keeps_digests
-from hicachectl.backends.file.faults import Faults
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.file.markers import Marker
-from hicachectl.backends.file.sizes import MarkedSizes
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.faults import Faults
+from hicachectl.backends.object_files.markers import Marker
+from hicachectl.backends.object_files.sizes import MarkedSizes
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import Identity

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.file.epochs import owner_of
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.sglang import capacity as capacity_module
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.file.epochs import EpochReader, begin_epoch, owner_of
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.epochs import EpochReader, begin_epoch, owner_of
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters

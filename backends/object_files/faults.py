@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from hicachectl.backends.base import StatusArray
-    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 _WORDS = {
     errno.ELOOP: "a symbolic link, not a regular file",
@@ -39,7 +39,7 @@ def unavailable(path: str, error: OSError) -> StoreUnavailable:
 class Faults:
     """Statuses for the failed calls on one store's objects."""
 
-    def __init__(self, objects: ObjectDirectory) -> None:
+    def __init__(self, objects: ObjectTree) -> None:
         self._objects = objects
 
     def status(self, index: int, error: OSError | UntrustedError, errors: dict[int, str]) -> Status:
@@ -97,7 +97,9 @@ class Faults:
 
     def _removed(self, error: OSError) -> bool:
         self._refuse_closed(error)
-        return error.errno == errno.ENOENT and not os.fstat(self._objects.descriptor).st_nlink
+        if error.errno != errno.ENOENT:
+            return False
+        return not all(os.fstat(root).st_nlink for root in self._objects.roots)
 
     def _refuse_closed(self, error: OSError) -> None:
         if error.errno == errno.EBADF and self._objects.descriptor < 0:

@@ -22,7 +22,7 @@ from hicachectl.formats.errors import UntrustedError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OPEN_SIDE = _OPEN_FILE | os.O_DIRECTORY
@@ -34,14 +34,14 @@ def owner_of(suffix: bytes) -> bytes:
     return blake2b(suffix, digest_size=8).hexdigest().encode()
 
 
-def open_side(directory: ObjectDirectory) -> Directory:
+def open_side(directory: ObjectTree) -> Directory:
     """Open `.hicachectl` of a directory; create it if missing. Raises OSError, UntrustedError."""
     trust = Trust(os.fstat(directory.descriptor), writes=True)
     with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
         return here.make_directory(os.fsdecode(OWN_PREFIX), exist_ok=True)
 
 
-def begin_epoch(directory: ObjectDirectory, suffixes: Iterable[bytes]) -> None:
+def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
     """Make all present objects of the suffixes stale. Raises OSError, UntrustedError."""
     with open_side(directory) as side:
         for suffix in suffixes:
@@ -54,12 +54,14 @@ def begin_epoch(directory: ObjectDirectory, suffixes: Iterable[bytes]) -> None:
                 os.close(descriptor)
 
 
-def read_epochs(directory: ObjectDirectory) -> dict[bytes, int]:
+def read_epochs(directory: ObjectTree) -> dict[bytes, int]:
     """Return all epochs of a directory, Unix nanoseconds by `owner_of` their suffix.
 
     Empty if the side directory is missing, or not trusted. Raises OSError.
     """
     found: dict[bytes, int] = {}
+    if not directory.side_files:
+        return found
     with (
         suppress(FileNotFoundError, PermissionError, UntrustedError),
         directory.outer(writes=False) as here,
@@ -96,7 +98,7 @@ class EpochReader:
     ctime_ns: 0 if there is no epoch.
     """
 
-    def __init__(self, directory: ObjectDirectory, suffix: bytes) -> None:
+    def __init__(self, directory: ObjectTree, suffix: bytes) -> None:
         self.ctime_ns = 0
         self._directory = directory
         self._name = _name(suffix)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.file.markers import Marker
+from hicachectl.backends.object_files.markers import Marker
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.identity import differences
 from hicachectl.formats.keys.base import codec_for

@@ -22,17 +22,17 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import trailer_schema
 from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
-from hicachectl.backends.file.trailers import Verdict, trailer_in
+from hicachectl.backends.object_files.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.backends.file.faults import Faults
-    from hicachectl.backends.file.folders import ObjectDirectory
-    from hicachectl.backends.file.sizes import MarkedSizes
-    from hicachectl.backends.file.trailers import TrailerChecks
+    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.sizes import MarkedSizes
+    from hicachectl.backends.object_files.trailers import TrailerChecks
+    from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.trailer import Trailer
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
@@ -96,7 +96,7 @@ class FileReader:
     """Reads objects of one store, and notes who may read them."""
 
     def __init__(
-        self, objects: ObjectDirectory, faults: Faults, sizes: MarkedSizes, checks: TrailerChecks
+        self, objects: ObjectTree, faults: Faults, sizes: MarkedSizes, checks: TrailerChecks
     ) -> None:
         self._objects = objects
         self._faults = faults

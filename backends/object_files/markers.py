@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.file.folders import SIDE_DIRECTORY
+from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.marker import MAX_MARKER_BYTES, Marker, dump_marker, parse_marker
 

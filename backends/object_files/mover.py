@@ -17,8 +17,8 @@ from hicachectl.backends.disk.files import check_key, check_new_key, version_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicachectl.backends.file.faults import Faults
-    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 
 class FileMover(Mover):
@@ -26,7 +26,7 @@ class FileMover(Mover):
 
     def __init__(
         self,
-        objects: ObjectDirectory,
+        objects: ObjectTree,
         there: int,
         faults: Faults,
         remove_stale: Callable[[bytes], bool],
@@ -79,7 +79,7 @@ class FileMover(Mover):
             held = os.stat(source, dir_fd=self._there, follow_symlinks=False)
             if not stat.S_ISREG(held.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file in the quarantine")
-            here, _ = self._objects.place_for_new(key)
+            here, _ = self._objects.place_for_new(key, held.st_size)
             try:
                 move_noreplace(self._there, source, here, key)
             except FileExistsError:

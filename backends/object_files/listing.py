@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,10 @@ from hicachectl.backends.disk.files import LOST, version_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
+    from hicachectl.backends.object_files.tree import Place
+
 SCAN_ROWS = 16384
-_OBJECT_END = ".bin"  # suffix of HiCacheFile's names
+_OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
 # Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
 SCAN_WORKERS = 2
 
@@ -39,20 +42,6 @@ class SkippedEntries:
         """Count an entry."""
         self.count += 1
         self.first = self.first or name
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A directory to list.
-
-    path: of `descriptor`, for faster calls.
-    holds: whether a name is of an object in this folder; None: every name is, and this is no
-        folder, so that links may lead to it.
-    """
-
-    descriptor: int
-    path: str
-    holds: Callable[[str], bool] | None = None
 
 
 @dataclass(slots=True)
@@ -118,7 +107,7 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
     """Yield the names of regular files, at most SCAN_ROWS at a time."""
 
     def leave_out(entry: os.DirEntry[str]) -> bool:
-        if entry.name.endswith(_OBJECT_END) and not entry.is_dir(follow_symlinks=False):
+        if _OBJECT.match(entry.name) and not entry.is_dir(follow_symlinks=False):
             left_out.add(entry.name)
         return False
 

@@ -11,20 +11,20 @@ from hicachectl.backends.base import IntArray, Result, Rows, Status, keys_of, mt
 from hicachectl.backends.disk.copying import WRITE_BYTES, copy_bytes
 from hicachectl.backends.disk.files import check_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
-from hicachectl.backends.file.reading import open_file
-from hicachectl.backends.file.trailers import Verdict, split_key, trailer_in
-from hicachectl.backends.file.writing import Ownership
+from hicachectl.backends.object_files.reading import open_file
+from hicachectl.backends.object_files.trailers import Verdict, split_key, trailer_in
+from hicachectl.backends.object_files.writing import Ownership
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.backends.file.faults import Faults
-    from hicachectl.backends.file.folders import ObjectDirectory
-    from hicachectl.backends.file.markers import Marker
-    from hicachectl.backends.file.trailers import TrailerChecks
-    from hicachectl.backends.file.writing import FileWriter, Temporary
+    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.markers import Marker
+    from hicachectl.backends.object_files.trailers import TrailerChecks
+    from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.backends.object_files.writing import FileWriter, Temporary
     from hicachectl.formats.trailer import Trailer
 
 _Tail = bytes | Verdict  # what follows a copy's bytes, or why there is no copy
@@ -33,7 +33,7 @@ _Tail = bytes | Verdict  # what follows a copy's bytes, or why there is no copy
 class Origin(NamedTuple):
     """The store that objects are copied from. markers: of its objects with trailers."""
 
-    objects: ObjectDirectory
+    objects: ObjectTree
     faults: Faults
     checks: TrailerChecks
     markers: list[Marker]
@@ -145,7 +145,8 @@ class FileCopier:
                 if tail:
                     os.pwrite(copy, tail, one.nbytes)
 
-            file = self._writer.write_temporary(one.new_key, fill, mtime_ns, new)
+            nbytes = one.nbytes + len(tail or b"")
+            file = self._writer.write_temporary(one.new_key, fill, mtime_ns, new, nbytes=nbytes)
         except EOFError:
             return Verdict(Status.SHORT)
         after = os.fstat(one.source)

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.disk.files import VERSION
-from hicachectl.backends.file.epochs import owner_of, read_epochs
-from hicachectl.backends.file.sizes import HASH_BYTES, MOST_BYTES
+from hicachectl.backends.object_files.epochs import owner_of, read_epochs
+from hicachectl.backends.object_files.sizes import HASH_BYTES, MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicachectl.backends.base import IntArray
-    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 _CTIME = 2  # field of a version
 
@@ -25,7 +25,7 @@ _CTIME = 2  # field of a version
 class Epochs:
     """The epochs of a directory at one moment; false if it has none."""
 
-    def __init__(self, objects: ObjectDirectory) -> None:
+    def __init__(self, objects: ObjectTree) -> None:
         """Read the epochs. Raises OSError."""
         self._objects = objects
         self._by_owner: Mapping[bytes, int] = read_epochs(objects)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from hicachectl.backends.disk.durable import move_noreplace
 
 if TYPE_CHECKING:
-    from hicachectl.backends.file.folders import ObjectDirectory
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 
 def remove_seen(
-    objects: ObjectDirectory,
+    objects: ObjectTree,
     key: bytes,
     seen: os.stat_result,
     temporary: bytes,

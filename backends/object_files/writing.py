@@ -24,24 +24,24 @@ from hicachectl.backends.base import (
     mtimes_of,
 )
 from hicachectl.backends.disk.copying import write_bytes
-from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace, sync_file_system
+from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
-from hicachectl.backends.file.cleared import Epochs
-from hicachectl.backends.file.listing import SkippedEntries, names_in
-from hicachectl.backends.file.reading import READ_FLAGS
-from hicachectl.backends.file.removing import remove_seen
+from hicachectl.backends.object_files.cleared import Epochs
+from hicachectl.backends.object_files.listing import SkippedEntries, names_in
+from hicachectl.backends.object_files.reading import READ_FLAGS
+from hicachectl.backends.object_files.removing import remove_seen
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from hicachectl.backends.file.faults import Faults
-    from hicachectl.backends.file.folders import ObjectDirectory
-    from hicachectl.backends.file.markers import Marker
-    from hicachectl.backends.file.sizes import MarkedSizes
-    from hicachectl.backends.file.trailers import NewTrailers
+    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.markers import Marker
+    from hicachectl.backends.object_files.sizes import MarkedSizes
+    from hicachectl.backends.object_files.trailers import NewTrailers
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 # The 16 bytes of a temporary name: 8 of the owner, 4 of the process, 4 of a counter.
 _OWNER_BYTES, _TOKEN_BYTES = 8, 12
@@ -66,7 +66,7 @@ class Temporary(NamedTuple):
 class FileWriter:
     """Creates the files of one store. trailers: of new objects; None to write none."""
 
-    def __init__(self, objects: ObjectDirectory, faults: Faults, sizes: MarkedSizes) -> None:
+    def __init__(self, objects: ObjectTree, faults: Faults, sizes: MarkedSizes) -> None:
         self.trailers: NewTrailers | None = None
         self._objects = objects
         self._faults = faults
@@ -168,7 +168,8 @@ class FileWriter:
                 if tail:
                     write_bytes(memoryview(tail), descriptor)
 
-            return self.write_temporary(keys[index], fill, times[index])
+            nbytes = size + len(tail or b"")
+            return self.write_temporary(keys[index], fill, times[index], nbytes=nbytes)
 
         markers = trailers.markers(keys, sizes.tolist()) if trailers else set()
         return self.publish(keys, stage, markers, if_absent=if_absent)
@@ -253,7 +254,7 @@ class FileWriter:
 
     def sync_data(self, files: Collection[Temporary]) -> None:
         """Sync files by one syncfs if possible, far cheaper than an fsync per file."""
-        if sync_file_system(self._objects.descriptor):
+        if self._objects.sync_file_systems():
             return
         for directory, name in files:
             descriptor = os.open(name, READ_FLAGS, dir_fd=directory)
@@ -290,10 +291,15 @@ class FileWriter:
         fill: Callable[[int], None],
         mtime_ns: int | None,
         new: Ownership | None = None,
+        *,
+        nbytes: int = 0,
     ) -> Temporary:
-        """Create an unsynced temporary file beside a key's, under a name that SGLang ignores."""
+        """Create an unsynced temporary file beside a key's, under a name that SGLang ignores.
+
+        nbytes: of the whole file.
+        """
         mode, owner = new or self._new
-        directory, _ = self._objects.place_for_new(key)
+        directory, _ = self._objects.place_for_new(key, nbytes)
         name = self._temporary(key)
         file = Temporary(directory, name)
         try:

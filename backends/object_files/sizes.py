@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.file.folders import SIDE_DIRECTORY
-from hicachectl.backends.file.markers import MARKER_DIRECTORY, read_markers, write_marker
+from hicachectl.backends.object_files.markers import MARKER_DIRECTORY, read_markers, write_marker
+from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import IntArray, Rows
-    from hicachectl.backends.file.faults import Faults
-    from hicachectl.backends.file.folders import ObjectDirectory
-    from hicachectl.backends.file.markers import Marker
+    from hicachectl.backends.object_files.faults import Faults
+    from hicachectl.backends.object_files.markers import Marker
+    from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.identity import Identity
 
 HASH_BYTES = 64  # hex digits of a page hash, at the start of a key
@@ -48,7 +48,7 @@ class MarkedSizes:
     problem: why the side directory is left alone; "" if it is not.
     """
 
-    def __init__(self, objects: ObjectDirectory, faults: Faults) -> None:
+    def __init__(self, objects: ObjectTree, faults: Faults) -> None:
         self._objects = objects
         self._faults = faults
         self._lock = threading.Lock()
@@ -144,6 +144,8 @@ class MarkedSizes:
 
     def _look(self) -> tuple[int, ...] | None:
         """Return what changes with the directory of the markers; None if it is missing."""
+        if not self._objects.side_files:
+            return None
         try:
             facts = os.stat(_PATH, dir_fd=self._objects.descriptor, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):

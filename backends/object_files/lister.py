@@ -13,18 +13,17 @@ import pyarrow as pa
 
 from hicachectl.backends.base import keys_of, scan_schema
 from hicachectl.backends.disk.files import LOST, check_key, is_file_name
-from hicachectl.backends.file.cleared import Epochs
-from hicachectl.backends.file.faults import unavailable
-from hicachectl.backends.file.folders import folder_of
-from hicachectl.backends.file.listing import LeftOut, Place, ask_each, scan_places
+from hicachectl.backends.object_files.cleared import Epochs
+from hicachectl.backends.object_files.faults import unavailable
+from hicachectl.backends.object_files.listing import LeftOut, ask_each, scan_places
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator
+    from collections.abc import Collection, Generator, Iterator
 
     from hicachectl.backends.base import BoolArray, Rows
-    from hicachectl.backends.file.folders import ObjectDirectory
-    from hicachectl.backends.file.sizes import MarkedSizes
+    from hicachectl.backends.object_files.sizes import MarkedSizes
+    from hicachectl.backends.object_files.tree import ObjectTree
 
 
 class FileLister:
@@ -33,7 +32,7 @@ class FileLister:
     Only with the column `cleared_ns`, stale objects are listed. Raises StoreUnavailable.
     """
 
-    def __init__(self, objects: ObjectDirectory, sizes: MarkedSizes) -> None:
+    def __init__(self, objects: ObjectTree, sizes: MarkedSizes) -> None:
         self._objects = objects
         self._sizes = sizes
         self._left_out = LeftOut()
@@ -46,18 +45,9 @@ class FileLister:
             if "nbytes" in schema.names:
                 self._sizes.current()
             finish = partial(self._finished, Epochs(self._objects), left_out.cleared)
-            yield from scan_places(self._places(left_out), schema, left_out, finish)
+            yield from scan_places(self._objects.places(left_out.folders), schema, left_out, finish)
         except OSError as error:
             raise unavailable(self._objects.path, error) from error
-
-    def _places(self, left_out: LeftOut) -> Iterator[Place]:
-        objects = self._objects
-        if not objects.folders:
-            yield Place(objects.descriptor, objects.path)
-            return
-        for folder, descriptor in objects.directories(left_out.folders):
-            path = objects.path if folder is None else f"{objects.path}/{folder.decode()}"
-            yield Place(descriptor, path, _holder(folder))
 
     def _finished(self, epochs: Epochs, cleared: list[int], batch: Any) -> Any:
         """Return a batch with sizes of objects, and with or without those that are stale.
@@ -88,7 +78,7 @@ class FileLister:
         if misplaced.count:
             remarks.append(
                 f"{path}: ignored {misplaced.count} files outside the folders of their keys, such "
-                f"as {misplaced.first}; HiCacheFile cannot share a directory with folders"
+                f"as {misplaced.first}; {self._objects.elsewhere}"
             )
         if count := sum(left_out.cleared):
             objects = "object" if count == 1 else "objects"
@@ -139,11 +129,3 @@ class FileLister:
                 raise unavailable(self._objects.path, error) from error
             return False
         return stat.S_ISREG(facts.st_mode) and not (epochs and epochs.stale(key, facts))
-
-
-def _holder(folder: bytes | None) -> Callable[[str], bool]:
-    """Return whether a name's file belongs into a folder, or beside the folders."""
-    if folder is None:
-        return lambda name: folder_of(os.fsencode(name)) is None
-    text = os.fsdecode(folder)
-    return lambda name: name.startswith(text) or folder_of(os.fsencode(name)) == folder

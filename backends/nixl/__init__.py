@@ -1,0 +1,1 @@
+"""SGLang's NIXL store on local files."""

@@ -1,0 +1,163 @@
+"""The directories of a NIXL store, usually one per disk.
+
+Source: sglang srt/mem_cache/storage/nixl/nixl_utils.py :: NixlFileManager, nixl_routing.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.disk.durable import make_directories
+from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.keys.nixl import route
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Self
+
+    from hicachectl.backends.disk.directory import Directory
+
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# The last four digits of a temporary file's name are its directory and folder.
+_TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
+MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
+
+
+class NixlDisks(ObjectTree):
+    """The open directories of a store, in order.
+
+    high_watermark: percentage of a disk in use at which servers begin to remove objects.
+    """
+
+    folders = True
+    side_files = False  # HiCacheNixl.clear removes every file below the directories
+    elsewhere = (
+        "a NIXL store's directories must be given in the order, and all of them, that its servers "
+        "were given"
+    )
+
+    def __init__(self, disks: Sequence[FolderedDirectory], *, high_watermark: float) -> None:
+        """Take over open directories; `close` closes them."""
+        self.path = ",".join(disk.path for disk in disks)
+        self.high_watermark = high_watermark
+        self._disks = tuple(disks)
+
+    @classmethod
+    def open(
+        cls, paths: Sequence[str], *, high_watermark: float, made: list[str] | None = None
+    ) -> Self:
+        """Open directories; create those that are missing if `made` is given.
+
+        made: gets the paths of new directories, innermost first. Raises OSError, and UsageError
+        for a directory that is given twice.
+        """
+        _allow_descriptors(len(paths) * len(FOLDER_NAMES))
+        with ExitStack() as opened:
+            disks = []
+            for path in paths:
+                if made is not None:
+                    made[:0] = make_directories(path)
+                disks.append(FolderedDirectory(path, os.open(path, _OPEN)))
+                opened.callback(disks[-1].close)
+            facts = [os.fstat(disk.descriptor) for disk in disks]
+            if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):
+                raise UsageError(f"nixl://{','.join(paths)}: names a directory twice")
+            opened.pop_all()
+        return cls(disks, high_watermark=high_watermark)
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for disk in self._disks:
+            disk.close()
+
+    @property
+    def descriptor(self) -> int:  # type: ignore[override]
+        """The first directory's descriptor."""
+        return self._disks[0].descriptor
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """See `ObjectTree`."""
+        return tuple(disk.descriptor for disk in self._disks)
+
+    def outer(self, *, writes: bool) -> Directory:
+        """Return the first directory. writes: the caller creates a file to learn its owner."""
+        return self._disks[0].outer(writes=writes)
+
+    # places of objects
+
+    def place(self, key: bytes) -> tuple[int, bytes]:
+        """See `ObjectTree`."""
+        disk, folder = self._route(key)
+        return self._disks[disk].folder(folder, makes=False), key
+
+    def place_for_new(self, key: bytes, nbytes: int = 0) -> tuple[int, bytes]:
+        """See `ObjectTree`. Raises OSError if servers would remove objects to make room."""
+        number, folder = self._route(key)
+        disk = self._disks[number]
+        if self._room(disk) <= nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"{disk.path} would be {self.high_watermark:g} % full, and servers would remove "
+                "objects; free space, or give their high_watermark",
+            )
+        return disk.folder(folder, makes=True), key
+
+    def temporary_name(self, key: bytes, token: bytes, number: int) -> bytes:
+        """See `ObjectTree`."""
+        disk, folder = self._route(key)
+        return b"%s-%s%04x%02x%s.tmp" % (OWN_PREFIX, token, number & 0xFFFF, disk, folder)
+
+    def directories(self, left_alone: list[str]) -> Iterator[tuple[bytes | None, int]]:
+        """See `ObjectTree`."""
+        for disk in self._disks:
+            yield from disk.existing_folders(left_alone)
+
+    def places(self, left_alone: list[str]) -> Iterator[Place]:
+        """Yield the folders, and the directories, where no file belongs."""
+        for number, disk in enumerate(self._disks):
+            yield Place(disk.descriptor, disk.path, lambda _: False)
+            for folder, descriptor in disk.existing_folders(left_alone):
+                path = f"{disk.path}/{folder.decode()}"
+                yield Place(descriptor, path, partial(self._holds, (number, folder)))
+
+    def _holds(self, place: tuple[int, bytes], name: str) -> bool:
+        return self._route(os.fsencode(name)) == place
+
+    def _route(self, name: bytes) -> tuple[int, bytes]:
+        if match := _TEMPORARY.fullmatch(name):
+            return int(match[1], 16) % len(self._disks), match[2]
+        return route(name, len(self._disks))
+
+    # space
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can be written, evenly to all directories, below the watermark."""
+        by_device: dict[int, list[FolderedDirectory]] = {}
+        for disk in self._disks:
+            by_device.setdefault(os.fstat(disk.descriptor).st_dev, []).append(disk)
+        rooms = (self._room(disks[0]) // len(disks) for disks in by_device.values())
+        return max(0, min(rooms)) * len(self._disks)
+
+    def _room(self, disk: FolderedDirectory) -> int:
+        """Return the bytes that fit below the watermark (HiCacheL3Cleaner._disk_usage_pct)."""
+        space = os.fstatvfs(disk.descriptor)
+        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        return int(free - total * (1 - self.high_watermark / 100))
+
+
+def _allow_descriptors(more: int) -> None:
+    """Raise this process's limit of open files, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more
+    with suppress(OSError, ValueError):
+        top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, top), hard))

@@ -1,0 +1,106 @@
+"""SGLang's NIXL store on local files: one file per object, in folders of one or more directories.
+
+A file lies at a place that its key and the number and order of the directories determine
+(`formats.keys.nixl`). Files elsewhere are no objects. Servers write into the files themselves, so
+an object can be short while it is written. The directories hold no side files of ours: a server's
+`clear` removes every file below them.
+Source: sglang srt/mem_cache/storage/nixl/.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from hicachectl.backends.capabilities import Emptied
+from hicachectl.backends.nixl.disks import MAX_DIRECTORIES, NixlDisks
+from hicachectl.backends.object_files.faults import unavailable
+from hicachectl.backends.object_files.store import ObjectFiles
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
+from hicachectl.formats.wording import failed, not_one_of
+
+if TYPE_CHECKING:
+    from hicachectl.backends.urls import StoreUrl
+
+# nixl_utils.py :: NixlBackendConfig.get_l3_cleaner_config
+_HIGH_WATERMARK = 80.0
+_GRAMMARS = {"on": DIRECT, "off": BUFFERED}
+
+
+class NixlStore(ObjectFiles, Emptied):
+    """The directories of a `nixl:` URL."""
+
+    objects: NixlDisks
+
+    def __init__(self, url: StoreUrl, *, made: list[str] | None = None) -> None:
+        """Open the directories of a URL. made: create missing ones, and collect their paths."""
+        self._grammar = _grammar_in(url)
+        paths = _directories_in(url)
+        high_watermark = _watermark_in(url)
+        try:
+            objects = NixlDisks.open(paths, high_watermark=high_watermark, made=made)
+        except OSError as error:
+            if made is None:
+                raise unavailable(str(error.filename or url.path), error) from error
+            next_step = "check the path and the permissions of its parent directories"
+            raise StoreUnavailable(
+                failed(url.path, "create the directories", error, next_step)
+            ) from error
+        super().__init__(objects, objects.path, str(url))
+        self._made = made or []
+
+    @property
+    def grammar(self) -> str:
+        """See `Store`: servers without direct I/O divide pages otherwise."""
+        return self._grammar
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the directories of a URL."""
+        return cls(url)
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Open or create the directories, as SGLang does; `close` removes empty new ones."""
+        return cls(url, made=[])
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Return the directories of the URL, in order."""
+        return tuple(Path(path) for path in self.path.split(","))
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that fit below the servers' high watermark."""
+        return self.objects.free_bytes()
+
+
+def _directories_in(url: StoreUrl) -> list[str]:
+    """Return the directories of a URL, in order (hicache_nixl.py :: _parse_storage_dirs)."""
+    paths = [path.strip() for path in url.path.split(",")]
+    for path in paths:
+        if not path.startswith("/"):
+            raise UsageError(
+                f"{url}: each directory must be an absolute path, as in nixl:///disk0,/disk1"
+            )
+    if len(paths) > MAX_DIRECTORIES:
+        raise UsageError(f"{url}: has {len(paths)} directories; at most {MAX_DIRECTORIES} work")
+    return paths
+
+
+def _grammar_in(url: StoreUrl) -> str:
+    value = url.params.get("direct_io", "on")
+    if value not in _GRAMMARS:
+        raise UsageError(f"{url}: {not_one_of('direct_io', value, _GRAMMARS)}")
+    return _GRAMMARS[value]
+
+
+def _watermark_in(url: StoreUrl) -> float:
+    text = url.params.get("high_watermark", str(_HIGH_WATERMARK))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise UsageError(f"{url}: high_watermark must be a percentage above 0, not {text!r:.40}")
+    return value

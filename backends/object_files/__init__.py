@@ -1,0 +1,1 @@
+"""Stores that keep each object in a file of its own: listing, reading, writing, moving."""

@@ -1,0 +1,274 @@
+"""Operations of stores that keep each object in a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from hicachectl.backends.base import (
+    BoolArray,
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Status,
+    Store,
+    Traits,
+    keys_of,
+)
+from hicachectl.backends.capabilities import (
+    Announces,
+    FilePermissions,
+    Renames,
+    Resumable,
+    SystemCopy,
+    Touch,
+)
+from hicachectl.backends.disk.durable import sync_directory
+from hicachectl.backends.disk.files import OWN_PREFIX, check_key
+from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.backends.object_files.copies import FileCopier, Origin
+from hicachectl.backends.object_files.faults import Faults, unavailable
+from hicachectl.backends.object_files.lister import FileLister
+from hicachectl.backends.object_files.mover import FileMover
+from hicachectl.backends.object_files.reading import FileReader
+from hicachectl.backends.object_files.sizes import MarkedSizes
+from hicachectl.backends.object_files.trailers import TrailerChecks
+from hicachectl.backends.object_files.writing import FileWriter
+from hicachectl.formats.errors import UnsupportedByBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Generator
+
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.object_files.tree import ObjectTree
+
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class ObjectFiles(Announces, FilePermissions, Renames, Resumable, SystemCopy, Touch):
+    """A tree of files, named by their keys; reads and listings create, resize and touch nothing."""
+
+    limits: Limits = Limits(
+        batch_objects=1024,  # with one syncfs per batch, writes take 1.2-1.5 times as long
+        batch_bytes=256 << 20,
+        parallel_reads=4,
+        parallel_writes=2,
+        forkable=True,  # reading needs only descriptors
+    )
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "version"}),
+        version_fields=("inode", "mtime", "ctime", "size"),
+        writes=True,
+        deletes=True,
+        lists_temporaries=True,
+    )
+
+    def __init__(self, objects: ObjectTree, path: str, url: str) -> None:
+        """Use an open tree, which `close` closes. path: of the store, for messages."""
+        self.path = path
+        self.url = url
+        self.objects = objects
+        self._made: list[str] = []  # directories that `create` made, innermost first
+        self._faults = Faults(objects)
+        self._sizes = MarkedSizes(objects, self._faults)
+        self._checks = TrailerChecks(self._sizes.facts)
+        self._lister = FileLister(objects, self._sizes)
+        self._reader = FileReader(objects, self._faults, self._sizes, self._checks)
+        self._writer = FileWriter(objects, self._faults, self._sizes)
+
+    def _refuse_untrusted(self) -> None:
+        """Raise UntrustedError before a change that the store's side files do not allow."""
+
+    def close(self) -> None:
+        """Close the directory; remove created directories that are empty."""
+        if self.objects.descriptor >= 0:
+            self.objects.close()
+            with suppress(OSError):  # not empty
+                for directory in self._made:
+                    os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
+
+    def readable_by(self, *, listing: bool = False) -> Permissions:
+        """Return the permissions common to the directory and all files read."""
+        directory = Permissions.within(os.fstat(self.objects.descriptor))
+        return directory if listing else self._reader.seen.both(directory)
+
+    def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
+        """Limit the modes of new files. listing: also of the directories that `create` made."""
+        limit = self._writer.limit(permissions)
+        for directory in self._made if listing else ():
+            try:
+                descriptor = os.open(directory, _OPEN_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    facts = os.fstat(descriptor)
+                    mode = stat.S_IMODE(facts.st_mode)
+                    os.fchmod(descriptor, mode & (limit.for_group(facts.st_gid) | ~0o777))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise unavailable(self.path, error) from error
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List every regular file; its columns are null if its stat fails."""
+        return self._lister.scan(columns)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Report what the last listing left out."""
+        return tuple(self._lister.remarks)
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few files again, by one stat each."""
+        return self._lister.look(rows, columns)
+
+    def exists(self, rows: Rows) -> BoolArray:
+        """Return which keys are regular files, by one stat each."""
+        return self._lister.exists(rows)
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read whole files whose size, less a trailer, equals the row's capacity."""
+        memory = self.memory(offsets, capacities, len(rows))
+        return self._reader.read(rows, memory, offsets, capacities)
+
+    def expect(self, rows: Rows, capacities: IntArray) -> None:
+        """Let the system start reading files not yet in memory."""
+        self._reader.expect(rows, capacities)
+
+    def write_from(
+        self,
+        rows: Rows,
+        offsets: IntArray,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+    ) -> Result:
+        """Write temporary files, sync them together, rename them, and sync their directories."""
+        memory = self.memory(offsets, sizes, len(rows))
+        self._refuse_untrusted()
+        return self._writer.write(rows, memory, offsets, sizes, if_absent=if_absent)
+
+    def can_copy_from(self, source: Store) -> bool:
+        """Return whether a store keeps its objects in files, too."""
+        return isinstance(source, ObjectFiles)
+
+    def copy_from(
+        self,
+        source: Store,
+        origins: Rows,
+        rows: Rows,
+        sizes: IntArray,
+        *,
+        if_absent: bool,
+        preserve: bool = False,
+    ) -> Result:
+        """Let the system copy files, then sync and rename them as in `write_from`."""
+        if not isinstance(source, ObjectFiles):
+            raise UnsupportedByBackend(
+                f"{self.url}: cannot copy objects directly from {source.url}"
+            )
+        self._refuse_untrusted()
+        origin = Origin(source.objects, source._faults, source._checks, source._sizes.current())
+        copier = FileCopier(origin, self._writer, self._checks, preserve=preserve)
+        return copier.copy(origins, rows, sizes, if_absent=if_absent)
+
+    def delete(self, rows: Rows) -> Result:
+        """Unlink files durably; a server can finish reading an open file."""
+        self._refuse_untrusted()
+        keys = keys_of(rows)
+        changed: set[int] = set()  # directories
+
+        def unlink(index: int) -> Status:
+            check_key(keys[index])
+            directory, name = self.objects.place(keys[index])
+            os.unlink(name, dir_fd=directory)
+            changed.add(directory)
+            return Status.OK
+
+        return self._removed(len(keys), unlink, changed)
+
+    def _removed(self, count: int, remove: Callable[[int], Status], changed: set[int]) -> Result:
+        """Return the result of removing rows, and sync their directories.
+
+        changed: gets these from `remove`.
+        """
+        statuses = np.zeros(count, dtype=np.uint8)
+        errors: dict[int, str] = {}
+        self._faults.each(range(count), remove, statuses, errors)
+        # After a crash, an anchor must not reappear without its sidecars.
+        removed = np.flatnonzero(statuses == Status.OK).tolist()
+        if removed:
+            sync = partial(self.objects.sync, changed)
+            self._faults.synced(sync, removed, statuses, errors)
+        return Result(statuses, errors)
+
+    def flush(self) -> None:
+        """Sync the file systems, because servers and killed runs leave files unsynced."""
+        try:
+            if not self.objects.sync_file_systems():
+                os.sync()
+            for root in self.objects.roots:
+                sync_directory(root)
+        except OSError as error:
+            raise unavailable(self.path, error) from error
+
+    def own_temporaries(self, owner: str, *, sweep: bool) -> None:
+        """Name temporary files after `owner`. sweep: remove existing files of this owner."""
+        try:
+            self._writer.own_temporaries(owner, sweep=sweep)
+        except OSError as error:
+            raise unavailable(self.path, error) from error
+
+    def touch(self, rows: Rows) -> BoolArray:
+        """Set modification times to now.
+
+        Servers that start later evict in the order of these times; running servers keep their own
+        order in memory.
+        """
+        try:
+            return self._writer.touch(keys_of(rows))
+        except OSError as error:
+            raise unavailable(self.path, error) from error
+
+    def mover(self, directory: Directory) -> FileMover | None:
+        """Return a mover to a directory; None if it is on another file system or mount."""
+        self._refuse_untrusted()
+        target = os.dup(directory.descriptor)
+        try:
+            for root in self.objects.roots:
+                if self._crosses(target, root):
+                    os.close(target)
+                    return None
+        except BaseException:
+            os.close(target)
+            raise
+        return FileMover(self.objects, target, self._faults, self._writer.remove_stale)
+
+    def _crosses(self, target: int, root: int) -> bool:
+        """Return whether a directory is on another file system or mount than the store's."""
+        if os.fstat(target).st_dev != os.fstat(root).st_dev:
+            return True
+        # Between mounts of one file system, the rename fails with EXDEV, even for a missing name.
+        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode()
+        try:
+            os.rename(name, name, src_dir_fd=target, dst_dir_fd=root)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise unavailable(self.path, error) from error
+            return True
+        return False
+
+    def free_bytes(self) -> int | None:
+        """Return the file system's free bytes for users other than root."""
+        space = os.fstatvfs(self.objects.descriptor)
+        return space.f_bavail * space.f_frsize

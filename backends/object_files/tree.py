@@ -1,0 +1,201 @@
+"""The directories in which a store's files lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.durable import is_linked, sync_directory, sync_file_system
+from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.permissions import give_file
+from hicachectl.formats.errors import UntrustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
+FOLDER_NAMES = frozenset(b"%02x" % number for number in range(256))
+_MANY = 8  # directories; one syncfs takes less time than so many syncs of directories
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory to list.
+
+    path: of `descriptor`, for faster calls.
+    holds: whether a name is of an object in this folder; None: every name is, and this is no
+        folder, so that links may lead to it.
+    """
+
+    descriptor: int
+    path: str
+    holds: Callable[[str], bool] | None = None
+
+
+class ObjectTree(ABC):
+    """Open directories with the files of one store. Several threads may use them at once.
+
+    path: for messages. descriptor: of the outer directory, whose owner and group new files get;
+    negative after `close`. folders: whether files lie in folders. side_files: whether the outer
+    directory may have a `.hicachectl`. elsewhere: why files outside their folders are no objects.
+    """
+
+    path: str
+    descriptor: int
+    folders: bool
+    side_files = True
+    elsewhere = ""
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Descriptors of the outer directories, which may lie on several file systems."""
+        return (self.descriptor,)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all descriptors."""
+
+    @abstractmethod
+    def place(self, key: bytes) -> tuple[int, bytes]:
+        """Return the descriptor of the directory with an object's file, and the file's name.
+
+        key: as `disk.files.check_key` accepts it. Raises OSError, such as FileNotFoundError for a
+        missing folder, and UntrustedError.
+        """
+
+    @abstractmethod
+    def place_for_new(self, key: bytes, nbytes: int = 0) -> tuple[int, bytes]:
+        """Return `place` of a new object, after making its folder durably if it is missing.
+
+        nbytes: of the file. Raises also OSError for a key that names no folder, and if the
+        directory takes no file of this size.
+        """
+
+    @abstractmethod
+    def temporary_name(self, key: bytes, token: bytes, number: int) -> bytes:
+        """Return the name of a temporary file beside an object's file; SGLang ignores it.
+
+        token: 24 hex digits of the process. number: counts its files.
+        """
+
+    @abstractmethod
+    def directories(self, left_alone: list[str]) -> Iterator[tuple[bytes | None, int]]:
+        """Yield each directory with files: its folder, or None for the outer one; its descriptor.
+
+        left_alone: gets a message for each folder that is not trusted.
+        """
+
+    @abstractmethod
+    def places(self, left_alone: list[str]) -> Iterator[Place]:
+        """Yield `directories` for a listing."""
+
+    @abstractmethod
+    def outer(self, *, writes: bool) -> Directory:
+        """Return the outer directory itself. writes: the caller may create side files."""
+
+    def sync(self, changed: Collection[int] | None = None) -> None:
+        """Make the names in directories durable. Raises OSError.
+
+        changed: their descriptors; default: every directory with files.
+        """
+        if changed is None:
+            changed = [descriptor for _, descriptor in self.directories([])]
+        if len(changed) < _MANY or not self.sync_file_systems():
+            for descriptor in changed:
+                sync_directory(descriptor)
+
+    def sync_file_systems(self) -> bool:
+        """Sync the file systems of all directories; return False if the system cannot."""
+        return all(sync_file_system(root) for root in self.roots)
+
+
+class FolderedDirectory:
+    """An open directory, and those of its 256 folders `00` to `ff` that were used.
+
+    Descriptors keep their numbers until `close`.
+    """
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        """Take over a directory's descriptor; `close` closes it."""
+        self.path = path
+        self.descriptor = descriptor
+        self._numbers: dict[bytes, int] = {}  # descriptors, by folder
+        self._current: set[bytes] = set()  # folders opened since the directory was replaced
+        self._opening = threading.Lock()
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        with self._opening:
+            descriptors = [self.descriptor, *self._numbers.values()]
+            self.descriptor = -1
+            self._numbers.clear()
+            self._current.clear()
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def outer(self, *, writes: bool) -> Directory:
+        """Return the directory itself. writes: the caller may create files in it."""
+        trust = Trust(os.fstat(self.descriptor), writes=writes)
+        return Directory(os.dup(self.descriptor), self.path, trust)
+
+    def existing_folders(self, left_alone: list[str]) -> Iterator[tuple[bytes, int]]:
+        """Yield name and descriptor of each folder. left_alone: as `ObjectTree.directories`."""
+        for folder in sorted(FOLDER_NAMES):
+            try:
+                yield folder, self.folder(folder, makes=False)
+            except FileNotFoundError:
+                continue
+            except UntrustedError as error:
+                left_alone.append(str(error))
+
+    def folder(self, name: bytes, *, makes: bool) -> int:
+        """Return a folder's descriptor. makes: make a missing folder.
+
+        Raises OSError, and UntrustedError for a link or a stranger's folder.
+        """
+        if name in self._current:
+            number = self._numbers[name]
+            if is_linked(number):  # another process may have removed the folder
+                return number
+        with self._opening:
+            opened = self._open_folder(os.fsdecode(name), makes=makes)
+            number = self._numbers.setdefault(name, opened)
+            if number != opened:  # a thread may be using the number: give it the new folder
+                os.dup2(opened, number, inheritable=False)
+                os.close(opened)
+            self._current.add(name)
+        return number
+
+    def _open_folder(self, name: str, *, makes: bool) -> int:
+        facts = os.fstat(self.descriptor)
+        with self.outer(writes=makes) as here:
+            made = False
+            if makes:
+                with suppress(FileExistsError):
+                    os.mkdir(name, facts.st_mode & 0o777, dir_fd=self.descriptor)
+                    made = True
+            with here.directory(name) as opened:
+                if made:
+                    _give_like(opened.descriptor, facts)
+                    here.sync()
+                return os.dup(opened.descriptor)
+
+
+def _give_like(folder: int, outer: os.stat_result) -> None:
+    """Give a new folder its directory's owner, group and mode: who uses one uses the other."""
+    give_file(folder, outer.st_uid, outer.st_gid)
+    if os.fstat(folder).st_gid == outer.st_gid:
+        os.fchmod(folder, stat.S_IMODE(outer.st_mode))

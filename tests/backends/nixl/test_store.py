@@ -1,0 +1,161 @@
+"""Tests of NixlStore: the shared suite, and places, watermarks and foreign files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import Status, Store, open_store
+from hicachectl.backends.nixl.store import NixlStore
+from hicachectl.backends.testing import (
+    ARENA_BYTES,
+    PAGE_HASHES,
+    StoreSuite,
+    listing,
+    read,
+    rows_of,
+    write,
+)
+from hicachectl.formats.errors import StoreUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEYS = tuple(f"{page}_m_0_1".encode() for page in PAGE_HASHES)
+
+
+def url_of(folder: Path, names: str = "abc", options: str = "&high_watermark=100") -> str:
+    """Return the URL of a store; its servers use any disk to the last byte."""
+    return f"nixl://{','.join(f'{folder}/{name}' for name in names)}?direct_io=on{options}"
+
+
+def file_of(store: Store, key: bytes) -> Path:
+    """Return where SGLang keeps an object (nixl_routing.route_key)."""
+    assert isinstance(store, NixlStore)
+    directories = store.path.split(",")
+    number = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
+    directory = directories[(number >> 16) % len(directories)]
+    return Path(directory) / f"{number & 0xFF:02x}" / os.fsdecode(key)
+
+
+class TestNixlStore(StoreSuite):
+    keys = KEYS
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with open_store(url_of(tmp_path), create=True) as opened:
+            yield opened
+
+    def reopen(self, store: Store) -> Store:
+        return open_store(store.url)
+
+    def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
+        path = file_of(store, key)
+        path.parent.mkdir(exist_ok=True)
+        path.with_name(".put").write_bytes(value)
+        path.with_name(".put").rename(path)
+
+    def raw_get(self, store: Store, key: bytes) -> bytes | None:
+        path = file_of(store, key)
+        return path.read_bytes() if path.exists() else None
+
+    def raw_delete(self, store: Store, key: bytes) -> None:
+        file_of(store, key).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Arena(ARENA_BYTES) as arena, open_store(url_of(tmp_path), create=True) as opened:
+        opened.attach(arena)
+        yield opened
+
+
+def test_directories_are_part_of_the_address(store: Store, tmp_path: Path) -> None:
+    """Proves that a file is no object of a store with other directories, or in another order."""
+    values = {key: key * 3 for key in KEYS}
+    assert write(store, values, if_absent=True).all_ok
+    assert {key: file_of(store, key).read_bytes() for key in KEYS} == values
+    assert len({file_of(store, key).parents[1] for key in KEYS}) > 1
+    with open_store(url_of(tmp_path, "cba")) as other:
+        found = set(listing(other))
+        assert found == {key for key in KEYS if file_of(store, key) == file_of(other, key)}
+        (remark,) = other.remarks
+        assert f"ignored {len(KEYS) - len(found)} files outside the folders" in remark
+        assert "in the order" in remark
+        assert other.exists(rows_of(KEYS)).sum() == len(found) < len(KEYS)
+
+
+def test_what_is_no_object_is_named_and_left_alone(store: Store, tmp_path: Path) -> None:
+    """Proves that links, FIFOs, linked folders and misplaced files are neither read nor changed."""
+    write(store, {KEYS[0]: b"abc"}, if_absent=True)
+    for key, make in ((KEYS[1], os.mkfifo), (KEYS[2], lambda p: p.symlink_to("/etc/passwd"))):
+        path = file_of(store, key)
+        path.parent.mkdir(exist_ok=True)
+        make(path)
+    elsewhere = file_of(store, KEYS[3])
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / elsewhere.name).write_bytes(b"abc")
+    elsewhere.parent.symlink_to(tmp_path / "real")
+    shutil.copy(file_of(store, KEYS[0]), tmp_path / "a" / os.fsdecode(KEYS[4]))
+    assert set(listing(store)) == {KEYS[0]}
+    remarks = "; ".join(store.remarks)
+    assert "ignored 2 links, FIFOs" in remarks
+    assert "ignored 1 files outside" in remarks
+    assert f"{elsewhere.parent}: is a symbolic link" in remarks
+    rows = rows_of(KEYS[:5])
+    statuses = read(store, rows, [3] * 5)[0].statuses.tolist()
+    assert statuses == [Status.OK, Status.ERROR, Status.ERROR, Status.ERROR, Status.GONE]
+    assert store.exists(rows).tolist() == [True, False, False, False, False]
+
+
+def test_servers_side_files_are_not_looked_for(store: Store, tmp_path: Path) -> None:
+    """Proves that nothing is kept in directories that a server's `clear` empties."""
+    write(store, dict.fromkeys(KEYS, b"abc"), if_absent=True)
+    assert isinstance(store, NixlStore)
+    store.touch(rows_of(KEYS))
+    store.delete(rows_of(KEYS[:2]))
+    names = {path.name for path in tmp_path.glob("*/*")}
+    assert names <= {f"{number:02x}" for number in range(256)}
+
+
+def test_writes_stop_below_the_watermark_of_each_disk(tmp_path: Path) -> None:
+    """Proves that no object is written that would make servers remove others."""
+    space = os.statvfs(tmp_path)
+    used = 100 * (1 - space.f_bavail / space.f_blocks)
+    url = url_of(tmp_path, options=f"&high_watermark={used * 0.9:.6f}")
+    with Arena(ARENA_BYTES) as arena, open_store(url, create=True) as store:
+        store.attach(arena)
+        result = write(store, {KEYS[0]: b"abc"}, if_absent=True)
+        assert result.statuses.tolist() == [Status.FULL]
+        assert "servers would remove objects" in result.errors[0]
+        assert store.free_bytes() == 0
+        assert listing(store) == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nixl:///a,b", "each directory must be an absolute path"),
+        ("nixl:///a,", "each directory must be an absolute path"),
+        ("nixl:///tmp,/tmp/../tmp", "names a directory twice"),
+        ("nixl:///tmp?direct_io=yes", "direct_io: 'yes' is not one of on, off"),
+        ("nixl:///tmp?high_watermark=nan", "must be a percentage"),
+        ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
+    ],
+)
+def test_urls_that_name_no_store_are_refused(url: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_store(url)
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/b: "):
+        open_store(url_of(tmp_path, "ab"))
+    assert not (tmp_path / "b").exists()
