@@ -71,18 +71,18 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return use
 
 
-def write_store(directory: Path, kind: str) -> tuple[Path, Profile]:
+def write_store(directory: Path, kind: str, pages: int = PAGES) -> tuple[Path, Profile]:
     """Write pages of a model with this kind of pool, all its pools included."""
     profile, _ = tiny(kind)
-    return write_pages(directory, profile), profile
+    return write_pages(directory, profile, pages), profile
 
 
-def write_pages(directory: Path, profile: Profile) -> Path:
+def write_pages(directory: Path, profile: Profile, pages: int = PAGES) -> Path:
     store = directory / "store"
     store.mkdir()
     for expected in object_specs(profile, "file"):
         before, after = FileCodec().affix(expected.coordinate)
-        objects = KvGenerator(expected, profile, seed=3).objects(range(PAGES))
+        objects = KvGenerator(expected, profile, seed=3).objects(range(pages))
         for number, content in enumerate(objects):
             put(store / f"{before}{page(number)}{after}", content.tobytes())
     (directory / "p.toml").write_text(dump_profile(profile))
@@ -258,7 +258,7 @@ def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
 
     for place in ("number_kernel.block_statistics", "order_kernel.correlations"):
         monkeypatch.setattr(f"hicachectl.device.{place}", looked_at)
-    store, profile = write_store(tmp_path, kind)
+    store, profile = write_store(tmp_path, kind, pages=1)  # digests are slow in the interpreter
     on_host = verified(store, profile, update_catalog=True).catalog
     on_device(device)
     assert found(verified(store, profile, "cuda", checks=("digests",), catalog=on_host)) == []
