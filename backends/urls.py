@@ -46,6 +46,10 @@ SCHEMES = {
         frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
         host=True,
     ),
+    # The directory of one client's SSD offload, or the parent of its rank_* directories.
+    "mooncake-ssd": Scheme(
+        "hicachectl.backends.mooncake_ssd.store:MooncakeSsdStore", frozenset({"tenant"})
+    ),
     # The path is a list of directories. direct_io: "off" for servers without O_DIRECT.
     "nixl": Scheme(
         "hicachectl.backends.nixl.store:NixlStore", frozenset({"direct_io", "high_watermark"})

@@ -52,6 +52,10 @@ _STORES = (
     ),
     ("mooncake:", "The cluster of SGLang's configuration; see ENVIRONMENT."),
     (
+        "mooncake-ssd:///dir?tenant=NAME",
+        "The files that Mooncake clients with SSD offload left behind; see MOONCAKE SSD.",
+    ),
+    (
         "hf3fs:///path/prefix?server=http://HOST:18000&snapshot=FILE",
         "A 3FS store, named by the prefix of its page files; see 3FS.",
     ),
@@ -155,6 +159,26 @@ _MOONCAKE_PARAMETERS = (
     ("device=NAME", "Network devices for rdma."),
     ("metadata=URL", "Metadata service of the transfer engine; default: P2PHANDSHAKE."),
     ("tenant=NAME", "Only default can be listed."),
+)
+_MOONCAKE_SSD = (
+    "A Mooncake client with SSD offload writes objects to files, and leaves the files behind when "
+    "it ends. Copy the directory before you restart the client: a restart deletes leftovers of "
+    "crashes, writes to the same files, and deletes all objects of an offset file that it cannot "
+    "recover. hicachectl only reads the files. To write, name the mooncake:// store of the master.",
+    "DIR is the directory of one client (MOONCAKE_OFFLOAD_FILE_STORAGE_PATH), or the parent of the "
+    "rank_* directories of SGLang's ranks, which are one store. If several files have one key, "
+    "the newest whole object counts. Two forms are read: buckets (ID.bucket with ID.meta, the "
+    "default) and offset files of version 3 (kv_cache.data with kv_cache.meta, if "
+    "MOONCAKE_OFFSET_PERSIST_MODE was relaxed or strict). Other forms, such as file_per_key, are "
+    "refused. tenant= lists the objects of another tenant than default.",
+    "Mooncake never updates the .meta file of a bucket, so objects that were removed from the "
+    "cluster may still be listed. A remark says so, and counts what is left out: buckets without "
+    "a .meta file (a crash interrupted the write), damaged .meta files, and records of an offset "
+    "file that a restart would drop. An object behind the end of its file is truncated or "
+    "unreadable, and an object with another key in its place is unreadable. Records of offset "
+    "files have a CRC-32C, which each read checks; buckets have no checksum. Objects that had not "
+    "been offloaded are not in the files: a client writes a bucket once it has 500 objects or "
+    "256 MB.",
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, if --config is not given."),
@@ -603,6 +627,7 @@ def main_page() -> str:
     lines += [".Sh OUTPUT", *_paragraphs(_OUTPUT)]
     lines += [".Sh MOONCAKE", *_paragraphs(_MOONCAKE)]
     lines += [".Pp", "Parameters of the URL:", *_list(_MOONCAKE_PARAMETERS)]
+    lines += [".Sh MOONCAKE SSD", *_paragraphs(_MOONCAKE_SSD)]
     lines += [".Sh 3FS", *_paragraphs(_HF3FS)]
     lines += [".Pp", "Parameters of the URL:", *_list(_HF3FS_PARAMETERS)]
     lines += [".Sh NIXL", *_paragraphs(_NIXL)]

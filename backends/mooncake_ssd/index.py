@@ -1,0 +1,385 @@
+"""The objects that the files of an SSD tier hold, found by reading all metadata.
+
+A directory has buckets (`ID.bucket` with `ID.meta`) or an offset file (`kv_cache.data` with
+`kv_cache.meta`). Directories `rank_{dp}_{tp}_{pp}_{cp}` below one root are one store. Links and
+special files are never opened.
+Source: Mooncake 0.3.13, mooncake-store/src/storage_backend.cpp :: BucketStorageBackend::Init,
+OffsetAllocatorStorageBackend::TryRecoverFromMetadata, StorageBackend; sglang srt/mem_cache/storage/
+mooncake_store/mooncake_store.py :: MooncakeStore.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.base import as_table
+from hicachectl.formats.errors import FormatError, UnsupportedByBackend, UntrustedError
+from hicachectl.formats.mooncake_ssd import (
+    DEFAULT_TENANT,
+    RECORD,
+    TENANT_END,
+    are_records,
+    parse_bucket_meta,
+    parse_offset_meta,
+    parse_records,
+    value_starts,
+)
+from hicachectl.formats.wording import reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.mooncake_ssd import OffsetMeta
+
+DATA_FILE, META_FILE = "kv_cache.data", "kv_cache.meta"
+
+# file: index into the data files. start, value: where the object and its value start, in bytes of
+# the file. size: stated bytes of the value. nbytes: those before the end of the file.
+# sequence: the bucket's id or the record's number; a newer object has a higher one.
+OBJECT = np.dtype(
+    [
+        ("file", np.int64),
+        ("start", np.int64),
+        ("value", np.int64),
+        ("size", np.int64),
+        ("nbytes", np.int64),
+        ("sequence", np.int64),
+    ]
+)
+
+_BUCKET_FILE = re.compile(r"([0-9]{1,18})\.(bucket|meta)")
+_RANK = re.compile(r"rank_\w+")
+_FILE_PER_KEY = "file_per_key_dir"  # Mooncake's default; file_per_key has folders a to p in it
+_FILE_PER_KEY_FOLDERS = frozenset("abcdefghijklmnop")
+# A bucket has 500 keys by default. An allocator has at most 9.6 million nodes of 32 bytes.
+_MAX_BUCKET_META_BYTES = 64 << 20
+_MAX_OFFSET_META_BYTES = 1 << 30
+_MAX_KEYS_BYTES = (1 << 31) - 1  # of one Arrow array
+_HEAD_BYTES = RECORD.itemsize + 512  # a record's header, and nearly every key
+_RECORDS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory with files of the tier, and the stat of each entry."""
+
+    directory: Directory
+    entries: dict[str, os.stat_result]
+
+    @property
+    def state(self) -> list[tuple[str, int, int, int]]:
+        """What changes whenever a file of the directory does."""
+        return [(n, f.st_ino, f.st_size, f.st_mtime_ns) for n, f in self.entries.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file with objects."""
+
+    directory: Directory
+    name: str
+    facts: os.stat_result
+    is_bucket: bool  # else it has records
+
+    @property
+    def path(self) -> str:
+        """The file's path, for messages."""
+        return f"{self.directory.path}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The objects of a store, in the order of their files and places.
+
+    keys: [n] binary. objects: [n] OBJECT. files: the data files.
+    prefix: of the tenant, before keys in the files. remarks: what the listing leaves out, and why.
+    """
+
+    keys: Any
+    objects: npt.NDArray[np.void]
+    files: Sequence[DataFile]
+    prefix: bytes
+    remarks: tuple[str, ...]
+
+    def stored_forms(self, key: bytes) -> tuple[bytes, bytes]:
+        """Return how a file may have a key: with the tenant, and as older releases wrote it."""
+        return self.prefix + key, key
+
+    def find(self, rows: Rows) -> IntArray:
+        """Return the index row of each key, -1 if missing: [n] int64. A locator saves a search."""
+        found = np.full(len(rows), -1, dtype=np.int64)
+        if not len(self.keys) or not len(rows):
+            return found
+        keys = as_table(rows).column("key").combine_chunks()
+        if "locator" in rows.schema.names:
+            places = as_table(rows).column("locator").fill_null(-1).to_numpy()
+            near = np.clip(places, 0, len(self.keys) - 1)
+            same = pc.equal(self.keys.take(pa.array(near)), keys).to_numpy(zero_copy_only=False)
+            found = np.where(same & (near == places), near, -1).astype(np.int64)
+        rest = np.flatnonzero(found < 0)
+        if len(rest):
+            wanted = pc.index_in(keys.take(pa.array(rest)), value_set=self.keys)
+            found[rest] = wanted.fill_null(-1).to_numpy()
+        return found
+
+
+def open_places(root: Directory) -> list[Place]:
+    """Open the directories of a store: the root, and its rank directories, by name.
+
+    Raises UnsupportedByBackend for Mooncake's file_per_key files, OSError, UntrustedError.
+    """
+    entries = root.entries()
+    places = [Place(root, entries)]
+    try:
+        for name, facts in entries.items():
+            if not stat.S_ISDIR(facts.st_mode):
+                continue
+            if name == _FILE_PER_KEY:
+                _refuse_file_per_key(f"{root.path}/{name}")
+            if _RANK.fullmatch(name):
+                directory = root.directory(name)
+                places.append(Place(directory, directory.entries()))
+    except BaseException:
+        close_places(places)
+        raise
+    for place in places:
+        folders = {n for n, f in place.entries.items() if stat.S_ISDIR(f.st_mode)}
+        if _FILE_PER_KEY in folders or (folders and folders <= _FILE_PER_KEY_FOLDERS):
+            close_places(places)
+            _refuse_file_per_key(place.directory.path)
+    return places
+
+
+def close_places(places: Sequence[Place]) -> None:
+    """Close the rank directories; the root belongs to the caller."""
+    for place in places[1:]:
+        place.directory.close()
+
+
+def read_index(places: Sequence[Place], tenant: str) -> Index:
+    """Read all metadata.
+
+    Raises UnsupportedByBackend and FormatError for files of another form than this module reads,
+    OSError. A damaged bucket is left out, and named in a remark.
+    """
+    reader = _Reader(tenant)
+    for place in places:
+        reader.read_place(place)
+    return reader.index()
+
+
+def _refuse_file_per_key(path: str) -> None:
+    raise UnsupportedByBackend(
+        f"{path}: written by Mooncake's file_per_key backend, which hicachectl does not read; it "
+        "reads buckets and offset files"
+    )
+
+
+class _Reader:
+    """Collects the objects and the remarks of an index."""
+
+    def __init__(self, tenant: str) -> None:
+        self._prefix = tenant.encode("utf-8", "surrogateescape") + TENANT_END
+        self._default = tenant == DEFAULT_TENANT
+        self._files: list[DataFile] = []
+        self._keys: list[bytes] = []
+        self._objects: list[npt.NDArray[np.void]] = []  # one array for each file or run of records
+        self._buckets = 0
+        self._unreadable: list[str] = []  # reasons
+        self._unfinished: list[str] = []  # .bucket files without .meta
+        self._lost: list[str] = []  # .meta files without .bucket
+        self._late = self._torn = 0  # records
+        self._others: dict[bytes, int] = {}  # objects by tenant
+
+    def read_place(self, place: Place) -> None:
+        """Read the buckets and the offset file of a directory."""
+        files = [n for n, facts in place.entries.items() if not stat.S_ISDIR(facts.st_mode)]
+        if DATA_FILE in files or META_FILE in files:
+            self._read_offset_file(place, files)
+        found: dict[str, dict[str, str]] = {"bucket": {}, "meta": {}}
+        for name in files:
+            if match := _BUCKET_FILE.fullmatch(name):
+                found[match[2]][match[1]] = name
+        buckets, metas = found["bucket"], found["meta"]
+        self._buckets += len(metas)
+        path = place.directory.path
+        self._unfinished += [f"{path}/{name}" for id_, name in buckets.items() if id_ not in metas]
+        self._lost += [f"{path}/{name}" for id_, name in metas.items() if id_ not in buckets]
+        for id_ in sorted(metas.keys() & buckets.keys(), key=int):
+            try:
+                self._read_bucket(place, int(id_), metas[id_], buckets[id_])
+            except (FormatError, UntrustedError, FileNotFoundError, PermissionError) as error:
+                self._unreadable.append(_said(place, metas[id_], error))
+
+    def _read_bucket(self, place: Place, number: int, meta: str, name: str) -> None:
+        source = f"{place.directory.path}/{meta}"
+        facts = place.entries[name]
+        place.directory.check(name, facts)
+        parsed = parse_bucket_meta(_read(place, meta, _MAX_BUCKET_META_BYTES, source), source)
+        self._files.append(DataFile(place.directory, name, facts, is_bucket=True))
+        key_sizes = np.fromiter(map(len, parsed.keys), dtype=np.int64, count=len(parsed.keys))
+        objects = np.zeros(len(parsed.keys), dtype=OBJECT)
+        objects["start"], objects["size"] = parsed.starts, parsed.sizes
+        objects["value"], objects["sequence"] = parsed.starts + key_sizes, number
+        self._add(parsed.keys, objects)
+
+    def _read_offset_file(self, place: Place, files: Sequence[str]) -> None:
+        path = place.directory.path
+        if META_FILE not in files:
+            raise UnsupportedByBackend(
+                f"{path}/{DATA_FILE}: no {META_FILE} says which objects it has, because Mooncake "
+                "ran without MOONCAKE_OFFSET_PERSIST_MODE; the objects cannot be recovered"
+            )
+        if DATA_FILE not in files:
+            self._lost.append(f"{path}/{META_FILE}")
+            return
+        source = f"{path}/{META_FILE}"
+        meta = parse_offset_meta(_read(place, META_FILE, _MAX_OFFSET_META_BYTES, source), source)
+        descriptor = place.directory.open_file(DATA_FILE)
+        try:
+            facts = os.fstat(descriptor)
+            self._files.append(DataFile(place.directory, DATA_FILE, facts, is_bucket=False))
+            for at in range(0, len(meta.starts), _RECORDS_AT_ONCE):
+                self._read_records(descriptor, meta, slice(at, at + _RECORDS_AT_ONCE))
+        finally:
+            os.close(descriptor)
+
+    def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> None:
+        """Add the records of some extents that a restart of Mooncake would keep."""
+        places, size = meta.starts[some].tolist(), RECORD.itemsize
+        heads = [os.pread(descriptor, _HEAD_BYTES, place) for place in places]
+        records = parse_records(b"".join(head[:size].ljust(size, b"\0") for head in heads))
+        sound = are_records(records, meta.sizes[some])
+        late = sound & (records["sequence"] >= np.uint64(meta.sequence))
+        chosen = np.flatnonzero(sound & ~late).tolist()
+        lengths = records["key_bytes"].tolist()
+        keys = [_key(descriptor, places[row], heads[row], lengths[row]) for row in chosen]
+        cut = sum(len(key) < lengths[row] for row, key in zip(chosen, keys, strict=True))
+        self._torn += int((~sound).sum()) + cut
+        self._late += int(late.sum())
+        kept = [
+            row
+            for row, key in zip(chosen, keys, strict=True)
+            if len(key) == lengths[row] and key not in meta.evicted
+        ]
+        known = dict(zip(chosen, keys, strict=True))
+        objects = np.zeros(len(kept), dtype=OBJECT)
+        objects["start"] = meta.starts[some][kept]
+        objects["value"] = objects["start"] + value_starts(
+            records["key_bytes"][kept].astype(np.int64)
+        )
+        objects["size"], objects["sequence"] = (
+            records[name][kept] for name in ("value_bytes", "sequence")
+        )
+        self._add([known[row] for row in kept], objects)
+
+    def _add(self, stored: list[bytes], objects: npt.NDArray[np.void]) -> None:
+        """Add the objects of the last file that are our tenant's, and count the others."""
+        names = [self._name(key) for key in stored]
+        objects["file"] = len(self._files) - 1
+        self._keys += [name for name in names if name is not None]
+        self._objects.append(objects[[name is not None for name in names]])
+
+    def _name(self, stored: bytes) -> bytes | None:
+        """Return the key of a stored key; None for another tenant's."""
+        if stored.startswith(self._prefix):
+            return stored[len(self._prefix) :]
+        tenant, end, _ = stored.partition(TENANT_END)
+        if not end and self._default:
+            return stored
+        tenant = tenant if end else DEFAULT_TENANT.encode()
+        self._others[tenant] = self._others.get(tenant, 0) + 1
+        return None
+
+    def index(self) -> Index:
+        """Return the objects: of several with one key, the newest that is whole."""
+        if sum(map(len, self._keys)) > _MAX_KEYS_BYTES:
+            raise FormatError("The keys have more than 2 GiB; open the directory of one rank")
+        keys = pa.array(self._keys, pa.binary())
+        objects = np.concatenate([np.zeros(0, dtype=OBJECT), *self._objects])
+        ends = np.array([file.facts.st_size for file in self._files], dtype=np.int64)
+        objects["nbytes"] = np.clip(ends[objects["file"]] - objects["value"], 0, objects["size"])
+        codes = keys.dictionary_encode().indices.to_numpy()
+        whole = objects["nbytes"] == objects["size"]
+        order = np.lexsort((objects["sequence"], whole, codes))
+        kept = order[np.diff(codes[order], append=-1) != 0]
+        kept = kept[np.lexsort((objects["start"][kept], objects["file"][kept]))]
+        return Index(
+            keys.take(pa.array(kept)),
+            objects[kept],
+            self._files,
+            self._prefix,
+            tuple(self._remarks(older=len(order) - len(kept), cut=int((~whole[kept]).sum()))),
+        )
+
+    def _remarks(self, *, older: int, cut: int) -> Iterator[str]:
+        if not self._files:
+            yield "No objects: the directory has no bucket with metadata and no offset file"
+        if self._buckets:
+            yield (
+                "Objects that were removed from the cluster may still be listed: Mooncake never "
+                "updates the .meta file of a bucket"
+            )
+        first = [(each or [""])[0] for each in (self._unreadable, self._unfinished, self._lost)]
+        names = ", ".join(repr(os.fsdecode(name)) for name in sorted(self._others)[:3])
+        notes = (
+            (
+                len(self._unreadable),
+                f"of {self._buckets} buckets are left out; the first: {first[0]}",
+            ),
+            (
+                len(self._unfinished),
+                f"buckets without a .meta file are left out, the first {first[1]}: a crash "
+                "interrupted the write, and a restart of the client deletes them",
+            ),
+            (
+                len(self._lost),
+                f".meta files have no data file, the first {first[2]}: their objects are lost",
+            ),
+            (cut, "objects lie partly or wholly behind the end of their file"),
+            (self._torn, "records of offset files are left out: their headers are damaged"),
+            (
+                self._late,
+                "records of offset files are left out: they are newer than the last checkpoint, "
+                "and a restart of the client drops them",
+            ),
+            (older, "older objects are left out: a newer object has the same key"),
+            (
+                sum(self._others.values()),
+                f"objects of other tenants are left out, of {names}; tenant=NAME in the URL "
+                "lists another tenant",
+            ),
+        )
+        yield from (f"{count} {text}" for count, text in notes if count)
+
+
+def _read(place: Place, name: str, most: int, source: str) -> bytes:
+    too_large = place.entries[name].st_size > most
+    if too_large or len(data := place.directory.read(name, most + 1)) > most:
+        raise FormatError(f"{source}: larger than {most} bytes, so not Mooncake's metadata")
+    return data
+
+
+def _key(descriptor: int, start: int, head: bytes, length: int) -> bytes:
+    """Return a record's stored key, shorter at the end of the file."""
+    size = RECORD.itemsize
+    if length <= _HEAD_BYTES - size:
+        return head[size : size + length]
+    return os.pread(descriptor, length, start + size)
+
+
+def _said(place: Place, name: str, error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{place.directory.path}/{name}: {reason_of(error)}"
+    return str(error)

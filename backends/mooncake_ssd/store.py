@@ -1,0 +1,185 @@
+"""The SSD tier of Mooncake, offline: the directory that a client with SSD offload leaves behind.
+
+The store is read-only: a running client knows its files from memory, so a changed file would be
+read as garbage. Keys are those of the Mooncake store.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.base import (
+    IntArray,
+    Limits,
+    ReadResult,
+    Result,
+    Rows,
+    Store,
+    Traits,
+    scan_batch,
+    scan_schema,
+)
+from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.mooncake_ssd.index import close_places, open_places, read_index
+from hicachectl.backends.mooncake_ssd.reading import VERSION_FIELDS, Reading
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
+from hicachectl.formats.mooncake_ssd import DEFAULT_TENANT
+from hicachectl.formats.wording import failed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator
+
+    from hicachectl.backends.mooncake_ssd.index import Index, Place
+    from hicachectl.backends.urls import StoreUrl
+
+SCAN_ROWS = 16384
+
+
+class MooncakeSsdStore(Store):
+    """One tenant's objects in the files of one or more clients; never written to."""
+
+    limits: Limits = Limits(
+        batch_objects=256,
+        batch_bytes=64 << 20,
+        parallel_reads=4,
+        parallel_writes=1,
+        forkable=True,  # reading needs only the directories' descriptors
+    )
+    grammar = "mooncake"
+    traits: ClassVar[Traits] = Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
+        version_fields=VERSION_FIELDS,
+        live=False,
+    )
+
+    def __init__(self, url: StoreUrl) -> None:
+        """Open the directory. Raises StoreUnavailable, UnsupportedByBackend, FormatError."""
+        if not url.path:
+            raise UsageError(f"{url}: name the directory, as in {url.scheme}:///mnt/ssd/mooncake")
+        self.url = str(url)
+        self._tenant = url.params.get("tenant") or DEFAULT_TENANT
+        self._reading = threading.Lock()
+        self._places: list[Place] = []
+        self._replaced: list[list[Place]] = []  # whose directories a reader may still use
+        self._index: Index | None = None
+        try:
+            self._root = Directory.named(url.path, writes=False)
+        except OSError as error:
+            raise StoreUnavailable(failed(self.url, "open the directory", error)) from error
+        try:
+            self._current()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        """Open the directory that a URL names."""
+        return cls(url)
+
+    @classmethod
+    def create(cls, url: StoreUrl) -> Self:
+        """Refuse: raises UnsupportedByBackend."""
+        _refuse(str(url), "written to")
+
+    def close(self) -> None:
+        """Close the directories."""
+        for places in (*self._replaced, self._places):
+            close_places(places)
+        self._replaced, self._places = [], []
+        self._root.close()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Report what the listing leaves out."""
+        return () if self._index is None else self._index.remarks
+
+    def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
+        """List the objects in the order of their files; a truncated object has fewer bytes."""
+        schema = scan_schema(columns)
+        index = self._current()
+        for start in range(0, len(index.keys), SCAN_ROWS):
+            rows = np.arange(start, min(start + SCAN_ROWS, len(index.keys)))
+            yield _batch(index, rows, schema)
+
+    def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        """List a few objects again."""
+        schema = scan_schema(columns)
+        index = self._current()
+        found = index.find(rows)
+        chosen = np.unique(found[found >= 0])
+        return pa.Table.from_batches([_batch(index, chosen, schema)], schema=schema)
+
+    def read_into(
+        self, rows: Rows, offsets: IntArray, capacities: IntArray, *, identify: bool = True
+    ) -> ReadResult:
+        """Read whole objects; compare keys, and CRCs where records have them.
+
+        ERROR: the file ends inside the object, or has other bytes in place of the key.
+        DAMAGED: the CRC differs.
+        """
+        memory = self.memory(offsets, capacities, len(rows))
+        index = self._index or self._current()
+        return Reading(index, rows, memory, offsets, capacities).read()
+
+    def write_from(
+        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
+    ) -> Result:
+        """Refuse: raises UnsupportedByBackend."""
+        _refuse(self.url, "written to")
+
+    def delete(self, rows: Rows) -> Result:
+        """Refuse: raises UnsupportedByBackend."""
+        _refuse(self.url, "deleted from")
+
+    def _current(self) -> Index:
+        """Return the index of the files as they are now."""
+        with self._reading:
+            try:
+                places = open_places(self._root)
+            except OSError as error:
+                raise StoreUnavailable(failed(self.url, "list the directory", error)) from error
+            states = [place.state for place in places]
+            if self._index is not None and states == [place.state for place in self._places]:
+                close_places(places)
+                return self._index
+            self._replaced.append(self._places)
+            self._places = places
+            try:
+                self._index = read_index(places, self._tenant)
+            except OSError as error:
+                raise StoreUnavailable(failed(self.url, "read the metadata", error)) from error
+            return self._index
+
+
+def _refuse(url: str, action: str) -> NoReturn:
+    raise UnsupportedByBackend(
+        f"{url}: objects cannot be {action} the SSD tier, because its client keeps the places of "
+        "all objects in memory; name the mooncake:// store of its master"
+    )
+
+
+def _batch(index: Index, rows: IntArray, schema: Any) -> Any:
+    """Return a record batch of index rows."""
+    objects = index.objects[rows]
+    facts = [file.facts for file in index.files]
+    mtimes = np.array([each.st_mtime_ns for each in facts], dtype=np.int64)[objects["file"]]
+    numbers = np.zeros((len(rows), len(VERSION_FIELDS)), dtype="<u8")
+    numbers[:, 0] = np.array([each.st_ino for each in facts], dtype=np.uint64)[objects["file"]]
+    numbers[:, 1] = mtimes
+    numbers[:, 2], numbers[:, 3] = objects["start"], objects["sequence"]
+    versions = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(numbers.itemsize * numbers.shape[1]), len(rows), [None, pa.py_buffer(numbers)]
+    )
+    columns = {
+        "key": index.keys.take(pa.array(rows)),
+        "nbytes": pa.array(objects["nbytes"]),
+        "mtime_ns": pa.array(mtimes),
+        "locator": pa.array(rows.astype(np.int64)),
+        "version": versions.cast(pa.binary()),
+    }
+    return scan_batch(schema, columns, len(rows))

@@ -1,0 +1,329 @@
+"""The SSD tier as a store: the common suite, damage, foreign files, and other forms."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import Status, Store, open_store
+from hicachectl.backends.testing import PAGE_HASHES, StoreSuite, listing, read, scanned_rows
+from hicachectl.formats.errors import FormatError, HicacheError, StoreUnavailable
+from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEYS = tuple(f"m_{page}_0_k".encode() for page in PAGE_HASHES)
+SLOT_BYTES = 1 << 16
+
+
+def url_of(directory: Path, query: str = "") -> str:
+    return f"mooncake-ssd://{directory}{query}"
+
+
+class SsdSuite(StoreSuite):
+    keys = KEYS
+    path: Path
+    objects: dict[bytes, bytes]
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        self.path, self.objects = tmp_path, {}
+        with open_store(url_of(tmp_path)) as opened:
+            yield opened
+
+    def reopen(self, store: Store) -> Store:
+        return open_store(store.url)
+
+    def raw_get(self, store: Store, key: bytes) -> bytes | None:
+        return self.objects.get(key)
+
+
+class TestBuckets(SsdSuite):
+    ids: dict[bytes, int]
+
+    def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
+        """Add a bucket with two objects; both ranks of a deployment have a directory."""
+        self.raw_delete(store, key)
+        number = 1 + max(map(int, (p.stem for p in self.path.rglob("*.bucket"))), default=7 << 40)
+        folder = self.path / f"rank_0_{KEYS.index(key) % 2}_0_0"
+        folder.mkdir(exist_ok=True)
+        put_bucket(folder, number, {key: value})
+        self.objects[key] = value
+
+    def raw_delete(self, store: Store, key: bytes) -> None:
+        self.objects.pop(key, None)
+        for path in self.path.rglob("*.bucket"):
+            if key in path.read_bytes():
+                path.unlink()
+                path.with_suffix(".meta").unlink()
+
+
+class TestOffsetFiles(SsdSuite):
+    sequence = 0
+    sequences: dict[bytes, int]
+
+    def raw_put(self, store: Store, key: bytes, value: bytes) -> None:
+        if not self.objects:
+            self.sequences = {}
+        self.sequence += 1
+        self.objects[key], self.sequences[key] = value, self.sequence
+        self._write()
+
+    def raw_delete(self, store: Store, key: bytes) -> None:
+        self.objects.pop(key, None)
+        self._write()
+
+    def _write(self) -> None:
+        put_offset_files(
+            self.path,
+            [
+                Record(TENANT + key, value, KEYS.index(key) * SLOT_BYTES, self.sequences[key])
+                for key, value in self.objects.items()
+            ],
+        )
+
+
+# --- what is left out is said, and what is damaged is named ---
+
+A, B, C = KEYS[:3]
+VALUES = {A: b"a" * 5000, B: b"b" * 100, C: b"c" * 9000}
+
+
+def read_all(directory: Path) -> dict[bytes, tuple[Status, str]]:
+    """Return status and message of reading each listed object with its intended size."""
+    with open_store(url_of(directory)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        keys = sorted(listing(store))
+        result, found = read(store, scanned_rows(store, keys), [len(VALUES[k]) for k in keys])
+        for at, key in enumerate(keys):
+            if result.statuses[at] == Status.OK:
+                assert found[at] == VALUES[key]
+        return {
+            key: (Status(result.statuses[at]), result.errors.get(at, ""))
+            for at, key in enumerate(keys)
+        }
+
+
+def remarks_of(directory: Path, query: str = "") -> str:
+    with open_store(url_of(directory, query)) as store:
+        list(store.scan())
+        return "\n".join(store.remarks)
+
+
+def test_objects_behind_the_end_of_a_bucket_are_damage(tmp_path: Path) -> None:
+    """A truncated bucket lists the bytes that are left, and reads say where it ends."""
+    path = put_bucket(tmp_path, 7, VALUES)
+    os.truncate(path, path.stat().st_size - 8950)
+    with open_store(url_of(tmp_path)) as store:
+        assert listing(store) == {A: 5000, B: 100, C: 50}
+    found = read_all(tmp_path)
+    assert (found[A][0], found[B][0], found[C][0]) == (Status.OK, Status.OK, Status.ERROR)
+    assert "7.bucket ends before byte" in found[C][1]
+    assert "1 objects lie partly or wholly behind the end" in remarks_of(tmp_path)
+
+
+def test_a_bucket_overwritten_by_another_client_is_damage(tmp_path: Path) -> None:
+    """Clients that shared a directory wrote buckets of one number; the keys then differ."""
+    path = put_bucket(tmp_path, 7, VALUES)
+    content = path.read_bytes()
+    end = len(TENANT + A) + 5000
+    path.write_bytes(content[:end] + content[end + 1 :] + b"x")
+    found = read_all(tmp_path)
+    assert found[A][0] == Status.OK
+    assert [found[key][0] for key in (B, C)] == [Status.ERROR] * 2
+    assert "has another key than its .meta file" in found[B][1]
+
+
+def test_an_older_whole_copy_serves_where_the_newer_is_truncated(tmp_path: Path) -> None:
+    put_bucket(tmp_path, 7, {A: VALUES[A]})
+    newer = put_bucket(tmp_path, 8, {A: VALUES[A]})
+    assert "1 older objects" in remarks_of(tmp_path)
+    os.truncate(newer, 100)
+    assert read_all(tmp_path)[A][0] == Status.OK
+
+
+@pytest.mark.parametrize("sequences", [(4, 9), (9, 4)])
+def test_the_newest_of_several_objects_counts(tmp_path: Path, sequences: tuple[int, int]) -> None:
+    for number, fill in zip(sequences, (b"1", b"2"), strict=True):
+        (tmp_path / f"rank_{number}_0_0_0").mkdir()
+        put_bucket(tmp_path / f"rank_{number}_0_0_0", number, {A: fill * number})
+    with open_store(url_of(tmp_path)) as store:
+        assert listing(store) == {A: 9}
+
+
+def test_leftovers_of_crashes_are_remarked_and_not_listed(tmp_path: Path) -> None:
+    """A bucket without .meta, a .meta without bucket, and a damaged .meta lose only themselves."""
+    put_bucket(tmp_path, 1, {A: VALUES[A]})
+    put_bucket(tmp_path, 2, {B: VALUES[B]}).with_suffix(".meta").unlink()
+    put_bucket(tmp_path, 3, {C: VALUES[C]}).unlink()
+    damaged = put_bucket(tmp_path, 4, {C: VALUES[C]}).with_suffix(".meta")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    said = remarks_of(tmp_path)
+    assert f"1 buckets without a .meta file are left out, the first {tmp_path}/2.bucket" in said
+    assert "a restart of the client deletes them" in said
+    assert f"1 .meta files have no data file, the first {tmp_path}/3.meta" in said
+    assert f"1 of 3 buckets are left out; the first: {tmp_path}/4.meta: " in said
+    assert "may still be listed" in said
+    assert read_all(tmp_path) == {A: (Status.OK, "")}
+
+
+def test_tenants_are_apart_and_keys_of_older_releases_are_the_defaults(tmp_path: Path) -> None:
+    put_bucket(tmp_path, 1, {A: b"1"})
+    put_bucket(tmp_path, 2, {B: b"22"}, tenant=b"")
+    put_bucket(tmp_path, 3, {A: b"333"}, tenant=b"blue\0")
+    with open_store(url_of(tmp_path)) as store:
+        assert listing(store) == {A: 1, B: 2}
+    with open_store(url_of(tmp_path, "?tenant=blue")) as store:
+        assert listing(store) == {A: 3}
+    assert "1 objects of other tenants are left out, of 'blue'" in remarks_of(tmp_path)
+
+
+@pytest.mark.parametrize("crc", [True, False], ids=["crc", "no-crc"])
+def test_a_flipped_byte_of_a_record_is_found_by_its_crc(tmp_path: Path, crc: bool) -> None:
+    path = put_offset_files(
+        tmp_path, [Record(TENANT + A, VALUES[A], 0, 1, crc), Record(TENANT + B, VALUES[B], 9216, 2)]
+    )
+    content = bytearray(path.read_bytes())
+    content[4096 + 17] ^= 1
+    path.write_bytes(content)
+    VALUES_A = bytearray(VALUES[A])  # noqa: N806 - the value as read
+    VALUES_A[17] ^= 1
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        result, found = read(store, scanned_rows(store, [A, B]), [5000, 100])
+    assert result.statuses.tolist() == [Status.DAMAGED if crc else Status.OK, Status.OK]
+    assert crc or found[0] == VALUES_A
+    assert ("CRC-32C" in result.errors.get(0, "")) == crc
+
+
+def test_records_are_kept_by_the_rules_of_a_restart(tmp_path: Path) -> None:
+    """Evicted keys, records after the checkpoint, and torn headers are left out."""
+    torn, late, evicted, whole = (
+        Record(TENANT + key, b"v" * 10, n * SLOT_BYTES, n + 1) for n, key in enumerate(KEYS[:4])
+    )
+    records = [torn, late, evicted, whole]
+    path = put_offset_files(tmp_path, records)
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 8)
+    extents = [(record.start, len(record.content)) for record in records]
+    meta = offset_meta(extents, 5, evicted=[evicted.key])
+    (tmp_path / "kv_cache.meta").write_bytes(meta)
+    with open_store(url_of(tmp_path)) as store:
+        assert set(listing(store)) == {KEYS[1], KEYS[3]}
+    meta = offset_meta(extents, 2, evicted=[evicted.key])
+    (tmp_path / "kv_cache.meta").write_bytes(meta)
+    said = remarks_of(tmp_path)
+    assert "1 records of offset files are left out: their headers" in said
+    assert "3 records of offset files are left out: they are newer" in said
+
+
+def test_a_record_cut_off_by_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
+    path = put_offset_files(
+        tmp_path, [Record(TENANT + A, VALUES[A], 0, 1), Record(TENANT + C, VALUES[C], 9216, 2)]
+    )
+    os.truncate(path, 9216 + 4096 + 20)
+    with open_store(url_of(tmp_path)) as store:
+        assert listing(store) == {A: 5000, C: 20}
+    assert [status for status, _ in read_all(tmp_path).values()] == [Status.OK, Status.ERROR]
+
+
+def put_version_2(directory: Path) -> None:
+    put_offset_files(directory, [])
+    (directory / "kv_cache.meta").write_bytes(offset_meta([], 1, version=2))
+
+
+def put_without_meta(directory: Path) -> None:
+    put_offset_files(directory, [])
+    (directory / "kv_cache.meta").unlink()
+
+
+def put_file_per_key(directory: Path) -> None:
+    (directory / "file_per_key_dir" / "c" / "p").mkdir(parents=True)
+
+
+def put_renamed_file_per_key(directory: Path) -> None:
+    (directory / "c" / "p").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("put", "words"),
+    [
+        (put_version_2, "version 2 of Mooncake's offset files"),
+        (put_without_meta, "MOONCAKE_OFFSET_PERSIST_MODE"),
+        (put_file_per_key, "file_per_key"),
+        (put_renamed_file_per_key, "file_per_key"),
+    ],
+)
+@pytest.mark.parametrize("folder", ["", "rank_0_1_0_0"])
+def test_other_forms_are_refused_by_name(tmp_path: Path, put: Any, words: str, folder: str) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    put(tmp_path / folder)
+    with pytest.raises(HicacheError, match=words) as caught:
+        open_store(url_of(tmp_path))
+    assert not isinstance(caught.value, StoreUnavailable)
+
+
+@pytest.mark.parametrize("name", ["1.meta", "1.bucket", "kv_cache.meta", "kv_cache.data"])
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
+def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    """A special file in the place of any file is left out or refused, and never read."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_bucket(directory, 1, {A: VALUES[A]})
+    if name.startswith("kv"):
+        put_offset_files(directory, [Record(TENANT + B, VALUES[B], 0, 1)])
+    (directory / name).rename(outside / name)
+    if kind == "link":
+        (directory / name).symlink_to(outside / name)
+    elif kind == "fifo":
+        os.mkfifo(directory / name)
+    else:
+        (directory / name).mkdir()
+    try:
+        with open_store(url_of(directory)) as store:
+            listed = set(listing(store))
+            said = "\n".join(store.remarks)
+    except HicacheError as error:
+        listed, said = set(), str(error)
+    assert name.partition(".")[0] in said
+    assert not listed & ({B} if name.startswith("kv") else {A})
+
+
+def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    path = put_bucket(tmp_path, 1, {A: VALUES[A]})
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        rows = scanned_rows(store, [A])
+        path.unlink()
+        os.mkfifo(path)
+        sizes = np.array([5000], dtype=np.int64)
+        result = store.read_into(rows, place(sizes)[0], sizes)
+    assert result.statuses.tolist() == [Status.ERROR]
+    assert "FIFO" in result.errors[0]
+
+
+def test_a_huge_meta_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    meta = put_bucket(tmp_path, 1, {A: VALUES[A]}).with_suffix(".meta")
+    os.truncate(meta, 1 << 40)
+    assert "1.meta: larger than" in remarks_of(tmp_path)
+    put_offset_files(tmp_path, [])
+    os.truncate(tmp_path / "kv_cache.meta", 1 << 40)
+    with pytest.raises(FormatError, match=r"kv_cache\.meta: larger than"):
+        open_store(url_of(tmp_path))
+
+
+def test_an_empty_directory_says_so_and_a_missing_one_is_unavailable(tmp_path: Path) -> None:
+    assert "No objects" in remarks_of(tmp_path)
+    for path in (tmp_path / "none", tmp_path / "file"):
+        if path.name == "file":
+            path.touch()
+        with pytest.raises(StoreUnavailable, match=path.name):
+            open_store(url_of(path))
