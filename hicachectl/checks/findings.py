@@ -120,9 +120,9 @@ def combine(tables: Iterable[pa.Table]) -> pa.Table:
     table = pa.concat_tables([SCHEMA.empty_table(), *tables])
     ranked = table.append_column("rank", pa.array(-severity_ranks(table)))
     names = ("rank", "code", "page", "key")
-    # Table.sort_by would copy the table twice.
+    # Table.sort_by would hold three copies of all columns at once.
     order = pc.sort_indices(ranked, [(name, "ascending") for name in names])
-    return table.take(order)
+    return pa.table([column.take(order) for column in table.columns], schema=SCHEMA)
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:

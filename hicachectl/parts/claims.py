@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # between two looks at another process's claim
+LOOK_SECONDS = 1.0  # between two looks at another process's claim, less at first
+_FIRST_LOOK_SECONDS = 0.05
 _NBYTES = 1024  # of every claim, so that one write renews it in place
 _OWNER_BYTES = 8
 _MOST_HOST = 64  # characters, as of a Linux host name
@@ -117,6 +118,7 @@ class Claim:
         """
         before: bytes | None = None
         number, since, said = -1, 0.0, False
+        began = time.monotonic()
         while not done():
             now = time.monotonic()  # before the look: a stop after it must not make a claim stale
             number, content = _newest(directory, stem, max(number, 0))
@@ -135,7 +137,8 @@ class Claim:
                 said = True
                 holder = _parsed(content)
                 on_wait(holder.host if holder else "another process")
-            time.sleep(LOOK_SECONDS)
+            # A short wait becomes little longer, and a long one asks the file system rarely.
+            time.sleep(min(LOOK_SECONDS, _FIRST_LOOK_SECONDS + (now - began) / 10))
         return None
 
     def check(self) -> None:

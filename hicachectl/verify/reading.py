@@ -45,6 +45,7 @@ _ASKED_OBJECTS = 4096  # objects per query for their existence
 # which one thread at a time runs; larger ones mostly copies and BLAKE3, without the GIL.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
+_FORK_RATE = 64 << 20  # one process reads slower limits; shares of one would end unevenly
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
 _COUNTS = ("objects", "bytes_read", "compared", "undigested", "gone")  # of a `ReadingResult`
@@ -231,6 +232,9 @@ class _Reader:
         if self._plan.device is not None:  # CUDA does not survive a fork
             return 1
         if nbytes > count * _FORK_MEAN_BYTES:
+            return 1
+        limit = self._plan.bytes_per_second
+        if limit is not None and limit < _FORK_RATE:
             return 1
         wanted = self._plan.jobs or min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         # Each process has a share of the buffer that must hold any task.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # task small: with half the size, two threads read 20% less in the same time; with a quarter, 40%.
 TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
+_LIMITED_SECONDS = 0.25  # of --bwlimit that a task takes, so that the rate is even
 # Objects of one kind are read together within a window of the listing, so a run that is cut short
 # has read whole pages, not only one rank's objects. If the store lists offsets, windows follow
 # the offsets: a window is a stretch of each file.
@@ -135,6 +136,8 @@ def tasks_of(plan: ReadingPlan, inventory: Inventory, windows: Iterable[Window])
         most_bytes = plan.device.slab_bytes
     elif places is not None:
         kinds = _prefix_ids(inventory)
+    if plan.bytes_per_second is not None:
+        most_bytes = max(1, min(most_bytes, int(plan.bytes_per_second * _LIMITED_SECONDS)))
     for start, stop in windows:
         window, window_sizes = plan.rows[start:stop], plan.capacities[start:stop]
         kind = kinds[affix_ids[window]]

@@ -68,7 +68,7 @@ STEPS = ("lister", "part 0", "part 1", "merge")
 DRIVER = "driver"
 AFFIXES = ("_m_0_2.bin", "_m_1_2.bin", ".mamba_m_0_2.bin", ".mamba_m_1_2.bin")
 BATCH_PAGES = 16_384
-PAGE_BYTES = 64 << 10  # of an object in the store of `scaling`
+PAGE_BYTES = 16 << 10  # of an object in the store of `scaling`: parts of about equal size
 GENERATED = ("rows", "damaged")
 
 
