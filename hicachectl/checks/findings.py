@@ -122,7 +122,7 @@ def combine(tables: Iterable[pa.Table]) -> pa.Table:
     names = ("rank", "code", "page", "key")
     # Table.sort_by would hold three copies of all columns at once.
     order = pc.sort_indices(ranked, [(name, "ascending") for name in names])
-    return pa.table([column.take(order) for column in table.columns], schema=SCHEMA)
+    return table.take(order)
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:
