@@ -59,7 +59,8 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "zeros": lambda value: bytes(len(value)),
     "flipped": lambda value: overwritten(value, bytes([value[0] ^ 1])),
 }
-# Damages that are done at once, to different objects.
+# Damages that are done at once, to different objects. Findings are compared object by object, so
+# that one damage hides no difference of another; `test_one_damage` compares the exit statuses.
 TOGETHER = (("lost", "short", "long"), ("nan", "zeros", "flipped"))
 
 
@@ -230,6 +231,34 @@ def test_verify_of_files(
             found.update(document["counts"])
     assert found >= {"truncated", "oversized", "digest-mismatch", "all-zero"}
     assert found & {"nan", "bad-scale"}
+
+
+# A finding of each damage.
+FOUND = {
+    "none": "foreign-object",
+    "lost": "missing-pool",
+    "short": "truncated",
+    "long": "oversized",
+    "nan": "bad-scale",
+    "zeros": "all-zero",
+    "flipped": "digest-mismatch",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_damage(
+    sglang_store: WriteStore, comparison: Comparison, tmp_path: Path, damage: str
+) -> None:
+    """A store with one kind of damage gives equal documents, exit statuses and catalogs."""
+    store, manifest = sglang_store("mla_fp8_indexer")
+    profile = profile_files(manifest, tmp_path)[0]
+    catalog = tmp_path / "catalog.parquet"
+    recorded = ("--grace", "0s", "--catalog", catalog, "--update-catalog", "--format", "json")
+    comparison.run("verify", store, *recorded)
+    with damaged_files(store, manifest, tmp_path / "store", damage) as copy:
+        options = ("--profile", profile, "--identity", "size")
+        document = comparison.verify(copy, *options, catalog=catalog)
+    assert FOUND[damage] in document["counts"]
 
 
 @every_file_store
