@@ -33,6 +33,10 @@ _LOOK_SECONDS = 0.5
 _CANCEL_SECONDS = STOP_SECONDS + 15
 _ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
 _INSTALL = "pip install 'hicachectl[ray]'"
+# RFC 9113, sections 3.4 and 6.5: both sides first send SETTINGS, here without any.
+_HTTP2_HEAD_BYTES = 9  # of a frame; the fourth byte is its type
+_HTTP2_SETTINGS = b"\x04"
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)
 # Items of a task that Ray produces before the driver takes the first.
 _AHEAD = 4
 
@@ -228,15 +232,27 @@ class Cluster:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise StoreUnavailable if nothing listens at an address; Ray would try for minutes."""
+    """Raise StoreUnavailable if no gRPC server listens at an address; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
+    place = (host.strip("[]"), int(port))
+    problem = "nothing answers there"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        with socket.create_connection(place, _CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return
+            problem = "what listens there is not Ray"
+            connection.sendall(_HTTP2_PREFACE)
+            with connection.makefile("rb") as answers:
+                head = answers.read(_HTTP2_HEAD_BYTES)
+        if head[3:4] == _HTTP2_SETTINGS:
+            return
+        reason = ""
     except (OSError, OverflowError) as error:
-        raise StoreUnavailable(
-            f"--ray {address}: nothing answers there ({_line(error)}); give the address of the "
-            "cluster's head node, with the port of its GCS (by default 6379)"
-        ) from error
+        reason = f" ({_line(error)})"
+    raise StoreUnavailable(
+        f"--ray {address}: {problem}{reason}; give the address of the cluster's head node, with "
+        "the port of its GCS (by default 6379)"
+    )
 
 
 @contextmanager

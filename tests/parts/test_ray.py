@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -306,3 +307,35 @@ def test_a_port_without_a_cluster(invoke: Invoke, ray_options: list[object]) -> 
     refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
     assert f"--ray 127.0.0.1:{port}: nothing answers there" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_another_server(invoke: Invoke, ray_options: list[object], answer: bytes) -> None:
+    """One line says that it is not Ray; nothing waits for Ray's own timeouts."""
+    need_module("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 10)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = server.getsockname()[1]
+        refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
+        thread.join()
+    assert f"--ray 127.0.0.1:{port}: what listens there is not Ray" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_silent_server(
+    invoke: Invoke, ray_options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_module("ray")
+    monkeypatch.setattr("hicachectl.parts.cluster._CONNECT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
+    assert f"--ray 127.0.0.1:{port}: what listens there is not Ray (timed out)" in refused.stderr
