@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.disk.durable import lock
 from hicachectl.formats import errors
 from hicachectl.formats.errors import HicacheError
 from hicachectl.io.forking import end_with
@@ -55,6 +57,8 @@ _LOOK_SECONDS = 0.5  # the longest that a cancelled task of Ray goes unnoticed
 _PROGRESS_SECONDS = 0.5  # between two messages
 _CHUNK = 1 << 20
 _TERMINATED = 143
+_FOLDER = "hicachectl-part-"
+_ABANDONED_SECONDS = 60.0
 
 
 def in_child(order: bytes) -> Iterator[bytes]:
@@ -63,7 +67,7 @@ def in_child(order: bytes) -> Iterator[bytes]:
     order: a frame. The last answer is an Outcome, Failed or Lost. If the caller stops early, the
     child ends its work cleanly, as after SIGTERM. The child does not outlive this process.
     """
-    with tempfile.TemporaryDirectory(prefix="hicachectl-part-") as folder:
+    with _own_folder() as folder:
         child = subprocess.Popen(
             [sys.executable, "-m", "hicachectl.parts.child", str(os.getpid()), folder],
             stdin=subprocess.PIPE,
@@ -77,6 +81,32 @@ def in_child(order: bytes) -> Iterator[bytes]:
             yield from _answers(child)
         finally:
             _end(child)
+
+
+@contextmanager
+def _own_folder() -> Iterator[str]:
+    """Make a temporary folder, locked while in use; remove those that killed processes left."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError), _opened_folder(path) as descriptor:
+            facts = os.fstat(descriptor)
+            old = time.time() - facts.st_mtime > _ABANDONED_SECONDS  # else maybe not locked yet
+            if facts.st_uid == os.geteuid() and old and lock(descriptor):
+                shutil.rmtree(path)
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER) as folder,
+        _opened_folder(folder) as descriptor,
+    ):
+        lock(descriptor, optional=True)
+        yield folder
+
+
+@contextmanager
+def _opened_folder(path: str | Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _environment() -> dict[str, str]:
