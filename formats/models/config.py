@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
+from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.families import (
     Context,
     Family,
     dsa_page_size,
-    family_of,
     is_dsa,
 )
 from hicachectl.formats.models.flags import (

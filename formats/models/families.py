@@ -1,4 +1,6 @@
-"""Derive a model's pools from its config, by architecture, as SGLang does.
+"""Derive a model's pools from its config, by what its KV is, as SGLang does.
+
+`architectures` says which family an architecture belongs to.
 
 Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
 srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
@@ -6,11 +8,10 @@ srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import kv_dtype, mla_row, state_dtypes
@@ -40,25 +41,24 @@ PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
 class Family:
     """Rules for the pools of an architecture.
 
+    build: the pools.
+    stated: fields that a config must state, because SGLang's config class has a number of its own
+        for configs without them.
     own_mtp: the checkpoint has an MTP layer that SGLang counts as one NextN layer, regardless of
         the config (ModelConfig._config_draft_model).
     draft_only: served only as a draft.
     """
 
-    pools: PoolBuilder
+    build: PoolBuilder
+    stated: tuple[str, ...] = ()
     own_mtp: bool = False
     draft_only: bool = False
 
-
-def family_of(config: HfConfig) -> Family:
-    """Return the family of a config's architecture. Raises ProfileError if unknown."""
-    family = FAMILIES.get(config.architecture)
-    if family is None:
-        raise ProfileError(
-            f"{config.source}: architectures: {config.architecture!r} is not supported; write a "
-            "profile file, see hicachectl-profile(1)"
-        )
-    return family
+    def pools(self, config: HfConfig, context: Context) -> tuple[Pool, ...]:
+        """Return the pools of a model, the anchor first. Raises ProfileError."""
+        for name in self.stated:
+            config.required(name)
+        return self.build(config, context)
 
 
 def is_dsa(config: HfConfig) -> bool:
@@ -95,12 +95,12 @@ def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int,
     return tuple(i for i in layers if max(i - offset + 1, 0) % frequency == 0)
 
 
-def _mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return one pool of all layers (MHATokenToKVPool)."""
     return (_mha_pool("kv", config, context, range(config.integer("num_hidden_layers"))),)
 
 
-def _mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows, with index keys for DSA (MLATokenToKVPool, DSATokenToKVPool)."""
     dsa = is_dsa(config)
     kv = _mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
@@ -118,7 +118,7 @@ def _mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (kv, indexer)
 
 
-def _gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full attention and gated delta net layers (Qwen3NextConfig)."""
     full, linear = _split(config, _is_full_attention_layer(config))
     key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
@@ -141,7 +141,7 @@ def _gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (_mha_pool("kv", config, context, full), mamba)
 
 
-def _kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for latent rows and Kimi delta attention layers (KimiLinearConfig)."""
     linear_config = config.section("linear_attn_config")
     delta_layers = linear_config.integers("kda_layers")  # counted from 1
@@ -165,21 +165,21 @@ def _kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (_mla_pool(config, context, full, dsa=False), mamba)
 
 
-def _gpt_oss(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and sliding-window layers, with equal heads (SWAKVPool)."""
-    if context.flags.disable_hybrid_swa_memory:
-        return _mha(config, context)
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
-    full, window = _split(config, lambda layer: kinds[layer] == "full_attention")
     # The window includes the token itself: models/gpt_oss.py :: get_attention_sliding_window_size.
     retained = config.integer("sliding_window") - 1
-    return (
-        _mha_pool("kv", config, context, full),
-        _mha_pool("swa", config, context, window, trailing_pages=_pages(retained, context)),
-    )
+    return _windowed(config, context, lambda layer: kinds[layer] == "full_attention", retained)
 
 
-def _mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types."""
+    chunk = config.integer("attention_chunk_size")
+    return _windowed(config, context, lambda layer: (layer + 1) % 4 == 0, chunk)
+
+
+def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and sliding-window layers, of different heads; K wider than V."""
     if context.flags.disable_hybrid_swa_memory:
         raise config.error(
@@ -200,6 +200,54 @@ def _mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         trailing_pages=_pages(_window_size(config), context),
     )
     return (kv, swa)
+
+
+def _windowed(
+    config: HfConfig, context: Context, is_full: Callable[[int], bool], retained: int
+) -> tuple[Pool, ...]:
+    """Return pools for full and window layers of equal heads. retained: tokens of a window."""
+    if context.flags.disable_hybrid_swa_memory:
+        return mha(config, context)
+    full, window = _split(config, is_full)
+    return (
+        _mha_pool("kv", config, context, full),
+        _mha_pool("swa", config, context, window, trailing_pages=_pages(retained, context)),
+    )
+
+
+def pixtral(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows if the language model has them, else K and V rows."""
+    return (mla if config.text.get("kv_lora_rank") else mha)(config, context)
+
+
+def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows of two attention blocks a layer (ModelConfig.num_attention_layers)."""
+    if is_dsa(config):
+        raise config.error("index_topk", "hicachectl does not know this model's index keys")
+    _one_stage(config, context)
+    return (_mla_pool(config, context, range(2 * config.integer("num_hidden_layers")), dsa=False),)
+
+
+def looped(loops: str) -> PoolBuilder:
+    """Return the builder of models that pass their layers several times, each with its own KV.
+
+    loops: the field that counts the passes; 1 if absent.
+    """
+
+    def build(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+        count = config.optional_integer(loops) or 1
+        if count > 1:
+            _one_stage(config, context)
+        # Both num_attention_layers and num_effective_layers multiply by the loops.
+        layers = range(count * count * config.integer("num_hidden_layers"))
+        return (_mha_pool("kv", config, context, layers),)
+
+    return build
+
+
+def _one_stage(config: HfConfig, context: Context) -> None:
+    if context.flags.pp > 1:
+        raise config.error("pp", "hicachectl knows this model's KV layers only for one stage")
 
 
 def _mha_pool(
@@ -237,25 +285,26 @@ def _mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa:
 
 
 def _head_dim(config: HfConfig) -> int:
-    """Return the head dim; hidden_size / num_attention_heads if the config may omit it and does.
+    """Return the head dim; hidden_size / num_attention_heads if the config has none.
 
-    Source: ModelConfig._derive_model_shapes. Other defaults of transformers are not used.
+    Source: ModelConfig._derive_model_shapes.
     """
     stated = config.optional_integer("head_dim")
-    if stated or config.architecture not in _HEAD_DIM_IS_QUOTIENT:
-        return stated or config.integer("head_dim")
-    return config.integer("hidden_size") // config.integer("num_attention_heads")
+    return stated or config.integer("hidden_size") // config.integer("num_attention_heads")
 
 
 def _kv_heads(config: HfConfig) -> int:
-    """Return the KV heads of the whole model; null means one per attention head."""
-    null = "num_key_value_heads" in config.text and config.text["num_key_value_heads"] is None
-    if null or (
-        config.architecture in _KV_HEADS_DEFAULT_TO_HEADS
-        and "num_key_value_heads" not in config.text
-    ):
-        return config.integer("num_attention_heads")
-    return config.integer("num_key_value_heads")
+    """Return the KV heads of the whole model: the first field stated, else the attention heads.
+
+    Source: ModelConfig.get_total_num_kv_heads.
+    """
+    if config.text.get("multi_query"):
+        return 1
+    attention = config.text.get("attn_config")
+    if isinstance(attention, Mapping) and "kv_n_heads" in attention:  # Dbrx
+        return config.section("attn_config").integer("kv_n_heads")
+    found = [name for name in _KV_HEADS if config.text.get(name) is not None]
+    return config.integer(found[0] if found else "num_attention_heads")
 
 
 def _other(value: int, usual: int) -> int:
@@ -306,68 +355,17 @@ def _count_or_numbers(config: HfConfig, layers: tuple[int, ...]) -> int | tuple[
 
 
 _DSA_ARCHITECTURES = frozenset(
-    {"DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
-)
-_HEAD_DIM_IS_QUOTIENT = frozenset(
     {
-        "LlamaForCausalLM",
-        "LlamaForCausalLMEagle",
-        "LlamaForCausalLMEagle3",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "OlmoeForCausalLM",
-        "Olmo2ForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen2_5_VLForConditionalGeneration",
+        "DeepseekV32ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM",
+        "LongcatFlashForCausalLM",
+        "MistralLarge3ForCausalLM",
+        "PixtralForConditionalGeneration",
     }
 )
-_KV_HEADS_DEFAULT_TO_HEADS = frozenset(
-    {"LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3"}
-)
-
-# Gemma 2 and 3 have window layers, but only architectures in is_hybrid_swa_model have a separate
-# pool for them.
-FAMILIES: dict[str, Family] = {
-    "Gemma2ForCausalLM": Family(_mha),
-    "Gemma3ForCausalLM": Family(_mha),
-    "Gemma3ForConditionalGeneration": Family(_mha),
-    "GemmaForCausalLM": Family(_mha),
-    "Glm4ForCausalLM": Family(_mha),
-    "Glm4MoeForCausalLM": Family(_mha),
-    "LlamaForCausalLM": Family(_mha),
-    "MiniMaxM2ForCausalLM": Family(_mha),
-    "Mistral3ForConditionalGeneration": Family(_mha),
-    "MistralForCausalLM": Family(_mha),
-    "MixtralForCausalLM": Family(_mha),
-    "Olmo2ForCausalLM": Family(_mha),
-    "OlmoeForCausalLM": Family(_mha),
-    "Phi3ForCausalLM": Family(_mha),
-    "Qwen2ForCausalLM": Family(_mha),
-    "Qwen2MoeForCausalLM": Family(_mha),
-    "Qwen2_5_VLForConditionalGeneration": Family(_mha),
-    "Qwen3ForCausalLM": Family(_mha),
-    "Qwen3MoeForCausalLM": Family(_mha),
-    "Qwen3VLForConditionalGeneration": Family(_mha),
-    "Qwen3VLMoeForConditionalGeneration": Family(_mha),
-    "DeepseekV2ForCausalLM": Family(_mla),
-    "DeepseekV32ForCausalLM": Family(_mla),
-    "DeepseekV3ForCausalLM": Family(_mla),
-    "Glm4MoeLiteForCausalLM": Family(_mla),
-    "GlmMoeDsaForCausalLM": Family(_mla),
-    "KimiK25ForConditionalGeneration": Family(_mla),
-    "Qwen3NextForCausalLM": Family(_gdn, own_mtp=True),
-    "Qwen3_5ForCausalLM": Family(_gdn, own_mtp=True),
-    "Qwen3_5ForConditionalGeneration": Family(_gdn, own_mtp=True),
-    "Qwen3_5MoeForCausalLM": Family(_gdn, own_mtp=True),
-    "Qwen3_5MoeForConditionalGeneration": Family(_gdn, own_mtp=True),
-    "KimiLinearForCausalLM": Family(_kimi_linear),
-    "GptOssForCausalLM": Family(_gpt_oss),
-    "MiMoV2FlashForCausalLM": Family(_mimo_v2),
-    "MiMoV2ForCausalLM": Family(_mimo_v2),
-    "Eagle3DeepseekV2ForCausalLM": Family(_mla, draft_only=True),
-    "LlamaForCausalLMEagle": Family(_mha, draft_only=True),
-    "LlamaForCausalLMEagle3": Family(_mha, draft_only=True),
-}
+_KV_HEADS = (
+    "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num",
+    "num_attention_groups",
+)  # fmt: skip

@@ -10,6 +10,12 @@ from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above
 
+# Names of other config classes (attribute_map) for fields that a config lacks.
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+}
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -17,7 +23,8 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 class HfConfig:
     """A config's description of the language model.
 
-    outer: the whole document. text: its `text_config` if it has one, else the document.
+    outer: the whole document. text: its section on the language model if it has one, else the
+        document.
     source: document name, for messages.
     """
 
@@ -34,6 +41,11 @@ class HfConfig:
         """Return a field, which must be a whole number; 0 if absent or null."""
         value = self.text.get(name)
         return 0 if value is None or value == 0 else self._positive(name, value)
+
+    def required(self, name: str) -> None:
+        """Raise ProfileError if a field is absent; null is a value."""
+        if name not in self.text:
+            raise self.error(name, "missing")
 
     def strings(self, name: str, length: int) -> tuple[str, ...]:
         """Return a list of `length` strings."""
@@ -61,10 +73,11 @@ class HfConfig:
         return ProfileError(f"{self.source} ({self.architecture}): {name}: {problem}")
 
     def _present(self, name: str) -> Any:
-        value = self.text.get(name)
-        if value is None:
-            raise self.error(name, "missing")
-        return value
+        for alias in (name, *_ALIASES.get(name, ())):
+            value = self.text.get(alias)
+            if value is not None:
+                return value
+        raise self.error(name, "missing")
 
     def _positive(self, name: str, value: Any) -> int:
         if type(value) is not int or value < 1:
@@ -93,10 +106,21 @@ def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
         raise ProfileError(
             f"{source}: architectures: expected a list of names, found {shown(architectures)}"
         )
-    text = document.get("text_config")
     return HfConfig(
         architecture=architectures[0],
         outer=document,
-        text=text if isinstance(text, Mapping) else document,
+        text=_text(document),
         source=source,
     )
+
+
+def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section that SGLang reads (hf_transformers/common.py :: get_hf_text_config)."""
+    thinker = document.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        return _text(thinker)
+    for name in ("llm_config", "language_config", "text_config"):
+        section = document.get(name)
+        if isinstance(section, Mapping):
+            return section
+    return document

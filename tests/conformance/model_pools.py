@@ -1,0 +1,371 @@
+"""Tell what SGLang allocates and stores for models, from their configs, without building a model.
+
+Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a JSON object of models
+by name: config (a config.json) and flags (fields of ServerArgs; page_size is 64 unless given).
+
+Prints a JSON object of `classes`, the architectures that SGLang registers, and `answers`. An answer
+lists the rows of one model, one for each of RANKS and pipeline stage, for the first rank of the TP
+group: tp, pp, stage, page_size, dtype (of KV), staged (whether the model's class divides its layers
+into stages) and pools: name, host (class), layers (model layer numbers), nbytes (of the object that
+the file backend writes), policy ("all_pages" or "trailing_pages"), trailing (pages) and states
+(shape and dtype). Where SGLang refuses: refusal (its words) and where (its step).
+
+Everything is SGLang's own: ServerArgs, ModelConfig, KVCacheConfigurator and the stack strategies,
+on the meta device, with the answers of a Hopper GPU wherever SGLang asks the platform.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import inspect
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.conformance import sglang_env
+else:
+    import sglang_env
+
+RANKS = ((1, 1), (2, 1), (4, 1), (1, 2))  # TP and PP sizes
+_PAGES = 4
+_SLOTS = 4  # of states
+_MOST_LAYERS = 1024
+_HOPPER = {
+    "is_cuda": True,
+    "is_sm90": True,
+    "is_hopper_with_cuda_12_3": True,
+    "has_flashinfer": True,
+    "has_amx": False,
+    "device_sm": 90,
+    "device_capability": (9, 0),
+}
+
+
+def main() -> None:
+    """Answer the request that the command line names."""
+    parser = argparse.ArgumentParser(description="Describe the pools of models.")
+    parser.add_argument("request", type=Path)
+    request = json.loads(parser.parse_args().request.read_text())
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(sys.stderr), _on_a_gpu():
+        answers = {
+            name: list(_rows(model["config"], {"page_size": 64, **model.get("flags", {})}))
+            for name, model in request.items()
+        }
+        classes = _classes()
+    print(json.dumps({"classes": classes, "answers": answers}))
+
+
+@contextlib.contextmanager
+def _on_a_gpu() -> Iterator[None]:
+    """Answer SGLang's questions as a Hopper GPU does, and allocate nothing."""
+    from sglang.srt import platforms
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+    from sglang.srt.mem_cache.pool_host import base, common
+    from sglang.srt.platforms.cuda import CudaSRTPlatform
+    from sglang.srt.runtime_context import override_platform
+
+    def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+        del device
+        return torch.empty(dims, dtype=dtype, device="meta")
+
+    module = torch.get_device_module
+    replaced = (
+        mock.patch.object(platforms, "_current_platform", CudaSRTPlatform()),
+        mock.patch.object(common.HostTensorAllocator, "allocate", allocate),
+        mock.patch.object(common, "_cuda_host_register", mock.Mock(), create=True),
+        mock.patch.object(base, "host_memory_budget_bytes", mock.Mock(return_value=1 << 60)),
+        mock.patch.object(
+            torch, "get_device_module", lambda d=None: module("cpu" if str(d) == "meta" else d)
+        ),
+        mock.patch.object(hybrid_pool_assembler, "HybridCacheController", mock.MagicMock()),
+        mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config),  # registered on CUDA
+        mock.patch.object(torch.cuda, "get_device_capability", mock.Mock(return_value=(9, 0))),
+        mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="NVIDIA H200")),
+        override_platform(**_HOPPER),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in replaced:
+            stack.enter_context(patch)
+        yield
+
+
+def _rows(config: Mapping[str, Any], flags: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        for tp, pp in RANKS:
+            staged = pp == 1 or _has_stages(config["architectures"][0])
+            for stage in range(pp if staged else 0):
+                row = {"tp": tp, "pp": pp, "stage": stage}
+                yield {**row, **_answer(folder, flags, (tp, pp, stage))}
+
+
+def _answer(folder: str, flags: Mapping[str, Any], place: tuple[int, int, int]) -> dict[str, Any]:
+    step = ["arguments"]
+    try:
+        return _described(folder, flags, place, step)
+    except Exception as error:  # what SGLang raises is the answer
+        words = f"{type(error).__name__}: {error}".replace(folder, "MODEL").splitlines()[0]
+        return {"refusal": words[:300], "where": step[0]}
+
+
+def _described(
+    folder: str, flags: Mapping[str, Any], place: tuple[int, int, int], step: list[str]
+) -> dict[str, Any]:
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.mem_cache import kv_cache_dtype
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import (
+        resolve_sliding_window_size,
+    )
+    from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+    from sglang.srt.runtime_context import get_model, get_schedule, publish
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    tp, pp, stage = place
+    server_args = ServerArgs(
+        model_path=folder,
+        device="cuda",
+        tp_size=tp,
+        pp_size=pp,
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="file",
+        max_mamba_cache_size=_SLOTS,
+        max_running_requests=2,
+        **flags,
+    )
+    server_args.resolve_once()
+    publish(server_args, role="scheduler")
+    step[0] = "config"
+    config = ModelConfig.from_server_args(server_args)
+    with _rank(tp, pp, stage):
+        model = _stand_in(config, pp, stage)
+        info = resolve_layer_indices(model=model, model_config=config, is_draft_worker=False)
+        window = resolve_sliding_window_size(model, config)
+        name, dtype = kv_cache_dtype.configure_kv_cache_dtype(
+            server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+            model=model,
+            model_dtype=config.dtype,
+            is_draft_worker=False,
+            is_dflash=False,
+            speculative_draft_attention_backend=None,
+        )
+        page_size = get_schedule().page_size
+        tokens = _PAGES * page_size
+        step[0] = "pools"
+        configurator = KVCacheConfigurator(
+            device="meta",
+            gpu_id=0,
+            attn_dp_size=1,
+            pp_size=pp,
+            pp_group=None,
+            model=model,
+            model_config=config,
+            server_args=server_args,
+            kv_cache_dtype=dtype,
+            kv_cache_dtype_str=name or get_model().kv_cache_dtype,
+            model_dtype=config.dtype,
+            page_size=page_size,
+            sliding_window_size=window,
+            spec_algorithm=SpeculativeAlgorithm.from_string(None),
+            is_draft_worker=False,
+            post_capture_kv_active=False,
+            spec_aux_config=SimpleNamespace(draft_model_config=None),
+            is_hybrid_swa=config.is_hybrid_swa,
+            is_hybrid_swa_compress=config.is_hybrid_swa_compress,
+            use_mla_backend=config.attention_arch == AttentionArch.MLA,
+            layer_info=info,
+            forward_stream=None,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=None,
+            memory_pool_config=None,
+        )
+        sizes = MemoryPoolConfig(
+            max_total_num_tokens=tokens,
+            max_running_requests=2,
+            full_max_total_num_tokens=tokens,
+            swa_max_total_num_tokens=tokens,
+            c4_max_total_num_tokens=tokens // 4,
+            c128_max_total_num_tokens=max(1, tokens // 128),
+            c4_state_pool_size=_SLOTS,
+            c128_state_pool_size=_SLOTS,
+        )
+        pools = configurator._init_pools(
+            sizes=configurator._derive_pool_sizes(config=sizes),
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=None,
+        )
+        step[0] = "host"
+        return {
+            "page_size": page_size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "pools": _host_pools(configurator, pools),
+        }
+
+
+def _host_pools(configurator: Any, pools: Any) -> list[dict[str, Any]]:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    # As managers/scheduler.py and mem_cache/registry.py :: create_unified_radix_cache.
+    components = {ComponentType.FULL: None}
+    window = configurator.sliding_window_size
+    if configurator.is_hybrid_swa:
+        components[ComponentType.SWA] = None
+        if not window or window <= 0:
+            raise ValueError("SWAComponent requires a positive sliding_window_size")
+    if configurator.mambaish_config is not None:
+        components[ComponentType.MAMBA] = None
+    result = assembler._select_strategy(pools.token_to_kv_pool, set(components)).build(
+        cache=SimpleNamespace(components=components, page_size=configurator.page_size),
+        kvcache=pools.token_to_kv_pool,
+        params=CacheInitParams(
+            disable=False,
+            req_to_token_pool=pools.req_to_token_pool,
+            token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
+            page_size=configurator.page_size,
+            sliding_window_size=window,
+        ),
+        server_args=configurator.server_args,
+        load_cache_event=None,
+    )
+    sources = {spec.pool_name.value: spec.indices_from_pool.value for spec in result.sidecars}
+    trailing = {"swa": -(-(window or 0) // configurator.page_size), "mamba": 1}
+    # Controllers count layers from the first that the device pool states.
+    first = getattr(pools.token_to_kv_pool, "start_layer", None) or 0
+    return [
+        _row(entry, first, trailing.get(sources.get(name.value, name.value), 0))
+        for name, entry in result.host_pool_group.entry_map.items()
+    ]
+
+
+def _row(entry: Any, first: int, trailing: int) -> dict[str, Any]:
+    """Describe a pool of one rank. trailing: 0 where all pages of a node have the object."""
+    host = entry.host_pool
+    row = {
+        "name": entry.name.value,
+        "host": type(host).__name__,
+        "layers": _ranges(
+            [first + i for i in range(_MOST_LAYERS) if entry.layer_mapper(i) is not None]
+        ),
+        "nbytes": _page_bytes(host),
+        "trailing": trailing,
+    }
+    if entry.name.value == "mamba":
+        states = [getattr(host, "temporal_buffer", None), *(host.conv_buffer or ())]
+        row["states"] = [
+            [list(state.shape[3:]), str(state.dtype).removeprefix("torch.")]
+            for state in states
+            if state is not None
+        ]
+    return row
+
+
+def _ranges(numbers: list[int]) -> str:
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    pairs = zip(starts, ends, strict=True)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
+
+
+def _page_bytes(host: Any) -> int:
+    """Return the bytes of a page's object; of K and V together where no flat page exists."""
+    if type(host).__name__ == "LogicalHostPool":
+        return 0
+    if type(host).__name__.startswith("Asymmetric"):
+        both = sum(t.numel() * t.itemsize for t in (host.k_buffer, host.v_buffer))
+        return int(both // host.page_num)
+    host.pin_memory = False  # refused by a machine without a GPU
+    page = host.get_dummy_flat_data_page()
+    return int(page.numel() * page.itemsize)
+
+
+@contextlib.contextmanager
+def _rank(tp: int, pp: int, stage: int) -> Iterator[None]:
+    from sglang.srt.runtime_context import get_parallel
+
+    values = {
+        "tp_rank": 0,
+        "tp_size": tp,
+        "attn_tp_rank": 0,
+        "attn_tp_size": tp,
+        "attn_dp_rank": 0,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "pp_rank": stage,
+        "pp_size": pp,
+        "attn_dcp_rank": 0,
+        "attn_dcp_size": 1,
+        "dcp_enabled": False,
+    }
+    with get_parallel().override(**values):
+        yield
+
+
+def _stand_in(config: Any, pp: int, stage: int) -> Any:
+    """Return what SGLang asks of a model before it allocates: stages and the window."""
+    from sglang.srt.distributed.utils import get_pp_indices
+    from sglang.srt.models.registry import ModelRegistry
+
+    name = config.hf_config.architectures[0]
+    model_class, model = ModelRegistry.models.get(name), SimpleNamespace()
+    if pp > 1 and _has_stages(name):
+        stages = get_pp_indices(config.num_hidden_layers, stage, pp)
+        model.start_layer, model.end_layer = stages
+    # Models without a pool of their own for window layers have the method too.
+    if config.is_hybrid_swa and hasattr(model_class, "get_attention_sliding_window_size"):
+        asked = model_class.__new__(model_class)
+        torch.nn.Module.__init__(asked)
+        asked.config = config.hf_config
+        asked.text_config = config.hf_text_config
+        window = asked.get_attention_sliding_window_size()
+        model.get_attention_sliding_window_size = lambda: window
+    return model
+
+
+def _has_stages(architecture: str) -> bool:
+    from sglang.srt.models.registry import ModelRegistry
+
+    model_class = ModelRegistry.models.get(architecture)
+    if model_class is None:
+        return False
+    source = inspect.getsource(sys.modules[model_class.__module__])
+    return hasattr(model_class, "start_layer") or "start_layer" in source
+
+
+def _classes() -> list[str]:
+    """Return the registered architectures, also of modules that this environment cannot import."""
+    import sglang.srt.models as package
+    from sglang.srt.models.registry import ModelRegistry
+
+    found = set(ModelRegistry.models)
+    for path in Path(package.__path__[0]).rglob("*.py"):
+        assigned = [x for x in ast.parse(path.read_text()).body if isinstance(x, ast.Assign)]
+        for node in assigned:
+            if any(isinstance(x, ast.Name) and x.id == "EntryClass" for x in node.targets):
+                found |= {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    sglang_env.prepare()
+    main()

@@ -1,0 +1,41 @@
+"""Record what SGLang allocates and stores for the models of tests/data/models.json.
+
+    .venv/bin/python -m tests.conformance.record_models [ARCHITECTURE…]
+
+Asks SGLang (model_pools.py) about all, or about the architectures named, and writes their rows. A
+new model is an entry with `origin` and `config`. A model that SGLang refuses keeps its words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.hf3fs_fixtures import sglang_interpreter
+from tests.model_records import MODELS, RECORDS, write
+
+
+def main() -> None:
+    """Ask SGLang, and write the records."""
+    parser = argparse.ArgumentParser(description="Record what SGLang stores for models.")
+    parser.add_argument("architectures", nargs="*", default=sorted(MODELS), metavar="ARCHITECTURE")
+    names = parser.parse_args().architectures
+    script = Path(__file__).parent / "model_pools.py"
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as request:
+        json.dump({name: MODELS[name] for name in names}, request)
+        request.flush()
+        done = subprocess.run(
+            [sglang_interpreter(), script, request.name], check=True, stdout=subprocess.PIPE
+        )
+    found = json.loads(done.stdout)
+    RECORDS["classes"] = found["classes"]
+    for name, rows in found["answers"].items():
+        RECORDS["models"][name]["rows"] = rows
+    write()
+
+
+if __name__ == "__main__":
+    main()
