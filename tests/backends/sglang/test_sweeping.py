@@ -20,7 +20,7 @@ from hicachectl.backends.urls import parse_url
 from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
 from tests.backends.sglang.pages import HostPool, hashes
 from tests.speed import slow
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,11 +154,13 @@ def test_what_a_killed_write_of_a_page_leaves_is_swept(
     host, path = HostPool(), tmp_path / "store"
     store = FilePages(parse_url(str(path)), Counters("test"))
     store.add(host.pool)
+    with Call(PATIENCE_S) as call:
+        assert store.exists(host.pool, hashes(1), call) == [False]  # the store is open
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "")
 
-    with monkeypatch.context() as patch, Call(5) as call:
+    with monkeypatch.context() as patch, Call(PATIENCE_S) as call:
         patch.setattr(os, "rename", fail)  # killed before it,
         patch.setattr(os, "unlink", fail)  # and before the file is removed
         assert store.write(host.pool, hashes(1), host.pieces([0]), call) == [False]
