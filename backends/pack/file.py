@@ -229,9 +229,12 @@ def load_pack(descriptor: int, path: str) -> PackContents:
             raise FormatError("the record's kind or length differs from the trailer")
     try:
         entries, metadata = read_index(content, end=offset, source=path)
-    finally:
-        with _named(damaged, remedy):  # rather than what the damage makes of the index
+    except FormatError:
+        with _named(damaged, remedy):  # names the damage, not what it makes of the index
             content.check()
+        raise
+    with _named(damaged, remedy):
+        content.check()
     return PackContents(pack_id, metadata, entries, size)
 
 
@@ -291,14 +294,6 @@ class RecordContent(RawIOBase):
             raise FormatError("the content does not match its digest")
 
 
-def read_content(descriptor: int, record: Record, offset: int) -> bytes:
-    """Return the content of a small record. Raises OSError, FormatError."""
-    content = RecordContent(descriptor, record, offset)
-    whole = content.read()
-    content.check()
-    return whole
-
-
 @contextmanager
 def _named(what: str, remedy: str) -> Iterator[None]:
     """Raise a FormatError with what is damaged, and the next step."""
@@ -314,7 +309,10 @@ def read_metadata(descriptor: int, record: Record, offset: int) -> Metadata:
         raise FormatError(
             f"the metadata has {record.nbytes} bytes, more than {MOST_METADATA_BYTES}"
         )
-    return parse_metadata(read_content(descriptor, record, offset))
+    content = RecordContent(descriptor, record, offset)
+    whole = content.read()
+    content.check()
+    return parse_metadata(whole)
 
 
 @dataclass(frozen=True, slots=True)

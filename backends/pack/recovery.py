@@ -13,13 +13,13 @@ from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     ObjectReader,
     PackEntries,
+    RecordContent,
     RecordPlace,
     append_index,
     load_pack,
     lock_pack,
     open_pack,
     plain_record,
-    read_content,
     read_header,
     read_metadata,
     read_record,
@@ -165,9 +165,12 @@ def _note(
 def _metadata_of_index(descriptor: int, at: int, record: Record, path: str) -> Metadata | None:
     """Return an index's copy of the metadata; None if the index is damaged."""
     try:
-        return read_index(read_content(descriptor, record, at), end=at, source=path)[1]
+        content = RecordContent(descriptor, record, at)
+        _, metadata = read_index(content, end=at, source=path)
+        content.check()
     except FormatError:
         return None
+    return metadata
 
 
 @dataclass(frozen=True, slots=True)
