@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.families import (
     Family,
+    bailing_delta,
+    falcon_h1,
     gdn,
+    gemma4,
+    granite_hybrid,
     kimi_linear,
     llama4,
     longcat_flash,
@@ -19,6 +23,7 @@ from hicachectl.formats.models.families import (
     mha,
     mimo_v2,
     mla,
+    nemotron_h,
     pixtral,
     swa,
 )
@@ -54,6 +59,7 @@ _PROFILE_FILE = "write a profile file, see hicachectl-profile(1)"
 _UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {_PROFILE_FILE}")
 _LATER = Refusal(f"is not supported: hicachectl does not know its pools; {_PROFILE_FILE}")
 _DRAFT = Refusal(f"is a draft whose pool hicachectl does not know; {_PROFILE_FILE}")
+_NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
 
 # Fields that SGLang's config classes fill with numbers of their own.
@@ -188,6 +194,9 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     ),
     "NanbeigeForCausalLM": Family(looped("num_loops")),
     "IQuestLoopCoderForCausalLM": Family(looped("loop_num")),
+    "InternS1ForConditionalGeneration": Family(mha, stated=_ROWS),
+    # SGLang has no pool for its window layers while HiCache is on (_step3p_overrides).
+    "Step3p5ForCausalLM": Family(mha, stated=("head_dim", "num_attention_groups")),
     # Latent rows of all layers, with index keys where the config has index_topk.
     **_each(
         Family(mla),
@@ -227,8 +236,19 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
     ),
+    "InternS2PreviewForConditionalGeneration": Family(gdn, stated=_ROWS, own_mtp=True),
+    "MiniCPMV4_6ForConditionalGeneration": Family(gdn, stated=_ROWS),
+    "MiniCPMV4_7ForConditionalGeneration": Family(gdn, stated=_ROWS),
+    "KimiK3ForConditionalGeneration": Family(kimi_linear),
+    "KimiK3LinearForCausalLM": Family(kimi_linear),
     "KimiLinearForCausalLM": Family(kimi_linear),
+    "BailingMoeV3ForCausalLM": Family(bailing_delta, stated=("head_dim",)),
+    "FalconH1ForCausalLM": Family(falcon_h1, stated=_HEADS),
+    "GraniteMoeHybridForCausalLM": Family(granite_hybrid, stated=_HEADS),
+    "NemotronHForCausalLM": Family(nemotron_h, stated=_ROWS),
     # Window layers of other heads.
+    "Gemma4ForConditionalGeneration": Family(gemma4, stated=_ROWS),
+    "Gemma4UnifiedForConditionalGeneration": Family(gemma4, stated=_ROWS),
     **_each(
         Family(mimo_v2),
         "MiMoV2FlashForCausalLM",
@@ -321,37 +341,29 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "XLMRobertaForSequenceClassification",
         "XLMRobertaModel",
     ),
+    "WhisperForConditionalGeneration": _NO_CACHE,
     **_each(
         _LATER,
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
         "BailingMoeV2_5ForCausalLM",
-        "BailingMoeV3ForCausalLM",
         "BailingMoeV3VLForConditionalGeneration",
         "DeciLMForCausalLM",
         "DeepseekOCRForCausalLM",
         "DeepseekV4ForCausalLM",
         "DiffusionGemmaForBlockDiffusion",
         "Dots3NoteForCausalLM",
-        "FalconH1ForCausalLM",
         "FalconMambaForCausalLM",
         "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForConditionalGeneration",
         "GigaChat35ForCausalLM",
         "Glm5NextForConditionalGeneration",
         "GlmImageForConditionalGeneration",
-        "GraniteMoeHybridForCausalLM",
         "IQuestQ1ForCausalLM",
         "InklingForConditionalGeneration",
-        "InternS1ForConditionalGeneration",
         "InternS1ProForConditionalGeneration",
         "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
         "JetNemotronForCausalLM",
         "JetVLMForConditionalGeneration",
-        "KimiK3ForConditionalGeneration",
-        "KimiK3LinearForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
         "Lfm2VlForConditionalGeneration",
@@ -369,8 +381,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "MiniCPMO",
         "MiniCPMSALAForCausalLM",
         "MiniCPMV",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
         "MiniMaxM3SparseForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration",
         "MossVLForConditionalGeneration",
@@ -379,7 +389,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "MuseSparkForConditionalGeneration",
         "NVILAForConditionalGeneration",
         "NVILALiteForConditionalGeneration",
-        "NemotronHForCausalLM",
         "NemotronHPuzzleForCausalLM",
         "NemotronH_Nano_Omni_Reasoning_V3",
         "NemotronH_Nano_VL_V2",
@@ -387,14 +396,12 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "POINTSV15ChatModel",
         "Qwen4ExpForConditionalGeneration",
         "Sarashina2VisionForCausalLM",
-        "Step3p5ForCausalLM",
         "Step3p7ForConditionalGeneration",
         "TransformersForCausalLM",
         "TransformersMoEForCausalLM",
         "TransformersMultiModalForCausalLM",
         "TransformersMultiModalMoEForCausalLM",
         "UnlimitedOCRForCausalLM",
-        "WhisperForConditionalGeneration",
         "ZayaForCausalLM",
     ),
 }

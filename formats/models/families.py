@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import kv_dtype, mla_row, state_dtypes
+from hicachectl.formats.models.flags import attention_tp
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags
@@ -146,23 +149,111 @@ def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     linear_config = config.section("linear_attn_config")
     delta_layers = linear_config.integers("kda_layers")  # counted from 1
     full, linear = _split(config, lambda layer: layer + 1 not in delta_layers)
+    kernel = linear_config.integer("short_conv_kernel_size")
     heads, head_dim = (linear_config.integer(name) for name in ("num_heads", "head_dim"))
+    mamba = _delta_pool(context, linear, heads, head_dim, kernel)
+    return (_mla_pool(config, context, full, dsa=False), mamba)
+
+
+def bailing_delta(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for latent rows and Kimi delta attention layers (BailingHybridConfig)."""
+    if config.text.get("use_mla_nope"):
+        raise config.error("use_mla_nope", "hicachectl knows this model's rows only with rope")
+    group = config.integer("layer_group_size")
+    full, linear = _split(config, lambda layer: (layer + 1) % group == 0)
+    kernel = config.integer("short_conv_kernel_size")
+    heads = config.integer("num_attention_heads")
+    mamba = _delta_pool(context, linear, heads, _head_dim(config), kernel)
+    return (_mla_pool(config, context, full, dsa=False), mamba)
+
+
+def _delta_pool(
+    context: Context, layers: tuple[int, ...], heads: int, head_dim: int, kernel: int
+) -> Pool:
+    """Return the states of Kimi delta attention (KimiLinearStateShape)."""
     temporal_dtype, conv_dtype = state_dtypes(None, context.flags)
-    mamba = Pool(
+    return Pool(
         name="mamba",
         kind="mamba",
-        layers=linear,
+        layers=layers,
         temporal=StateTensor(shape=(heads, head_dim, head_dim), dtype=temporal_dtype),
         conv=(
-            StateTensor(  # the window axis comes first: KimiLinearStateShape.create
-                shape=(linear_config.integer("short_conv_kernel_size") - 1, 3 * heads * head_dim),
+            StateTensor(  # the window axis comes first
+                shape=(kernel - 1, 3 * heads * head_dim),
                 dtype=conv_dtype,
                 shard_axis=1,
                 groups=(heads * head_dim,) * 3,
             ),
         ),
     )
-    return (_mla_pool(config, context, full, dsa=False), mamba)
+
+
+def falcon_h1(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K, V and Mamba2 states of every layer (FalconH1Config)."""
+    layers = range(config.integer("num_hidden_layers"))
+    states = _mamba2_pool(
+        config, context, layers, _MAMBA_FIELDS, state_dtypes(config, context.flags)
+    )
+    return (_mha_pool("kv", config, context, layers), states)
+
+
+def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and Mamba2 layers (GraniteMoeHybridConfig)."""
+    count = config.integer("num_hidden_layers")
+    name = "layer_types" if config.text.get("layer_types") is not None else "layers_block_type"
+    kinds = config.strings(name, count)
+    full, linear = _split(config, lambda layer: kinds[layer] == "attention")
+    states = _mamba2_pool(config, context, linear, _MAMBA_FIELDS, state_dtypes(None, context.flags))
+    return (_mha_pool("kv", config, context, full), states)
+
+
+def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
+    pattern = config.letters("hybrid_override_pattern", config.integer("num_hidden_layers"))
+    full, linear = (
+        tuple(i for i, letter in enumerate(pattern) if letter == wanted) for wanted in "*M"
+    )
+    if not full or not linear:
+        raise config.error("hybrid_override_pattern", "expected both * and M layers")
+    states = _mamba2_pool(
+        config, context, linear, _NEMOTRON_FIELDS, state_dtypes(config, context.flags)
+    )
+    return (_mha_pool("kv", config, context, full), states)
+
+
+def _mamba2_pool(
+    config: HfConfig,
+    context: Context,
+    layers: Iterable[int],
+    fields: tuple[str, ...],
+    dtypes: tuple[str, str],
+) -> Pool:
+    """Return the states of Mamba2 layers (Mamba2StateShape).
+
+    fields: names of heads, head dim, groups, state size and convolution window.
+    dtypes: of the temporal state and the convolution.
+    """
+    heads, head_dim, groups, state, window = (config.integer(name) for name in fields)
+    tp = attention_tp(context.flags)
+    if groups % tp:
+        raise config.error(
+            fields[2], f"{groups} groups cannot be divided by TP {tp}; SGLang then repeats groups, "
+            "which a profile cannot describe"
+        )  # fmt: skip
+    inner = heads * head_dim
+    stated = config.optional_integer("mamba_d_ssm") or inner
+    if stated != inner:
+        raise config.error(
+            "mamba_d_ssm", f"is {stated}, but {heads} heads of {head_dim} are {inner}"
+        )
+    blocks = (inner, groups * state, groups * state)
+    return Pool(
+        name="mamba",
+        kind="mamba",
+        layers=_count_or_numbers(config, tuple(layers)),
+        temporal=StateTensor(shape=(heads, head_dim, state), dtype=dtypes[0]),
+        conv=(StateTensor(shape=(sum(blocks), window - 1), dtype=dtypes[1], groups=blocks),),
+    )
 
 
 def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -181,10 +272,7 @@ def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and sliding-window layers, of different heads; K wider than V."""
-    if context.flags.disable_hybrid_swa_memory:
-        raise config.error(
-            "architectures", "SGLang cannot disable hybrid SWA memory for this model"
-        )
+    _needs_window_pool(config, context)
     pattern = config.integers("hybrid_layer_pattern", config.integer("num_hidden_layers"))
     full, window = _split(config, lambda layer: pattern[layer] == 0)
     head_dim = config.optional_integer("swa_head_dim") or config.integer("head_dim")
@@ -248,6 +336,31 @@ def looped(loops: str) -> PoolBuilder:
 def _one_stage(config: HfConfig, context: Context) -> None:
     if context.flags.pp > 1:
         raise config.error("pp", "hicachectl knows this model's KV layers only for one stage")
+
+
+def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and window layers, of different heads (_gemma4_attention_shapes)."""
+    _needs_window_pool(config, context)
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    if kinds[-1] != "full_attention":
+        raise config.error("layer_types", f"the last layer has full attention, not {kinds[-1]}")
+    full, window = _split(config, lambda layer: kinds[layer] == "full_attention")
+    pages = _pages(config.integer("sliding_window") - 1, context)
+    swa = _mha_pool("swa", config, context, window, trailing_pages=pages)
+    shared = bool(config.text.get("attention_k_eq_v"))  # else full layers have as many heads
+    kv = replace(
+        _mha_pool("kv", config, context, full),
+        head_dim=config.integer("global_head_dim"),
+        kv_heads=(shared and config.optional_integer("num_global_key_value_heads")) or swa.kv_heads,
+    )
+    return (kv, swa)
+
+
+def _needs_window_pool(config: HfConfig, context: Context) -> None:
+    if context.flags.disable_hybrid_swa_memory:
+        raise config.error(
+            "architectures", "SGLang cannot disable hybrid SWA memory for this model"
+        )
 
 
 def _mha_pool(
@@ -365,6 +478,12 @@ _DSA_ARCHITECTURES = frozenset(
         "PixtralForConditionalGeneration",
     }
 )
+_MAMBA_FIELDS = (
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+)  # fmt: skip
+_NEMOTRON_FIELDS = (
+    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+)  # fmt: skip
 _KV_HEADS = (
     "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num",
     "num_attention_groups",

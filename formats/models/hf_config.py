@@ -54,6 +54,13 @@ class HfConfig:
             raise self.error(name, f"expected a list of strings, found {shown(value)}")
         return tuple(self._of_length(name, value, length))
 
+    def letters(self, name: str, length: int) -> str:
+        """Return a string of `length` characters, one for each layer."""
+        value = self._present(name)
+        if not isinstance(value, str) or len(value) != length:
+            raise self.error(name, f"expected {length} letters, found {shown(value)}")
+        return value
+
     def integers(self, name: str, length: int | None = None) -> tuple[int, ...]:
         """Return a list of whole numbers, of `length` if given."""
         value = self._present(name)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags, normalised_layout
 from hicachectl.formats.profile import Profile, dump_profile, parse_profile
+from tests.model_records import MODELS
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
@@ -619,3 +621,54 @@ def test_the_served_name_falls_back_to_the_config() -> None:
     assert derive("llama-3.1-8b", changes=changes, model=None).model == "meta-llama/Llama-3.1-8B"
     with pytest.raises(ProfileError, match="model"):
         derive("llama-3.1-8b", model=None)
+
+
+# Mamba2, and layers without KV
+
+
+def mamba2(name: str, **changes: Any) -> dict[str, Any]:
+    return {**MODELS[name]["config"], **changes}
+
+
+def test_mamba2_groups_that_tp_does_not_divide_are_refused() -> None:
+    """SGLang repeats such groups on several ranks; one rank alone is no problem."""
+    document = mamba2("FalconH1ForCausalLM", mamba_n_groups=1)
+    flags = DeploymentFlags(model="m", page_size=PAGE, tp=2)
+    with pytest.raises(ProfileError, match="mamba_n_groups: 1 groups cannot be divided by TP 2"):
+        profile_from_config(document, flags)
+    (conv,) = pool(profile_from_config(document, replace(flags, tp=1)), "mamba").conv
+    assert (conv.shape, conv.groups) == ((1536, 3), (1024, 256, 256))
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("FalconH1ForCausalLM", "mamba_d_ssm", 1000),
+        ("NemotronHForCausalLM", "hybrid_override_pattern", "M*"),
+        ("NemotronHForCausalLM", "num_hidden_layers", 19),
+        ("BailingMoeV3ForCausalLM", "use_mla_nope", True),
+    ],
+)
+def test_contradictions_of_a_hybrid_are_named(name: str, field: str, value: Any) -> None:
+    document = mamba2(name, **{field: value})
+    named = "hybrid_override_pattern" if field == "num_hidden_layers" else field
+    with pytest.raises(ProfileError, match=rf"\({name}\): {named}: "):
+        profile_from_config(document, DeploymentFlags(model="m", page_size=PAGE))
+
+
+def test_stages_count_layers_that_hold_nothing() -> None:
+    """The last layers of NemotronH may have neither KV nor states."""
+    flags = DeploymentFlags(model="m", page_size=PAGE, pp=2)
+    profile = profile_from_config(mamba2("NemotronHForCausalLM"), flags)
+    assert profile.pp_partition == (10, 10)
+
+
+def test_gemma_4_shares_k_and_v_heads_only_where_it_says_so() -> None:
+    document = json.loads(json.dumps(MODELS["Gemma4ForConditionalGeneration"]["config"]))
+    flags = DeploymentFlags(model="m", page_size=PAGE)
+    heads = []
+    for shared in (True, False):
+        document["text_config"]["attention_k_eq_v"] = shared
+        kv = pool(profile_from_config(document, flags), "kv")
+        heads.append((kv.kv_heads, kv.head_dim))
+    assert heads == [(2, 512), (4, 512)]
