@@ -1,4 +1,6 @@
-"""Build man/*.1 from the click commands: `python -m hicachectl.cli.manpages DIRECTORY`.
+"""Build man/*.1 from the click commands, and hicachectl-models.7 from the table of architectures.
+
+`python -m hicachectl.cli.manpages DIRECTORY`.
 
 The texts below are too long for `--help`.
 """
@@ -16,6 +18,9 @@ import click
 
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.formats.kinds import kinds
+from hicachectl.formats.models.architectures import ARCHITECTURES, Refusal
+from hicachectl.formats.models.families import Family
+from hicachectl.formats.profile import NEWEST_SGLANG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +71,15 @@ _STORES = (
     ),
     ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
     ("NAME:", "A store of the config file."),
+)
+_MODELS = (
+    f"SGLang {NEWEST_SGLANG} registers {len(ARCHITECTURES)} architectures, the names in the field "
+    "architectures of config.json. For the targets below, profile and --model-config derive the "
+    "pools from config.json. Each was compared with the pools that SGLang itself allocates, at TP "
+    "1, 2 and 4, and at PP 1 and 2 where the model has stages.",
+    "A field that a config lacks, and that SGLang's own config class would fill with a number, is "
+    "asked for by name. For the other architectures, write a profile file; see "
+    "hicachectl-profile(1).",
 )
 _OUTPUT = (
     "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
@@ -600,8 +614,9 @@ _BACKGROUND: dict[str, dict[str, str]] = {
 
 
 def build(directory: Path) -> None:
-    """Write hicachectl.1 and one page per command."""
+    """Write hicachectl.1, one page per command, and hicachectl-models.7."""
     (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
+    (directory / "hicachectl-models.7").write_text(models_page(), encoding="utf-8")
     for name in COMMANDS:
         (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
 
@@ -680,15 +695,48 @@ def command_page(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def models_page() -> str:
+    """Return the page with the answer to every architecture that SGLang registers."""
+    served = [name for name, x in ARCHITECTURES.items() if isinstance(x, Family)]
+    drafts = {name for name in served if getattr(ARCHITECTURES[name], "draft_only", False)}
+    refused: dict[str, list[str]] = {}
+    for name, answer in ARCHITECTURES.items():
+        if isinstance(answer, Refusal):
+            refused.setdefault(answer.reason, []).append(name)
+    lines = [
+        *_head("hicachectl-models", "model architectures that have a profile", section=7)[:-1],
+        ".Sh DESCRIPTION",
+        *_paragraphs(_MODELS),
+        ".Sh TARGETS",
+        *_names(set(served) - drafts),
+        ".Sh DRAFTS",
+        *_sentences("Configs of these architectures are for --draft-model-config:"),
+        *_names(drafts),
+        ".Sh REFUSALS",
+        *_sentences("The message names the architecture, followed by the reason."),
+    ]
+    for reason, names in refused.items():
+        lines += [f".Ss {_text(reason)}", *_names(set(names))]
+    lines += [".Sh SEE ALSO", ".Xr hicachectl-profile 1"]
+    return "\n".join(lines) + "\n"
+
+
+def _names(names: set[str]) -> Iterator[str]:
+    yield ".Bl -item -compact -offset indent"
+    for name in sorted(names):
+        yield from (".It", _text(name))
+    yield ".El"
+
+
 def _group_context() -> click.Context:
     # With the group's settings: click keeps the first help option that it makes.
     return click.Context(cli, info_name="hicachectl", **cli.context_settings)
 
 
-def _head(name: str, summary: str) -> list[str]:
+def _head(name: str, summary: str, section: int = 1) -> list[str]:
     return [
         f".Dd {RELEASE_DATE}",
-        f".Dt {name.upper()} 1",
+        f".Dt {name.upper()} {section}",
         ".Os",
         ".Sh NAME",
         f".Nm {name}",
@@ -796,6 +844,8 @@ def _see_also(page: str) -> list[str]:
     pages = [other for other in pages if other != f"{page} 1"]
     if page in ("hicachectl", "hicachectl-pack"):
         pages.append("hcpack 5")
+    if page in ("hicachectl", "hicachectl-profile"):
+        pages.append("hicachectl-models 7")
     if page.removeprefix("hicachectl-") in ("hicachectl", "merge", "migrate", "prewarm", "verify"):
         pages.append("hicachectl-scaling 7")
     if page in ("hicachectl", "hicachectl-prewarm", "hicachectl-verify"):

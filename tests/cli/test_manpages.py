@@ -14,6 +14,7 @@ from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPT
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages import PROFILE_EXAMPLE, build
 from hicachectl.formats.profile import parse_profile
+from tests.model_records import CLASSES
 from tests.skips import need_tool
 
 MAN = Path(__file__).parents[2] / "man"
@@ -22,8 +23,9 @@ SYSTEM_PAGES = {("crontab", "5"), ("systemd.timer", "5")}
 
 def test_the_committed_pages_are_those_that_would_be_built(tmp_path: Path) -> None:
     build(tmp_path)
-    built = {path.name: path.read_text() for path in tmp_path.glob("*.1")}
-    committed = {path.name: path.read_text() for path in MAN.glob("*.1")}
+    built = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    generated = (*MAN.glob("*.1"), MAN / "hicachectl-models.7")
+    committed = {path.name: path.read_text() for path in generated}
     assert committed == built, "run `make man`"
 
 
@@ -47,6 +49,11 @@ def test_every_exit_code_is_documented() -> None:
 
 def test_the_example_of_a_profile_file_is_one() -> None:
     assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
+
+
+def test_every_architecture_is_on_the_page_of_models_once() -> None:
+    listed = re.findall(r"^\.It\n(\w+)$", (MAN / "hicachectl-models.7").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(CLASSES)
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
