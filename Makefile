@@ -38,10 +38,11 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/.runtime
 
-.venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt
+.venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt tests/conformance/requirements-nixl.txt
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/conformance/requirements.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/legacy -r tests/conformance/requirements-legacy.txt
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/nixl -r tests/conformance/requirements-nixl.txt
 	@touch $@
 
 demo: .venv/.runtime

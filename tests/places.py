@@ -116,6 +116,37 @@ class FilePlace(Place):
         return [path.name for path in self.path.iterdir() if path.name[0] == "."]
 
 
+class NixlPlace(Place):
+    """Two directories of the NIXL backend."""
+
+    kind = grammar = "nixl"
+
+    def __init__(self, folder: Path) -> None:
+        self.directories = (folder / "one", folder / "two")
+        paths = ",".join(map(str, self.directories))
+        self.url = f"nixl://{paths}?high_watermark=100"
+
+    def empty(self) -> None:
+        for directory in self.directories:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+
+    def keys(self) -> set[str]:
+        return {path.name for path in self._files() if path.name[0] != "."}
+
+    def set_times(self, held: Held) -> None:
+        for path in self._files():
+            _, time_ns = held[path.name.encode()]
+            assert time_ns is not None
+            os.utime(path, ns=(time_ns, time_ns))
+
+    def leftovers(self) -> list[str]:
+        return [path.name for path in self._files() if path.name[0] == "."]
+
+    def _files(self) -> list[Path]:
+        return [path for one in self.directories for path in one.rglob("*") if path.is_file()]
+
+
 class PackPlace(Place):
     """One file, with the keys of a file store."""
 
@@ -238,7 +269,9 @@ class Places:
             self._ended.append(MetadataServer(self._python()))
             return Hf3fsPlace(self.folder(name), self._ended[-1])
         folder = self.folder(name)
-        return FilePlace(folder) if kind == "file" else PackPlace(folder)
+        kinds: dict[str, Callable[[Path], Place]]
+        kinds = {"file": FilePlace, "nixl": NixlPlace, "pack": PackPlace}
+        return kinds[kind](folder)
 
     def close(self) -> None:
         for each in (self.runner, *self._ended):

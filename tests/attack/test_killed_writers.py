@@ -52,7 +52,7 @@ def points(name: str, whole: Run, *, bytes_too: bool) -> Iterator[tuple[Unit, in
         yield unit, chance.randint(1, whole.written if unit == "bytes" else whole.steps)
 
 
-@pytest.mark.parametrize("kind", ["file", "pack", "mooncake", "hf3fs"])
+@pytest.mark.parametrize("kind", ["file", "pack", "mooncake", "hf3fs", "nixl"])
 def test_a_prewarm_killed_anywhere_is_completed_by_the_next(
     places: Places, tmp_path: Path, kind: str
 ) -> None:

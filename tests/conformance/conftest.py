@@ -100,7 +100,7 @@ class SglangSession:
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [python, HERE / "session.py"],
-                env=_environment(),
+                env={**_environment(), "PYTHONPATH": str(_nixl_packages(python))},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -146,6 +146,13 @@ def sglang_session(
     session = SglangSession(sglang_python, tmp_path_factory.mktemp("sglang") / "session.log")
     yield session
     session.close()
+
+
+@pytest.fixture(scope="session")
+def nixl_package(sglang_python: Path) -> None:
+    """Skip if the SGLang environment lacks NIXL."""
+    if not (_nixl_packages(sglang_python) / "nixl").is_dir():
+        missing("NIXL", REMEDY)
 
 
 @pytest.fixture(scope="session")
@@ -223,6 +230,11 @@ def _run(
             f"{script} {' '.join(arguments)}: exit {done.returncode}\n{done.stderr[-4000:]}"
         )
     return done.stdout
+
+
+def _nixl_packages(python: Path) -> Path:
+    """Return the folder with NIXL's wheels, which only processes that use it have on their path."""
+    return python.parents[1] / "nixl"
 
 
 def _environment() -> dict[str, str]:

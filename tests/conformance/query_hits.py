@@ -32,7 +32,7 @@ else:
     import write_store
     from store_cases import Deployment
 
-_SGLANGS = ("file", "hf3fs", "mooncake")
+_SGLANGS = ("file", "hf3fs", "mooncake", "nixl", "nixl-buffered")
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ def _file_calls(backend: Any) -> Calls:
 
 
 def _calls(backend: Any) -> Calls:
-    """Return the same for 3FS and Mooncake; Mooncake reads a short object with success."""
+    """Return the same for 3FS, NIXL and Mooncake, which reads a short object with success."""
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
     def exists(name: str, page: str) -> bool:
@@ -133,6 +133,13 @@ def _calls(backend: Any) -> Calls:
         if hasattr(backend, "metadata_client"):
             key = backend._pool_component_key(page, PoolName(name))
             return all(backend.metadata_client.exists(backend.rank, [key], PoolName(name)))
+        if hasattr(backend, "file_manager"):  # NIXL
+            context = backend._hybrid_pool_ctx[PoolName(name)]
+            parts = 1
+            if context.is_zero_copy:
+                parts = backend._get_hybrid_key_multiplier(PoolName(name), context.host_pool)
+            keys = backend._get_hybrid_component_keys([page], PoolName(name), parts)
+            return all(backend._query_keys_exist(keys))
         names, _ = backend._get_hybrid_page_component_keys(
             [page], PoolTransfer(name=PoolName(name))
         )

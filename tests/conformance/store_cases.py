@@ -298,6 +298,34 @@ HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 
+# Cases that SGLang can write by NIXL: no PP stage or CP rank.
+NIXL_CASES: dict[str, Case] = {
+    **{
+        name: CASES[name]
+        for name in ("gqa_tp2", "mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mla_mamba",
+                     "mha_draft", "swa")
+    },
+    # K and V of a page are shorter than a disk block, so direct I/O writes them together.
+    "short_pages": Case(
+        (Deployment(_profile("Qwen/Qwen3-Short", [_mha("kv", 1, kv_heads=1)])),)
+    ),
+}  # fmt: skip
+# (backend, case, layout). Without direct I/O, layer_first has no objects of most sidecars.
+NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
+    *(("nixl", name, DEFAULT_LAYOUT) for name in NIXL_CASES),
+    ("nixl", "gqa_tp2", "layer_first"),
+    ("nixl", "hybrid_mamba", "page_first_direct"),
+    ("nixl", "mla_indexer", "layer_first"),
+    ("nixl", "mha_draft", "page_head"),
+    ("nixl-buffered", "short_pages", "page_first_direct"),
+    ("nixl-buffered", "gqa_tp2", "page_head"),
+    *(
+        ("nixl-buffered", name, DEFAULT_LAYOUT)
+        for name in ("mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa")
+    ),
+)
+
+
 def store_name(case: str, layout: str) -> str:
     """Return the folder name of a variant."""
     return f"{case}-{layout}" if case == "mha_layouts" else case

@@ -1,14 +1,15 @@
 """Have SGLang write a store, and list the objects that SGLang wrote.
 
 Runs inside the SGLang environment: `write_store.py CASE PLACE [--backend B] [--manifest FILE]`.
-CASE is a name in store_cases.py; PLACE is a directory (backend file), host:port of a Mooncake
+CASE is a name in store_cases.py; PLACE is a directory (backend file), directories separated by
+commas (backends nixl and nixl-buffered, with and without direct I/O), host:port of a Mooncake
 master, or SGLang's own JSON config (backend hf3fs). With files, `all` writes every case of the
 installed release, each to a folder of PLACE (store_cases.store_name).
 
 SGLang hashes the pages, allocates host slots, decides which objects each rank writes, and names
 them. This program only fills the host pools (prompt_nodes.py) and, in place of the radix tree,
 passes nodes to the controller one by one. The manifest lists every object that went through
-`HiCacheFile.set`, MooncakeStore's puts or HiCacheHF3FS's confirmations:
+`HiCacheFile.set`, HiCacheNixl's transfers, MooncakeStore's puts or HiCacheHF3FS's confirmations:
 
     case, sglang, layout, page_size, seed
     tokens        token ids of the prompt, a whole number of pages
@@ -34,6 +35,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
         HF3FS_CASES,
         LAYOUTS,
         MOONCAKE_CASES,
+        NIXL_CASES,
         VARIANTS,
         Case,
         Deployment,
@@ -57,13 +60,21 @@ else:
     import prompt_nodes
     import rank_pools
     import sglang_env
-    from store_cases import CASES, HF3FS_CASES, LAYOUTS, MOONCAKE_CASES, VARIANTS, store_name
+    from store_cases import (
+        CASES,
+        HF3FS_CASES,
+        LAYOUTS,
+        MOONCAKE_CASES,
+        NIXL_CASES,
+        VARIANTS,
+        store_name,
+    )
 
 
 def main() -> None:
     """Write the stores that the command line names."""
     options = _parse_arguments()
-    cases = {"file": CASES, "hf3fs": HF3FS_CASES, "mooncake": MOONCAKE_CASES}[options.backend]
+    cases = _CASES[options.backend]
     # SGLang sometimes prints to stdout, which must contain only the manifest.
     with contextlib.redirect_stdout(sys.stderr):
         if options.case == "all":
@@ -83,14 +94,19 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "place", help="a directory, host:port of a Mooncake master, or SGLang's config of 3FS"
     )
-    parser.add_argument("--backend", choices=("file", "hf3fs", "mooncake"), default="file")
+    parser.add_argument("--backend", choices=tuple(_CASES), default="file")
 
 
 def place(options: argparse.Namespace) -> Place:
     """Return the place that the command line names."""
-    kinds = {"file": Path, "hf3fs": Hf3fsConfig, "mooncake": str}
-    named: Place = kinds[options.backend](options.place)
-    return named
+    kinds: dict[str, Callable[[str], Place]] = {
+        "file": Path,
+        "hf3fs": Hf3fsConfig,
+        "mooncake": str,
+        "nixl": NixlDirectories,
+        "nixl-buffered": partial(NixlDirectories, direct=False),
+    }
+    return kinds[options.backend](options.place)
 
 
 def write_case(name: str, case: Case, place: Place, options: argparse.Namespace) -> dict[str, Any]:
@@ -157,6 +173,8 @@ def make_controller(deployment: Deployment, pools: RankPools, place: Place) -> A
         _attach_files(controller, deployment, place)
     elif isinstance(place, Hf3fsConfig):
         _attach_hf3fs(controller, deployment, place)
+    elif isinstance(place, NixlDirectories):
+        _attach_nixl(controller, deployment, place)
     else:
         _attach_mooncake(controller, deployment, place)
     controller.storage_backend.register_mem_pool_host(pools.host["kv"])
@@ -195,6 +213,22 @@ def _attach_hf3fs(controller: Any, deployment: Deployment, place: Hf3fsConfig) -
     controller.storage_backend = StorageBackendFactory.create_backend(
         "hf3fs", config, controller.storage_host_pool
     )
+
+
+def _attach_nixl(controller: Any, deployment: Deployment, place: NixlDirectories) -> None:
+    from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
+
+    os.environ["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = place.paths
+    controller.storage_backend_type = "nixl"
+    controller.page_set_func = controller._page_set_zero_copy
+    settings = {
+        "plugin": {"posix": {"active": True}},
+        "use_direct_io": place.direct,
+        "l3_cleaner_enabled": False,
+    }
+    config = controller._generate_storage_config(deployment.profile["model"], settings)
+    controller.storage_config = config
+    controller.storage_backend = HiCacheNixl(config)
 
 
 def _attach_mooncake(controller: Any, deployment: Deployment, master: str) -> None:
@@ -243,7 +277,24 @@ class Hf3fsConfig:
     path: str
 
 
-Place = Path | Hf3fsConfig | str  # a directory of files, 3FS, or host:port of a Mooncake master
+@dataclasses.dataclass(frozen=True, slots=True)
+class NixlDirectories:
+    """The directories of SGLang's NIXL backend, separated by commas; direct: with O_DIRECT."""
+
+    paths: str
+    direct: bool = True
+
+
+# A directory of files, 3FS, directories of NIXL, or host:port of a Mooncake master.
+Place = Path | Hf3fsConfig | NixlDirectories | str
+
+_CASES = {
+    "file": CASES,
+    "hf3fs": HF3FS_CASES,
+    "mooncake": MOONCAKE_CASES,
+    "nixl": NIXL_CASES,
+    "nixl-buffered": NIXL_CASES,
+}
 
 
 _CLIENTS: list[Any] = []
@@ -261,6 +312,8 @@ class _Recorder(Protocol):
 def _recorder(place: Place) -> _Recorder:
     if isinstance(place, Path):
         return _FileRecorder(place)
+    if isinstance(place, NixlDirectories):
+        return _NixlRecorder()
     return _Hf3fsRecorder() if isinstance(place, Hf3fsConfig) else _MooncakeRecorder()
 
 
@@ -344,6 +397,54 @@ def _hf3fs_coordinates(suffix: str, namespace: str, rank: int, config: Any) -> d
     elif suffix != ("" if namespace == "kv" else f"_{namespace}"):
         raise AssertionError(f"{suffix} in {namespace} is of no known form")
     return found
+
+
+class _NixlRecorder:
+    """Records every file that attached backends write; a file is written again in place."""
+
+    def __init__(self) -> None:
+        self.objects: list[dict[str, Any]] = []
+        self.ignored: list[dict[str, Any]] = []
+
+    def attach(self, backend: Any, config: Any) -> None:
+        transfer: Callable[..., bool] = backend._xfer_pre_registered
+
+        def recording_transfer(buffers: Any, paths: list[str], direction: str) -> bool:
+            done = transfer(buffers, paths, direction)
+            if direction == "WRITE":
+                if not done:
+                    raise AssertionError(f"writing failed: {paths}")
+                for (_, nbytes), path in zip(buffers, map(Path, paths), strict=True):
+                    if path.stat().st_size != nbytes:
+                        raise AssertionError(f"{path}: {nbytes} bytes handed over")
+                    entry = {"key": path.name, "page": path.name[:64], "nbytes": nbytes}
+                    entry |= _nixl_coordinates(path.name[64:], backend, config)
+                    if entry not in self.objects:
+                        self.objects.append(entry)
+            return done
+
+        backend._xfer_pre_registered = recording_transfer
+
+
+def _nixl_coordinates(suffix: str, backend: Any, config: Any) -> dict[str, Any]:
+    """Return the coordinates in a key's suffix, found by rebuilding it."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("part", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")
+    )
+    found |= {"pool": "kv", "model": config.model_name.replace("/", "-")}
+    if suffix.startswith(backend.tp_config_suffix):
+        found |= {"tp_rank": config.tp_rank, "tp_size": config.tp_size}
+        rest = suffix.removeprefix(backend.tp_config_suffix)
+    elif suffix.startswith(backend.config_suffix):
+        rest = suffix.removeprefix(backend.config_suffix)
+    else:
+        raise AssertionError(f"{suffix} is not of {backend.config_suffix}")
+    for name in map(str, backend.registered_pools):
+        if rest == f"_{name}" or rest.startswith(f"_{name}_"):
+            found["pool"] = name
+            rest = rest.removeprefix(f"_{name}")
+            break
+    return {**found, "part": rest.removeprefix("_") or None}
 
 
 class _MooncakeRecorder:

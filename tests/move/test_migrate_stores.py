@@ -32,13 +32,15 @@ KINDS = ("file", "pack", "mooncake", "hf3fs")
 PAIRS = [
     pair if {*pair} == {"file", "pack"} else slow(*pair)
     for pair in itertools.permutations(KINDS, 2)
-]
+] + [("file", "nixl"), ("nixl", "pack"), slow("mooncake", "nixl"), slow("nixl", "hf3fs")]
 
 
 def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
     """Return the URL of an empty store of a kind."""
     if kind == "file":
         return f"file://{folder}/files"
+    if kind == "nixl":
+        return f"nixl://{folder}/one,{folder}/two?high_watermark=100"
     if kind == "pack":
         return f"pack://{folder}/archive.hcpack"
     if kind == "mooncake":

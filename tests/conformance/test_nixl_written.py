@@ -1,0 +1,232 @@
+"""Stores written by SGLang's own HiCacheNixl and NIXL's POSIX plug-in are understood."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys.nixl import route
+from hicachectl.formats.profile import profile_from_mapping
+from hicachectl.formats.spec import ObjectSpec, object_specs
+from tests.conformance.object_bytes import expected_bytes
+from tests.conformance.store_cases import NIXL_VARIANTS
+from tests.conformance.test_hits import ask, chains_of, hits_of, some_objects
+from tests.conformance.test_mooncake_written import (
+    Affix,
+    Entry,
+    affix_of,
+    check_predicted,
+    complaints,
+    damage,
+    listed,
+    loss_findings,
+    one_of_each_kind,
+    verified,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conformance.conftest import Manifest, SglangSession
+    from tests.conftest import Invoke
+
+_COORDINATES = ("key", "page", "model", "pool", "part", "tp_rank", "tp_size", "pp_rank", "cp_rank",
+                "nbytes")  # fmt: skip
+
+# All these tests run in the worker with the SGLang process.
+pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-nixl")]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A store with the objects that SGLang wrote for one case. backend: of write_store.py."""
+
+    backend: str
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return tuple(self.folder / name for name in ("one", "two", "three"))
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The arguments of SGLang's scripts."""
+        return ",".join(map(str, self.directories)), f"--backend={self.backend}"
+
+    @property
+    def url(self) -> str:
+        return url_of(self.backend, self.directories)
+
+    @cached_property
+    def profile(self) -> Path:
+        path = self.folder / "profile.json"
+        path.write_text(json.dumps(self.manifest["profile"]))
+        return path
+
+    @property
+    def objects(self) -> dict[str, Entry]:
+        return {entry["key"]: {**entry, "heads": None} for entry in self.manifest["objects"]}
+
+    @property
+    def expected(self) -> dict[Affix, ObjectSpec]:
+        """The spec of each affix of a key, from the deployment's profile."""
+        profile = profile_from_mapping(self.manifest["profile"])
+        specs = object_specs(profile, self.backend)
+        return {codec_for(self.backend).affix(each.coordinate): each for each in specs}
+
+    def file(self, entry: Entry) -> Path:
+        number, folder = route(entry["key"].encode(), len(self.directories))
+        return self.directories[number] / os.fsdecode(folder) / str(entry["key"])
+
+    @contextmanager
+    def holding(self, entry: Entry, value: bytes | None) -> Iterator[None]:
+        """Replace an object's bytes, or remove it, for the duration of the block."""
+        path = self.file(entry)
+        before, facts = path.read_bytes(), path.stat()
+        if value is None:
+            path.unlink()
+        else:
+            path.write_bytes(value)
+        try:
+            yield
+        finally:
+            path.write_bytes(before)
+            os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def url_of(backend: str, directories: tuple[Path, ...]) -> str:
+    """Return a store's URL; the test machine's disks may be fuller than a server's."""
+    direct = "on" if backend == "nixl" else "off"
+    return f"nixl://{','.join(map(str, directories))}?direct_io={direct}&high_watermark=100"
+
+
+@pytest.fixture(scope="module", params=NIXL_VARIANTS, ids="-".join)
+def written(
+    request: pytest.FixtureRequest,
+    nixl_package: None,
+    sglang_session: SglangSession,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Written:
+    """Each case in turn; a test that changes the store restores it."""
+    backend, case, layout = request.param
+    store = Written(backend, tmp_path_factory.mktemp("nixl"), {})
+    manifest = sglang_session.run("write_store", case, *store.place, f"--layout={layout}")
+    return Written(backend, store.folder, manifest)
+
+
+def read_back(
+    session: SglangSession, manifest: Manifest, folder: Path, *place: str
+) -> list[dict[str, Any]]:
+    """Return SGLang's results of reading a store, for each rank."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(manifest))
+    results: list[dict[str, Any]] = session.run(
+        "read_back", *place, f"--manifest={path}", accepted=(0, 1)
+    )
+    return results
+
+
+def test_every_written_object_was_predicted_and_holds_its_values_at_its_place(
+    written: Written,
+) -> None:
+    check_predicted(written.manifest, written.objects, written.expected)
+    wrong = [
+        key
+        for key, entry in written.objects.items()
+        if written.file(entry).read_bytes() != expected_bytes(written.manifest, entry)
+    ]
+    assert wrong == []
+    found = {
+        path.name for each in written.directories for path in each.rglob("*") if path.is_file()
+    }
+    assert found == written.objects.keys()
+
+
+def test_ls_lists_exactly_what_sglang_wrote_with_and_without_a_profile(
+    written: Written, invoke: Invoke
+) -> None:
+    for options in (("--profile", written.profile), ()):
+        rows = listed(invoke, written.url, *options)
+        assert rows.keys() == written.objects.keys()
+        for key, entry in written.objects.items():
+            assert {name: rows[key][name] for name in _COORDINATES} == {
+                name: entry[name] for name in _COORDINATES
+            }
+
+
+def test_verify_is_clean_and_each_damage_is_named(written: Written, invoke: Invoke) -> None:
+    """Proves that lost, short, long and bad objects are found, and nothing else."""
+    profile = ("--profile", written.profile)
+    document = verified(invoke, written.url, *profile)
+    assert document["findings"] == []
+    assert document["objects"] == len(written.objects)
+    assert document["bytes_read"] == sum(e["nbytes"] for e in written.objects.values())
+    assert {"names", "groups", "sizes", "values"} <= set(document["checks"])
+    entries = list(written.objects.values())
+    kinds = one_of_each_kind(entries)
+    for entry in kinds:
+        wanted = loss_findings(entries, entry)
+        with written.holding(entry, None):
+            document = verified(invoke, written.url, *profile, exit_code=4 if wanted else 0)
+        assert complaints(document) == wanted, entry["key"]
+    for code in ("nan", "truncated", "oversized"):
+        with ExitStack() as damaged:
+            wanted = []
+            for entry in kinds:
+                value = written.file(entry).read_bytes()
+                bad = damage(code, value, written.expected[affix_of(entry)])
+                if bad is not None:
+                    damaged.enter_context(written.holding(entry, bad))
+                    wanted.append((code, "error", entry["key"]))
+            assert wanted
+            document = verified(invoke, written.url, *profile, exit_code=4)
+        assert complaints(document) == sorted(wanted)
+
+
+def test_chains_reach_no_farther_than_sglang_says(
+    written: Written, sglang_session: SglangSession, invoke: Invoke
+) -> None:
+    """HiCacheNixl returns the minimum of its pools' longest prefixes, which may not be usable."""
+    chance = random.Random(written.manifest["case"])
+    manifest = written.manifest
+    chains = chains_of(manifest["pages"], chance)
+    trailing = any(entry["pool"] in ("mamba", "swa") for entry in manifest["objects"])
+    with ExitStack() as gone:
+        for entry in some_objects(manifest, chance, share=0.1):
+            gone.enter_context(written.holding(entry, None))
+        answers = ask(sglang_session, manifest, chains, written.folder, *written.place)
+        rows = hits_of(invoke, chains, written.folder, written.url, "--profile", written.profile)
+    for number, row in enumerate(rows):
+        theirs = min(answer["restorable"][number][0] for answer in answers)
+        assert row["kv_pages"] == min(answer["kv"][number] for answer in answers)
+        assert row["usable_pages"] <= theirs
+        assert trailing or row["usable_pages"] == theirs
+
+
+def test_sglang_reads_what_went_to_a_file_store_and_back(
+    written: Written, sglang_session: SglangSession, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that both directions of a migration keep all pages, for SGLang's own backends."""
+    files, again = tmp_path / "files", (tmp_path / "one", tmp_path / "two")
+    options = ("--profile", written.profile, "--verify", "--grace", "0s")
+    invoke("migrate", written.url, files, *options)
+    url = url_of(written.backend, again)
+    invoke("migrate", files, url, *options)
+    place = (",".join(map(str, again)), f"--backend={written.backend}")
+    for where in ((str(files), "--backend=file"), place):
+        for rank in read_back(sglang_session, written.manifest, tmp_path, *where):
+            assert rank["hit_pages"] == len(written.manifest["pages"]), (where, rank)
+            assert not any(rank["wrong"].values()), (where, rank)
+    times = {p.name: p.stat().st_mtime_ns for each in again for p in each.glob("*/*")}
+    assert times.keys() == written.objects.keys()
+    assert verified(invoke, url, "--profile", written.profile)["findings"] == []
