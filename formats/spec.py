@@ -416,6 +416,7 @@ def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
 # Of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools begin at a
 # page (pool_host/common.py :: HostTensorAllocator).
 _NIXL_ALIGNMENT = 4096
+_NIXL_BLOCK = 512  # of any disk: O_DIRECT transfers no other sizes
 # MHATokenToKVPoolHost.is_stride_page_aligned: of a pool beside kv.
 _NIXL_PART_LAYOUTS = (*PAGE_FIRST_LAYOUTS, "page_head")
 
@@ -444,15 +445,22 @@ def _nixl_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
 
 def _nixl_direct_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
     """Yield K and V if both lie aligned in a host pool that can tell; else the whole page."""
-    layouts = PAGE_FIRST_LAYOUTS if piece.pool.name == "kv" else _NIXL_PART_LAYOUTS
-    if not kind_of(piece.pool).nixl_parts or profile.layout not in layouts:
-        yield from _flat_contents(profile, piece)
-        return
-    parts = piece.parts(profile.layout)
-    if any(tensor.nbytes % _NIXL_ALIGNMENT for tensor in parts):
-        yield from _flat_contents(profile, piece)
-    else:
-        yield from ((tensor.name, (tensor,)) for tensor in parts)
+    pool = piece.pool
+    layouts = PAGE_FIRST_LAYOUTS if pool.name == "kv" else _NIXL_PART_LAYOUTS
+    if kind_of(pool).nixl_parts and profile.layout in layouts:
+        parts = piece.parts(profile.layout)
+        if not any(tensor.nbytes % _NIXL_ALIGNMENT for tensor in parts):
+            yield from ((tensor.name, (tensor,)) for tensor in parts)
+            return
+    for part, tensors in _flat_contents(profile, piece):
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if nbytes % _NIXL_BLOCK:
+            raise UnsupportedByBackend(
+                f"pools[{pool.name}]: a page of {nbytes} bytes is no multiple of {_NIXL_BLOCK}: "
+                "SGLang's NIXL backend fails to store such pages with direct I/O; for servers "
+                "without direct I/O, add direct_io=off to the URL"
+            )
+        yield part, tensors
 
 
 def _nixl_buffered_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:

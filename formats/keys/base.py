@@ -30,15 +30,15 @@ def codec_for(scheme: str) -> KeyCodec:
     from hicachectl.formats.keys.file import FileCodec
     from hicachectl.formats.keys.hf3fs import Hf3fsCodec
     from hicachectl.formats.keys.mooncake import MooncakeCodec
-    from hicachectl.formats.keys.nixl import BUFFERED, DIRECT, NixlCodec
+    from hicachectl.formats.keys.nixl import NixlBufferedCodec, NixlCodec
     from hicachectl.formats.keys.unified import UnifiedCodec
 
     codecs: dict[str, type[KeyCodec]] = {
         "file": FileCodec,
         "hf3fs": Hf3fsCodec,
         "mooncake": MooncakeCodec,
-        DIRECT: NixlCodec,
-        BUFFERED: NixlCodec,
+        NixlCodec.scheme: NixlCodec,
+        NixlBufferedCodec.scheme: NixlBufferedCodec,
         "unified": UnifiedCodec,
     }
     if scheme not in codecs:

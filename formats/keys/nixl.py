@@ -35,7 +35,7 @@ _KV_PARTS = ("k", "v")
 
 
 class NixlCodec:
-    """Codec of HiCacheNixl's keys, the same with and without direct I/O."""
+    """Codec of HiCacheNixl's keys, of servers with direct I/O."""
 
     scheme = DIRECT
 
@@ -76,6 +76,12 @@ class NixlCodec:
         if coordinate.part is not None:
             suffix += f"_{coordinate.part}"
         return "", suffix
+
+
+class NixlBufferedCodec(NixlCodec):
+    """The same grammar, of servers without direct I/O, which divide pages into other objects."""
+
+    scheme = BUFFERED
 
 
 def route(key: bytes, directories: int) -> tuple[int, bytes]:

@@ -136,9 +136,10 @@ _NIXL = (
     "Of each model, the server of TP rank 0 removes the oldest page groups when a disk is as "
     "full as its l3_cleaner_high_watermark. Writes keep modification times and stop below "
     "this watermark on each disk; objects that would reach it fail as if the disk were full.",
-    "Without KV or with PP, CP or DCP ranks, pages cannot be described: keys do not name "
-    "these ranks, so ranks overwrite each other's objects. A profile with such ranks is "
-    "refused.",
+    "A profile with PP, CP or DCP ranks above one is refused: keys do not name these ranks, so "
+    "ranks overwrite each other's objects. A profile without KV (DeepSeek-V4) is refused, too.",
+    "With direct I/O, SGLang fails to write an object whose size is no multiple of a disk block. Such "
+    "a pool is refused by name; use_direct_io false, with direct_io=off, stores it.",
     "Servers write in place. While an object is written, its file has its final name and is short.",
 )
 _NIXL_PARAMETERS = (

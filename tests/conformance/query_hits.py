@@ -58,7 +58,7 @@ def _ask(
 ) -> Iterator[dict[str, Any]]:
     """Yield the answers of a rank, one for each place."""
     with rank_pools.parallel(deployment, rank), attached_rank.server_arguments(deployment):
-        pools = rank_pools.build_pools(deployment, rank, pages=1)
+        pools = rank_pools.build_pools(deployment, rank, pages=4)  # page_head needs some
         for number, text in enumerate(options.places):
             kind = "file" if options.backend == "plugin" else options.backend
             place = write_store.place(argparse.Namespace(place=text, backend=kind))

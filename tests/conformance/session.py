@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import mmap
@@ -47,6 +48,8 @@ def main() -> None:
     os.dup2(2, 1)  # output of libraries goes to stderr
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)
+    if importlib.util.find_spec("nixl") is not None:
+        importlib.import_module("sglang.srt.mem_cache.storage.nixl.hicache_nixl")
     prompt_nodes.hash_pages([0], page_size=1)  # loads SGLang's extension of page hashes
     for line in sys.stdin:
         status, begun = _answered(line, answers)

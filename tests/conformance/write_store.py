@@ -36,6 +36,7 @@ import os
 import re
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -562,7 +563,7 @@ def _write_all(options: argparse.Namespace) -> dict[str, Any]:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a store with SGLang itself.")
     parser.add_argument(
-        "case", choices=("all", *dict.fromkeys((*CASES, *MOONCAKE_CASES, *HF3FS_CASES)))
+        "case", choices=("all", *dict.fromkeys(chain.from_iterable(_CASES.values())))
     )
     add_place(parser)
     parser.add_argument("--manifest", type=Path, help="write it here instead of stdout")

@@ -469,6 +469,68 @@ def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
 # --- all ---
 
 
+def nixl_suffixes(model: Profile, scheme: str = "nixl") -> set[str]:
+    """Return the suffixes of rank 0's keys, without the model."""
+    suffixes = (found.affix[1].removeprefix("_a-b") for found in object_specs(model, scheme))
+    return {suffix for suffix in suffixes if not suffix.startswith("_1_2")}
+
+
+_SMALL: dict[str, Any] = {
+    "layers": 1,
+    "kv_heads": 1,
+    "head_dim": 32,
+}  # K or V of 64 tokens: 4096 bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "direct", "buffered"),
+    [
+        (profile(mha(**_SMALL)), {"_0_1_k", "_0_1_v"}, {"_0_1_k", "_0_1_v"}),
+        (profile(mha(**_SMALL), page_size=32), {"_0_1"}, {"_0_1_k", "_0_1_v"}),
+        (profile(mha(), layout="layer_first"), {"_0_1"}, {"_0_1"}),
+        (
+            profile(mha(), mha("draft"), layout="page_head"),
+            {"_0_1", "_0_1_draft_k", "_0_1_draft_v"},
+            {"_0_1", "_0_1_draft_k", "_0_1_draft_v"},
+        ),
+        (
+            profile(mla(), indexer(layers=16), mla("draft"), tp=2),
+            {"", "_indexer", "_draft"},
+            {"_k", "_indexer", "_draft"},
+        ),
+        (
+            profile(mla(), gdn(1), tp=2),
+            {"", "_0_2_mamba"},
+            {"_k", "_0_2_mamba_temporal", "_0_2_mamba_conv_0"},
+        ),
+    ],
+)
+def test_nixl_divides_pages_by_their_place_in_memory(
+    model: Profile, direct: set[str], buffered: set[str]
+) -> None:
+    assert nixl_suffixes(model) == direct
+    assert nixl_suffixes(model, "nixl-buffered") == buffered
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "reason"),
+    [
+        (profile(mha(), pp=2), "nixl", "pp 2: NIXL keys do not name the pp rank"),
+        (profile(mha(), cp=2), "nixl-buffered", "cp 2: NIXL keys do not name the cp rank"),
+        (profile(LOGICAL, opaque("deepseek_v4_c4")), "nixl", "markers of pages without KV"),
+        (profile(mla(), indexer(layers=61)), "nixl", "add direct_io=off to the URL"),
+        (
+            profile(mha(), mha("draft"), layout="layer_first"),
+            "nixl-buffered",
+            "does not store this pool whole",
+        ),
+    ],
+)
+def test_what_nixl_cannot_hold_is_refused(model: Profile, scheme: str, reason: str) -> None:
+    with pytest.raises(UnsupportedByBackend, match=reason):
+        object_specs(model, scheme)
+
+
 def test_the_unified_scheme_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedByBackend, match="the unified key scheme"):
         object_specs(MHA_TARGET, "unified")

@@ -162,6 +162,38 @@ class TrailedMigration(FileMigration):
         return found or super().objects(directory)
 
 
+class NixlMigration(FileMigration):
+    """From a file store to two directories of the NIXL backend, under other names."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        "publish-data": Kind("syncfs", "*/new/store/???"),
+        "publish-names": Kind("fsync", "*/new/store/???/??"),
+    }
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.destination = f"nixl://{self.target}/one,{self.target}/two?high_watermark=100"
+
+    def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
+        files = ((name.rpartition("/")[2], data) for name, data in state.below(self.target).items())
+        there = {_name_in_files(name): data for name, data in files}
+        yield from self.published_wrong(state, there, document)
+
+    def objects(self, directory: Path | None = None) -> Contents:
+        if directory != self.target:
+            return super().objects(directory)
+        held = [contents(folder) for folder in self.target.glob("*/[0-9a-f][0-9a-f]")]
+        return {_name_in_files(n): value for one in held for n, value in one.items() if n[0] != "."}
+
+
+def _name_in_files(key: str) -> str:
+    """Return the file store's name of a NIXL object of the DSA model; other names unchanged."""
+    if key.startswith("."):
+        return key
+    pool = ".indexer" if key.endswith("_indexer") else ""
+    return f"{key[:64]}{pool}{key[64:].removesuffix('_indexer')}.bin"
+
+
 def _is_marker(name: str) -> bool:
     folder, _, file = name.rpartition("/")
     return folder == ".hicachectl/plugin" and not file.startswith(".")
@@ -262,6 +294,7 @@ class PackToFile(FileMigration):
 WRITERS = (
     FileMigration,
     FileMigrationWithoutSyncfs,
+    NixlMigration,
     TrailedMigration,
     Move,
     MigrationToCopies,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.nixl import NixlCodec, route
 from hicachectl.formats.keys.resolve import resolve_affixes
 from hicachectl.formats.kinds.pool import pool_name, pool_names
@@ -79,6 +80,11 @@ def test_keys_of_a_whole_store_have_one_meaning() -> None:
     assert one["_c_k"] == Coordinate("c", part="k")
     alone = resolve_affixes([("", "_my_draft")], CODEC)[("", "_my_draft")]
     assert alone.ambiguous
+
+
+@pytest.mark.parametrize("scheme", ["nixl", "nixl-buffered"])
+def test_codecs_are_found_by_their_scheme(scheme: str) -> None:
+    assert codec_for(scheme).scheme == scheme
 
 
 def test_places_are_sglangs() -> None:
