@@ -417,8 +417,6 @@ def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
 # page (pool_host/common.py :: HostTensorAllocator).
 _NIXL_ALIGNMENT = 4096
 _NIXL_BLOCK = 512  # of any disk: O_DIRECT transfers no other sizes
-# MHATokenToKVPoolHost.is_stride_page_aligned: of a pool beside kv.
-_NIXL_PART_LAYOUTS = (*PAGE_FIRST_LAYOUTS, "page_head")
 
 
 def _check_nixl(profile: Profile) -> None:
@@ -444,46 +442,58 @@ def _nixl_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
 
 
 def _nixl_direct_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
-    """Yield K and V if both lie aligned in a host pool that can tell; else the whole page."""
-    pool = piece.pool
-    layouts = PAGE_FIRST_LAYOUTS if pool.name == "kv" else _NIXL_PART_LAYOUTS
-    if kind_of(pool).nixl_parts and profile.layout in layouts:
-        parts = piece.parts(profile.layout)
-        if not any(tensor.nbytes % _NIXL_ALIGNMENT for tensor in parts):
-            yield from ((tensor.name, (tensor,)) for tensor in parts)
+    """Yield parts that O_DIRECT can transfer from their place in memory, else the whole page."""
+    if profile.layout in _nixl_part_layouts(piece.pool):
+        parts = tuple(_nixl_parts(profile, piece))
+        if parts and not any(_nbytes(tensors) % _NIXL_ALIGNMENT for _, tensors in parts):
+            yield from parts
             return
     for part, tensors in _flat_contents(profile, piece):
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        if nbytes % _NIXL_BLOCK:
+        if _nbytes(tensors) % _NIXL_BLOCK:
             raise UnsupportedByBackend(
-                f"pools[{pool.name}]: a page of {nbytes} bytes is no multiple of {_NIXL_BLOCK}: "
-                "SGLang's NIXL backend fails to store such pages with direct I/O; for servers "
-                "without direct I/O, add direct_io=off to the URL"
+                f"pools[{piece.pool.name}]: a page of {_nbytes(tensors)} bytes is no multiple of "
+                f"{_NIXL_BLOCK}: SGLang's NIXL backend fails to store such pages with direct I/O; "
+                "for servers without direct I/O, add direct_io=off to the URL"
             )
         yield part, tensors
 
 
 def _nixl_buffered_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
-    """Yield one object for each part that host memory holds together."""
+    """Yield parts as they lie in memory; pools that cannot be transferred from there: whole."""
     pool = piece.pool
-    kind = kind_of(pool)
-    layouts = _NIXL_PART_LAYOUTS if kind.nixl_parts else PAGE_FIRST_LAYOUTS
-    if pool.name == "kv" or kind.name == "mla":
-        if pool.name != "kv" or profile.layout not in PAGE_FIRST_LAYOUTS:
-            yield from _flat_contents(profile, piece)
-            return
-    elif profile.layout not in layouts:
+    layouts = _nixl_part_layouts(pool)
+    if piece.tensors and profile.layout in layouts:
+        yield from _nixl_parts(profile, piece)
+    elif pool.name == "kv" or not layouts or not piece.tensors:
+        yield from _flat_contents(profile, piece)
+    else:
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: layout {profile.layout}: SGLang's NIXL backend without direct "
             "I/O does not store this pool whole; use page_first or page_first_direct"
         )
-    parts = piece.parts(profile.layout)
-    if not parts:
-        yield from _flat_contents(profile, piece)
-    elif kind.nixl_parts or pool_name(pool.name).states:
-        yield from ((tensor.name, (tensor,)) for tensor in parts)
-    else:
-        yield ("k" if pool.name == "kv" else None), parts
+
+
+def _nixl_part_layouts(pool: Pool) -> tuple[str, ...]:
+    """Return the layouts in which pages of a pool can be transferred from where they lie.
+
+    Beside kv, only pools with `get_hybrid_pool_buffer` can.
+    """
+    if pool.name == "kv":
+        return PAGE_FIRST_LAYOUTS
+    return kind_of(pool).nixl_layouts
+
+
+def _nixl_parts(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
+    kind = kind_of(piece.pool)
+    tensors = piece.parts(profile.layout)
+    for tensor in tensors:
+        # The key of a state that is alone names the pool only (_get_hybrid_component_keys).
+        alone = len(tensors) == 1 and pool_name(piece.pool.name).states
+        yield None if alone else kind.mooncake_part(piece.pool, tensor), (tensor,)
+
+
+def _nbytes(tensors: Iterable[TensorLayout]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 _SCHEMES = {

@@ -34,7 +34,8 @@ class PoolKind:
     splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
     hf3fs_sidecar: whether SGLang stores a pool of this kind beside kv on 3FS.
     hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
-    nixl_parts: whether SGLang's NIXL backend stores K and V of this kind apart with zero-copy.
+    nixl_layouts: layouts in which NIXL transfers a pool of this kind beside kv from where it lies
+              (is_stride_page_aligned of pools with get_hybrid_pool_buffer).
     """
 
     name = ""
@@ -50,7 +51,7 @@ class PoolKind:
     splits_layers = False
     hf3fs_sidecar = True
     hf3fs_parts = False
-    nixl_parts = False
+    nixl_layouts: tuple[str, ...] = ()
 
     # --- the profile ---
 

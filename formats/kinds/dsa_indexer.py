@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.base import PoolKind
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import HEADLESS_LAYOUTS, QUANT_BLOCK, Column, TensorLayout
+from hicachectl.formats.layouts import (
+    HEADLESS_LAYOUTS,
+    PAGE_FIRST_LAYOUTS,
+    QUANT_BLOCK,
+    Column,
+    TensorLayout,
+)
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
@@ -33,6 +39,7 @@ class DsaIndexer(PoolKind):
     words = "a DSA indexer pool"
     required = ("layers", "index_head_dim")
     shards = False
+    nixl_layouts = PAGE_FIRST_LAYOUTS
 
     def row_items(self, pool: Pool) -> dict[str, int]:
         """Return an upper bound of the items of a key with its scales."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.layouts import TensorLayout
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, TensorLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +69,7 @@ class Mamba(PoolKind):
     required = ("layers",)
     shards = True
     linear = True
+    nixl_layouts = PAGE_FIRST_LAYOUTS
 
     def states(self, pool: Pool) -> dict[str, StateTensor]:
         """Return a layer's states before sharding, by name, in stored order."""

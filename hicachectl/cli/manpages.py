@@ -138,15 +138,16 @@ _NIXL = (
     "this watermark on each disk; objects that would reach it fail as if the disk were full.",
     "A profile with PP, CP or DCP ranks above one is refused: keys do not name these ranks, so "
     "ranks overwrite each other's objects. A profile without KV (DeepSeek-V4) is refused, too.",
-    "With direct I/O, SGLang fails to write an object whose size is no multiple of a disk block. Such "
-    "a pool is refused by name; use_direct_io false, with direct_io=off, stores it.",
+    "With direct I/O, SGLang fails to write an object whose size is no multiple of a disk block. "
+    "Such a pool is refused by name; use_direct_io false, with direct_io=off, stores it.",
     "Servers write in place. While an object is written, its file has its final name and is short.",
 )
 _NIXL_PARAMETERS = (
     (
         "direct_io=off",
-        "For servers with use_direct_io false (SGLANG_HICACHE_NIXL_USE_DIRECT_IO=0), which divide "
-        "pages into other objects: MLA pages end in _k, and states have a file each. Default: on.",
+        "For servers with use_direct_io false (SGLANG_HICACHE_NIXL_USE_DIRECT_IO=0). They write K "
+        "and V, or the states of a page, apart even if their sizes are no multiple of 4 KiB. "
+        "Default: on.",
     ),
     (
         "high_watermark=PERCENT",

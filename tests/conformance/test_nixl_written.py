@@ -231,5 +231,8 @@ def test_sglang_reads_what_went_to_a_file_store_and_back(
     for rank in read_back(sglang_session, written.manifest, tmp_path, *place):
         assert rank["hit_pages"] == len(written.manifest["pages"]), rank
         assert not any(rank["wrong"].values()), rank
-    assert times_in(again) == times_in(written.directories)
+    times = times_in(again)
+    assert times.keys() == written.objects.keys()
+    # Where a file joins K and V, both get one of their times.
+    assert set(times.values()) <= set(times_in(written.directories).values())
     assert verified(invoke, url, "--profile", written.profile)["findings"] == []

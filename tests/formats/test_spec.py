@@ -494,13 +494,13 @@ _SMALL: dict[str, Any] = {
             {"_0_1", "_0_1_draft_k", "_0_1_draft_v"},
         ),
         (
-            profile(mla(), indexer(layers=16), mla("draft"), tp=2),
-            {"", "_indexer", "_draft"},
+            profile(mla(layers=1), indexer(layers=16), mla("draft", layers=1), page_size=32, tp=2),
+            {"_k", "_indexer", "_draft"},
             {"_k", "_indexer", "_draft"},
         ),
         (
-            profile(mla(), gdn(1), tp=2),
-            {"", "_0_2_mamba"},
+            profile(mla(row="fp8"), gdn(1), page_size=8, tp=2),
+            {"", "_0_2_mamba_temporal", "_0_2_mamba_conv_0"},
             {"_k", "_0_2_mamba_temporal", "_0_2_mamba_conv_0"},
         ),
     ],

@@ -172,7 +172,9 @@ class NixlMigration(FileMigration):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.destination = f"nixl://{self.target}/one,{self.target}/two?high_watermark=100"
+        self.destination = (
+            f"nixl://{self.target}/one,{self.target}/two?direct_io=off&high_watermark=100"
+        )
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
         files = ((name.rpartition("/")[2], data) for name, data in state.below(self.target).items())
@@ -191,7 +193,7 @@ def _name_in_files(key: str) -> str:
     if key.startswith("."):
         return key
     pool = ".indexer" if key.endswith("_indexer") else ""
-    return f"{key[:64]}{pool}{key[64:].removesuffix('_indexer')}.bin"
+    return f"{key[:64]}{pool}{key[64:].removesuffix('_indexer').removesuffix('_k')}.bin"
 
 
 def _is_marker(name: str) -> bool:
