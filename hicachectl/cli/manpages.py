@@ -18,12 +18,12 @@ import click
 
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.formats.kinds import kinds
-from hicachectl.formats.models.architectures import ARCHITECTURES, Refusal
+from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
 from hicachectl.formats.models.families import Family
 from hicachectl.formats.profile import NEWEST_SGLANG
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
 RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
 
@@ -80,6 +80,11 @@ _MODELS = (
     "A field that a config lacks, and that SGLang's own config class would fill with a number, is "
     "asked for by name. For the other architectures, write a profile file; see "
     "hicachectl-profile(1).",
+)
+_UNVERIFIED_MODELS = (
+    "For these, the compared config.json was written by hand, with the fields that SGLang reads. "
+    "Field names of a published config may differ; compare the size of one page with the profile "
+    "(ls --objects) before a repair.",
 )
 _OUTPUT = (
     "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
@@ -710,7 +715,10 @@ def models_page() -> str:
         ".Sh DESCRIPTION",
         *_paragraphs(_MODELS),
         ".Sh TARGETS",
-        *_names(set(served) - drafts),
+        *_names(set(served) - drafts - UNVERIFIED),
+        ".Sh UNVERIFIED TARGETS",
+        *_paragraphs(_UNVERIFIED_MODELS),
+        *_names(UNVERIFIED),
         ".Sh DRAFTS",
         *_sentences("Configs of these architectures are for --draft-model-config:"),
         *_names(drafts),
@@ -723,7 +731,7 @@ def models_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _names(names: set[str]) -> Iterator[str]:
+def _names(names: Set[str]) -> Iterator[str]:
     yield ".Bl -item -compact -offset indent"
     for name in sorted(names):
         yield from (".It", _text(name))

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.models.architectures import ARCHITECTURES, Refusal, family_of
+from hicachectl.formats.models.architectures import (
+    ARCHITECTURES,
+    UNVERIFIED,
+    Refusal,
+    family_of,
+)
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.families import Family
 from hicachectl.formats.models.flags import DeploymentFlags
@@ -39,6 +44,11 @@ def test_every_registered_architecture_has_an_answer() -> None:
 
 def test_every_served_architecture_was_compared_with_sglang() -> None:
     assert set(SERVED) == set(MODELS)
+
+
+def test_configs_written_by_hand_are_marked_as_unverified() -> None:
+    by_hand = {name for name, model in MODELS.items() if "by hand" in model["origin"]}
+    assert by_hand == UNVERIFIED
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
