@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tests.processes import Closing, following
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 HOST = "127.0.0.1"
 STARTS = 3  # another process can take a free port before the master binds it
@@ -39,8 +39,10 @@ OWNER = str(Path(__file__).with_name("mooncake_owner.py"))
 class Cluster(Closing):
     """A master and its segment owners; a context manager that ends them all.
 
-    flags: more options of mooncake_master, such as eviction_ratio=0.1. Raises RuntimeError with
-    the end of the log if a process does not start.
+    offload: a directory, where each owner writes its objects to files, in `rank_0_N_0_0` as
+    SGLang's N-th rank does. environment: more of it, for all processes. flags: more options of
+    mooncake_master, such as eviction_ratio=0.1. Raises RuntimeError with the end of the log if a
+    process does not start.
     """
 
     def __init__(
@@ -49,11 +51,17 @@ class Cluster(Closing):
         *,
         lease_ms: int = 10_000,
         stores: int = 1,
+        offload: Path | None = None,
+        environment: Mapping[str, str] | None = None,
         **flags: object,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mooncake-")
         self._segment_bytes = segment_bytes
         self._flags = {"default_kv_lease_ttl": lease_ms, **flags}
+        self._offload = offload
+        self._environment = dict(environment or {})
+        if offload is not None:
+            self._flags["enable_offload"] = True
         self._client: Any = None
         self._stores: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers = itertools.count()
@@ -76,10 +84,17 @@ class Cluster(Closing):
         """Start a segment owner; return its name once it accepts objects."""
         known = self._segments()
         number = next(self._numbers)
-        program = (OWNER, self.master, str(segment_bytes or self._segment_bytes))
+        program = [OWNER, self.master, str(segment_bytes or self._segment_bytes)]
+        if self._offload is not None:
+            directory = self._offload / f"rank_0_{number}_0_0"
+            directory.mkdir()
+            program.append(str(directory))
         process = self._spawn(f"store-{number}", sys.executable, *program, stdin=subprocess.PIPE)
         self._stores[f"starting-{number}"] = process
         fresh = self._await(process, f"store-{number}", lambda: self._segments() - known)
+        if self._offload is not None:  # only objects put from then on are offloaded
+            log = self._log(f"store-{number}")
+            self._await(process, f"store-{number}", lambda: "set up" in log.read_text())
         name: str = fresh.pop()
         self._stores[name] = self._stores.pop(f"starting-{number}")
         if number == 0:
@@ -217,7 +232,7 @@ class Cluster(Closing):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
-                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **self._environment},
             )
 
     def _await(self, process: subprocess.Popen[bytes], name: str, ready: Callable[[], Any]) -> Any:
