@@ -438,7 +438,6 @@ UNVERIFIED = frozenset(
         "QWenLMHeadModel",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
         "SDARForCausalLM",
         "SDARMoeForCausalLM",
         "SarvamMLAForCausalLM",
