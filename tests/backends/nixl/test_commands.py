@@ -1,0 +1,104 @@
+"""The commands on a NIXL store: looking leaves no trace, and nothing of ours lies inside."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends.base import open_store
+from hicachectl.cli.demo_store import fill
+from tests.backends.nixl.test_store import url_of
+from tests.move.migrations import PAGES, profile_file
+from tests.stores import OLD
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+Traces = dict[str, tuple[int, int, int]]  # by path: size, mtime and ctime in ns
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """The demo's pages in three directories, with one object cut short."""
+
+    folder: Path
+    url: str
+    profile: Path
+    short: Path
+
+    def traces(self) -> Traces:
+        found = {}
+        for path in (one for name in "abc" for one in (self.folder / name).rglob("*")):
+            facts = path.stat()
+            found[str(path)] = facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+        return found
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Demo:
+    url = url_of(tmp_path)
+    with open_store(url, create=True) as store:
+        fill(store, PAGES)
+    files = sorted(path for path in tmp_path.glob("?/*/*"))
+    os.truncate(files[0], 1000)
+    for path in files:
+        os.utime(path, (OLD, OLD))
+    return Demo(tmp_path, url, profile_file(tmp_path / "profile.toml"), files[0])
+
+
+def test_commands_that_look_leave_no_trace(demo: Demo, invoke: Invoke, tmp_path: Path) -> None:
+    profile = ("--profile", demo.profile)
+    pages = tmp_path / "pages"
+    whole = {path.name[:64] for path in tmp_path.glob("?/*/*")} - {demo.short.name[:64]}
+    pages.write_text(f'["{min(whole)}"]\n')
+    before = demo.traces()
+    assert len(invoke("ls", demo.url, *profile, "--format", "jsonl").rows) == PAGES
+    invoke("verify", demo.url, *profile, exit_code=4)
+    invoke("show", demo.url, demo.short.name[:64], *profile)
+    (chain,) = invoke("hits", demo.url, *profile, "--pages", pages, "--format", "jsonl").rows
+    assert chain["kv_pages"] == 1
+    invoke("rm", demo.url, "--before", "1s", "--dry-run")
+    assert demo.traces() == before
+
+
+def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: Path) -> None:
+    """Proves that a server's `clear` removes no object that a repair has put aside."""
+    check = ("verify", demo.url, "--profile", demo.profile)
+    before = demo.traces()
+    repair = (*check, "--repair", "quarantine", "--yes")
+    assert "give --quarantine DIR" in invoke(*repair, exit_code=2).stderr
+    for directory, inside in ((tmp_path / "b", "."), (tmp_path / "c", "quarantine")):
+        said = invoke(*repair, "--quarantine", directory / inside, exit_code=2).stderr
+        assert f"a server's clear removes every file below {directory}" in said
+    assert "has no directory for a stamp" in invoke(*check, "--stamp", exit_code=2).stderr
+    assert demo.traces() == before
+    outside = tmp_path / "quarantine"
+    invoke(*repair, "--quarantine", outside, exit_code=4)  # there were findings
+    assert not demo.short.exists()
+    invoke(*check)
+    invoke("restore", outside, demo.url, "--yes")
+    files = {path: facts for path, facts in demo.traces().items() if demo.short.name[:64] in path}
+    assert len(files) > 1
+    assert {path: facts[:2] for path, facts in files.items()} == {
+        path: before[path][:2] for path in files
+    }
+
+
+def test_a_profile_whose_keys_collide_is_refused_on_both_sides(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    text = demo.profile.read_text()
+    stages = tmp_path / "stages.toml"
+    stages.write_text(text.replace("tp = 2", "tp = 2\npp = 2", 1))
+    for command in (
+        ("ls", demo.url, "--profile", stages),
+        ("migrate", tmp_path, demo.url, "--profile", stages),
+        ("migrate", tmp_path, demo.url, "--profile", demo.profile, "--to-pp", 2),
+    ):
+        said = invoke(*command, exit_code=2).stderr
+        assert "pp 2: NIXL keys do not name the pp rank" in said
