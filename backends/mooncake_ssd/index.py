@@ -199,11 +199,17 @@ class _Reader:
         self._unreadable: list[str] = []  # reasons
         self._unfinished: list[str] = []  # .bucket files without .meta
         self._lost: list[str] = []  # .meta files without .bucket
+        self._special: list[str] = []  # ranks that are no directories
         self._late = self._torn = 0  # records
         self._others: dict[bytes, int] = {}  # objects by tenant
 
     def read_place(self, place: Place) -> None:
         """Read the buckets and the offset file of a directory."""
+        self._special += [
+            f"{place.directory.path}/{name}"
+            for name, facts in place.entries.items()
+            if _RANK.fullmatch(name) and not stat.S_ISDIR(facts.st_mode)
+        ]
         files = [n for n, facts in place.entries.items() if not stat.S_ISDIR(facts.st_mode)]
         if DATA_FILE in files or META_FILE in files:
             self._read_offset_file(place, files)
@@ -331,7 +337,8 @@ class _Reader:
                 "Objects that were removed from the cluster may still be listed: Mooncake never "
                 "updates the .meta file of a bucket"
             )
-        first = [(each or [""])[0] for each in (self._unreadable, self._unfinished, self._lost)]
+        named = (self._unreadable, self._unfinished, self._lost, self._special)
+        first = [(each or [""])[0] for each in named]
         names = ", ".join(repr(os.fsdecode(name)) for name in sorted(self._others)[:3])
         notes = (
             (
@@ -346,6 +353,10 @@ class _Reader:
             (
                 len(self._lost),
                 f".meta files have no data file, the first {first[2]}: their objects are lost",
+            ),
+            (
+                len(self._special),
+                f"ranks are left out, because they are links or files, the first {first[3]}",
             ),
             (cut, "objects lie partly or wholly behind the end of their file"),
             (self._torn, "records of offset files are left out: their headers are damaged"),

@@ -148,7 +148,7 @@ class MooncakeSsdStore(Store):
                 close_places(places)
                 return self._index
             self._replaced.append(self._places)
-            self._places = places
+            self._places, self._index = places, None
             try:
                 self._index = read_index(places, self._tenant)
             except OSError as error:

@@ -297,6 +297,16 @@ def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path: Path, name: str, k
     assert not listed & ({B} if name.startswith("kv") else {A})
 
 
+def test_a_rank_that_is_a_link_is_left_out_and_named(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "store").mkdir()
+    put_bucket(tmp_path / "outside", 1, {A: VALUES[A]})
+    put_bucket(tmp_path / "store", 2, {B: VALUES[B]})
+    (tmp_path / "store" / "rank_0_0_0_0").symlink_to(tmp_path / "outside")
+    assert "1 ranks are left out, because they are links" in remarks_of(tmp_path / "store")
+    assert set(read_all(tmp_path / "store")) == {B}
+
+
 def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     path = put_bucket(tmp_path, 1, {A: VALUES[A]})
     with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
