@@ -125,6 +125,10 @@ def test_objects_behind_the_end_of_a_bucket_are_damage(tmp_path: Path) -> None:
     found = read_all(tmp_path)
     assert (found[A][0], found[B][0], found[C][0]) == (Status.OK, Status.OK, Status.ERROR)
     assert "7.bucket ends before byte" in found[C][1]
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        result, _ = read(store, scanned_rows(store, [C]), [50])  # as listed
+        assert result.statuses.tolist() == [Status.ERROR]
     assert "1 objects lie partly or wholly behind the end" in remarks_of(tmp_path)
 
 
