@@ -207,6 +207,23 @@ def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (_mha_pool("kv", config, context, full), states)
 
 
+def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and short-convolution layers (Lfm2Config)."""
+    if context.page_size != 1:
+        raise config.error("page_size", "SGLang serves this model only with --page-size 1")
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    full, convolved = _split(config, lambda layer: kinds[layer] == "full_attention")
+    shape = (config.integer("hidden_size"), config.integer("conv_L_cache") - 1)
+    _, dtype = state_dtypes(config, context.flags)
+    states = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=convolved,
+        conv=(StateTensor(shape=shape, dtype=dtype),),
+    )
+    return (_mha_pool("kv", config, context, full), states)
+
+
 def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
     pattern = config.letters("hybrid_override_pattern", config.integer("num_hidden_layers"))

@@ -67,7 +67,7 @@ def test_profiles_are_what_sglang_allocates(name: str) -> None:
                 pool["layers"],
                 pool["nbytes"],
                 pool["trailing"],
-                pool.get("states", []),
+                [state for state in pool.get("states", []) if 0 not in state[0]],
             )
             for pool in row["pools"]
         }

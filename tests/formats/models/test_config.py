@@ -672,3 +672,10 @@ def test_gemma_4_shares_k_and_v_heads_only_where_it_says_so() -> None:
         kv = pool(profile_from_config(document, flags), "kv")
         heads.append((kv.kv_heads, kv.head_dim))
     assert heads == [(2, 512), (4, 512)]
+
+
+def test_a_page_size_that_sglang_refuses_is_refused() -> None:
+    with pytest.raises(ProfileError, match=r"page_size: .*only with --page-size 1"):
+        profile_from_config(
+            MODELS["Lfm2ForCausalLM"]["config"], DeploymentFlags(model="m", page_size=PAGE)
+        )
