@@ -224,6 +224,22 @@ def test_sglang_reads_what_was_migrated_into_another_cluster(
                 assert not any(result["wrong"].values())
 
 
+def test_a_pack_and_show_have_the_same_objects(left: Left, invoke: Invoke, tmp_path: Path) -> None:
+    """A pack of the tier lists SGLang's objects; `show` reads all objects of a page."""
+    pack = f"pack://{tmp_path}/rescued.hcpack"
+    invoke("migrate", left.url, pack)
+    rows = listed(invoke, pack)
+    assert {key: row["nbytes"] for key, row in rows.items()} == {
+        key: entry["nbytes"] for key, entry in left.objects.items()
+    }
+    profile, manifest = next(iter(left.profiles.items()))
+    page = manifest["pages"][0]
+    shown = invoke("show", left.url, page, "--profile", profile, "--format", "json").document
+    wanted = {entry["key"] for entry in manifest["objects"] if entry["page"] == page}
+    assert {one["key"] for one in shown["objects"]} >= wanted
+    assert shown["findings"] == []
+
+
 def test_nothing_is_written_to_the_files(left: Left, invoke: Invoke, tmp_path: Path) -> None:
     """As a destination, for rm, and for repairs: refused, with the remedy, before any change."""
     before = {path: path.stat() for path in left.directory.rglob("*")}
