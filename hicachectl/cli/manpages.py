@@ -345,12 +345,15 @@ _CLUSTER = """
     process does. All nodes need the same releases of hicachectl, Python and Ray, and access to the
     store. They share no other directory; files that options name are read on this host only.
 
-    Before the listing, each node opens the store. Nodes that cannot are named and left out. Each
-    node does one part at a time; --workers N does N at once, on all nodes together. Limits such as
-    --bwlimit are divided by this number. Reads from Mooncake grant leases, so parts on one node
-    share the usual number of threads, unless --jobs is given. A part whose process or node is lost
-    is done again, on another node if possible, at most three times. If it is lost each time, the
-    result names it in missing_parts, and the exit status is 4.
+    Before the listing, each node opens the stores. Nodes that cannot are named and left out. A
+    directory that is an unused mount point on one node looks like an empty store: mount it, or name
+    a directory below the mount point.
+
+    Each node does one part at a time; --workers N does N at once, on all nodes together. Limits
+    such as --bwlimit are divided by this number. Reads from Mooncake grant leases, so parts on one
+    node share the usual number of threads, unless --jobs is given. A part whose process or node is
+    lost is done again, on another node if possible, at most three times. If it is lost each time,
+    the result names it in missing_parts, and the exit status is 4.
 
     After an interruption, the same command with the same --run DIR continues the run. Without
     --run, the next run starts over. Run the command on a node of the cluster: auto finds the
