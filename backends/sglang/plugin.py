@@ -42,7 +42,7 @@ Method = TypeVar("Method", bound="Callable[..., Any]")
 # Pages of a call of SGLang (cache_controller.py :: STORAGE_BATCH_SIZE), except for those that write
 # other pools than kv: they have a whole node.
 _BATCH = 128
-_FIRST_ASKED = 64  # pages; then twice as many each time, while all are there
+_FIRST_ASKED = _BATCH  # then twice as many each time, while all are there
 _MOST_FAILED = 1 << 18  # page hashes remembered after a failed sidecar
 
 
