@@ -105,14 +105,19 @@ Invoke = Callable[..., Outcome]
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     for name in list(os.environ):
         if name.startswith(_FOREIGN_SETTINGS):
             monkeypatch.delenv(name)
-    # A folder for each of the thousands of tests that need none would take seconds.
+    # A folder for each of the thousands of tests that need none would take seconds. Nothing makes
+    # this one, but SGLang's processes can.
     needs_folder = "tmp_path" in request.fixturenames
-    home = request.getfixturevalue("tmp_path") / "home" if needs_folder else "/dev/null/home"
-    monkeypatch.setenv("HOME", str(home))
+    above = request.getfixturevalue("tmp_path") if needs_folder else tmp_path_factory.getbasetemp()
+    monkeypatch.setenv("HOME", str(above / "home"))
 
 
 @pytest.fixture

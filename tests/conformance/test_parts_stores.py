@@ -196,7 +196,7 @@ def comparison(
 @contextmanager
 def damaged_files(store: Path, manifest: Manifest, copy: Path, *damages: str) -> Iterator[Path]:
     """Yield a copy of a store with damages, and a file that is no object."""
-    shutil.copytree(store, copy, copy_function=os.link)
+    shutil.copytree(store, copy)
     (copy / "notes.txt").write_text("no object")
     for damage in damages:
         for entry in chosen(manifest, damage):
