@@ -161,8 +161,9 @@ def value_starts(key_bytes: IntArray) -> IntArray:
 def record_problem(
     head: bytes, value: memoryview, stored: Collection[bytes], sequence: int
 ) -> tuple[str, bool]:
-    """Compare a record with its listing. Return what is wrong, or "", and whether only its CRC is.
+    """Compare a record with its listing.
 
+    Return the problem, "" for none, and whether the problem is the CRC.
     head: the record up to its value. stored: the possible stored keys.
     """
     record = parse_records(head[: RECORD.itemsize])[0]

@@ -25,7 +25,7 @@ def shared_ray_cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def ray_cluster(shared_ray_cluster: RayCluster) -> RayCluster:
-    """Return a cluster of three nodes, of which a test may remove one that is not the head."""
+    """Return a cluster of three nodes. A test may remove any node but the head."""
     shared_ray_cluster.fill()
     return shared_ray_cluster
 

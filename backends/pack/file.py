@@ -230,7 +230,7 @@ def load_pack(descriptor: int, path: str) -> PackContents:
     try:
         entries, metadata = read_index(content, end=offset, source=path)
     except FormatError:
-        with _named(damaged, remedy):  # names the damage, not what it makes of the index
+        with _named(damaged, remedy):  # a wrong digest is the cause of the error
             content.check()
         raise
     with _named(damaged, remedy):
@@ -296,7 +296,7 @@ class RecordContent(RawIOBase):
 
 @contextmanager
 def _named(what: str, remedy: str) -> Iterator[None]:
-    """Raise a FormatError with what is damaged, and the next step."""
+    """Add what is damaged, and the next step, to the message of a FormatError."""
     try:
         yield
     except FormatError as error:

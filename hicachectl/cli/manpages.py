@@ -193,10 +193,10 @@ _MOONCAKE_SSD = (
     "MOONCAKE_OFFSET_PERSIST_MODE was relaxed or strict). Other forms, such as file_per_key, are "
     "refused. tenant= lists the objects of another tenant than default.",
     "Mooncake never updates the .meta file of a bucket, so objects that were removed from the "
-    "cluster may still be listed. A remark says so, and counts what is left out: buckets without "
-    "a .meta file (a crash interrupted the write), damaged .meta files, and records of an offset "
-    "file that a restart would drop. An object behind the end of its file is truncated or "
-    "unreadable, and an object with another key in its place is unreadable. Records of offset "
+    "cluster may still be listed. A remark states this. Others count what is left out: buckets "
+    "without a .meta file (a crash interrupted the write), damaged .meta files, and records of "
+    "an offset file that a restart would drop. An object behind the end of its file is truncated "
+    "or unreadable, and an object with another key in its place is unreadable. Records of offset "
     "files have a CRC-32C, which each read checks; buckets have no checksum. Objects that had not "
     "been offloaded are not in the files: a client writes a bucket once it has 500 objects or "
     "256 MB.",

@@ -54,7 +54,7 @@ def profile_from_options(
 def agree_on_profile(
     store: Store, profile: Profile | None, *, looks_only: bool = False
 ) -> Profile | None:
-    """Pass a profile to a store; return it, with what the store records in place of what it lacks.
+    """Pass a profile to a store. Return it, completed by what the store records.
 
     Every process that opens the store for a command does this. Arguments and errors as of
     `profile_from_options`.

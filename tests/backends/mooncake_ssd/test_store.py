@@ -89,7 +89,7 @@ class TestOffsetFiles(SsdSuite):
         )
 
 
-# --- what is left out is said, and what is damaged is named ---
+# --- remarks on objects that are left out, and findings of damage ---
 
 A, B, C = KEYS[:3]
 VALUES = {A: b"a" * 5000, B: b"b" * 100, C: b"c" * 9000}
