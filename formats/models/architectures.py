@@ -9,25 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.models.families import (
-    Family,
+from hicachectl.formats.models.families.attention import longcat_flash, looped, mha, mla, pixtral
+from hicachectl.formats.models.families.base import Family
+from hicachectl.formats.models.families.states import (
     bailing_delta,
     falcon_h1,
     gdn,
-    gemma4,
     granite_hybrid,
     kimi_linear,
     lfm2,
-    llama4,
-    longcat_flash,
-    looped,
-    mha,
-    mimo_v2,
-    mla,
     nemotron_h,
-    pixtral,
-    swa,
 )
+from hicachectl.formats.models.families.windows import gemma4, llama4, mimo_v2, swa
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

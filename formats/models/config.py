@@ -11,12 +11,8 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
 from hicachectl.formats.models.architectures import family_of
-from hicachectl.formats.models.families import (
-    Context,
-    Family,
-    dsa_page_size,
-    is_dsa,
-)
+from hicachectl.formats.models.families.attention import dsa_page_size, is_dsa
+from hicachectl.formats.models.families.base import Context, Family
 from hicachectl.formats.models.flags import (
     DeploymentFlags,
     attention_tp,

@@ -19,7 +19,7 @@ import click
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
-from hicachectl.formats.models.families import Family
+from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.profile import NEWEST_SGLANG
 
 if TYPE_CHECKING:

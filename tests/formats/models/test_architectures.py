@@ -14,7 +14,7 @@ from hicachectl.formats.models.architectures import (
     family_of,
 )
 from hicachectl.formats.models.config import profile_from_config
-from hicachectl.formats.models.families import Family
+from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.models.hf_config import open_config
 from hicachectl.formats.spec import object_specs

@@ -1,0 +1,129 @@
+"""Models whose layers all have attention over all tokens.
+
+Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
+srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.keys.versions import sglang_version
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.models.families.base import (
+    Context,
+    PoolBuilder,
+    count_or_numbers,
+    mha_pool,
+    mla_pool,
+    needs_one_stage,
+)
+
+if TYPE_CHECKING:
+    from hicachectl.formats.models.hf_config import HfConfig
+
+
+# Up to this version, HiCache also stored index keys of layers that reuse another layer's top-k.
+_ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
+
+_DSA_PAGE_TOKENS = 64  # in a physical index page on CUDA (DSATokenToKVPool)
+
+
+def is_dsa(config: HfConfig) -> bool:
+    """Return whether attention is DeepSeek Sparse Attention (is_deepseek_dsa)."""
+    return config.architecture in _DSA_ARCHITECTURES and config.outer.get("index_topk") is not None
+
+
+def dsa_page_size(config: HfConfig) -> int:
+    """Return SGLang's page size in tokens for DSA models on CUDA (_deepseek_family_overrides)."""
+    return _DSA_PAGE_TOKENS * (config.optional_integer("index_kpool") or 1)
+
+
+def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers whose index keys are stored. The first field that the config has decides.
+
+    Source: srt/configs/model_config.py :: dsa_layer_skips_topk.
+    """
+    count = config.integer("num_hidden_layers")
+    layers = range(count)
+    if version <= _ALL_INDEXER_LAYERS_UNTIL:
+        return tuple(layers)
+    if config.text.get("indexer_types") is not None:
+        kinds = config.strings("indexer_types", count)
+        return tuple(i for i in layers if kinds[i] != "shared")
+    factor = config.optional_integer("cli_factor")
+    if factor > 1:
+        return tuple(i for i in layers if i % factor == 0)
+    pattern = config.text.get("index_topk_pattern")
+    if pattern is not None:
+        return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")
+    frequency = config.optional_integer("index_topk_freq") or 1
+    # Without an offset, the first group starts after layer 0, as with offset 2.
+    offset = config.optional_integer("index_skip_topk_offset") or 2
+    return tuple(i for i in layers if max(i - offset + 1, 0) % frequency == 0)
+
+
+def mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return one pool of all layers (MHATokenToKVPool)."""
+    return (mha_pool("kv", config, context, range(config.integer("num_hidden_layers"))),)
+
+
+def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows, with index keys for DSA (MLATokenToKVPool, DSATokenToKVPool)."""
+    dsa = is_dsa(config)
+    kv = mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
+    if not dsa:
+        return (kv,)
+    if config.optional_integer("index_kpool") > 1:
+        raise config.error("index_kpool", "the form of pooled index keys is unknown to hicachectl")
+    layers = dsa_indexer_layers(config, sglang_version(context.flags.sglang))
+    indexer = Pool(
+        name="indexer",
+        kind="dsa_indexer",
+        layers=count_or_numbers(config, layers),
+        index_head_dim=config.integer("index_head_dim"),
+    )
+    return (kv, indexer)
+
+
+def pixtral(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows if the language model has them, else K and V rows."""
+    return (mla if config.text.get("kv_lora_rank") else mha)(config, context)
+
+
+def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows of two attention blocks a layer (ModelConfig.num_attention_layers)."""
+    if is_dsa(config):
+        raise config.error("index_topk", "hicachectl does not know this model's index keys")
+    needs_one_stage(config, context)
+    return (mla_pool(config, context, range(2 * config.integer("num_hidden_layers")), dsa=False),)
+
+
+def looped(loops: str) -> PoolBuilder:
+    """Return the builder of models that pass their layers several times, each with its own KV.
+
+    loops: the field that counts the passes; 1 if absent.
+    """
+
+    def build(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+        count = config.optional_integer(loops) or 1
+        if count > 1:
+            needs_one_stage(config, context)
+        # Both num_attention_layers and num_effective_layers multiply by the loops.
+        layers = range(count * count * config.integer("num_hidden_layers"))
+        return (mha_pool("kv", config, context, layers),)
+
+    return build
+
+
+_DSA_ARCHITECTURES = frozenset(
+    {
+        "DeepseekV32ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM",
+        "LongcatFlashForCausalLM",
+        "MistralLarge3ForCausalLM",
+        "PixtralForConditionalGeneration",
+    }
+)

@@ -1,0 +1,157 @@
+"""What the families of models share.
+
+Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
+srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.models.dtypes import kv_dtype, mla_row
+
+if TYPE_CHECKING:
+    from hicachectl.formats.models.flags import DeploymentFlags
+    from hicachectl.formats.models.hf_config import HfConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Inputs of a family besides the config. page_size: tokens per page hash."""
+
+    flags: DeploymentFlags
+    page_size: int
+    draft: bool = False
+
+
+PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Rules for the pools of an architecture.
+
+    build: the pools.
+    stated: fields that a config must state, because SGLang's config class has a number of its own
+        for configs without them.
+    own_mtp: the checkpoint has an MTP layer that SGLang counts as one NextN layer, regardless of
+        the config (ModelConfig._config_draft_model).
+    draft_only: served only as a draft.
+    """
+
+    build: PoolBuilder
+    stated: tuple[str, ...] = ()
+    own_mtp: bool = False
+    draft_only: bool = False
+
+    def pools(self, config: HfConfig, context: Context) -> tuple[Pool, ...]:
+        """Return the pools of a model, the anchor first. Raises ProfileError."""
+        for name in self.stated:
+            config.required(name)
+        return self.build(config, context)
+
+
+def mha_pool(
+    name: str,
+    config: HfConfig,
+    context: Context,
+    layers: Iterable[int],
+    *,
+    trailing_pages: int = 1,
+) -> Pool:
+    """Return the pool of some layers' K and V rows (MHATokenToKVPool)."""
+    head_dim = head_dim_of(config)
+    return Pool(
+        name=name,
+        kind="mha",
+        dtype=kv_dtype(config, context.flags, dsa=False, draft=context.draft),
+        layers=count_or_numbers(config, tuple(layers)),
+        kv_heads=kv_heads_of(config),
+        head_dim=head_dim,
+        v_head_dim=unless_usual(config.optional_integer("v_head_dim"), head_dim),
+        trailing_pages=trailing_pages,
+    )
+
+
+def mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: bool) -> Pool:
+    """Return the pool of some layers' latent rows (MLATokenToKVPool). dsa: of a DSA model."""
+    dtype = kv_dtype(config, context.flags, dsa=dsa, draft=context.draft)
+    return Pool(
+        name="kv",
+        kind="mla",
+        dtype=dtype,
+        layers=count_or_numbers(config, tuple(layers)),
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        qk_rope_head_dim=config.integer("qk_rope_head_dim"),
+        row=mla_row(dtype, context.flags, dsa=dsa),
+    )
+
+
+def split_layers(
+    config: HfConfig, is_full: Callable[[int], bool]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the full-attention layers and the others. Raises ProfileError if either is empty."""
+    layers = range(config.integer("num_hidden_layers"))
+    full = tuple(layer for layer in layers if is_full(layer))
+    others = tuple(layer for layer in layers if not is_full(layer))
+    if not full or not others:
+        missing = "window or linear" if full else "full-attention"
+        raise config.error(
+            "num_hidden_layers",
+            f"this hybrid model has no {missing} layers; check the config, or write a profile file",
+        )
+    return full, others
+
+
+def count_or_numbers(config: HfConfig, layers: tuple[int, ...]) -> int | tuple[int, ...]:
+    """Return a pool's `layers`: their count if they are all of the model's, else their numbers."""
+    count = config.integer("num_hidden_layers")
+    return count if layers == tuple(range(count)) else layers
+
+
+def window_pages(tokens: int, context: Context) -> int:
+    """Return a retained window's number of pages (SWAComponent.full_window_pages)."""
+    return max(1, -(-tokens // context.page_size))
+
+
+def head_dim_of(config: HfConfig) -> int:
+    """Return the head dim; hidden_size / num_attention_heads if the config has none.
+
+    Source: ModelConfig._derive_model_shapes.
+    """
+    stated = config.optional_integer("head_dim")
+    return stated or config.integer("hidden_size") // config.integer("num_attention_heads")
+
+
+def kv_heads_of(config: HfConfig) -> int:
+    """Return the KV heads of the whole model: the first field stated, else the attention heads.
+
+    Source: ModelConfig.get_total_num_kv_heads.
+    """
+    if config.text.get("multi_query"):
+        return 1
+    attention = config.text.get("attn_config")
+    if isinstance(attention, Mapping) and "kv_n_heads" in attention:  # Dbrx
+        return config.section("attn_config").integer("kv_n_heads")
+    found = [name for name in _KV_HEADS if config.text.get(name) is not None]
+    return config.integer(found[0] if found else "num_attention_heads")
+
+
+def unless_usual(value: int, usual: int) -> int:
+    """Return a value, or 0 if it is the usual one, which a profile leaves out."""
+    return 0 if value == usual else value
+
+
+def needs_one_stage(config: HfConfig, context: Context) -> None:
+    """Raise ProfileError for a model in several stages."""
+    if context.flags.pp > 1:
+        raise config.error("pp", "hicachectl knows this model's KV layers only for one stage")
+
+
+_KV_HEADS = (
+    "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num",
+    "num_attention_groups",
+)  # fmt: skip

@@ -1,0 +1,197 @@
+"""Models with recurrent states beside K and V, or beside latent rows.
+
+Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
+srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.models.dtypes import state_dtypes
+from hicachectl.formats.models.families.base import (
+    Context,
+    count_or_numbers,
+    head_dim_of,
+    mha_pool,
+    mla_pool,
+    split_layers,
+)
+from hicachectl.formats.models.flags import attention_tp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hicachectl.formats.models.hf_config import HfConfig
+
+
+def gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full attention and gated delta net layers (Qwen3NextConfig)."""
+    full, linear = split_layers(config, _is_full_attention_layer(config))
+    key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
+    key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
+    groups = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
+    temporal_dtype, conv_dtype = state_dtypes(config, context.flags)
+    mamba = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=linear,
+        temporal=StateTensor(shape=(value_heads, value_dim, key_dim), dtype=temporal_dtype),
+        conv=(
+            StateTensor(
+                shape=(sum(groups), config.integer("linear_conv_kernel_dim") - 1),
+                dtype=conv_dtype,
+                groups=groups,
+            ),
+        ),
+    )
+    return (mha_pool("kv", config, context, full), mamba)
+
+
+def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for latent rows and Kimi delta attention layers (KimiLinearConfig)."""
+    linear_config = config.section("linear_attn_config")
+    delta_layers = linear_config.integers("kda_layers")  # counted from 1
+    full, linear = split_layers(config, lambda layer: layer + 1 not in delta_layers)
+    kernel = linear_config.integer("short_conv_kernel_size")
+    heads, head_dim = (linear_config.integer(name) for name in ("num_heads", "head_dim"))
+    mamba = _delta_pool(context, linear, heads, head_dim, kernel)
+    return (mla_pool(config, context, full, dsa=False), mamba)
+
+
+def bailing_delta(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for latent rows and Kimi delta attention layers (BailingHybridConfig)."""
+    if config.text.get("use_mla_nope"):
+        raise config.error("use_mla_nope", "hicachectl knows this model's rows only with rope")
+    group = config.integer("layer_group_size")
+    full, linear = split_layers(config, lambda layer: (layer + 1) % group == 0)
+    kernel = config.integer("short_conv_kernel_size")
+    heads = config.integer("num_attention_heads")
+    mamba = _delta_pool(context, linear, heads, head_dim_of(config), kernel)
+    return (mla_pool(config, context, full, dsa=False), mamba)
+
+
+def _delta_pool(
+    context: Context, layers: tuple[int, ...], heads: int, head_dim: int, kernel: int
+) -> Pool:
+    """Return the states of Kimi delta attention (KimiLinearStateShape)."""
+    temporal_dtype, conv_dtype = state_dtypes(None, context.flags)
+    return Pool(
+        name="mamba",
+        kind="mamba",
+        layers=layers,
+        temporal=StateTensor(shape=(heads, head_dim, head_dim), dtype=temporal_dtype),
+        conv=(
+            StateTensor(  # the window axis comes first
+                shape=(kernel - 1, 3 * heads * head_dim),
+                dtype=conv_dtype,
+                shard_axis=1,
+                groups=(heads * head_dim,) * 3,
+            ),
+        ),
+    )
+
+
+def falcon_h1(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K, V and Mamba2 states of every layer (FalconH1Config)."""
+    layers = range(config.integer("num_hidden_layers"))
+    states = _mamba2_pool(
+        config, context, layers, _MAMBA_FIELDS, state_dtypes(config, context.flags)
+    )
+    return (mha_pool("kv", config, context, layers), states)
+
+
+def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and Mamba2 layers (GraniteMoeHybridConfig)."""
+    count = config.integer("num_hidden_layers")
+    name = "layer_types" if config.text.get("layer_types") is not None else "layers_block_type"
+    kinds = config.strings(name, count)
+    full, linear = split_layers(config, lambda layer: kinds[layer] == "attention")
+    states = _mamba2_pool(config, context, linear, _MAMBA_FIELDS, state_dtypes(None, context.flags))
+    return (mha_pool("kv", config, context, full), states)
+
+
+def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and short-convolution layers (Lfm2Config)."""
+    if context.page_size != 1:
+        raise config.error("page_size", "SGLang serves this model only with --page-size 1")
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    full, convolved = split_layers(config, lambda layer: kinds[layer] == "full_attention")
+    shape = (config.integer("hidden_size"), config.integer("conv_L_cache") - 1)
+    _, dtype = state_dtypes(config, context.flags)
+    states = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=convolved,
+        conv=(StateTensor(shape=shape, dtype=dtype),),
+    )
+    return (mha_pool("kv", config, context, full), states)
+
+
+def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
+    pattern = config.letters("hybrid_override_pattern", config.integer("num_hidden_layers"))
+    full, linear = (
+        tuple(i for i, letter in enumerate(pattern) if letter == wanted) for wanted in "*M"
+    )
+    if not full or not linear:
+        raise config.error("hybrid_override_pattern", "expected both * and M layers")
+    states = _mamba2_pool(
+        config, context, linear, _NEMOTRON_FIELDS, state_dtypes(config, context.flags)
+    )
+    return (mha_pool("kv", config, context, full), states)
+
+
+def _mamba2_pool(
+    config: HfConfig,
+    context: Context,
+    layers: Iterable[int],
+    fields: tuple[str, ...],
+    dtypes: tuple[str, str],
+) -> Pool:
+    """Return the states of Mamba2 layers (Mamba2StateShape).
+
+    fields: names of heads, head dim, groups, state size and convolution window.
+    dtypes: of the temporal state and the convolution.
+    """
+    heads, head_dim, groups, state, window = (config.integer(name) for name in fields)
+    tp = attention_tp(context.flags)
+    if groups % tp:
+        raise config.error(
+            fields[2], f"{groups} groups cannot be divided by TP {tp}; SGLang then repeats groups, "
+            "which a profile cannot describe"
+        )  # fmt: skip
+    inner = heads * head_dim
+    stated = config.optional_integer("mamba_d_ssm") or inner
+    if stated != inner:
+        raise config.error(
+            "mamba_d_ssm", f"is {stated}, but {heads} heads of {head_dim} are {inner}"
+        )
+    blocks = (inner, groups * state, groups * state)
+    return Pool(
+        name="mamba",
+        kind="mamba",
+        layers=count_or_numbers(config, tuple(layers)),
+        temporal=StateTensor(shape=(heads, head_dim, state), dtype=dtypes[0]),
+        conv=(StateTensor(shape=(sum(blocks), window - 1), dtype=dtypes[1], groups=blocks),),
+    )
+
+
+def _is_full_attention_layer(config: HfConfig) -> Callable[[int], bool]:
+    interval = config.optional_integer("full_attention_interval")
+    if interval:
+        return lambda layer: (layer + 1) % interval == 0
+    if config.text.get("layer_types") is None:
+        raise config.error("full_attention_interval", "missing")
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    return lambda layer: kinds[layer] == "full_attention"
+
+
+_MAMBA_FIELDS = (
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+)  # fmt: skip
+
+_NEMOTRON_FIELDS = (
+    "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+)  # fmt: skip

@@ -1,0 +1,105 @@
+"""Models with window layers, whose KV SGLang keeps for the last tokens only.
+
+Source: SGLang srt/configs/model_config.py, srt/mem_cache/kv_cache_configurator.py and
+srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.models.families.attention import mha
+from hicachectl.formats.models.families.base import (
+    Context,
+    mha_pool,
+    split_layers,
+    unless_usual,
+    window_pages,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.formats.models.hf_config import HfConfig
+
+
+def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and sliding-window layers, with equal heads (SWAKVPool)."""
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    # The window includes the token itself: models/gpt_oss.py :: get_attention_sliding_window_size.
+    retained = config.integer("sliding_window") - 1
+    return _windowed(config, context, lambda layer: kinds[layer] == "full_attention", retained)
+
+
+def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types."""
+    chunk = config.integer("attention_chunk_size")
+    return _windowed(config, context, lambda layer: (layer + 1) % 4 == 0, chunk)
+
+
+def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and sliding-window layers, of different heads; K wider than V."""
+    _needs_window_pool(config, context)
+    pattern = config.integers("hybrid_layer_pattern", config.integer("num_hidden_layers"))
+    full, window = split_layers(config, lambda layer: pattern[layer] == 0)
+    head_dim = config.optional_integer("swa_head_dim") or config.integer("head_dim")
+    kv = mha_pool("kv", config, context, full)
+    swa = Pool(
+        name="swa",
+        kind="mha",
+        dtype=kv.dtype,
+        layers=window,
+        kv_heads=config.integer("swa_num_key_value_heads"),
+        head_dim=head_dim,
+        v_head_dim=unless_usual(config.optional_integer("swa_v_head_dim"), head_dim),
+        trailing_pages=window_pages(_window_size(config), context),
+    )
+    return (kv, swa)
+
+
+def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and window layers, of different heads (_gemma4_attention_shapes)."""
+    _needs_window_pool(config, context)
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    if kinds[-1] != "full_attention":
+        raise config.error("layer_types", f"the last layer has full attention, not {kinds[-1]}")
+    full, window = split_layers(config, lambda layer: kinds[layer] == "full_attention")
+    pages = window_pages(config.integer("sliding_window") - 1, context)
+    swa = mha_pool("swa", config, context, window, trailing_pages=pages)
+    shared = bool(config.text.get("attention_k_eq_v"))  # else full layers have as many heads
+    kv = replace(
+        mha_pool("kv", config, context, full),
+        head_dim=config.integer("global_head_dim"),
+        kv_heads=(shared and config.optional_integer("num_global_key_value_heads")) or swa.kv_heads,
+    )
+    return (kv, swa)
+
+
+def _windowed(
+    config: HfConfig, context: Context, is_full: Callable[[int], bool], retained: int
+) -> tuple[Pool, ...]:
+    """Return pools for full and window layers of equal heads. retained: tokens of a window."""
+    if context.flags.disable_hybrid_swa_memory:
+        return mha(config, context)
+    full, window = split_layers(config, is_full)
+    return (
+        mha_pool("kv", config, context, full),
+        mha_pool("swa", config, context, window, trailing_pages=window_pages(retained, context)),
+    )
+
+
+def _needs_window_pool(config: HfConfig, context: Context) -> None:
+    if context.flags.disable_hybrid_swa_memory:
+        raise config.error(
+            "architectures", "SGLang cannot disable hybrid SWA memory for this model"
+        )
+
+
+def _window_size(config: HfConfig) -> int:
+    """Return the first stated window size (ModelConfig._get_sliding_window_size)."""
+    names = ("sliding_window_size", "sliding_window", "window_size")
+    found = [name for name in names if config.text.get(name) is not None]
+    return config.integer(found[0] if found else names[0])
