@@ -1,7 +1,8 @@
 """Tell what SGLang allocates and stores for models, from their configs, without building a model.
 
 Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a JSON object of models
-by name: config (a config.json) and flags (fields of ServerArgs; page_size is 64 unless given).
+by name: config (a config.json), flags (fields of ServerArgs; page_size is 64 unless given), env
+(environment variables) and gpu ("hopper" unless given, or "blackwell").
 
 Prints a JSON object of `classes`, the architectures that SGLang registers, and `answers`. An answer
 lists the rows of one model, one for each of RANKS and pipeline stage, for the first rank of the TP
@@ -11,7 +12,7 @@ the file backend writes), policy ("all_pages" or "trailing_pages"), trailing (pa
 (shape and dtype). Where SGLang refuses: refusal (its words) and where (its step).
 
 Everything is SGLang's own: ServerArgs, ModelConfig, KVCacheConfigurator and the stack strategies,
-on the meta device, with the answers of a Hopper GPU wherever SGLang asks the platform.
+on the meta device, with the answers of a Hopper or Blackwell GPU wherever SGLang asks the platform.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import sys
 import tempfile
 import warnings
@@ -43,14 +45,22 @@ RANKS = ((1, 1), (2, 1), (4, 1), (1, 2))  # TP and PP sizes
 _PAGES = 4
 _SLOTS = 4  # of states
 _MOST_LAYERS = 1024
-_HOPPER = {
-    "is_cuda": True,
-    "is_sm90": True,
-    "is_hopper_with_cuda_12_3": True,
-    "has_flashinfer": True,
-    "has_amx": False,
-    "device_sm": 90,
-    "device_capability": (9, 0),
+_CUDA = {"is_cuda": True, "has_flashinfer": True, "has_amx": False}
+_GPUS = {
+    "hopper": {
+        **_CUDA,
+        "is_sm90": True,
+        "is_hopper_with_cuda_12_3": True,
+        "device_sm": 90,
+        "device_capability": (9, 0),
+    },
+    "blackwell": {
+        **_CUDA,
+        "is_sm100": True,
+        "is_blackwell": True,
+        "device_sm": 100,
+        "device_capability": (10, 0),
+    },
 }
 
 
@@ -61,25 +71,21 @@ def main() -> None:
     request = json.loads(parser.parse_args().request.read_text())
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    with contextlib.redirect_stdout(sys.stderr), _on_a_gpu():
-        answers = {
-            name: list(_rows(model["config"], {"page_size": 64, **model.get("flags", {})}))
-            for name, model in request.items()
-        }
+    with contextlib.redirect_stdout(sys.stderr), _without_a_gpu():
+        answers = {name: list(_rows(model)) for name, model in request.items()}
         classes = _classes()
     print(json.dumps({"classes": classes, "answers": answers}))
 
 
 @contextlib.contextmanager
-def _on_a_gpu() -> Iterator[None]:
-    """Answer SGLang's questions as a Hopper GPU does, and allocate nothing."""
+def _without_a_gpu() -> Iterator[None]:
+    """Take SGLang to CUDA, and allocate nothing."""
     from sglang.srt import platforms
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
     from sglang.srt.mem_cache.pool_host import base, common
     from sglang.srt.platforms.cuda import CudaSRTPlatform
-    from sglang.srt.runtime_context import override_platform
 
     def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         del device
@@ -96,9 +102,7 @@ def _on_a_gpu() -> Iterator[None]:
         ),
         mock.patch.object(hybrid_pool_assembler, "HybridCacheController", mock.MagicMock()),
         mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config),  # registered on CUDA
-        mock.patch.object(torch.cuda, "get_device_capability", mock.Mock(return_value=(9, 0))),
-        mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="NVIDIA H200")),
-        override_platform(**_HOPPER),
+        mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="NVIDIA")),
     )
     with contextlib.ExitStack() as stack:
         for patch in replaced:
@@ -106,8 +110,32 @@ def _on_a_gpu() -> Iterator[None]:
         yield
 
 
-def _rows(config: Mapping[str, Any], flags: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
+@contextlib.contextmanager
+def _on_a_gpu(name: str, variables: Mapping[str, str]) -> Iterator[None]:
+    """Answer SGLang's questions as a GPU does, in a server with these environment variables."""
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as compressed
+    from sglang.srt.runtime_context import override_platform
+    from sglang.srt.utils import common
+
+    capability = _GPUS[name]["device_capability"]
+    asked = mock.Mock(return_value=capability)
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=asked)
+    present = {**vars(torch), "cuda": cuda, "version": SimpleNamespace(cuda="12.9")}
+    sm100 = mock.Mock(return_value=name == "blackwell")
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", asked),
+        mock.patch.object(compressed, "torch", SimpleNamespace(**present)),
+        mock.patch.object(common, "is_sm100_supported", sm100),
+        mock.patch.dict(os.environ, variables),
+        override_platform(**_GPUS[name]),
+    ):
+        yield
+
+
+def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    config, flags = model["config"], {"page_size": 64, **model.get("flags", {})}
+    on_a_gpu = _on_a_gpu(model.get("gpu", "hopper"), model.get("env", {}))
+    with tempfile.TemporaryDirectory() as folder, on_a_gpu:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for tp, pp in RANKS:
             staged = pp == 1 or _has_stages(config["architectures"][0])
@@ -244,6 +272,7 @@ def _host_pools(configurator: Any, pools: Any) -> list[dict[str, Any]]:
             token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
             page_size=configurator.page_size,
             sliding_window_size=window,
+            pp_size=configurator.pp_size,
         ),
         server_args=configurator.server_args,
         load_cache_event=None,
@@ -337,6 +366,12 @@ def _stand_in(config: Any, pp: int, stage: int) -> Any:
         torch.nn.Module.__init__(asked)
         asked.config = config.hf_config
         asked.text_config = config.hf_text_config
+        # A wrapper asks its language model, whose method is a function of its module.
+        module = sys.modules[model_class.__module__]
+        if function := getattr(module, "get_attention_sliding_window_size", None):
+            size = mock.Mock(return_value=function(asked.config))
+            language_model = SimpleNamespace(get_attention_sliding_window_size=size)
+            asked.thinker = SimpleNamespace(language_model=language_model)
         window = asked.get_attention_sliding_window_size()
         model.get_attention_sliding_window_size = lambda: window
     return model
