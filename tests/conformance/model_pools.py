@@ -1,15 +1,17 @@
 """Tell what SGLang allocates and stores for models, from their configs, without building a model.
 
 Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a JSON object of models
-by name: config (a config.json), flags (fields of ServerArgs; page_size is 64 unless given), env
-(environment variables) and gpu ("hopper" unless given, or "blackwell").
+by name: config (a config.json), draft (the config.json of a draft with a checkpoint of its own),
+flags (fields of ServerArgs; page_size is 64 unless given), env (environment variables) and gpu
+("hopper" unless given, or "blackwell").
 
 Prints a JSON object of `classes`, the architectures that SGLang registers, and `answers`. An answer
 lists the rows of one model, one for each of RANKS and pipeline stage, for the first rank of the TP
 group: tp, pp, stage, page_size, dtype (of KV), staged (whether the model's class divides its layers
-into stages) and pools: name, host (class), layers (model layer numbers), nbytes (of the object that
-the file backend writes), policy ("all_pages" or "trailing_pages"), trailing (pages) and states
-(shape and dtype). Where SGLang refuses: refusal (its words) and where (its step).
+into stages) and pools: name, host (class), layers (model layer numbers), packed (layers of drafts
+behind them, absent if 0), nbytes (of the object that the file backend writes), policy ("all_pages"
+or "trailing_pages"), trailing (pages) and states (shape and dtype). Where SGLang refuses: refusal
+(its words) and where (its step).
 
 Everything is SGLang's own: ServerArgs, ModelConfig, KVCacheConfigurator and the stack strategies,
 on the meta device, with the answers of a Hopper or Blackwell GPU wherever SGLang asks the platform.
@@ -37,8 +39,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tests.conformance import sglang_env
+    from tests.conformance import draft_pools, sglang_env
 else:
+    import draft_pools
     import sglang_env
 
 RANKS = ((1, 1), (2, 1), (4, 1), (1, 2))  # TP and PP sizes
@@ -83,6 +86,7 @@ def _without_a_gpu() -> Iterator[None]:
     from sglang.srt import platforms
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.mem_cache import memory_pool
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
     from sglang.srt.mem_cache.pool_host import base, common
     from sglang.srt.platforms.cuda import CudaSRTPlatform
@@ -101,6 +105,7 @@ def _without_a_gpu() -> Iterator[None]:
             torch, "get_device_module", lambda d=None: module("cpu" if str(d) == "meta" else d)
         ),
         mock.patch.object(hybrid_pool_assembler, "HybridCacheController", mock.MagicMock()),
+        mock.patch.object(memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", mock.Mock()),
         mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config),  # registered on CUDA
         mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="NVIDIA")),
     )
@@ -133,21 +138,29 @@ def _on_a_gpu(name: str, variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    config, flags = model["config"], {"page_size": 64, **model.get("flags", {})}
+    flags = {"page_size": 64, **model.get("flags", {})}
     on_a_gpu = _on_a_gpu(model.get("gpu", "hopper"), model.get("env", {}))
     with tempfile.TemporaryDirectory() as folder, on_a_gpu:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        _write_config(Path(folder) / "target", model["config"])
+        if "draft" in model:
+            _write_config(Path(folder) / "draft", model["draft"])
+            flags["speculative_draft_model_path"] = f"{folder}/draft"
         for tp, pp in RANKS:
-            staged = pp == 1 or _has_stages(config["architectures"][0])
+            staged = pp == 1 or _has_stages(model["config"]["architectures"][0])
             for stage in range(pp if staged else 0):
                 row = {"tp": tp, "pp": pp, "stage": stage}
                 yield {**row, **_answer(folder, flags, (tp, pp, stage))}
 
 
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def _answer(folder: str, flags: Mapping[str, Any], place: tuple[int, int, int]) -> dict[str, Any]:
     step = ["arguments"]
     try:
-        return _described(folder, flags, place, step)
+        return _described(f"{folder}/target", flags, place, step)
     except Exception as error:  # what SGLang raises is the answer
         words = f"{type(error).__name__}: {error}".replace(folder, "MODEL").splitlines()[0]
         return {"refusal": words[:300], "where": step[0]}
@@ -156,7 +169,63 @@ def _answer(folder: str, flags: Mapping[str, Any], place: tuple[int, int, int]) 
 def _described(
     folder: str, flags: Mapping[str, Any], place: tuple[int, int, int], step: list[str]
 ) -> dict[str, Any]:
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.arg_groups.validation_hook import check_pipeline_parallel_compat
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    tp, pp, stage = place
+    speculative = "speculative_algorithm" in flags
+    with envs.SGLANG_ENABLE_PP_SPEC.override(speculative and pp > 1):
+        server_args = ServerArgs(
+            model_path=folder,
+            device="cuda",
+            tp_size=tp,
+            pp_size=pp,
+            enable_hierarchical_cache=True,
+            hicache_storage_backend="file",
+            max_mamba_cache_size=_SLOTS,
+            max_running_requests=2,
+            **flags,
+        )
+        server_args.resolve_once()
+        if speculative and pp > 1:
+            check_pipeline_parallel_compat(resolved_view(server_args))
+    publish(server_args, role="scheduler")
+    step[0] = "config"
+    config = ModelConfig.from_server_args(server_args)
+    with _rank(tp, pp, stage):
+        runner = allocated(server_args, config, _stand_in(config, pp, stage), step)
+        step[0] = "draft"
+        # The draft is on the last stage (Scheduler.maybe_init_draft_worker).
+        drafts = draft_pools.runners(server_args, runner, step) if stage == pp - 1 else ()
+        plan = draft_pools.plan(runner, drafts)
+        step[0] = "host"
+        return {
+            "page_size": runner.page_size,
+            "dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
+            "pools": _host_pools(runner, plan),
+        }
+
+
+def allocated(
+    server_args: Any,
+    config: Any,
+    model: Any,
+    step: list[str],
+    *,
+    target: Any = None,
+    depth: int | None = None,
+    draft_backend: str | None = None,
+) -> Any:
+    """Return a configurator and the pools that it allocates, as ModelRunner has them.
+
+    target: of a draft, the target's runner. depth: of a draft with a runner for each step.
+    draft_backend: the attention backend that a worker names for its draft.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.mem_cache import kv_cache_dtype
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
@@ -164,97 +233,91 @@ def _described(
         resolve_sliding_window_size,
     )
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-    from sglang.srt.runtime_context import get_model, get_schedule, publish
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.runtime_context import get_model, get_parallel, get_schedule, get_spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    tp, pp, stage = place
-    server_args = ServerArgs(
-        model_path=folder,
-        device="cuda",
-        tp_size=tp,
-        pp_size=pp,
-        enable_hierarchical_cache=True,
-        hicache_storage_backend="file",
-        max_mamba_cache_size=_SLOTS,
-        max_running_requests=2,
-        **flags,
+    draft = target is not None
+    algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    info = resolve_layer_indices(
+        model=model, model_config=config, is_draft_worker=draft, draft_model_idx=depth
     )
-    server_args.resolve_once()
-    publish(server_args, role="scheduler")
-    step[0] = "config"
-    config = ModelConfig.from_server_args(server_args)
-    with _rank(tp, pp, stage):
-        model = _stand_in(config, pp, stage)
-        info = resolve_layer_indices(model=model, model_config=config, is_draft_worker=False)
-        window = resolve_sliding_window_size(model, config)
-        name, dtype = kv_cache_dtype.configure_kv_cache_dtype(
-            server_args_kv_cache_dtype=get_model().kv_cache_dtype,
-            model=model,
-            model_dtype=config.dtype,
-            is_draft_worker=False,
-            is_dflash=False,
-            speculative_draft_attention_backend=None,
-        )
-        page_size = get_schedule().page_size
-        tokens = _PAGES * page_size
-        step[0] = "pools"
-        configurator = KVCacheConfigurator(
-            device="meta",
-            gpu_id=0,
-            attn_dp_size=1,
-            pp_size=pp,
-            pp_group=None,
-            model=model,
-            model_config=config,
-            server_args=server_args,
-            kv_cache_dtype=dtype,
-            kv_cache_dtype_str=name or get_model().kv_cache_dtype,
-            model_dtype=config.dtype,
-            page_size=page_size,
-            sliding_window_size=window,
-            spec_algorithm=SpeculativeAlgorithm.from_string(None),
-            is_draft_worker=False,
-            post_capture_kv_active=False,
-            spec_aux_config=SimpleNamespace(draft_model_config=None),
-            is_hybrid_swa=config.is_hybrid_swa,
-            is_hybrid_swa_compress=config.is_hybrid_swa_compress,
-            use_mla_backend=config.attention_arch == AttentionArch.MLA,
-            layer_info=info,
-            forward_stream=None,
-            req_to_token_pool=None,
-            token_to_kv_pool_allocator=None,
-            memory_pool_config=None,
-        )
-        sizes = MemoryPoolConfig(
-            max_total_num_tokens=tokens,
-            max_running_requests=2,
-            full_max_total_num_tokens=tokens,
-            swa_max_total_num_tokens=tokens,
-            c4_max_total_num_tokens=tokens // 4,
-            c128_max_total_num_tokens=max(1, tokens // 128),
-            c4_state_pool_size=_SLOTS,
-            c128_state_pool_size=_SLOTS,
-        )
-        pools = configurator._init_pools(
-            sizes=configurator._derive_pool_sizes(config=sizes),
-            req_to_token_pool=None,
-            token_to_kv_pool_allocator=None,
-        )
-        step[0] = "host"
-        return {
-            "page_size": page_size,
-            "dtype": str(dtype).removeprefix("torch."),
-            "pools": _host_pools(configurator, pools),
-        }
+    window = resolve_sliding_window_size(model, config)
+    name, dtype = kv_cache_dtype.configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+        model=model,
+        model_dtype=config.dtype,
+        is_draft_worker=draft,
+        is_dflash=algorithm.is_dflash_family(),
+        speculative_draft_attention_backend=draft_backend,
+        speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
+    )
+    page_size = get_schedule().page_size
+    tokens = _PAGES * page_size
+    step[0] = "draft pools" if draft else "pools"
+    configurator = KVCacheConfigurator(
+        device="meta",
+        gpu_id=0,
+        attn_dp_size=1,
+        pp_size=1 if draft else get_parallel().pp_size,
+        pp_group=None,
+        model=model,
+        model_config=config,
+        server_args=server_args,
+        kv_cache_dtype=dtype,
+        kv_cache_dtype_str=name or get_model().kv_cache_dtype,
+        model_dtype=config.dtype,
+        page_size=page_size,
+        sliding_window_size=window,
+        spec_algorithm=algorithm,
+        is_draft_worker=draft,
+        post_capture_kv_active=False,
+        spec_aux_config=SimpleNamespace(draft_model_config=None, dflash_draft_num_layers=None),
+        is_hybrid_swa=config.is_hybrid_swa,
+        is_hybrid_swa_compress=config.is_hybrid_swa_compress,
+        use_mla_backend=config.attention_arch == AttentionArch.MLA,
+        layer_info=info,
+        forward_stream=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        memory_pool_config=None,
+        draft_model_idx=depth,
+    )
+    sizes = MemoryPoolConfig(
+        max_total_num_tokens=tokens,
+        max_running_requests=2,
+        full_max_total_num_tokens=tokens,
+        swa_max_total_num_tokens=tokens,
+        c4_max_total_num_tokens=tokens // 4,
+        c128_max_total_num_tokens=max(1, tokens // 128),
+        c4_state_pool_size=_SLOTS,
+        c128_state_pool_size=_SLOTS,
+    )
+    pools = configurator._init_pools(
+        sizes=configurator._derive_pool_sizes(config=sizes),
+        req_to_token_pool=target.req_to_token_pool if draft else None,
+        token_to_kv_pool_allocator=target.token_to_kv_pool_allocator if draft else None,
+    )
+    return SimpleNamespace(
+        kv_cache_configurator=configurator,
+        model_config=config,
+        page_size=page_size,
+        kv_cache_dtype=dtype,
+        spec_algorithm=algorithm,
+        req_to_token_pool=pools.req_to_token_pool,
+        token_to_kv_pool=pools.token_to_kv_pool,
+        token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
+        mtp_draft_device_pools=(),
+        mtp_draft_mamba_pools=(),
+    )
 
 
-def _host_pools(configurator: Any, pools: Any) -> list[dict[str, Any]]:
+def _host_pools(runner: Any, plan: Any) -> list[dict[str, Any]]:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     # As managers/scheduler.py and mem_cache/registry.py :: create_unified_radix_cache.
+    configurator = runner.kv_cache_configurator
     components = {ComponentType.FULL: None}
     window = configurator.sliding_window_size
     if configurator.is_hybrid_swa:
@@ -263,42 +326,57 @@ def _host_pools(configurator: Any, pools: Any) -> list[dict[str, Any]]:
             raise ValueError("SWAComponent requires a positive sliding_window_size")
     if configurator.mambaish_config is not None:
         components[ComponentType.MAMBA] = None
-    result = assembler._select_strategy(pools.token_to_kv_pool, set(components)).build(
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        page_size=configurator.page_size,
+        sliding_window_size=window,
+        pp_size=configurator.pp_size,
+        mtp_draft_device_pools=runner.mtp_draft_device_pools,
+        mtp_draft_mamba_pools=runner.mtp_draft_mamba_pools,
+        sidecar_draft_device_pools=draft_pools.sidecars(plan),
+    )
+    result = assembler._select_strategy(runner.token_to_kv_pool, set(components)).build(
         cache=SimpleNamespace(components=components, page_size=configurator.page_size),
-        kvcache=pools.token_to_kv_pool,
-        params=CacheInitParams(
-            disable=False,
-            req_to_token_pool=pools.req_to_token_pool,
-            token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
-            page_size=configurator.page_size,
-            sliding_window_size=window,
-            pp_size=configurator.pp_size,
-        ),
+        kvcache=runner.token_to_kv_pool,
+        params=params,
         server_args=configurator.server_args,
         load_cache_event=None,
     )
-    sources = {spec.pool_name.value: spec.indices_from_pool.value for spec in result.sidecars}
+    transfers = assembler.HybridCacheController.call_args.kwargs["transfer_layer_id_max"]
+    specs, draft_entries = draft_pools.host_pools(runner, plan, result, transfers)
+    entries = [*result.host_pool_group.entry_map.values(), *draft_entries]
+    sources = {
+        spec.pool_name.value: spec.indices_from_pool.value for spec in (*result.sidecars, *specs)
+    }
     trailing = {"swa": -(-(window or 0) // configurator.page_size), "mamba": 1}
     # Controllers count layers from the first that the device pool states.
-    first = getattr(pools.token_to_kv_pool, "start_layer", None) or 0
+    first = getattr(runner.token_to_kv_pool, "start_layer", None) or 0
     return [
-        _row(entry, first, trailing.get(sources.get(name.value, name.value), 0))
-        for name, entry in result.host_pool_group.entry_map.items()
+        _row(
+            entry,
+            0 if entry in draft_entries else first,
+            trailing.get(sources.get(entry.name.value, entry.name.value), 0),
+        )
+        for entry in entries
     ]
 
 
 def _row(entry: Any, first: int, trailing: int) -> dict[str, Any]:
     """Describe a pool of one rank. trailing: 0 where all pages of a node have the object."""
     host = entry.host_pool
+    mapped = [i for i in range(_MOST_LAYERS) if entry.layer_mapper(i) is not None]
+    packed = len(entry.packed_draft_device_pools)
     row = {
         "name": entry.name.value,
         "host": type(host).__name__,
-        "layers": _ranges(
-            [first + i for i in range(_MOST_LAYERS) if entry.layer_mapper(i) is not None]
-        ),
+        "layers": _ranges([first + i for i in mapped[: len(mapped) - packed]]),
         "nbytes": _page_bytes(host),
         "trailing": trailing,
     }
+    if packed:
+        row["packed"] = packed
     if entry.name.value == "mamba":
         states = [getattr(host, "temporal_buffer", None), *(host.conv_buffer or ())]
         row["states"] = [
