@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hicachectl.backends.base import Store
@@ -70,6 +71,32 @@ class Leases(Store):
 
     allow_leases: bool = False  # `scan` may use queries that grant leases
     lease_wait_seconds: float  # how long `delete` waits for leases to end
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Objects that a listing leaves out, and that no server can read any more.
+
+    code: of a finding. place: the file, or the directory with the files. what: how many, why, and
+    the next step. changed_ns: modification time of a file that a server may be writing, Unix ns.
+    """
+
+    code: str
+    place: str
+    what: str
+    changed_ns: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}"
+
+
+class Losing(Store):
+    """Store whose listing can tell of objects that servers have lost."""
+
+    @property
+    @abstractmethod
+    def losses(self) -> tuple[Loss, ...]:
+        """Return what the last listing found to be lost; `remarks` have the same in words."""
 
 
 class RacyWrites(Store):

@@ -24,6 +24,10 @@ class UnsupportedByBackend(HicacheError):
     """A request that this type of store can never serve."""
 
 
+class CollidingKeys(UnsupportedByBackend):
+    """A deployment whose ranks overwrite each other's objects, because keys do not name them."""
+
+
 class StoreUnavailable(HicacheError):
     """A store that cannot be reached, opened or read."""
 

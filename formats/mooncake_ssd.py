@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.formats.errors import FormatError
+from hicachectl.formats.errors import FormatError, UnsupportedByBackend
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -115,7 +115,11 @@ def parse_bucket_meta(data: bytes, source: str) -> BucketMeta:
 
 
 def parse_offset_meta(data: bytes, source: str) -> OffsetMeta:
-    """Parse a `kv_cache.meta` file. Raises FormatError, which starts with `source`."""
+    """Parse a `kv_cache.meta` file.
+
+    Raises FormatError for damage, UnsupportedByBackend for another version; both start with
+    `source`.
+    """
     version, sequence, state, evicted = 0, 0, memoryview(b""), set()
     for name, number, content in _fields(data, _OFFSET_FIELDS, source):
         if name == "version":
@@ -126,8 +130,10 @@ def parse_offset_meta(data: bytes, source: str) -> OffsetMeta:
             state = content
         elif name == "evicted_keys_this_batch":
             evicted.add(bytes(content))
+    if not version:
+        raise FormatError(f"{source}: states no version, so the file is cut off or damaged")
     if version != OFFSET_VERSION:
-        raise FormatError(
+        raise UnsupportedByBackend(
             f"{source}: version {version} of Mooncake's offset files; hicachectl reads version "
             f"{OFFSET_VERSION} only"
         )
@@ -156,6 +162,11 @@ def are_records(records: npt.NDArray[np.void], extents: IntArray) -> npt.NDArray
 def value_starts(key_bytes: IntArray) -> IntArray:
     """Return where values start, in bytes from the start of their records: [n] int64."""
     return -(-(RECORD.itemsize + key_bytes) // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
+
+
+def has_crc(head: bytes | bytearray) -> bool:
+    """Return whether a record states a CRC. head: its first bytes, at least the header."""
+    return bool(parse_records(bytes(head[: RECORD.itemsize]))[0]["flags"] & _HAS_CRC)
 
 
 def record_problem(

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
+from hicachectl.formats.errors import (
+    CollidingKeys,
+    ProfileError,
+    UnsupportedByBackend,
+    UsageError,
+)
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
 from hicachectl.formats.keys.versions import (
@@ -165,6 +170,21 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     return tuple(
         found for pool in pools for found in _pool_objects(profile, scheme, pool, pool is anchor)
     )
+
+
+def collision_of(profile: Profile, scheme: str) -> str:
+    """Return why ranks of a deployment overwrite each other's objects; "" if they do not.
+
+    scheme: as for `object_specs`, which refuses such a deployment.
+    """
+    try:
+        if scheme in _SCHEMES:
+            _SCHEMES[scheme].check(profile)
+    except CollidingKeys as error:
+        return str(error)
+    except UnsupportedByBackend:
+        pass
+    return ""
 
 
 def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> Iterator[ObjectSpec]:
@@ -369,7 +389,7 @@ def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]
 
 def _check_hf3fs(profile: Profile) -> None:
     if profile.pp > 1:
-        raise UnsupportedByBackend(
+        raise CollidingKeys(
             f"pp {profile.pp}: 3FS keys do not name the pp rank, so ranks overwrite each other's "
             "objects"
         )
@@ -422,7 +442,7 @@ _NIXL_BLOCK = 512  # of any disk: O_DIRECT transfers no other sizes
 def _check_nixl(profile: Profile) -> None:
     for axis in ("pp", "cp", "dcp"):
         if (size := getattr(profile, axis)) > 1:
-            raise UnsupportedByBackend(
+            raise CollidingKeys(
                 f"{axis} {size}: NIXL keys do not name the {axis} rank, so ranks overwrite each "
                 "other's objects; use a file store"
             )

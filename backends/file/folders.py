@@ -48,7 +48,10 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
     Descriptors keep their numbers until `close`, also when `reopen` makes the directory again.
     """
 
-    elsewhere = "HiCacheFile cannot share a directory with folders"
+    elsewhere = (
+        "no server finds them, because HiCacheFile cannot share a directory with folders; give it "
+        "a directory of its own, and migrate"
+    )
 
     def __init__(self, path: str, descriptor: int, *, folders: bool) -> None:
         """Take over a directory's descriptor; `close` closes it."""
@@ -166,12 +169,14 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
             os.close(opened)
 
 
-def _holder(folder: bytes | None) -> Callable[[str], bool]:
-    """Return whether a name's file belongs into a folder, or beside the folders."""
+def _holder(folder: bytes | None) -> Callable[[list[str]], list[bool]]:
+    """Return a function that tells which files belong into a folder, or beside the folders."""
     if folder is None:
-        return lambda name: folder_of(os.fsencode(name)) is None
+        return lambda names: [folder_of(os.fsencode(name)) is None for name in names]
     text = os.fsdecode(folder)
-    return lambda name: name.startswith(text) or folder_of(os.fsencode(name)) == folder
+    return lambda names: [
+        name.startswith(text) or folder_of(os.fsencode(name)) == folder for name in names
+    ]
 
 
 def _directory(path: str, descriptor: int, *, writes: bool) -> Directory:

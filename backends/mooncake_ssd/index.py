@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import as_table
+from hicachectl.backends.capabilities import Loss
 from hicachectl.formats.errors import FormatError, UnsupportedByBackend, UntrustedError
 from hicachectl.formats.mooncake_ssd import (
     DEFAULT_TENANT,
@@ -59,6 +60,7 @@ OBJECT = np.dtype(
 )
 
 _BUCKET_FILE = re.compile(r"([0-9]{1,18})\.(bucket|meta)")
+_NO_DATA = "its data file is missing, so the objects are lost"
 _RANK = re.compile(r"rank_\w+")
 _FILE_PER_KEY = "file_per_key_dir"  # Mooncake's default; file_per_key has folders a to p in it
 _FILE_PER_KEY_FOLDERS = frozenset("abcdefghijklmnop")
@@ -103,13 +105,15 @@ class Index:
     """The objects of a store, in the order of their files and places.
 
     keys: [n] binary. objects: [n] OBJECT. files: the data files.
-    prefix: of the tenant, before keys in the files. remarks: what the listing leaves out, and why.
+    prefix: of the tenant, before keys in the files. losses: objects that no client can read any
+    more. remarks: what the listing leaves out, and why.
     """
 
     keys: Any
     objects: npt.NDArray[np.void]
     files: Sequence[DataFile]
     prefix: bytes
+    losses: tuple[Loss, ...]
     remarks: tuple[str, ...]
 
     def stored_forms(self, key: bytes) -> tuple[bytes, bytes]:
@@ -137,7 +141,8 @@ class Index:
 def open_places(root: Directory) -> list[Place]:
     """Open the directories of a store: the root, and its rank directories, by name.
 
-    Raises UnsupportedByBackend for Mooncake's file_per_key files, OSError, UntrustedError.
+    Raises UnsupportedByBackend for Mooncake's file_per_key files and for a directory with other
+    files only, OSError, UntrustedError.
     """
     entries = root.entries()
     places = [Place(root, entries)]
@@ -158,7 +163,20 @@ def open_places(root: Directory) -> list[Place]:
         if _FILE_PER_KEY in folders or (folders and folders <= _FILE_PER_KEY_FOLDERS):
             close_places(places)
             _refuse_file_per_key(place.directory.path)
+    strangers = sorted(name for name in entries if name != "lost+found")
+    if strangers and not any(map(_is_known, strangers)):
+        close_places(places)
+        raise UnsupportedByBackend(
+            f"{root.path}: has {strangers[0]}, but no files of Mooncake's SSD tier: no ID.bucket, "
+            f"no {DATA_FILE}, and no rank_* directories; check the path"
+        )
     return places
+
+
+def _is_known(name: str) -> bool:
+    return bool(
+        name in (DATA_FILE, META_FILE) or _BUCKET_FILE.fullmatch(name) or _RANK.fullmatch(name)
+    )
 
 
 def close_places(places: Sequence[Place]) -> None:
@@ -170,8 +188,8 @@ def close_places(places: Sequence[Place]) -> None:
 def read_index(places: Sequence[Place], tenant: str) -> Index:
     """Read all metadata.
 
-    Raises UnsupportedByBackend and FormatError for files of another form than this module reads,
-    OSError. A damaged bucket is left out, and named in a remark.
+    Raises UnsupportedByBackend for files of another form than this module reads, FormatError for
+    too many keys, OSError. Files with damaged metadata are left out, and are losses.
     """
     reader = _Reader(tenant)
     for place in places:
@@ -196,11 +214,8 @@ class _Reader:
         self._keys: list[bytes] = []
         self._objects: list[npt.NDArray[np.void]] = []  # one array for each file or run of records
         self._buckets = 0
-        self._unreadable: list[str] = []  # reasons
-        self._unfinished: list[str] = []  # .bucket files without .meta
-        self._lost: list[str] = []  # .meta files without .bucket
+        self._losses: list[Loss] = []
         self._special: list[str] = []  # ranks that are no directories
-        self._late = self._torn = 0  # records
         self._others: dict[bytes, int] = {}  # objects by tenant
 
     def read_place(self, place: Place) -> None:
@@ -220,13 +235,21 @@ class _Reader:
         buckets, metas = found["bucket"], found["meta"]
         self._buckets += len(metas)
         path = place.directory.path
-        self._unfinished += [f"{path}/{name}" for id_, name in buckets.items() if id_ not in metas]
-        self._lost += [f"{path}/{name}" for id_, name in metas.items() if id_ not in buckets]
+        for name in (name for id_, name in buckets.items() if id_ not in metas):
+            what = (
+                "no .meta file says which objects the bucket has: a crash interrupted the write, "
+                "and a restart of the client deletes the bucket"
+            )
+            self._lose(f"{path}/{name}", what, place.entries[name])
+        for name in (name for id_, name in metas.items() if id_ not in buckets):
+            self._lose(f"{path}/{name}", _NO_DATA)
         for id_ in sorted(metas.keys() & buckets.keys(), key=int):
             try:
                 self._read_bucket(place, int(id_), metas[id_], buckets[id_])
             except (FormatError, UntrustedError, FileNotFoundError, PermissionError) as error:
-                self._unreadable.append(_said(place, metas[id_], error))
+                source = f"{path}/{metas[id_]}"
+                what = f"the objects of the bucket are left out: {_reason(source, error)}"
+                self._lose(source, what)
 
     def _read_bucket(self, place: Place, number: int, meta: str, name: str) -> None:
         source = f"{place.directory.path}/{meta}"
@@ -248,21 +271,42 @@ class _Reader:
                 "ran without MOONCAKE_OFFSET_PERSIST_MODE; the objects cannot be recovered"
             )
         if DATA_FILE not in files:
-            self._lost.append(f"{path}/{META_FILE}")
+            self._lose(f"{path}/{META_FILE}", _NO_DATA)
             return
         source = f"{path}/{META_FILE}"
-        meta = parse_offset_meta(_read(place, META_FILE, _MAX_OFFSET_META_BYTES, source), source)
+        try:
+            data = _read(place, META_FILE, _MAX_OFFSET_META_BYTES, source)
+            meta = parse_offset_meta(data, source)
+        except FormatError as error:
+            what = f"the objects of {DATA_FILE} are left out: {_reason(source, error)}"
+            self._lose(source, what)
+            return
         descriptor = place.directory.open_file(DATA_FILE)
         try:
             facts = os.fstat(descriptor)
             self._files.append(DataFile(place.directory, DATA_FILE, facts, is_bucket=False))
+            torn = late = 0
             for at in range(0, len(meta.starts), _RECORDS_AT_ONCE):
-                self._read_records(descriptor, meta, slice(at, at + _RECORDS_AT_ONCE))
+                counts = self._read_records(descriptor, meta, slice(at, at + _RECORDS_AT_ONCE))
+                torn, late = torn + counts[0], late + counts[1]
         finally:
             os.close(descriptor)
+        path = self._files[-1].path
+        if torn:
+            what = f"{torn} records are left out: their headers are damaged"
+            self._lose(path, what, facts)
+        if late:
+            what = (
+                f"{late} records are left out: they are newer than the last checkpoint, and a "
+                "restart of the client drops them"
+            )
+            self._lose(path, what, facts)
 
-    def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> None:
-        """Add the records of some extents that a restart of Mooncake would keep."""
+    def _read_records(self, descriptor: int, meta: OffsetMeta, some: slice) -> tuple[int, int]:
+        """Add the records of some extents that a restart of Mooncake would keep.
+
+        Returns how many are torn, and how many are newer than the checkpoint.
+        """
         places, size = meta.starts[some].tolist(), RECORD.itemsize
         heads = [os.pread(descriptor, _HEAD_BYTES, place) for place in places]
         records = parse_records(b"".join(head[:size].ljust(size, b"\0") for head in heads))
@@ -272,8 +316,6 @@ class _Reader:
         lengths = records["key_bytes"].tolist()
         keys = [_key(descriptor, places[row], heads[row], lengths[row]) for row in chosen]
         cut = sum(len(key) < lengths[row] for row, key in zip(chosen, keys, strict=True))
-        self._torn += int((~sound).sum()) + cut
-        self._late += int(late.sum())
         kept = [
             row
             for row, key in zip(chosen, keys, strict=True)
@@ -289,6 +331,12 @@ class _Reader:
             records[name][kept] for name in ("value_bytes", "sequence")
         )
         self._add([known[row] for row in kept], objects)
+        return int((~sound).sum()) + cut, int(late.sum())
+
+    def _lose(self, place: str, what: str, facts: os.stat_result | None = None) -> None:
+        """Note a loss. facts: of a file that a client may be writing."""
+        changed_ns = 0 if facts is None else facts.st_mtime_ns
+        self._losses.append(Loss("lost-objects", place, what, changed_ns))
 
     def _add(self, stored: list[bytes], objects: npt.NDArray[np.void]) -> None:
         """Add the objects of the last file that are our tenant's, and count the others."""
@@ -321,15 +369,21 @@ class _Reader:
         order = np.lexsort((objects["sequence"], whole, codes))
         kept = order[np.diff(codes[order], append=-1) != 0]
         kept = kept[np.lexsort((objects["start"][kept], objects["file"][kept]))]
+        cut = np.bincount(objects["file"][kept[~whole[kept]]], minlength=len(self._files))
+        for number in np.flatnonzero(cut).tolist():
+            file = self._files[number]
+            what = f"{cut[number]} objects lie partly or wholly behind the end of the file"
+            self._lose(file.path, what, file.facts)
         return Index(
             keys.take(pa.array(kept)),
             objects[kept],
             self._files,
             self._prefix,
-            tuple(self._remarks(older=len(order) - len(kept), cut=int((~whole[kept]).sum()))),
+            tuple(self._losses),
+            tuple(self._remarks(older=len(order) - len(kept))),
         )
 
-    def _remarks(self, *, older: int, cut: int) -> Iterator[str]:
+    def _remarks(self, *, older: int) -> Iterator[str]:
         if not self._files:
             yield "No objects: the directory has no bucket with metadata and no offset file"
         if self._buckets:
@@ -337,33 +391,13 @@ class _Reader:
                 "Objects that were removed from the cluster may still be listed: Mooncake never "
                 "updates the .meta file of a bucket"
             )
-        named = (self._unreadable, self._unfinished, self._lost, self._special)
-        first = [(each or [""])[0] for each in named]
+        yield from map(str, self._losses)
         names = ", ".join(repr(os.fsdecode(name)) for name in sorted(self._others)[:3])
         notes = (
             (
-                len(self._unreadable),
-                f"of {self._buckets} buckets are left out; the first: {first[0]}",
-            ),
-            (
-                len(self._unfinished),
-                f"buckets without a .meta file are left out, the first {first[1]}: a crash "
-                "interrupted the write, and a restart of the client deletes them",
-            ),
-            (
-                len(self._lost),
-                f".meta files have no data file, the first {first[2]}: their objects are lost",
-            ),
-            (
                 len(self._special),
-                f"ranks are left out, because they are links or files, the first {first[3]}",
-            ),
-            (cut, "objects lie partly or wholly behind the end of their file"),
-            (self._torn, "records of offset files are left out: their headers are damaged"),
-            (
-                self._late,
-                "records of offset files are left out: they are newer than the last checkpoint, "
-                "and a restart of the client drops them",
+                "ranks are left out, because they are links or files, the first "
+                f"{(self._special or [''])[0]}",
             ),
             (older, "older objects are left out: a newer object has the same key"),
             (
@@ -390,7 +424,6 @@ def _key(descriptor: int, start: int, head: bytes, length: int) -> bytes:
     return os.pread(descriptor, length, start + size)
 
 
-def _said(place: Place, name: str, error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{place.directory.path}/{name}: {reason_of(error)}"
-    return str(error)
+def _reason(source: str, error: Exception) -> str:
+    said = reason_of(error) if isinstance(error, OSError) else str(error)
+    return said.removeprefix(f"{source}: ")

@@ -10,7 +10,7 @@ import numpy as np
 from hicachectl.backends.base import ReadResult, Status, keys_of
 from hicachectl.backends.disk.files import LOST
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
-from hicachectl.formats.mooncake_ssd import record_problem
+from hicachectl.formats.mooncake_ssd import has_crc, record_problem
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Reading:
         self._statuses = np.full(len(rows), Status.GONE, dtype=np.uint8)
         self._nbytes = np.full(len(rows), -1, dtype=np.int64)
         self._versions = np.zeros((len(rows), len(VERSION_FIELDS)), dtype=np.uint64)
+        self._compared = np.zeros(len(rows), dtype=np.bool_)  # with their CRC
         self._errors: dict[int, str] = {}
 
     def read(self) -> ReadResult:
@@ -43,7 +44,11 @@ class Reading:
         for number in np.unique(files).tolist():
             self._read_file(self._index.files[number], present[files == number].tolist())
         return ReadResult(
-            self._statuses, self._errors, nbytes=self._nbytes, versions=self._versions
+            self._statuses,
+            self._errors,
+            nbytes=self._nbytes,
+            versions=self._versions,
+            compared=self._compared,
         )
 
     def _read_file(self, file: DataFile, places: list[int]) -> None:
@@ -87,6 +92,7 @@ class Reading:
             damaged = False
         else:
             problem, damaged = record_problem(bytes(head), target, stored, sequence)
+            self._compared[at] = has_crc(head)
         if problem and not damaged and _differ(facts, file.facts):
             self._statuses[at], self._nbytes[at] = Status.GONE, -1  # a live client reused the place
         elif problem:

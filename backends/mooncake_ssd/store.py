@@ -7,7 +7,7 @@ read as garbage. Keys are those of the Mooncake store.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +18,11 @@ from hicachectl.backends.base import (
     ReadResult,
     Result,
     Rows,
-    Store,
     Traits,
     scan_batch,
     scan_schema,
 )
+from hicachectl.backends.capabilities import Losing
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.mooncake_ssd.index import close_places, open_places, read_index
 from hicachectl.backends.mooncake_ssd.reading import VERSION_FIELDS, Reading
@@ -33,13 +33,24 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
 
+    from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.mooncake_ssd.index import Index, Place
     from hicachectl.backends.urls import StoreUrl
 
 SCAN_ROWS = 16384
+# By whether records have digests.
+_TRAITS = tuple(
+    Traits(
+        columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
+        version_fields=VERSION_FIELDS,
+        live=False,
+        keeps_digests=digests,
+    )
+    for digests in (False, True)
+)
 
 
-class MooncakeSsdStore(Store):
+class MooncakeSsdStore(Losing):
     """One tenant's objects in the files of one or more clients; never written to."""
 
     limits: Limits = Limits(
@@ -50,11 +61,6 @@ class MooncakeSsdStore(Store):
         forkable=True,  # reading needs only the directories' descriptors
     )
     grammar = "mooncake"
-    traits: ClassVar[Traits] = Traits(
-        columns=frozenset({"nbytes", "mtime_ns", "locator", "version"}),
-        version_fields=VERSION_FIELDS,
-        live=False,
-    )
 
     def __init__(self, url: StoreUrl) -> None:
         """Open the directory. Raises StoreUnavailable, UnsupportedByBackend, FormatError."""
@@ -97,6 +103,17 @@ class MooncakeSsdStore(Store):
     def remarks(self) -> tuple[str, ...]:
         """Report what the listing leaves out."""
         return () if self._index is None else self._index.remarks
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Report objects that no client can read any more."""
+        return () if self._index is None else self._index.losses
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Facts about the store: records of offset files have CRCs, buckets have not."""
+        index = self._index
+        return _TRAITS[index is not None and not all(file.is_bucket for file in index.files)]
 
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:
         """List the objects in the order of their files; a truncated object has fewer bytes."""

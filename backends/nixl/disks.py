@@ -13,11 +13,13 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hicachectl.backends.disk.durable import make_directories
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.keys.nixl import route
+from hicachectl.formats.keys.nixl import route, routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,8 +42,8 @@ class NixlDisks(ObjectTree):
     folders = True
     side_files = False  # HiCacheNixl.clear removes every file below the directories
     elsewhere = (
-        "a NIXL store's directories must be given in the order, and all of them, that its servers "
-        "were given"
+        "the number and order of the directories decide where the file of a key lies, so give the "
+        "URL those of the servers; otherwise no server finds the files"
     )
 
     def __init__(self, disks: Sequence[FolderedDirectory], *, high_watermark: float) -> None:
@@ -124,13 +126,19 @@ class NixlDisks(ObjectTree):
     def places(self, left_alone: list[str]) -> Iterator[Place]:
         """Yield the folders, and the directories, where no file belongs."""
         for number, disk in enumerate(self._disks):
-            yield Place(disk.descriptor, disk.path, lambda _: False)
+            yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
             for folder, descriptor in disk.existing_folders(left_alone):
                 path = f"{disk.path}/{folder.decode()}"
-                yield Place(descriptor, path, partial(self._holds, (number, folder)))
+                yield Place(descriptor, path, partial(self._holds, number, folder))
 
-    def _holds(self, place: tuple[int, bytes], name: str) -> bool:
-        return self._route(os.fsencode(name)) == place
+    def _holds(self, number: int, folder: bytes, names: list[str]) -> list[bool]:
+        keys = [os.fsencode(name) for name in names]
+        disks, folders = routes(keys, len(self._disks))
+        held = (disks == number) & (folders == int(folder, 16))
+        for at in np.flatnonzero([key.startswith(OWN_PREFIX) for key in keys]):
+            held[at] = self._route(keys[at]) == (number, folder)
+        found: list[bool] = held.tolist()
+        return found
 
     def _route(self, name: bytes) -> tuple[int, bytes]:
         if match := _TEMPORARY.fullmatch(name):

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import keys_of, scan_schema
+from hicachectl.backends.capabilities import Loss
 from hicachectl.backends.disk.files import LOST, check_key, is_file_name
 from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.object_files.faults import unavailable
@@ -68,18 +69,19 @@ class FileLister:
     def remarks(self) -> list[str]:
         """Report what the last scan left out."""
         left_out, path = self._left_out, self._objects.path
-        others, misplaced = left_out.others, left_out.misplaced
+        others, strangers = left_out.others, left_out.strangers
         remarks = list(left_out.folders)
         if others.count:
             remarks.append(
                 f"{path}: ignored {others.count} links, FIFOs, sockets or devices with names of "
                 f"objects, such as {others.first}; only regular files are objects"
             )
-        if misplaced.count:
+        if strangers.count:
             remarks.append(
-                f"{path}: ignored {misplaced.count} files outside the folders of their keys, such "
-                f"as {misplaced.first}; {self._objects.elsewhere}"
+                f"{path}: ignored {strangers.count} files that are no objects, such as "
+                f"{strangers.first}"
             )
+        remarks += map(str, self.losses)
         if count := sum(left_out.cleared):
             objects = "object" if count == 1 else "objects"
             remarks.append(
@@ -87,6 +89,18 @@ class FileLister:
                 f"server reads; hicachectl rm {path} --temporaries removes them"
             )
         return remarks
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Report the objects that the last scan found where no server looks."""
+        misplaced = self._left_out.misplaced
+        if not misplaced.count:
+            return ()
+        what = (
+            f"ignored {misplaced.count} files outside the folders of their keys, such as "
+            f"{misplaced.first}; {self._objects.elsewhere}"
+        )
+        return (Loss("misplaced-object", self._objects.path, what),)
 
     def look(self, rows: Rows, columns: Collection[str]) -> Any:
         """Return a table of some keys as `Store.look` does."""

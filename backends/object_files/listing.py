@@ -9,7 +9,8 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import compress, islice, repeat
+from operator import not_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,12 +49,13 @@ class SkippedEntries:
 class LeftOut:
     """What listings left out. others: links, FIFOs, sockets and devices named like objects.
 
-    misplaced: files outside the folder that their name belongs to. cleared: numbers of objects from
-    before a `clear`. folders: messages.
+    misplaced: files named like objects, outside the folders of their names. strangers: other files
+    there. cleared: numbers of objects from before a `clear`. folders: messages.
     """
 
     others: SkippedEntries = field(default_factory=SkippedEntries)
     misplaced: SkippedEntries = field(default_factory=SkippedEntries)
+    strangers: SkippedEntries = field(default_factory=SkippedEntries)
     cleared: list[int] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
@@ -74,7 +76,7 @@ def scan_places(
             links = place.holds is None
             read = batch_reader(place.descriptor, place.path, schema, links=links)
             for found in names_in(place.descriptor, left_out.others):
-                names = _held(found, place.holds, left_out.misplaced)
+                names = _held(found, place, left_out)
                 if not names:
                     continue
                 pending.append(pool.submit(_finished, read, names, finish))
@@ -90,17 +92,16 @@ def _finished(read: Callable[[list[str]], Any], names: list[str], finish: Any) -
     return finish(read(names))
 
 
-def _held(
-    names: list[str], holds: Callable[[str], bool] | None, misplaced: SkippedEntries
-) -> list[str]:
-    if holds is None:
+def _held(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
+    if place.holds is None:
         return names
-    held = [name for name in names if holds(name)]
-    if len(held) != len(names):
-        for name in names:
-            if not holds(name):
-                misplaced.add(name)
-    return held
+    held = place.holds(names)
+    if all(held):
+        return names
+    for name in compress(names, map(not_, held)):
+        skipped = left_out.misplaced if _OBJECT.match(name) else left_out.strangers
+        skipped.add(f"{place.path}/{name}")
+    return list(compress(names, held))
 
 
 def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:

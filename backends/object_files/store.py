@@ -26,6 +26,7 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import (
     Announces,
     FilePermissions,
+    Losing,
     Renames,
     Resumable,
     SystemCopy,
@@ -47,13 +48,14 @@ from hicachectl.formats.errors import UnsupportedByBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
 
+    from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.object_files.tree import ObjectTree
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class ObjectFiles(Announces, FilePermissions, Renames, Resumable, SystemCopy, Touch):
+class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, SystemCopy, Touch):
     """A tree of files, named by their keys; reads and listings create, resize and touch nothing."""
 
     limits: Limits = Limits(
@@ -123,6 +125,11 @@ class ObjectFiles(Announces, FilePermissions, Renames, Resumable, SystemCopy, To
     def remarks(self) -> tuple[str, ...]:
         """Report what the last listing left out."""
         return tuple(self._lister.remarks)
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Report files that the last listing found where no server looks for them."""
+        return self._lister.losses
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few files again, by one stat each."""

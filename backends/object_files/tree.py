@@ -17,7 +17,7 @@ from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDER_NAMES = frozenset(b"%02x" % number for number in range(256))
@@ -29,13 +29,13 @@ class Place:
     """A directory to list.
 
     path: of `descriptor`, for faster calls.
-    holds: whether a name is of an object in this folder; None: every name is, and this is no
-        folder, so that links may lead to it.
+    holds: takes names, and returns which are of objects in this folder, [n] bool; None: every name
+        is, and this is no folder, so that links may lead to it.
     """
 
     descriptor: int
     path: str
-    holds: Callable[[str], bool] | None = None
+    holds: Callable[[list[str]], Sequence[bool]] | None = None
 
 
 class ObjectTree(ABC):
@@ -43,7 +43,8 @@ class ObjectTree(ABC):
 
     path: for messages. descriptor: of the outer directory, whose owner and group new files get;
     negative after `close`. folders: whether files lie in folders. side_files: whether the outer
-    directory may have a `.hicachectl`. elsewhere: why files outside their folders are no objects.
+    directory may have a `.hicachectl`. elsewhere: why servers find no object outside its folder,
+    and the next step.
     """
 
     path: str

@@ -19,15 +19,20 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from hicachectl.formats.kinds.pool import PoolName
 
 DIRECT, BUFFERED = "nixl", "nixl-buffered"  # key schemes: servers with and without O_DIRECT
+
+_UintArray = npt.NDArray[np.uint64]
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
@@ -89,8 +94,15 @@ def route(key: bytes, directories: int) -> tuple[int, bytes]:
 
     directories: how many the store has, in an order that all its servers share.
     """
-    number = int.from_bytes(blake2b(key, digest_size=8).digest())
-    return (number >> 16) % directories, b"%02x" % (number & 0xFF)
+    disks, folders = routes([key], directories)
+    return int(disks[0]), b"%02x" % folders[0]
+
+
+def routes(keys: Iterable[bytes], directories: int) -> tuple[_UintArray, _UintArray]:
+    """Return `route` of several keys; folders as numbers: both [n] uint64."""
+    digests = b"".join([blake2b(key, digest_size=8).digest() for key in keys])
+    numbers = np.frombuffer(digests, dtype=">u8").astype(np.uint64)
+    return (numbers >> np.uint64(16)) % np.uint64(directories), numbers & np.uint64(0xFF)
 
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:

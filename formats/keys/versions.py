@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
+from hicachectl.formats.errors import CollidingKeys, ProfileError
 from hicachectl.formats.profile import NEWEST_SGLANG
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _is_since(profile: Profile, version: tuple[int, ...]) -> bool:
 def _check(profile: Profile, axis: str, since: tuple[int, ...], backend: str) -> None:
     size = getattr(profile, axis)
     if size > 1 and not _is_since(profile, since):
-        raise UnsupportedByBackend(
+        raise CollidingKeys(
             f"{axis} {size}: {backend} keys of SGLang before {'.'.join(map(str, since))} do not "
             f"name the {axis} rank, so ranks overwrite each other's objects"
         )

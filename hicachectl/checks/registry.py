@@ -86,6 +86,7 @@ class Scope(Enum):
 
     OBJECTS = auto()  # objects and page groups of a part
     STORE = auto()  # the store itself: only the first part runs the check
+    LISTING = auto()  # the listing: who lists for all parts runs the check, with `CheckListing`
     SUMS = auto()  # sums over all parts: the report runs the check, with `CheckSums`
 
 
@@ -95,6 +96,19 @@ class CheckSums:
 
     table: AffixTable
     tally: Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckListing:
+    """Input of checks of `Scope.LISTING`.
+
+    store: just listed by this process. collision: why ranks of the given deployment overwrite each
+    other's objects, else "". settled_ns: Unix ns; what was written later may be unfinished.
+    """
+
+    store: Store
+    collision: str = ""
+    settled_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +154,7 @@ class Check:
     scope: Scope = Scope.OBJECTS
     function: Callable[[Any], Iterator[pa.Table]] | str | None = None
 
-    def find(self, given: CheckInput | CheckSums) -> Iterator[pa.Table]:
+    def find(self, given: CheckInput | CheckListing | CheckSums) -> Iterator[pa.Table]:
         """Run the check; yield tables of findings, some of them empty."""
         if self.function is not None:
             yield from resolved(self.function)(given)
@@ -340,6 +354,40 @@ for _check in (
         ),
         scope=Scope.STORE,
         function="hicachectl.profiles.stamps:check_stamp",
+    ),
+    Check(
+        name="collisions",
+        group=None,
+        codes=(
+            Code(
+                "colliding-keys",
+                "error",
+                remedy="let the servers use a file store, then remove the objects with hicachectl "
+                "rm STORE --model MODEL",
+            ),
+        ),
+        scope=Scope.LISTING,
+        function="hicachectl.checks.listings:check_collision",
+    ),
+    Check(
+        name="losses",
+        group=None,
+        codes=(
+            Code(
+                "misplaced-object",
+                "warning",
+                remedy="give the directories of the servers, all and in their order; if these are, "
+                "remove the files by hand",
+            ),
+            Code(
+                "lost-objects",
+                "warning",
+                remedy="copy the objects that are left to another store with hicachectl migrate; "
+                "servers compute the others again",
+            ),
+        ),
+        scope=Scope.LISTING,
+        function="hicachectl.checks.listings:check_losses",
     ),
     Check(
         name="ambiguous-keys",

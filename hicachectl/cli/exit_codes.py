@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hicachectl.formats.errors import (
+    CollidingKeys,
     DeviceError,
     FormatError,
     HicacheError,
@@ -26,6 +27,7 @@ EXIT_CODES: dict[type[HicacheError], int] = {
     FormatError: BAD_INPUT,
     ProfileError: BAD_INPUT,
     UnsupportedByBackend: BAD_INPUT,
+    CollidingKeys: BAD_INPUT,
     StoreUnavailable: UNAVAILABLE,
     UntrustedError: UNAVAILABLE,
     DeviceError: UNAVAILABLE,

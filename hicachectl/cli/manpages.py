@@ -133,16 +133,18 @@ _HF3FS_PARAMETERS = (
 _NIXL = (
     "A URL names the directories of SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR, all of them and "
     "in the same order, since both decide where the file of a key lies. Files elsewhere are "
-    "ignored and counted in a remark. If most files are elsewhere, the order or number of "
-    "directories is wrong.",
+    "ignored, and verify reports misplaced-object, because no server finds them. If most files are "
+    "elsewhere, the order or number of directories in the URL is wrong.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
     "needs --quarantine DIR, a directory outside the store.",
     "Of each model, the server of TP rank 0 removes the oldest page groups when a disk is as "
     "full as its l3_cleaner_high_watermark. Writes keep modification times and stop below "
     "this watermark on each disk; objects that would reach it fail as if the disk were full.",
-    "A profile with PP, CP or DCP ranks above one is refused: keys do not name these ranks, so "
-    "ranks overwrite each other's objects. A profile without KV (DeepSeek-V4) is refused, too.",
+    "Keys do not name PP, CP and DCP ranks, so ranks that share the directories overwrite each "
+    "other's objects. With such a profile, verify reports colliding-keys, and ls, show and verify "
+    "compare pages with each other, as without a profile; other commands refuse it. A profile "
+    "without KV (DeepSeek-V4) is refused, too.",
     "With direct I/O, SGLang fails to write an object whose size is no multiple of a disk block. "
     "Such a pool is refused by name; use_direct_io false, with direct_io=off, stores it.",
     "Servers write in place. While an object is written, its file has its final name and is short.",
@@ -193,13 +195,16 @@ _MOONCAKE_SSD = (
     "MOONCAKE_OFFSET_PERSIST_MODE was relaxed or strict). Other forms, such as file_per_key, are "
     "refused. tenant= lists the objects of another tenant than default.",
     "Mooncake never updates the .meta file of a bucket, so objects that were removed from the "
-    "cluster may still be listed. A remark states this. Others count what is left out: buckets "
-    "without a .meta file (a crash interrupted the write), damaged .meta files, and records of "
-    "an offset file that a restart would drop. An object behind the end of its file is truncated "
-    "or unreadable, and an object with another key in its place is unreadable. Records of offset "
-    "files have a CRC-32C, which each read checks; buckets have no checksum. Objects that had not "
-    "been offloaded are not in the files: a client writes a bucket once it has 500 objects or "
-    "256 MB.",
+    "cluster may still be listed. A remark states this. For each file, verify reports as "
+    "lost-objects: a bucket without a .meta file (a crash interrupted the write), a damaged .meta "
+    "file, one without its data file, records of an offset file that a restart would drop, and "
+    "objects behind the end of a file. A file that changed within --grace may still be written, "
+    "and is a remark. An object that is cut off is truncated or unreadable, and an object with "
+    "another key in its place is unreadable.",
+    "Records of offset files have a CRC-32C, which each read checks: verify reads them also "
+    "without a profile (check digests). Buckets have no checksum: without a profile or a catalog "
+    "verify does not read them, and says so. Objects that had not been offloaded are not in the "
+    "files: a client writes a bucket once it has 500 objects or 256 MB.",
 )
 _ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, if --config is not given."),

@@ -47,7 +47,13 @@ from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from hicachectl.verify.facts import PartResult, VerifyFacts
 from hicachectl.verify.live_tables import check_tables, saved_tables
-from hicachectl.verify.part import check_part, select_groups, start_run
+from hicachectl.verify.part import (
+    check_part,
+    listing_findings,
+    listing_remarks,
+    select_groups,
+    start_run,
+)
 from hicachectl.verify.report import StoreDescription, describe_store, report_of
 from hicachectl.verify.report_text import report_lines
 from hicachectl.verify.request import VerifyRequest
@@ -124,7 +130,8 @@ class _Facts(msgspec.Struct, kw_only=True):
     """Facts that the lister publishes.
 
     duration_ns: of the listing. catalog: the compared one, without its entries. records: identity
-    fields of the catalog that the run records; None if it records none.
+    fields of the catalog that the run records; None if it records none. found: findings about the
+    listing, rows of NAMED_SCHEMA.
     """
 
     grammar: str
@@ -133,6 +140,7 @@ class _Facts(msgspec.Struct, kw_only=True):
     catalog: _CatalogFacts | None
     records: tuple[str, ...] | None
     remarks: tuple[str, ...]
+    found: list[dict[str, str | None]]
 
 
 class _ResultForm(msgspec.Struct, kw_only=True):
@@ -155,7 +163,11 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         explained="" if results else "no part of the run has a result",
     )
     parts = [
-        PartResult(of_lister, Tally.nothing(table), NAMED_SCHEMA.empty_table()),
+        PartResult(
+            of_lister,
+            Tally.nothing(table),
+            _known(pa.Table.from_pylist(facts.found, schema=NAMED_SCHEMA), MANIFEST),
+        ),
         *(_part_result(record, table) for _, record in sorted(results.items())),
     ]
     report = report_of(parts, facts.store, table, request)
@@ -253,7 +265,8 @@ class VerifyJob:
             store=describe_store(store, request),
             catalog=catalog,
             records=store.traits.version_fields if request.update_catalog else None,
-            remarks=tuple(remarks),
+            remarks=(*remarks, *listing_remarks(store, request, start.now_ns)),
+            found=listing_findings(store, request, start.now_ns).to_pylist(),
         )
         return Published(
             listing_ns=start.now_ns,
@@ -446,6 +459,7 @@ def _identity(store: Store, request: VerifyRequest) -> dict[str, Any]:
         "--identity": ",".join(request.identity) or None,
         "--weights-version": request.weights_version or None,
         "--device": ",".join(sorted({name.partition(":")[0] for name in request.devices})),
+        "--profile": request.collision or None,
         **profile_identity("profile", request.profile),
     }
 
@@ -464,10 +478,13 @@ def _part_result(record: Record, table: AffixTable) -> PartResult:
     source = f"{record.path}: facts"
     form = convert(record.facts, _ResultForm, source)
     tally = Tally.from_mapping(form.tally, table, source)
-    found = record.table(_FOUND)
+    found = _known(record.table(_FOUND), record.path, record.next_step)
+    return PartResult(form.facts, tally, found)
+
+
+def _known(found: pa.Table, path: str, next_step: str = LIST_AGAIN) -> pa.Table:
+    """Return findings of a run directory. Raises FormatError for an unknown severity."""
     severities = set(found.column("severity").unique().to_pylist())
     if found.column("code").null_count or not severities <= set(SEVERITIES):
-        raise FormatError(
-            f"{record.path}: has findings without a known severity or a code; {record.next_step}"
-        )
-    return PartResult(form.facts, tally, found)
+        raise FormatError(f"{path}: has findings without a known severity or a code; {next_step}")
+    return found

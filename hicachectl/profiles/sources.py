@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.formats.spec import collision_of
 from hicachectl.formats.wording import needs_profile
 from hicachectl.profiles.weights import WEIGHTS_OPTIONS, with_weights
 
@@ -49,6 +50,25 @@ def profile_from_options(
     """
     profile = _asked_for(options, store, warn)
     return profile if store is None else agree_on_profile(store, profile, looks_only=looks_only)
+
+
+def profile_to_look(
+    options: Mapping[str, Any],
+    store: Store,
+    *,
+    looks_only: bool = True,
+    warn: Callable[[str], None] = lambda text: None,
+) -> tuple[Profile | None, str]:
+    """Return `profile_from_options`, and "".
+
+    If its ranks overwrite each other's objects in this store, no profile describes the objects:
+    then, for a command that only looks, return None and the reason.
+    """
+    profile = _asked_for(options, store, warn)
+    collision = "" if profile is None else collision_of(profile, store.grammar)
+    if collision and looks_only:
+        return None, collision
+    return agree_on_profile(store, profile, looks_only=looks_only), ""
 
 
 def agree_on_profile(

@@ -94,21 +94,26 @@ def reading_gaps(
         )
 
 
-def unmet_needs(store: Store, profile: Profile | None, *, has_catalog: bool) -> dict[Need, str]:
+def unmet_needs(
+    store: Store, profile: Profile | None, *, collision: str = "", has_catalog: bool
+) -> dict[Need, str]:
     """Return the needs that a store or request does not meet, with reason and next step.
 
-    has_catalog: a catalog is compared with the store, or recorded.
+    collision: why a given profile describes no objects. has_catalog: a catalog is compared with the
+    store, or recorded.
     """
     columns = store.traits.columns
     unmet = {}
     if profile is None and "nbytes" not in columns:
-        unmet[Need.SIZES] = f"{store.url} keeps no object sizes; {GIVE_PROFILE}"
+        unmet[Need.SIZES] = f"{store.url} keeps no object sizes; {collision or GIVE_PROFILE}"
     if "replicas" not in columns:
         unmet[Need.REPLICAS] = f"{store.url} does not list the replicas of objects"
     if not isinstance(store, PageTables):
         unmet[Need.PAGE_TABLES] = f"{store.url} has no page tables"
     if profile is None or profile.inferred:
-        unmet[Need.PROFILE] = f"no given profile describes the bytes of objects; {GIVE_PROFILE}"
+        unmet[Need.PROFILE] = (
+            collision or f"no given profile describes the bytes of objects; {GIVE_PROFILE}"
+        )
     elif not any(spec.tensors for spec in object_specs(profile, store.grammar)):
         unmet[Need.TENSORS] = (
             "the profile describes no values, only object sizes; give a profile made from "
@@ -127,18 +132,18 @@ def compares_own(store: Store, expected: Expected) -> bool:
     return keeps_digests(store) or bool(expected.marked and expected.identities)
 
 
-def trailer_gaps(compared: int, without: int, unknown: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the reason of what a store with trailers left uncompared.
+def digest_gaps(compared: int, without: int, unknown: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the reason of what a store with digests left uncompared.
 
-    compared: objects compared with the digests in their trailers. without: the others. unknown: why
-    identities cannot be compared, else "".
+    compared: objects compared with their digests. without: the others. unknown: why identities
+    cannot be compared, else "".
     """
     if unknown:
         yield "identities", f"not compared: {unknown}"
     if without:
         yield (
             "undigested-objects" if compared else DIGESTS.name,
-            f"{counted(without, 'object')} without a digest in a trailer, so the bytes were not "
+            f"{counted(without, 'object')} without a digest in the store, so the bytes were not "
             "compared; to compare them with later ones, give --catalog FILE and --update-catalog",
         )
 

@@ -11,8 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.findings import combine_named, name_findings
-from hicachectl.checks.registry import GROUPS, READING, CheckInput, Scope, checks
+from hicachectl.checks.registry import (
+    GROUPS,
+    READING,
+    CheckInput,
+    CheckListing,
+    Scope,
+    checks,
+)
 from hicachectl.device.devices import refuse_missing
 from hicachectl.pages.group_table import ORPHAN, PARTIAL
 from hicachectl.pages.groups import PageGroups
@@ -78,6 +86,11 @@ class PartCheck:
         """The findings of the part, as in a report."""
         return combine_named([self.result.found])
 
+    def with_findings(self, found: pa.Table) -> PartCheck:
+        """Return the part with more findings, of NAMED_SCHEMA."""
+        found = pa.concat_tables([found, self.result.found])
+        return replace(self, result=replace(self.result, found=found))
+
     def remarked(self, *texts: str) -> PartCheck:
         """Return the part with more remarks."""
         facts = self.result.facts
@@ -95,6 +108,29 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
     began, now_ns = time.monotonic(), time.time_ns()
     tables = saved_tables(store) if first and GROUPS.name in request.checks else None
     return RunStart(now_ns=now_ns, began=began, tables=tables)
+
+
+def listing_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Table:
+    """Return the findings about the listing that this process has just made: NAMED_SCHEMA.
+
+    now_ns: Unix time at the start of the listing.
+    """
+    given = CheckListing(
+        store=store, collision=request.collision, settled_ns=now_ns - request.grace_ns
+    )
+    return name_findings(
+        (check.name, check.find(given))
+        for check in checks(request.checks)
+        if check.scope is Scope.LISTING
+    )
+
+
+def listing_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[str, ...]:
+    """Return the remarks on a listing, except those that `listing_findings` repeats."""
+    losses = store.losses if isinstance(store, Losing) else ()
+    settled_ns = now_ns - request.grace_ns
+    said = {str(loss) for loss in losses if loss.changed_ns <= settled_ns}
+    return tuple(text for text in store.remarks if text not in said)
 
 
 def select_groups(listed: Inventory, request: VerifyRequest) -> tuple[Inventory, PageGroups]:
@@ -181,7 +217,7 @@ def check_part(
         complete=reading.complete,
         devices=devices,
         seconds=time.monotonic() - start.began,
-        remarks=(*remarks, *store.remarks),
+        remarks=(*remarks, *listing_remarks(store, request, start.now_ns)),
         skipped=skipped,
         listed=len(listed.objects),
         explained=explain_selection(store, listed, request.selection) if nothing else "",

@@ -25,11 +25,11 @@ from hicachectl.pages.unmatched import explain_parts
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.text.vocabulary import LOCK, NEVER
 from hicachectl.verify.coverage import (
+    digest_gaps,
     impossible_checks,
     indistinct_dtypes,
     nothing_selected,
     reading_gaps,
-    trailer_gaps,
     unjudged,
 )
 from hicachectl.verify.reading import known_specs, value_checkers
@@ -206,12 +206,13 @@ def _skipped(
     )
     marked = store.marked and DIGESTS.name in request.checks
     stated = marked and store.identified and not facts.undigested  # an identity states the dtype
+    own = DIGESTS.name in request.checks and Need.DIGESTS not in store.unmet
     without = 0 if request.compares_catalog else facts.undigested
     skipped: dict[str, str] = {}
     for name, why in (
         *impossible.items(),
         *gaps,
-        *(trailer_gaps(facts.compared, without, store.unknown) if marked else ()),
+        *(digest_gaps(facts.compared, without, store.unknown if marked else "") if own else ()),
         *indistinct_dtypes(() if stated else _value_checkers(facts, table, request)),
         *unjudged(table, tally, request.checks, request.real_profile),
     ):

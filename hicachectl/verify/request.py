@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 class VerifyRequest:
     """Options of a verification.
 
-    checks: names of check groups. identity: fields that show a rewrite if one differs from its
-    recorded value; empty: all fields of the store. time_limit_seconds: no read begins after this
-    time. repairs: note each object's version. devices: from
+    collision: why the given profile describes no objects, and is left out, because its ranks
+    overwrite each other's. checks: names of check groups. identity: fields that show a rewrite if
+    one differs from its recorded value; empty: all fields of the store. time_limit_seconds: no read
+    begins after this time. repairs: note each object's version. devices: from
     `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
 
     profile: Profile | None = None
+    collision: str = ""
     checks: tuple[str, ...] = field(default_factory=group_names)
     selection: Selection = EVERYTHING
     grace_seconds: float = 60.0
@@ -80,7 +82,9 @@ class VerifyRequest:
 
     def unmet(self, store: Store) -> dict[Need, str]:
         """Return the unmet needs of checks on a store, with the reasons."""
-        return unmet_needs(store, self.profile, has_catalog=self.has_catalog)
+        return unmet_needs(
+            store, self.profile, collision=self.collision, has_catalog=self.has_catalog
+        )
 
     def impossible(self, store: Store) -> dict[str, str]:
         """Return the reason for each group of checks that cannot run on a store."""

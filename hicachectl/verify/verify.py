@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.verify.part import check_part, start_run
+from hicachectl.verify.part import check_part, listing_findings, start_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,4 +34,6 @@ def check_store(
     listed = take_inventory(
         store, request.profile, columns=request.columns(store), on_batch=on_listed
     )
-    return check_part(store, request, listed, start.listed(), on_read=on_read, on_wait=on_wait)
+    found = listing_findings(store, request, start.now_ns)
+    checked = check_part(store, request, listed, start.listed(), on_read=on_read, on_wait=on_wait)
+    return checked.with_findings(found)

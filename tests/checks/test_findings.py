@@ -26,11 +26,12 @@ SEVERITIES = {
         "missing-pool", "missing-part", "truncated", "oversized", "unreadable", "nan", "inf",
         "bad-scale", "digest-mismatch", "layout-mismatch", "stamp-mismatch", "identity-mismatch",
         "unwritten-page", "page-index-shared", "page-index-out-of-range", "page-index-free",
+        "colliding-keys",
     },
     "warning": {
         "missing-rank", "orphan-sidecar", "all-zero", "replica-mismatch", "page-leaked",
         "page-count-mismatch", "no-replica", "stale-temporary", "snapshot-stale", "ambiguous-key",
-        "mixed-sizes",
+        "mixed-sizes", "misplaced-object", "lost-objects",
     },
     "info": {"foreign-object", "re-recorded", "disk-only"},
 }  # fmt: skip

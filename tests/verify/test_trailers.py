@@ -188,7 +188,7 @@ def test_objects_without_a_trailer_are_no_findings_but_counted(
     found = verify(invoke, served, HYBRID, "--grace", "0s")
     assert found.document["findings"] == []
     assert "undigested-objects" in found.document["skipped_checks"]
-    assert "4 objects without a digest in a trailer" in found.stderr
+    assert "4 objects without a digest in the store" in found.stderr
     assert bare.exists()
 
 

@@ -77,7 +77,7 @@ def command(
     from hicachectl.pages.inventory import take_inventory
     from hicachectl.pages.selection import Selection, select
     from hicachectl.pages.unmatched import explain_selection
-    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.profiles.sources import profile_to_look
 
     selection = Selection(
         model=options["model"] or "",
@@ -90,13 +90,13 @@ def command(
         opened(ctx, store, allow_leases=options["allow_leases"]) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
-        profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
+        profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
         columns = [
             name for name in ("replicas", "locator") if objects and name in source.traits.columns
         ]
         listed = take_inventory(source, profile, columns=columns, on_batch=advance)
         inventory = select(listed, selection)
-        for text in source.remarks:
+        for text in (*filter(None, [collision]), *source.remarks):
             remark(ctx, text)
         if inventory.is_foreign.all():
             remark(ctx, explain_selection(source, listed, selection))

@@ -65,17 +65,17 @@ def command(
     """
     from hicachectl.cli.output import write_document
     from hicachectl.formats.wording import PAGES_COMPARED
-    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verify.inspection import inspect_page
 
     with (
         opened(ctx, store, allow_leases=options["allow_leases"]) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
-        profile = profile_from_options(options, source, looks_only=True, warn=partial(remark, ctx))
+        profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
     if profile is None:
-        remark(ctx, f"No --profile: {PAGES_COMPARED}")
+        remark(ctx, f"{collision or 'No --profile'}: {PAGES_COMPARED}")
     write_document(
         report.document,
         rows=report.objects,

@@ -391,7 +391,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.device.devices import parse_devices
     from hicachectl.formats.catalog import NO_ENTRIES
     from hicachectl.pages.selection import Selection
-    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verify.request import VerifyRequest
 
     path, catalog = options["catalog"], None
@@ -401,11 +401,12 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         catalog = load_catalog(path)
         if text := of_another_store(path, catalog.store, store.url):
             remark(ctx, text)
-    profile = profile_from_options(
+    profile, collision = profile_to_look(
         options, store, looks_only=_looks_only(options), warn=partial(remark, ctx)
     )
     return VerifyRequest(
         profile=profile,
+        collision=collision,
         checks=options["checks"],
         selection=Selection(
             model=options["model"] or "",

@@ -11,7 +11,7 @@ import pytest
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import Status, Store, open_store
 from hicachectl.backends.testing import PAGE_HASHES, StoreSuite, listing, read, scanned_rows
-from hicachectl.formats.errors import FormatError, HicacheError, StoreUnavailable
+from hicachectl.formats.errors import HicacheError, StoreUnavailable, UnsupportedByBackend
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def test_objects_behind_the_end_of_a_bucket_are_damage(tmp_path: Path) -> None:
         store.attach(arena)
         result, _ = read(store, scanned_rows(store, [C]), [50])  # as listed
         assert result.statuses.tolist() == [Status.ERROR]
-    assert "1 objects lie partly or wholly behind the end" in remarks_of(tmp_path)
+    assert "7.bucket: 1 objects lie partly or wholly behind the end" in remarks_of(tmp_path)
 
 
 def test_a_bucket_overwritten_by_another_client_is_damage(tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_leftovers_of_crashes_are_remarked_and_not_listed(tmp_path: Path) -> Non
     damaged = put_bucket(tmp_path, 4, {C: VALUES[C]}).with_suffix(".meta")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     said = remarks_of(tmp_path)
-    assert f"1 buckets without a .meta file are left out, the first {tmp_path}/2.bucket" in said
-    assert "a restart of the client deletes them" in said
-    assert f"1 .meta files have no data file, the first {tmp_path}/3.meta" in said
-    assert f"1 of 3 buckets are left out; the first: {tmp_path}/4.meta: " in said
+    assert f"{tmp_path}/2.bucket: no .meta file says which objects the bucket has" in said
+    assert "a restart of the client deletes the bucket" in said
+    assert f"{tmp_path}/3.meta: its data file is missing" in said
+    assert f"{tmp_path}/4.meta: the objects of the bucket are left out: cut off" in said
     assert "may still be listed" in said
     assert read_all(tmp_path) == {A: (Status.OK, "")}
 
@@ -223,8 +223,8 @@ def test_records_are_kept_by_the_rules_of_a_restart(tmp_path: Path) -> None:
     meta = offset_meta(extents, 2, evicted=[evicted.key])
     (tmp_path / "kv_cache.meta").write_bytes(meta)
     said = remarks_of(tmp_path)
-    assert "1 records of offset files are left out: their headers" in said
-    assert "3 records of offset files are left out: they are newer" in said
+    assert f"{path}: 1 records are left out: their headers" in said
+    assert f"{path}: 3 records are left out: they are newer" in said
 
 
 def test_a_record_cut_off_by_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
@@ -235,6 +235,11 @@ def test_a_record_cut_off_by_the_end_of_the_file_is_damage(tmp_path: Path) -> No
     with open_store(url_of(tmp_path)) as store:
         assert listing(store) == {A: 5000, C: 20}
     assert [status for status, _ in read_all(tmp_path).values()] == [Status.OK, Status.ERROR]
+
+
+def put_version_1(directory: Path) -> None:
+    put_offset_files(directory, [])
+    (directory / "kv_cache.meta").write_bytes(offset_meta([], 1, version=1))
 
 
 def put_version_2(directory: Path) -> None:
@@ -258,6 +263,7 @@ def put_renamed_file_per_key(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "words"),
     [
+        (put_version_1, "version 1 of Mooncake's offset files"),
         (put_version_2, "version 2 of Mooncake's offset files"),
         (put_without_meta, "MOONCAKE_OFFSET_PERSIST_MODE"),
         (put_file_per_key, "file_per_key"),
@@ -327,10 +333,19 @@ def test_a_file_that_becomes_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_huge_meta_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     meta = put_bucket(tmp_path, 1, {A: VALUES[A]}).with_suffix(".meta")
     os.truncate(meta, 1 << 40)
-    assert "1.meta: larger than" in remarks_of(tmp_path)
+    assert "1.meta: the objects of the bucket are left out: larger than" in remarks_of(tmp_path)
     put_offset_files(tmp_path, [])
     os.truncate(tmp_path / "kv_cache.meta", 1 << 40)
-    with pytest.raises(FormatError, match=r"kv_cache\.meta: larger than"):
+    assert "kv_cache.meta: the objects of kv_cache.data are left out: larger than" in remarks_of(
+        tmp_path
+    )
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    assert "No objects" in remarks_of(tmp_path)  # a new file system
+    (tmp_path / "5f1d_model_0_1.bin").touch()
+    with pytest.raises(UnsupportedByBackend, match=r"has 5f1d_model_0_1\.bin, but no files of"):
         open_store(url_of(tmp_path))
 
 

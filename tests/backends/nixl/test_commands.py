@@ -89,16 +89,56 @@ def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: 
     }
 
 
-def test_a_profile_whose_keys_collide_is_refused_on_both_sides(
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_ranks_with_the_same_keys_are_a_finding_and_no_destination(
+    demo: Demo, invoke: Invoke, tmp_path: Path, axis: str
+) -> None:
+    """Proves that looking goes on, as without a profile, and that nothing is written or removed."""
+    stages = tmp_path / "stages.toml"
+    text = demo.profile.read_text()
+    stages.write_text(text.replace("tp = 2", f"tp = 2\n{axis} = 2", 1))
+    profile = ("--profile", stages)
+    why = f"{axis} 2: NIXL keys do not name the {axis} rank, so ranks overwrite each other's"
+    before = demo.traces()
+    checked = invoke("verify", demo.url, *profile, "--format", "json", exit_code=4)
+    alone = invoke("verify", demo.url, "--format", "json", exit_code=4).document
+    (collision,) = (one for one in checked.document["findings"] if one["code"] == "colliding-keys")
+    assert (collision["severity"], collision["key"]) == ("error", None)
+    assert why in collision["detail"]
+    assert [f for f in checked.document["findings"] if f != collision] == alone["findings"]
+    assert "values" in checked.document["skipped_checks"]
+    listed = invoke("ls", demo.url, *profile, "--format", "jsonl")
+    assert len(listed.rows) == PAGES
+    shown = invoke("show", demo.url, demo.short.name[:64], *profile)
+    for run in (listed, shown):
+        assert why in run.stderr
+    to_stages = ("--profile", demo.profile, "--to-pp", 2) if axis == "pp" else profile
+    for command in (
+        ("migrate", tmp_path, demo.url, *profile),
+        ("migrate", tmp_path, demo.url, *to_stages),
+        ("verify", demo.url, *profile, "--repair", "delete", "--yes"),
+        ("hits", demo.url, *profile, "--pages", stages),
+    ):
+        assert why in invoke(*command, exit_code=2).stderr
+    assert demo.traces() == before
+
+
+def test_misplaced_objects_are_a_finding_in_one_process_and_in_parts(
     demo: Demo, invoke: Invoke, tmp_path: Path
 ) -> None:
-    text = demo.profile.read_text()
-    stages = tmp_path / "stages.toml"
-    stages.write_text(text.replace("tp = 2", "tp = 2\npp = 2", 1))
-    for command in (
-        ("ls", demo.url, "--profile", stages),
-        ("migrate", tmp_path, demo.url, "--profile", stages),
-        ("migrate", tmp_path, demo.url, "--profile", demo.profile, "--to-pp", 2),
-    ):
-        said = invoke(*command, exit_code=2).stderr
-        assert "pp 2: NIXL keys do not name the pp rank" in said
+    """Proves that directories in the wrong order, and files that moved, do not verify as clean."""
+    (tmp_path / "a" / "README").write_text("not an object")
+    wrong = url_of(tmp_path, "acb")
+    command = ("verify", wrong, "--format", "json")
+    checked = invoke(*command, exit_code=4)
+    (found,) = (f for f in checked.document["findings"] if f["code"] == "misplaced-object")
+    assert found["severity"] == "warning"
+    assert "number and order of the directories" in found["detail"]
+    assert checked.stderr.count("files outside the folders") == 0  # said once, as a finding
+    assert "ignored 1 files that are no objects" in checked.stderr
+    assert "files outside the folders" in invoke("ls", wrong).stderr
+    run = ("--run", tmp_path / "run")
+    for part in ("0/2", "1/2"):
+        invoke("verify", wrong, "--shard", part, *run)
+    merged = invoke("merge", tmp_path / "run", "--format", "json", exit_code=4).document
+    assert merged["findings"] == checked.document["findings"]

@@ -87,7 +87,7 @@ def test_directories_are_part_of_the_address(store: Store, tmp_path: Path) -> No
         assert found == {key for key in KEYS if file_of(store, key) == file_of(other, key)}
         (remark,) = other.remarks
         assert f"ignored {len(KEYS) - len(found)} files outside the folders" in remark
-        assert "in the order" in remark
+        assert "the number and order of the directories decide" in remark
         assert other.exists(rows_of(KEYS)).sum() == len(found) < len(KEYS)
 
 

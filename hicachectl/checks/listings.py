@@ -1,0 +1,28 @@
+"""Checks of a listing as a whole: objects that servers lost, ranks whose keys are the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from hicachectl.backends.capabilities import Losing
+from hicachectl.checks.findings import findings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.checks.registry import CheckListing
+
+
+def check_collision(given: CheckListing) -> Iterator[pa.Table]:
+    """Yield a colliding-keys finding if ranks of the deployment share the names of objects."""
+    if given.collision:
+        yield findings("colliding-keys", keys=pa.nulls(1, pa.string()), detail=given.collision)
+
+
+def check_losses(given: CheckListing) -> Iterator[pa.Table]:
+    """Yield a finding for each loss that the listing found, unless a server may still write it."""
+    for loss in given.store.losses if isinstance(given.store, Losing) else ():
+        if loss.changed_ns <= given.settled_ns:
+            yield findings(loss.code, keys=pa.array([loss.place]), detail=loss.what)
