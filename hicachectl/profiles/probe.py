@@ -1,0 +1,425 @@
+"""Tell what SGLang allocates and stores for a model, without building the model.
+
+Runs in SGLang's environment, with nothing of hicachectl: this file alone is the script. Everything
+is SGLang's own: ModelConfig, KVCacheConfigurator, the speculative workers' draft plan and the stack
+strategies, on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+STATE_SLOTS = 4
+_PAGES = 4
+_MOST_LAYERS = 1024
+
+
+class Rank(NamedTuple):
+    """The first TP rank of a pipeline stage. tp, pp: sizes."""
+
+    tp: int
+    pp: int
+    stage: int
+
+
+class StoredPool(NamedTuple):
+    """A pool that HiCache stores.
+
+    host: SGLang's host pool, whose buffers have no memory. layers: model layer numbers; a draft's
+    count from its first. packed: layers of drafts behind them. trailing: how many last pages of a
+    tree node have an object; 0 if all have.
+    """
+
+    name: str
+    host: Any
+    layers: tuple[int, ...]
+    packed: int
+    trailing: int
+
+
+class Stored(NamedTuple):
+    """What a rank stores. runner: what ModelRunner has of its KV cache."""
+
+    runner: Any
+    pools: tuple[StoredPool, ...]
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """Let SGLang's pools allocate nothing."""
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+    from sglang.srt.mem_cache.pool_host import base, common
+
+    def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+        del device
+        return torch.empty(dims, dtype=dtype, device="meta")
+
+    module = torch.get_device_module
+    replaced = (
+        mock.patch.object(common.HostTensorAllocator, "allocate", allocate),
+        mock.patch.object(common, "_cuda_host_register", mock.Mock(), create=True),
+        mock.patch.object(base, "host_memory_budget_bytes", mock.Mock(return_value=1 << 60)),
+        mock.patch.object(
+            torch, "get_device_module", lambda d=None: module("cpu" if str(d) == "meta" else d)
+        ),
+        mock.patch.object(hybrid_pool_assembler, "HybridCacheController", mock.MagicMock()),
+        mock.patch.object(memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", mock.Mock()),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in replaced:
+            stack.enter_context(patch)
+        yield
+
+
+def stored(server_args: Any, rank: Rank, enter: Callable[[str], None]) -> Stored:
+    """Return what one rank stores; raise what SGLang raises.
+
+    server_args: resolved ServerArgs. enter: called with the name of each step of SGLang's.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import publish
+
+    publish(server_args, role="scheduler")
+    enter("config")
+    config = ModelConfig.from_server_args(server_args)
+    with _as_rank(rank):
+        runner = _allocated(server_args, config, _stand_in(config, rank), enter)
+        enter("draft")
+        # The draft is on the last stage (Scheduler.maybe_init_draft_worker).
+        last = rank.stage == rank.pp - 1
+        drafts = _draft_runners(server_args, runner, enter) if last else ()
+        plan = _draft_plan(runner, drafts)
+        enter("host")
+        return Stored(runner, _host_pools(runner, plan))
+
+
+def _allocated(
+    server_args: Any,
+    config: Any,
+    model: Any,
+    enter: Callable[[str], None],
+    *,
+    target: Any = None,
+    depth: int | None = None,
+    draft_backend: str | None = None,
+) -> Any:
+    """Return a configurator and the pools that it allocates, as ModelRunner has them.
+
+    target: of a draft, the target's runner. depth: of a draft with a runner for each step.
+    draft_backend: the attention backend that a worker names for its draft.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.mem_cache import kv_cache_dtype
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import (
+        resolve_sliding_window_size,
+    )
+    from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+    from sglang.srt.runtime_context import get_model, get_parallel, get_schedule, get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    draft = target is not None
+    algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+    info = resolve_layer_indices(
+        model=model, model_config=config, is_draft_worker=draft, draft_model_idx=depth
+    )
+    window = resolve_sliding_window_size(model, config)
+    name, dtype = kv_cache_dtype.configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+        model=model,
+        model_dtype=config.dtype,
+        is_draft_worker=draft,
+        is_dflash=algorithm.is_dflash_family(),
+        speculative_draft_attention_backend=draft_backend,
+        speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
+    )
+    page_size = get_schedule().page_size
+    tokens = _PAGES * page_size
+    enter("draft pools" if draft else "pools")
+    configurator = KVCacheConfigurator(
+        device="meta",
+        gpu_id=0,
+        attn_dp_size=1,
+        pp_size=1 if draft else get_parallel().pp_size,
+        pp_group=None,
+        model=model,
+        model_config=config,
+        server_args=server_args,
+        kv_cache_dtype=dtype,
+        kv_cache_dtype_str=name or get_model().kv_cache_dtype,
+        model_dtype=config.dtype,
+        page_size=page_size,
+        sliding_window_size=window,
+        spec_algorithm=algorithm,
+        is_draft_worker=draft,
+        post_capture_kv_active=False,
+        spec_aux_config=SimpleNamespace(draft_model_config=None, dflash_draft_num_layers=None),
+        is_hybrid_swa=config.is_hybrid_swa,
+        is_hybrid_swa_compress=config.is_hybrid_swa_compress,
+        use_mla_backend=config.attention_arch == AttentionArch.MLA,
+        layer_info=info,
+        forward_stream=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        memory_pool_config=None,
+        draft_model_idx=depth,
+    )
+    sizes = MemoryPoolConfig(
+        max_total_num_tokens=tokens,
+        max_running_requests=2,
+        full_max_total_num_tokens=tokens,
+        swa_max_total_num_tokens=tokens,
+        c4_max_total_num_tokens=tokens // 4,
+        c128_max_total_num_tokens=max(1, tokens // 128),
+        c4_state_pool_size=STATE_SLOTS,
+        c128_state_pool_size=STATE_SLOTS,
+    )
+    pools = configurator._init_pools(
+        sizes=configurator._derive_pool_sizes(config=sizes),
+        req_to_token_pool=target.req_to_token_pool if draft else None,
+        token_to_kv_pool_allocator=target.token_to_kv_pool_allocator if draft else None,
+    )
+    return SimpleNamespace(
+        kv_cache_configurator=configurator,
+        model_config=config,
+        page_size=page_size,
+        kv_cache_dtype=dtype,
+        spec_algorithm=algorithm,
+        req_to_token_pool=pools.req_to_token_pool,
+        token_to_kv_pool=pools.token_to_kv_pool,
+        token_to_kv_pool_allocator=pools.token_to_kv_pool_allocator,
+        mtp_draft_device_pools=(),
+        mtp_draft_mamba_pools=(),
+    )
+
+
+def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    # As managers/scheduler.py and mem_cache/registry.py :: create_unified_radix_cache.
+    configurator = runner.kv_cache_configurator
+    components = {ComponentType.FULL: None}
+    window = configurator.sliding_window_size
+    if configurator.is_hybrid_swa:
+        components[ComponentType.SWA] = None
+        if not window or window <= 0:
+            raise ValueError("SWAComponent requires a positive sliding_window_size")
+    if configurator.mambaish_config is not None:
+        components[ComponentType.MAMBA] = None
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        page_size=configurator.page_size,
+        sliding_window_size=window,
+        pp_size=configurator.pp_size,
+        mtp_draft_device_pools=runner.mtp_draft_device_pools,
+        mtp_draft_mamba_pools=runner.mtp_draft_mamba_pools,
+        sidecar_draft_device_pools=_draft_sidecars(plan),
+    )
+    result = assembler._select_strategy(runner.token_to_kv_pool, set(components)).build(
+        cache=SimpleNamespace(components=components, page_size=configurator.page_size),
+        kvcache=runner.token_to_kv_pool,
+        params=params,
+        server_args=configurator.server_args,
+        load_cache_event=None,
+    )
+    transfers = assembler.HybridCacheController.call_args.kwargs["transfer_layer_id_max"]
+    specs, draft_entries = _draft_host_pools(runner, plan, result, transfers)
+    entries = [*result.host_pool_group.entry_map.values(), *draft_entries]
+    sources = {
+        spec.pool_name.value: spec.indices_from_pool.value for spec in (*result.sidecars, *specs)
+    }
+    trailing = {"swa": -(-(window or 0) // configurator.page_size), "mamba": 1}
+    # Controllers count layers from the first that the device pool states.
+    first = getattr(runner.token_to_kv_pool, "start_layer", None) or 0
+    return tuple(
+        _stored_pool(
+            entry,
+            0 if entry in draft_entries else first,
+            trailing.get(sources.get(entry.name.value, entry.name.value), 0),
+        )
+        for entry in entries
+    )
+
+
+def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
+    mapped = [i for i in range(_MOST_LAYERS) if entry.layer_mapper(i) is not None]
+    packed = len(entry.packed_draft_device_pools)
+    layers = tuple(first + i for i in mapped[: len(mapped) - packed])
+    return StoredPool(entry.name.value, entry.host_pool, layers, packed, trailing)
+
+
+def page_bytes(host: Any) -> int:
+    """Return the bytes of a page's object; of K and V together where no flat page exists."""
+    if type(host).__name__ == "LogicalHostPool":
+        return 0
+    if type(host).__name__.startswith("Asymmetric"):
+        both = sum(t.numel() * t.itemsize for t in (host.k_buffer, host.v_buffer))
+        return int(both // host.page_num)
+    host.pin_memory = False  # refused by a machine without a GPU
+    page = host.get_dummy_flat_data_page()
+    return int(page.numel() * page.itemsize)
+
+
+def _draft_runners(server_args: Any, target: Any, enter: Callable[[str], None]) -> tuple[Any, ...]:
+    """Return the draft's runners as the speculative workers build them; none without a draft."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.draft_worker_common import resolve_draft_worker_attention_backend
+
+    algorithm, spec = target.spec_algorithm, get_spec()
+    if algorithm.is_none() or algorithm.is_ngram() or algorithm.is_uno():
+        return ()
+    # TpModelWorker._init_model_config
+    config = ModelConfig.from_server_args(
+        server_args,
+        model_path=spec.speculative_draft_model_path,
+        is_draft_model=True,
+        context_length=target.model_config.context_len,
+    )
+    many = algorithm.is_eagle() and spec.enable_multi_layer_eagle
+    depths = range(spec.speculative_num_steps) if many else (None,)
+    backend = resolve_draft_worker_attention_backend() if algorithm.is_dflash_family() else None
+    return tuple(
+        _allocated(
+            server_args,
+            config,
+            _draft_stand_in(config),
+            enter,
+            target=target,
+            depth=depth,
+            draft_backend=backend,
+        )
+        for depth in depths
+    )
+
+
+def _draft_plan(target: Any, drafts: tuple[Any, ...]) -> Any:
+    """Return the draft plan, and note packed drafts in the target's runner."""
+    from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftPlan
+
+    if not drafts:
+        return HiCacheDraftPlan()
+    worker = SimpleNamespace(draft_runners=drafts, model_runner=drafts[0])
+    stub = SimpleNamespace(
+        target_worker=SimpleNamespace(model_runner=target),
+        draft_worker=worker,
+    )
+    stub._draft_model_runners = lambda: BaseSpecWorker._draft_model_runners(stub)
+    return BaseSpecWorker._build_hicache_draft_plan(stub)
+
+
+def _draft_sidecars(plan: Any) -> tuple[Any, ...]:
+    """Return the draft's device pools that get host pools of their own (build_kv_cache)."""
+    from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode
+
+    return tuple(plan.device_pools) if plan.mode == HiCacheDraftMode.SIDECAR else ()
+
+
+def _draft_host_pools(
+    target: Any, plan: Any, result: Any, transfers: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the sidecar specs and entries of the draft (maybe_register_hicache_draft).
+
+    transfers: the target's number of layers to transfer.
+    """
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+        build_hicache_draft_sidecars,
+    )
+
+    if not _draft_sidecars(plan):
+        return [], []
+    controller = SimpleNamespace(
+        mem_pool_host=result.host_pool_group,
+        page_size=target.page_size,
+        transfer_layer_id_max=transfers,
+    )
+    specs, entries = build_hicache_draft_sidecars(
+        draft_device_pools=plan.device_pools,
+        tree_cache=SimpleNamespace(cache_controller=controller),
+    )
+    return list(specs), list(entries)
+
+
+def _draft_stand_in(config: Any) -> Any:
+    """Return what SGLang asks of a draft before it allocates."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    model_class = ModelRegistry.models.get(config.hf_config.architectures[0])
+    depth = getattr(model_class, "mtp_layer_id_is_depth", False)
+    return SimpleNamespace(mtp_layer_id_is_depth=depth)
+
+
+@contextlib.contextmanager
+def _as_rank(rank: Rank) -> Iterator[None]:
+    from sglang.srt.runtime_context import get_parallel
+
+    values = {
+        "tp_rank": 0,
+        "tp_size": rank.tp,
+        "attn_tp_rank": 0,
+        "attn_tp_size": rank.tp,
+        "attn_dp_rank": 0,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "pp_rank": rank.stage,
+        "pp_size": rank.pp,
+        "attn_dcp_rank": 0,
+        "attn_dcp_size": 1,
+        "dcp_enabled": False,
+    }
+    with get_parallel().override(**values):
+        yield
+
+
+def _stand_in(config: Any, rank: Rank) -> Any:
+    """Return what SGLang asks of a model before it allocates: stages and the window."""
+    from sglang.srt.distributed.utils import get_pp_indices
+    from sglang.srt.models.registry import ModelRegistry
+
+    name = config.hf_config.architectures[0]
+    model_class, model = ModelRegistry.models.get(name), SimpleNamespace()
+    if rank.pp > 1 and has_stages(name):
+        stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
+        model.start_layer, model.end_layer = stages
+    # Models without a pool of their own for window layers have the method too.
+    if config.is_hybrid_swa and hasattr(model_class, "get_attention_sliding_window_size"):
+        asked = model_class.__new__(model_class)
+        torch.nn.Module.__init__(asked)
+        asked.config = config.hf_config
+        asked.text_config = config.hf_text_config
+        # A wrapper asks its language model, whose method is a function of its module.
+        module = sys.modules[model_class.__module__]
+        if function := getattr(module, "get_attention_sliding_window_size", None):
+            size = mock.Mock(return_value=function(asked.config))
+            language_model = SimpleNamespace(get_attention_sliding_window_size=size)
+            asked.thinker = SimpleNamespace(language_model=language_model)
+        window = asked.get_attention_sliding_window_size()
+        model.get_attention_sliding_window_size = lambda: window
+    return model
+
+
+def has_stages(architecture: str) -> bool:
+    """Return whether the model's class divides its layers into pipeline stages."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    model_class = ModelRegistry.models.get(architecture)
+    if model_class is None:
+        return False
+    source = inspect.getsource(sys.modules[model_class.__module__])
+    return hasattr(model_class, "start_layer") or "start_layer" in source
