@@ -13,7 +13,7 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
-from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine
+from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine, packed
 from hicachectl.checks.registry import GROUPS, SEVERITIES
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
@@ -479,7 +479,7 @@ def _part_result(record: Record, table: AffixTable) -> PartResult:
     form = convert(record.facts, _ResultForm, source)
     tally = Tally.from_mapping(form.tally, table, source)
     found = _known(record.table(_FOUND), record.path, record.next_step)
-    return PartResult(form.facts, tally, found)
+    return PartResult(form.facts, tally, packed(found))  # all parts are in memory at once
 
 
 def _known(found: pa.Table, path: str, next_step: str = LIST_AGAIN) -> pa.Table:

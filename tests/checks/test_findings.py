@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
 
-from hicachectl.checks.findings import findings
+from hicachectl.checks.findings import SCHEMA, combine, findings, packed
+from hicachectl.checks.registry import SEVERITIES as SEVERITY_NAMES
 from hicachectl.checks.registry import codes, page_codes, remedies
 from tests.move.repairs import dsa_store, kv
 from tests.stores import DSA, contents, put
@@ -57,6 +59,38 @@ def test_a_severity_changes_by_declared_rules_only() -> None:
         findings("truncated", keys=ONE_KEY, detail="", rule="pools-apart")
     with pytest.raises(ValueError, match="pools-apart: not a rule of truncated"):
         findings("truncated", keys=ONE_KEY[:0], detail="", rule="pools-apart")
+
+
+def test_findings_of_many_tables_are_sorted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proves the order: severity, code, page, key, nulls last, then that of the tables."""
+    monkeypatch.setattr("hicachectl.checks.findings._ROWS_AT_ONCE", 7)
+    chance = random.Random(7)
+    tables = [
+        pa.Table.from_pylist(
+            [
+                {
+                    "code": chance.choice(("nan", "inf", "truncated")),
+                    "severity": chance.choice(SEVERITY_NAMES),
+                    "page": chance.choice((None, "aa", "bb")),
+                    "pool": chance.choice((None, "kv")),
+                    "key": chance.choice((None, "x", "y", "z")),
+                    "detail": f"{number} {row}",
+                }
+                for row in range(chance.randint(0, 40))
+            ],
+            schema=SCHEMA,
+        )
+        for number in range(5)
+    ]
+
+    def place(row: dict[str, str | None]) -> tuple[object, ...]:
+        texts = ((row[name] is None, row[name] or "") for name in ("code", "page", "key"))
+        return (-SEVERITY_NAMES.index(row["severity"] or ""), *texts)
+
+    wanted = sorted((row for table in tables for row in table.to_pylist()), key=place)
+    assert combine(tables).to_pylist() == wanted
+    assert combine(map(packed, tables)).to_pylist() == wanted
+    assert combine([]).schema == combine(tables).schema == SCHEMA
 
 
 def test_codes_and_severities_are_those_of_the_design() -> None:
