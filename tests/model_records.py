@@ -3,6 +3,10 @@
 `tests/data/models.json` has `classes`, the architectures that SGLang registers, and `models` by
 architecture: origin (of the config), config (absent where origin is a file of this repository),
 flags (of the server) and rows (tests/conformance/model_pools.py). record_models.py writes the rows.
+
+`tests/data/drafts.json` has drafts by "TARGET DRAFT", two architectures and perhaps a word: origin
+(of the draft's config), draft (its config; absent where the target's checkpoint has the draft),
+fields (set in the target's config), flags and rows.
 """
 
 from __future__ import annotations
@@ -11,25 +15,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
-_FILE = _ROOT / "tests" / "data" / "models.json"
+_DATA = Path(__file__).parent / "data"
 
-RECORDS: dict[str, Any] = json.loads(_FILE.read_text())
+RECORDS: dict[str, Any] = json.loads((_DATA / "models.json").read_text())
+DRAFT_RECORDS: dict[str, dict[str, Any]] = json.loads((_DATA / "drafts.json").read_text())
 CLASSES: list[str] = RECORDS["classes"]
 # Every model with its config.
 MODELS: dict[str, dict[str, Any]] = {
     name: model
     if "config" in model
-    else {**model, "config": json.loads((_ROOT / model["origin"]).read_text())}
+    else {**model, "config": json.loads((_DATA.parents[1] / model["origin"]).read_text())}
     for name, model in RECORDS["models"].items()
 }
 
 
+def _with_target(name: str, draft: dict[str, Any]) -> dict[str, Any]:
+    target = MODELS[name.split(maxsplit=1)[0]]
+    config = {**target["config"], **draft.get("fields", {})}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **draft.get("fields", {})}
+    return {**draft, "config": config, "flags": {**target.get("flags", {}), **draft["flags"]}}
+
+
+# Every draft with the config and flags of its target.
+DRAFTS: dict[str, dict[str, Any]] = {
+    name: _with_target(name, draft) for name, draft in DRAFT_RECORDS.items()
+}
+
+
 def write() -> None:
-    """Write RECORDS, one model a line."""
-    lines = (
-        f"{json.dumps(name)}: {json.dumps(x)}" for name, x in sorted(RECORDS["models"].items())
+    """Write RECORDS and DRAFT_RECORDS, one model a line."""
+    (_DATA / "models.json").write_text(
+        f'{{"classes": {json.dumps(CLASSES)},\n"models": {_lines(RECORDS["models"])}}}\n'
     )
-    _FILE.write_text(
-        '{"classes": ' + json.dumps(CLASSES) + ',\n"models": {\n' + ",\n".join(lines) + "\n}}\n"
-    )
+    (_DATA / "drafts.json").write_text(_lines(DRAFT_RECORDS) + "\n")
+
+
+def _lines(records: dict[str, Any]) -> str:
+    lines = (f"{json.dumps(name)}: {json.dumps(x)}" for name, x in sorted(records.items()))
+    return "{\n" + ",\n".join(lines) + "\n}"

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.models.families.attention import longcat_flash, looped, mha, mla, pixtral
-from hicachectl.formats.models.families.base import Family
+from hicachectl.formats.models.families.attention import (
+    longcat_flash,
+    looped,
+    mha,
+    mha_or_mla,
+    minimax_dspark,
+    mla,
+    no_kv,
+)
+from hicachectl.formats.models.families.base import NEXTN, Family
 from hicachectl.formats.models.families.states import (
     bailing_delta,
     falcon_h1,
@@ -20,7 +28,7 @@ from hicachectl.formats.models.families.states import (
     lfm2,
     nemotron_h,
 )
-from hicachectl.formats.models.families.windows import gemma4, llama4, mimo_v2, swa
+from hicachectl.formats.models.families.windows import gemma4, llama4, mimo_v2, mimo_v2_mtp, swa
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +60,7 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
 _PROFILE_FILE = "write a profile file, see hicachectl-profile(1)"
 _UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {_PROFILE_FILE}")
 _LATER = Refusal(f"is not supported: hicachectl does not know its pools; {_PROFILE_FILE}")
-_DRAFT = Refusal(f"is a draft whose pool hicachectl does not know; {_PROFILE_FILE}")
+_DRAFT = Refusal(f"is a draft of a model whose pools hicachectl does not know; {_PROFILE_FILE}")
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
 
@@ -208,7 +216,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "MistralLarge3ForCausalLM",
         "SarvamMLAForCausalLM",
     ),
-    "PixtralForConditionalGeneration": Family(pixtral, stated=_ROWS),
+    "PixtralForConditionalGeneration": Family(mha_or_mla, stated=_ROWS),
     "LongcatFlashForCausalLM": Family(longcat_flash),
     # Window layers in a pool of their own.
     "GraniteMoeSWAForCausalLM": Family(swa),
@@ -223,14 +231,14 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "Llama4ForConditionalGeneration": Family(llama4, stated=_ROWS),
     # Recurrent states beside K and V, or beside latent rows.
     **_each(
-        Family(gdn, own_mtp=True),
+        Family(gdn),
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
     ),
-    "InternS2PreviewForConditionalGeneration": Family(gdn, stated=_ROWS, own_mtp=True),
+    "InternS2PreviewForConditionalGeneration": Family(gdn, stated=_ROWS),
     "MiniCPMV4_6ForConditionalGeneration": Family(gdn, stated=_ROWS),
     "MiniCPMV4_7ForConditionalGeneration": Family(gdn, stated=_ROWS),
     "KimiK3ForConditionalGeneration": Family(kimi_linear),
@@ -250,58 +258,83 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "MiMoV2FlashForCausalLM",
         "MiMoV2ForCausalLM",
     ),
-    # Drafts whose pool is known.
-    "Eagle3DeepseekV2ForCausalLM": Family(mla, draft_only=True),
+    # Drafts: K and V rows, or latent rows, of a NextN or MTP layer of the target's checkpoint.
+    **_each(
+        Family(mha, stated=(*_HEADS, NEXTN), draft_only=True),
+        "Ernie4_5_MoeForCausalLMMTP",
+        "ExaoneMoEForCausalLMMTP",
+        "Glm4MoeForCausalLMNextN",
+        "GlmOcrForConditionalGenerationNextN",
+        "MiMoMTP",
+        "Qwen3MoeForCausalLMMTP",
+    ),
+    **_each(
+        Family(mha, stated=(*_ROWS, NEXTN), draft_only=True, one_layer=True),
+        "Qwen3NextForCausalLMMTP",
+        "Qwen3_5ForCausalLMMTP",
+    ),
+    **_each(
+        Family(mha, stated=(*_ROWS, NEXTN), draft_only=True),
+        "HYV3ForCausalLMNextN",
+        "NemotronHForCausalLMMTP",
+    ),
+    "BailingMoeForCausalLMNextN": Family(mha_or_mla, stated=(*_HEADS, NEXTN), draft_only=True),
+    **_each(
+        Family(mla, stated=(NEXTN,), draft_only=True),
+        "DeepseekV3ForCausalLMNextN",
+        "Eagle3DeepseekV2ForCausalLM",
+        "Glm4MoeLiteForCausalLMNextN",
+        "GlmMoeDsaForCausalLMNextN",
+        "HYV4ForCausalLMNextN",
+        "LongcatFlashForCausalLMNextN",
+        "MistralLarge3ForCausalLMEagle",
+    ),
+    "MiMoV2MTP": Family(mimo_v2_mtp, draft_only=True, one_layer=True),
+    "Step3p5MTP": Family(
+        mha, stated=("head_dim", "num_attention_groups"), draft_only=True, one_layer=True
+    ),
+    # Drafts with checkpoints of their own.
     **_each(
         Family(mha, draft_only=True),
         "LlamaForCausalLMEagle",
         "LlamaForCausalLMEagle3",
     ),
     **_each(
-        _DRAFT,
-        "BailingMoeForCausalLMNextN",
+        Family(mha, stated=_HEADS, draft_only=True),
+        "MistralForCausalLMEagle",
+        "Qwen2ForCausalLMEagle",
+    ),
+    **_each(
+        Family(mha, stated=_ROWS, draft_only=True),
         "DFlash2BeamDraftModel",
         "DFlash2DraftModel",
         "DFlashDraftModel",
         "DFlashLagunaForCausalLM",
         "DSparkDraftModel",
-        "DSparkMiniMaxDraftModel",
-        "DeepseekV3ForCausalLMNextN",
-        "DeepseekV4ForCausalLMDSpark",
-        "DeepseekV4ForCausalLMNextN",
-        "Dots3NoteForCausalLMNextN",
-        "Ernie4_5_MoeForCausalLMMTP",
-        "ExaoneMoEForCausalLMMTP",
-        "Gemma4AssistantForCausalLM",
-        "Gemma4UnifiedAssistantForCausalLM",
-        "GigaChat35ForCausalLMNextN",
-        "Glm4MoeForCausalLMNextN",
-        "Glm4MoeLiteForCausalLMNextN",
-        "Glm5NextForConditionalGenerationNextN",
-        "GlmMoeDsaForCausalLMNextN",
-        "GlmOcrForConditionalGenerationNextN",
-        "HYV3ForCausalLMNextN",
-        "HYV4ForCausalLMNextN",
-        "IQuestQ1MTP",
-        "InklingForConditionalGenerationMTP",
         "Lfm2DSparkDraftModel",
         "LiLiCorrDraftModel",
         "LingDSparkModel",
-        "LongcatFlashForCausalLMNextN",
-        "MiMoMTP",
-        "MiMoV2MTP",
         "MiniMaxDFlash2DraftModel",
-        "MistralForCausalLMEagle",
-        "MistralLarge3ForCausalLMEagle",
         "MuseGlimmerAssistantModel",
-        "NemotronHForCausalLMMTP",
-        "Qwen2ForCausalLMEagle",
         "Qwen3DSparkModel",
-        "Qwen3MoeForCausalLMMTP",
-        "Qwen3NextForCausalLMMTP",
-        "Qwen3_5ForCausalLMMTP",
+    ),
+    "DSparkMiniMaxDraftModel": Family(minimax_dspark, stated=_ROWS, draft_only=True),
+    # Drafts that read the target's KV and have none.
+    **_each(
+        Family(no_kv, draft_only=True, frozen_kv=True),
+        "Gemma4AssistantForCausalLM",
+        "Gemma4UnifiedAssistantForCausalLM",
+    ),
+    **_each(
+        _DRAFT,
+        "DeepseekV4ForCausalLMDSpark",
+        "DeepseekV4ForCausalLMNextN",
+        "Dots3NoteForCausalLMNextN",
+        "GigaChat35ForCausalLMNextN",
+        "Glm5NextForConditionalGenerationNextN",
+        "IQuestQ1MTP",
+        "InklingForConditionalGenerationMTP",
         "Qwen4ExpForCausalLMMTP",
-        "Step3p5MTP",
     ),
     **_each(
         _SCORES,

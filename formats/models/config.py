@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
 from hicachectl.formats.models.architectures import family_of
+from hicachectl.formats.models.drafts import Target, algorithm_of, with_draft
 from hicachectl.formats.models.families.attention import dsa_page_size, is_dsa
-from hicachectl.formats.models.families.base import Context, Family
+from hicachectl.formats.models.families.base import Context
 from hicachectl.formats.models.flags import (
     DeploymentFlags,
     attention_tp,
-    canonical_algorithm,
     hash_unit,
     normalised_layout,
 )
@@ -28,20 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicachectl.formats.kinds.pool import Pool
-
-# Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
-_DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
-_ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
-               "row", "dtype")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    model: HfConfig
-    family: Family
-    flags: DeploymentFlags
-    page_size: int
-    pools: tuple[Pool, ...]
 
 
 def profile_from_config(
@@ -59,12 +42,11 @@ def profile_from_config(
         raise model.error("architectures", "this is a draft model; give the target's config")
     tp = attention_tp(flags)
     layout = normalised_layout(flags)
-    algorithm = canonical_algorithm(flags)
+    algorithm = algorithm_of(flags)
     page_size = _page_size(model, flags) * flags.dcp
     pools = family.pools(model, Context(flags, page_size))
     _check_parallelism(model, flags, pools)
     _check_layout(model, layout, pools)
-    target = _Target(model, family, flags, page_size, pools)
     profile = Profile(
         model=_served_name(model, flags),
         sglang=flags.sglang,
@@ -80,7 +62,7 @@ def profile_from_config(
         tag=flags.tag,
         hash_unit=hash_unit(algorithm),
         speculative_algorithm=algorithm,
-        pools=_with_draft(target, algorithm),
+        pools=with_draft(Target(model, flags, page_size, pools), algorithm),
     )
     problems = validate_profile(profile)
     if problems:
@@ -174,75 +156,3 @@ def _split_heads(flags: DeploymentFlags, tp: int, layout: str, pools: tuple[Pool
         raise ProfileError(f"tp_lcm_size: {flags.tp_lcm_size} is not a multiple of tp {tp}")
     splits = layout == "page_head" and flags.tp_lcm_size > tp and kind_of(pools[0]).shards
     return flags.tp_lcm_size if splits else 0
-
-
-def _with_draft(target: _Target, algorithm: str) -> tuple[Pool, ...]:
-    """Add the layers or pool of a draft (BaseSpecWorker._build_hicache_draft_plan)."""
-    if algorithm in _DRAFTLESS_ALGORITHMS:
-        return target.pools
-    draft = _draft_config(target, algorithm)
-    family = family_of(draft)
-    draft_kv, *others = family.pools(draft, Context(target.flags, target.page_size, draft=True))
-    nextn_layers = _nextn_layers(draft, family)
-    if algorithm == "EAGLE" and nextn_layers:
-        _check_packed(target, draft, draft_kv, nextn_layers)
-        return _packed(target)
-    if others:
-        raise draft.error("architectures", f"drafts with a {others[0].name} pool are not supported")
-    layers = draft.optional_integer("num_nextn_predict_layers")  # _compute_model_num_layers
-    return (*target.pools, replace(draft_kv, name="draft", layers=layers or draft_kv.layers))
-
-
-def _draft_config(target: _Target, algorithm: str) -> HfConfig:
-    if target.flags.draft_model_config is not None:
-        return open_config(target.flags.draft_model_config, source="draft config")
-    if algorithm != "EAGLE" or not _nextn_layers(target.model, target.family):
-        raise ProfileError(
-            f"draft_model_config: missing; {algorithm} needs a draft model, which "
-            f"{target.model.source} does not describe; give --draft-model-config"
-        )
-    return target.model
-
-
-def _nextn_layers(config: HfConfig, family: Family) -> int:
-    """Return a checkpoint's number of MTP layers, as SGLang counts them for a draft."""
-    return 1 if family.own_mtp else config.optional_integer("num_nextn_predict_layers")
-
-
-def _check_packed(target: _Target, draft: HfConfig, draft_kv: Pool, nextn_layers: int) -> None:
-    """Refuse drafts that SGLang cannot append, or whose place in objects is unknown."""
-    if any(pool.name == "swa" for pool in target.pools):
-        raise target.model.error(
-            "speculative_algorithm",
-            "packed drafts of sliding-window models are not supported; write a profile file",
-        )
-    if target.flags.enable_multi_layer_eagle and target.flags.speculative_num_steps < 1:
-        raise ProfileError(
-            "speculative_num_steps: must be at least 1 with enable_multi_layer_eagle"
-        )
-    if not target.flags.enable_multi_layer_eagle and nextn_layers != 1:
-        raise draft.error(
-            "num_nextn_predict_layers",
-            f"a draft of {nextn_layers} layers cannot be packed; SGLang packs drafts of one layer",
-        )
-    for name in _ROW_FIELDS:
-        ours, theirs = getattr(target.pools[0], name), getattr(draft_kv, name)
-        if ours != theirs:  # check_packed_kv_rows
-            raise draft.error(
-                name, f"{theirs!r} differs from the target's {ours!r}; packed rows must be equal"
-            )
-
-
-def _packed(target: _Target) -> tuple[Pool, ...]:
-    """Append the draft's layers to the target's KV and indexer objects.
-
-    State pools get no draft layers: an MTP layer has full attention and shares the target's state
-    pool (KVCacheConfigurator._build_hybrid_linear_kv_pool). A multi-layer draft has one runner and
-    layer per speculative step.
-    """
-    flags = target.flags
-    layers = flags.speculative_num_steps if flags.enable_multi_layer_eagle else 1
-    return tuple(
-        replace(pool, packed_draft_layers=layers) if pool.name in ("kv", "indexer") else pool
-        for pool in target.pools
-    )

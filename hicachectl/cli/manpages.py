@@ -19,6 +19,7 @@ import click
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
+from hicachectl.formats.models.drafts import OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.profile import NEWEST_SGLANG
 
@@ -85,6 +86,21 @@ _UNVERIFIED_MODELS = (
     "For these, the compared config.json was written by hand, with the fields that SGLang reads. "
     "Field names of a published config may differ; compare the size of one page with the profile "
     "(ls --objects) before a repair.",
+)
+_DRAFT_FORMS = (
+    (
+        "MTP layers",
+        "With EAGLE, a page object of the target ends with the layers of the draft. Without "
+        "--draft-model-config, they are those of the target's own config. If the draft's config "
+        "counts num_nextn_predict_layers as 0, the draft has pools like those below.",
+    ),
+    (
+        "Models",
+        "The pool draft has all layers; index keys are in draft_indexer. Of a draft with sliding "
+        "windows, there is only draft_swa, with the window layers. If the config counts "
+        "num_nextn_predict_layers, EAGLE appends the draft like an MTP layer.",
+    ),
+    ("Readers of the target's KV", "These drafts have no KV, so no objects."),
 )
 _OUTPUT = (
     "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
@@ -728,8 +744,8 @@ def models_page() -> str:
         *_paragraphs(_UNVERIFIED_MODELS),
         *_names(UNVERIFIED),
         ".Sh DRAFTS",
-        *_sentences("Configs of these architectures are for --draft-model-config:"),
-        *_names(drafts),
+        *_sentences("Configs of these architectures are for --draft-model-config."),
+        *_drafts(drafts),
         ".Sh REFUSALS",
         *_sentences("The message names the architecture, followed by the reason."),
     ]
@@ -737,6 +753,18 @@ def models_page() -> str:
         lines += [f".Ss {_text(reason)}", *_names(set(names))]
     lines += [".Sh SEE ALSO", ".Xr hicachectl-profile 1"]
     return "\n".join(lines) + "\n"
+
+
+def _drafts(names: Set[str]) -> Iterator[str]:
+    """Yield the drafts by the form of their KV."""
+    families = {name: x for name in names if isinstance(x := ARCHITECTURES[name], Family)}
+    frozen = {name for name, family in families.items() if family.frozen_kv}
+    mtp = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} & set(families)
+    for words, group in zip(_DRAFT_FORMS, (mtp, set(families) - mtp - frozen, frozen), strict=True):
+        title, text = words
+        yield f".Ss {_text(title)}"
+        yield from _sentences(text)
+        yield from _names(group)
 
 
 def _names(names: Set[str]) -> Iterator[str]:

@@ -265,6 +265,11 @@ profile_options = stack(
         help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …",
     ),
     click.option(
+        "--speculative-num-steps",
+        type=click.IntRange(1),
+        help="SGLang's option; counts the layers of a draft with one layer for each step.",
+    ),
+    click.option(
         "--dsa-prefill-backend",
         metavar="NAME",
         help="SGLang's option; decides the row format of fp8 DSA models.",

@@ -26,7 +26,8 @@ _FLAG_OPTIONS = {
         for name in (
             "page_size", "kv_cache_dtype", "layout", "tp", "dp", "enable_dp_attention", "pp",
             "cp", "enable_dsa_cache_layer_split", "dcp", "tp_lcm_size", "tag",
-            "speculative_algorithm", "dsa_prefill_backend", "dsa_decode_backend", "sglang",
+            "speculative_algorithm", "speculative_num_steps", "dsa_prefill_backend",
+            "dsa_decode_backend", "sglang",
         )
     },
 }  # fmt: skip

@@ -1,9 +1,10 @@
-"""Record what SGLang allocates and stores for the models of tests/data/models.json.
+"""Record what SGLang allocates and stores for models and drafts (tests/model_records.py).
 
     .venv/bin/python -m tests.conformance.record_models [ARCHITECTURE…]
 
 Asks SGLang (model_pools.py) about all, or about the architectures named, and writes their rows. A
-new model is an entry with `origin` and `config`. A model that SGLang refuses keeps its words.
+new model is an entry with `origin` and `config`, a new draft one with `origin`, `flags` and `draft`
+or `fields`. What SGLang refuses keeps its words.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import tempfile
 from pathlib import Path
 
 from tests.hf3fs_fixtures import sglang_interpreter
-from tests.model_records import MODELS, RECORDS, write
+from tests.model_records import DRAFT_RECORDS, DRAFTS, MODELS, RECORDS, write
 
 
 def main() -> None:
     """Ask SGLang, and write the records."""
     parser = argparse.ArgumentParser(description="Record what SGLang stores for models.")
-    parser.add_argument("architectures", nargs="*", default=sorted(MODELS), metavar="ARCHITECTURE")
-    names = parser.parse_args().architectures
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE")
+    chosen = set(parser.parse_args().architectures)
+    known = {**MODELS, **DRAFTS}
+    names = [name for name in known if not chosen or chosen & set(name.split())]
     script = Path(__file__).parent / "model_pools.py"
     with tempfile.NamedTemporaryFile("w", suffix=".json") as request:
-        json.dump({name: MODELS[name] for name in names}, request)
+        json.dump({name: known[name] for name in names}, request)
         request.flush()
         done = subprocess.run(
             [sglang_interpreter(), script, request.name], check=True, stdout=subprocess.PIPE
@@ -33,7 +36,7 @@ def main() -> None:
     found = json.loads(done.stdout)
     RECORDS["classes"] = found["classes"]
     for name, rows in found["answers"].items():
-        RECORDS["models"][name]["rows"] = rows
+        (DRAFT_RECORDS if name in DRAFTS else RECORDS["models"])[name]["rows"] = rows
     write()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.model_records import CLASSES, MODELS
+from tests.model_records import CLASSES, DRAFTS, MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,20 +16,25 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.conformance
 
-# One model for each kind of pool; record_models.py asks SGLang about all.
+# One model for each kind of pool, and one draft for each form; record_models.py asks about all.
 _KINDS = (
     "Llama4ForConditionalGeneration",
     "GlmMoeDsaForCausalLM",
     "KimiLinearForCausalLM",
     "MiMoV2FlashForCausalLM",
     "Qwen3_5ForConditionalGeneration",
+    "DeepseekV32ForCausalLM DeepseekV3ForCausalLMNextN",
+    "DeepseekV32ForCausalLM DeepseekV3ForCausalLMNextN sidecar",
+    "GptOssForCausalLM GptOssForCausalLM",
+    "MiMoV2FlashForCausalLM MiMoV2MTP",
+    "Qwen3ForCausalLM DFlashDraftModel",
 )
 
 
 def test_records_are_sglangs(sglang_session: SglangSession, tmp_path: Path) -> None:
     """Rows of all ranks and stages, and the registered architectures, are those recorded."""
-    request = tmp_path / "request.json"
-    request.write_text(json.dumps({name: MODELS[name] for name in _KINDS}))
+    request, known = tmp_path / "request.json", {**MODELS, **DRAFTS}
+    request.write_text(json.dumps({name: known[name] for name in _KINDS}))
     found: dict[str, Any] = sglang_session.run("model_pools", request)
     assert found["classes"] == CLASSES
-    assert {n: rows for n, rows in found["answers"].items() if rows != MODELS[n]["rows"]} == {}
+    assert {n: rows for n, rows in found["answers"].items() if rows != known[n]["rows"]} == {}

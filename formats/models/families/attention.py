@@ -76,7 +76,11 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         return (kv,)
     if config.optional_integer("index_kpool") > 1:
         raise config.error("index_kpool", "the form of pooled index keys is unknown to hicachectl")
-    layers = dsa_indexer_layers(config, sglang_version(context.flags.sglang))
+    layers = (
+        tuple(range(config.integer("num_hidden_layers")))  # _should_elide_dsa_index_k
+        if context.draft
+        else dsa_indexer_layers(config, sglang_version(context.flags.sglang))
+    )
     indexer = Pool(
         name="indexer",
         kind="dsa_indexer",
@@ -86,9 +90,21 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (kv, indexer)
 
 
-def pixtral(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+def mha_or_mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows if the language model has them, else K and V rows."""
     return (mla if config.text.get("kv_lora_rank") else mha)(config, context)
+
+
+def no_kv(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return no pool: the draft reads the target's KV."""
+    del config, context
+    return ()
+
+
+def minimax_dspark(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K and V rows of the draft's own layers (configure_minimax_m3_dspark)."""
+    layers = range(config.section("dflash_config").integer("num_hidden_layers"))
+    return (mha_pool("kv", config, context, layers),)
 
 
 def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -120,9 +136,13 @@ _DSA_ARCHITECTURES = frozenset(
     {
         "DeepseekV32ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV3ForCausalLMNextN",
         "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaForCausalLMNextN",
         "HYV4ForCausalLM",
+        "HYV4ForCausalLMNextN",
         "LongcatFlashForCausalLM",
+        "LongcatFlashForCausalLMNextN",
         "MistralLarge3ForCausalLM",
         "PixtralForConditionalGeneration",
     }

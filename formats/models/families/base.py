@@ -27,6 +27,9 @@ class Context:
     draft: bool = False
 
 
+# The field that counts a checkpoint's MTP layers.
+NEXTN = "num_nextn_predict_layers"
+
 PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
 
 
@@ -37,15 +40,17 @@ class Family:
     build: the pools.
     stated: fields that a config must state, because SGLang's config class has a number of its own
         for configs without them.
-    own_mtp: the checkpoint has an MTP layer that SGLang counts as one NextN layer, regardless of
-        the config (ModelConfig._config_draft_model).
     draft_only: served only as a draft.
+    one_layer: a draft of which each runner has one layer, regardless of the config
+        (_compute_model_num_layers, _build_hybrid_linear_kv_pool).
+    frozen_kv: a draft that reads the target's KV and has none (FROZEN_KV_MTP).
     """
 
     build: PoolBuilder
     stated: tuple[str, ...] = ()
-    own_mtp: bool = False
     draft_only: bool = False
+    one_layer: bool = False
+    frozen_kv: bool = False
 
     def pools(self, config: HfConfig, context: Context) -> tuple[Pool, ...]:
         """Return the pools of a model, the anchor first. Raises ProfileError."""

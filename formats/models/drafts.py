@@ -1,0 +1,297 @@
+"""The pools of speculative drafts: layers behind the target's, or pools of their own.
+
+Source: SGLang srt/speculative/base_spec_worker.py :: BaseSpecWorker._build_hicache_draft_plan. Its
+FUSED drafts exist only without a storage backend (validate_fused_hicache_draft).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.architectures import family_of
+from hicachectl.formats.models.families.base import NEXTN, Context, Family
+from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm
+from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.pools import pp_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.kinds.pool import Pool
+
+# Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
+_DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
+_DFLASH_FAMILY = ("DFLASH", "DSPARK")
+# arg_groups/model_overrides/mimo_v2.py, gigachat35.py, overrides.py :: _step3p_overrides
+_MULTI_LAYER_TARGETS = frozenset(
+    {
+        "GigaChat35ForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2ForCausalLM",
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    }
+)
+_ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
+               "row", "dtype", "index_head_dim")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDraft:
+    """What SGLang makes of a config for a draft (ModelConfig._config_draft_model).
+
+    nextn: MTP layers that it counts; None for the config's own count.
+    """
+
+    architecture: str
+    nextn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a draft serves. page_size: tokens per page hash. pools: without the draft."""
+
+    model: HfConfig
+    flags: DeploymentFlags
+    page_size: int
+    pools: tuple[Pool, ...]
+
+
+def algorithm_of(flags: DeploymentFlags) -> str:
+    """Return SGLang's speculative algorithm after its overrides; "" without one.
+
+    EAGLE becomes FROZEN_KV_MTP for a draft that reads the target's KV
+    (arg_groups/speculative_hook.py :: _resolve_speculative_algorithm_alias). Raises ProfileError.
+    """
+    algorithm = canonical_algorithm(flags)
+    if algorithm in _DRAFTLESS_ALGORITHMS or flags.draft_model_config is None:
+        return algorithm
+    draft = _as_draft(open_config(flags.draft_model_config, source="draft config"))
+    if not family_of(draft).frozen_kv:
+        return algorithm
+    if algorithm != "EAGLE":
+        raise draft.error("architectures", f"SGLang serves this draft with EAGLE, not {algorithm}")
+    return "FROZEN_KV_MTP"
+
+
+def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
+    """Return the target's pools with the layers or pools of its draft. Raises ProfileError."""
+    if algorithm in _DRAFTLESS_ALGORITHMS:
+        return target.pools
+    multi_layer = _is_multi_layer(target, algorithm)
+    _check_stages(target.flags, algorithm, multi_layer)
+    draft = _draft_config(target, algorithm)
+    family = family_of(draft)
+    _check_dtype(draft, target.flags, algorithm)
+    rows = {
+        pool.name: pool
+        for pool in family.pools(draft, Context(target.flags, target.page_size, draft=True))
+    }
+    if "mamba" in rows:
+        raise draft.error("architectures", "drafts with recurrent states are not supported")
+    if algorithm == "EAGLE" and draft.optional_integer(NEXTN):  # _can_pack_hicache_mtp
+        _check_packed(target, draft, family, rows)
+        return _packed(target, rows, _steps(target.flags) if multi_layer else 1)
+    return (*target.pools, *_sidecars(target, draft, family, rows))
+
+
+def _draft_config(target: Target, algorithm: str) -> HfConfig:
+    """Return the config that SGLang makes of the draft's (ModelConfig._config_draft_model)."""
+    if target.flags.draft_model_config is not None:
+        return _as_draft(open_config(target.flags.draft_model_config, source="draft config"))
+    draft = _as_draft(target.model)
+    if algorithm == "EAGLE" and draft.architecture != target.model.architecture:
+        if NEXTN in family_of(draft).stated:
+            draft.required(NEXTN)
+        if draft.optional_integer(NEXTN):
+            return draft
+    raise ProfileError(
+        f"draft_model_config: missing; {algorithm} needs a draft model, which "
+        f"{target.model.source} does not describe; give --draft-model-config"
+    )
+
+
+def _as_draft(config: HfConfig) -> HfConfig:
+    own = OWN_DRAFTS.get(config.architecture)
+    if own is None:
+        return config
+    fields = {} if own.nextn is None else {NEXTN: own.nextn}
+    return HfConfig(own.architecture, config.outer, {**config.text, **fields}, config.source)
+
+
+def _is_multi_layer(target: Target, algorithm: str) -> bool:
+    """Return whether the draft has a runner of one layer for each speculative step."""
+    flags = target.flags
+    forced = target.model.architecture in _MULTI_LAYER_TARGETS and not flags.resolved
+    return algorithm == "EAGLE" and (flags.enable_multi_layer_eagle or forced)
+
+
+def _check_stages(flags: DeploymentFlags, algorithm: str, multi_layer: bool) -> None:
+    if flags.pp > 1 and not flags.resolved and (algorithm != "EAGLE" or multi_layer):
+        raise ProfileError(  # validation_hook.py :: check_pipeline_parallel_compat
+            "pp: SGLang supports pipeline parallelism only with EAGLE (non-multi-layer) "
+            "speculative decoding"
+        )
+
+
+def _check_dtype(draft: HfConfig, flags: DeploymentFlags, algorithm: str) -> None:
+    """Refuse drafts whose dtype depends on the attention backend (configure_kv_cache_dtype)."""
+    stated = flags.speculative_draft_kv_cache_dtype or flags.kv_cache_dtype
+    if algorithm in _DFLASH_FAMILY and stated.startswith("fp8"):
+        raise draft.error(
+            "kv_cache_dtype",
+            f"{stated} for a {algorithm} draft depends on the draft's attention backend: fa4 has "
+            "the model's dtype; write a profile file",
+        )
+
+
+def _steps(flags: DeploymentFlags) -> int:
+    if flags.speculative_num_steps < 1:
+        raise ProfileError(
+            "speculative_num_steps: missing or 0; the draft of this model has one layer for each "
+            "step; give --speculative-num-steps"
+        )
+    return flags.speculative_num_steps
+
+
+def _check_packed(target: Target, draft: HfConfig, family: Family, rows: dict[str, Pool]) -> None:
+    """Refuse drafts that SGLang cannot append to the target's objects."""
+    layers = draft.optional_integer(NEXTN)
+    if layers != 1 and not family.one_layer:
+        raise draft.error(
+            NEXTN, f"a draft of {layers} layers cannot be packed; SGLang packs drafts of one layer"
+        )
+    ours = {pool.name: pool for pool in target.pools}
+    # host_pool_config.py :: _validate_packed_draft_pools, build_hybrid_swa_stack
+    for name in ("indexer", "swa"):
+        if (name in ours) != (name in rows):
+            here, there = ("target", "draft") if name in ours else ("draft", "target")
+            raise draft.error(
+                "speculative_algorithm",
+                f"the {here} has a {name} pool, but the {there} has none; SGLang packs drafts of "
+                "the same pools",
+            )
+    for name, pool in rows.items():
+        for field in _ROW_FIELDS:
+            target_value, value = getattr(ours[name], field), getattr(pool, field)
+            if target_value != value:  # check_packed_kv_rows
+                raise draft.error(
+                    field,
+                    f"{value!r} differs from the target's {target_value!r}; packed rows must be "
+                    "equal",
+                )
+
+
+def _packed(target: Target, rows: dict[str, Pool], layers: int) -> tuple[Pool, ...]:
+    """Append the draft's layers to the target's objects.
+
+    State pools get none: an MTP layer has full attention and shares the target's state pool
+    (KVCacheConfigurator._build_hybrid_linear_kv_pool).
+    """
+    return tuple(
+        replace(pool, packed_draft_layers=layers) if pool.name in rows else pool
+        for pool in target.pools
+    )
+
+
+def _sidecars(
+    target: Target, draft: HfConfig, family: Family, rows: dict[str, Pool]
+) -> tuple[Pool, ...]:
+    """Return pools of the draft's own (build_hicache_draft_sidecars).
+
+    A draft with one runner for each step has the first runner's only.
+    """
+    if "swa" in rows:  # of such a draft, SGLang stores the window layers only
+        return (_window_sidecar(target, draft, rows["swa"]),)
+    kv = rows["kv"]
+    # ModelRunner's num_effective_layers (_compute_model_num_layers)
+    layers = 1 if family.one_layer else draft.optional_integer(NEXTN) or len(kv.layer_numbers)
+    most = _last_stage_layers(target)
+    if layers > most:
+        raise draft.error(
+            "num_hidden_layers",
+            f"a draft of {layers} layers has no sidecar; SGLang's HiCache allows at most the "
+            f"{most} layers of the target's last stage",
+        )
+    pools = [replace(kv, name="draft", layers=layers)]
+    if "indexer" in rows:
+        pools.append(replace(rows["indexer"], name="draft_indexer", layers=layers))
+    return tuple(pools)
+
+
+def _window_sidecar(target: Target, draft: HfConfig, window: Pool) -> Pool:
+    ours = next((pool for pool in target.pools if pool.name == "swa"), None)
+    if ours is None:
+        raise draft.error(
+            "architectures",
+            "a draft with window layers needs a target with a swa pool; SGLang's HiCache stores "
+            "them beside the target's",
+        )
+    layers = len(window.layer_numbers)
+    return replace(window, name="draft_swa", layers=layers, trailing_pages=ours.trailing_pages)
+
+
+def _last_stage_layers(target: Target) -> int:
+    flags, layers = target.flags, target.model.integer("num_hidden_layers")
+    if flags.pp == 1:
+        return layers
+    if flags.pp_partition:
+        return flags.pp_partition[-1]
+    start, end = pp_ranges(layers, flags.pp)[-1]
+    return end - start
+
+
+OWN_DRAFTS: Mapping[str, OwnDraft] = {
+    **dict.fromkeys(
+        (
+            "BailingMoeForCausalLM",
+            "BailingMoeV2ForCausalLM",
+            "BailingMoeV2_5ForCausalLM",
+            "BailingMoeV3ForCausalLM",
+        ),
+        OwnDraft("BailingMoeForCausalLMNextN"),
+    ),
+    "DSparkMiniMaxDraftModel": OwnDraft("DSparkMiniMaxDraftModel", nextn=0),
+    "DeepseekV32ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
+    "DeepseekV3ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
+    "Ernie4_5_MoeForCausalLM": OwnDraft("Ernie4_5_MoeForCausalLMMTP"),
+    "ExaoneMoEForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
+    "ExaoneMoeForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
+    "Glm4MoeForCausalLM": OwnDraft("Glm4MoeForCausalLMNextN"),
+    "Glm4MoeLiteForCausalLM": OwnDraft("Glm4MoeLiteForCausalLMNextN"),
+    "GlmMoeDsaForCausalLM": OwnDraft("GlmMoeDsaForCausalLMNextN"),
+    "GlmOcrForConditionalGeneration": OwnDraft("GlmOcrForConditionalGenerationNextN"),
+    "HYV3ForCausalLM": OwnDraft("HYV3ForCausalLMNextN", nextn=1),
+    "HYV4ForCausalLM": OwnDraft("HYV4ForCausalLMNextN", nextn=1),
+    "LongcatFlashForCausalLM": OwnDraft("LongcatFlashForCausalLMNextN"),
+    "MiMoForCausalLM": OwnDraft("MiMoMTP"),
+    "MiMoV2FlashForCausalLM": OwnDraft("MiMoV2MTP", nextn=1),
+    "MiMoV2ForCausalLM": OwnDraft("MiMoV2MTP", nextn=1),
+    **dict.fromkeys(
+        (
+            "NemotronHForCausalLM",
+            "NemotronHPuzzleForCausalLM",
+            "NemotronH_Omni_Reasoning_V3",
+        ),
+        OwnDraft("NemotronHForCausalLMMTP", nextn=1),
+    ),
+    "Qwen3MoeForCausalLM": OwnDraft("Qwen3MoeForCausalLMMTP", nextn=1),
+    "Qwen3NextForCausalLM": OwnDraft("Qwen3NextForCausalLMMTP", nextn=1),
+    **dict.fromkeys(
+        (
+            "InternS2MobiusForConditionalGeneration",
+            "InternS2PreviewForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        OwnDraft("Qwen3_5ForCausalLMMTP", nextn=1),
+    ),
+    "Step3p5ForCausalLM": OwnDraft("Step3p5MTP"),
+    "Step3p7ForConditionalGeneration": OwnDraft("Step3p5MTP"),
+}

@@ -1,0 +1,86 @@
+"""Drafts: every profile with one is what SGLang allocates, and what SGLang refuses is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.architectures import ARCHITECTURES
+from hicachectl.formats.models.drafts import OWN_DRAFTS
+from hicachectl.formats.models.families.base import Family
+from tests.formats.model_rows import allocated, profile_of, stored
+from tests.model_records import DRAFTS, MODELS
+
+
+def _family(name: str) -> Any:
+    return ARCHITECTURES[name]
+
+
+_KNOWN = {name for name, x in ARCHITECTURES.items() if isinstance(x, Family) and x.draft_only}
+_ONE = {"tp": 1, "pp": 1, "stage": 0}
+
+
+def test_every_draft_with_kv_was_compared_with_sglang() -> None:
+    with_kv = {name for name in _KNOWN if not _family(name).frozen_kv}
+    assert with_kv <= {name.split()[1] for name in DRAFTS}
+
+
+def test_every_target_with_a_draft_of_its_own_was_compared_with_sglang() -> None:
+    """Each target whose config SGLang rewrites for a draft, except drafts not known to us."""
+    own = {
+        (target, draft.architecture)
+        for target, draft in OWN_DRAFTS.items()
+        if target in MODELS and draft.architecture in _KNOWN
+    }
+    assert own <= {tuple(name.split()[:2]) for name in DRAFTS}
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTS))
+def test_profiles_are_what_sglang_allocates(name: str) -> None:
+    """Layers, bytes, hit policies and packed layers, on all ranks and stages; and refusals."""
+    refused = {(row["tp"], row["pp"]): row for row in DRAFTS[name]["rows"] if "refusal" in row}
+    for row in DRAFTS[name]["rows"]:
+        refusal = refused.get((row["tp"], row["pp"]))  # of any stage
+        if refusal is None:
+            assert stored(profile_of(DRAFTS[name], row), row) == allocated(row)
+            continue
+        field = "^pp: " if refusal["where"] == "arguments" else "^draft config "
+        with pytest.raises(ProfileError, match=field):
+            profile_of(DRAFTS[name], row)
+
+
+@pytest.mark.parametrize(
+    "draft", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"]
+)
+def test_drafts_that_read_the_targets_kv_add_no_pool(draft: str) -> None:
+    """SGLang turns EAGLE into FROZEN_KV_MTP for them, and refuses EAGLE3."""
+    model = {**MODELS["Gemma4ForConditionalGeneration"], "draft": {"architectures": [draft]}}
+    profile = profile_of({**model, "flags": {"speculative_algorithm": "NEXTN"}}, _ONE)
+    assert profile.speculative_algorithm == "FROZEN_KV_MTP"
+    assert {pool.name for pool in profile.pools} == {"kv", "swa"}
+    with pytest.raises(ProfileError, match="architectures: SGLang serves this draft with EAGLE"):
+        profile_of({**model, "flags": {"speculative_algorithm": "EAGLE3"}}, _ONE)
+
+
+def test_a_draft_with_a_layer_for_each_step_asks_for_the_steps() -> None:
+    model = DRAFTS["MiMoV2FlashForCausalLM MiMoV2MTP"]
+    flags = {"speculative_algorithm": "EAGLE"}
+    with pytest.raises(ProfileError, match="give --speculative-num-steps"):
+        profile_of({**model, "flags": flags}, _ONE)
+
+
+def test_the_number_of_mtp_layers_is_asked_for_where_sglang_has_its_own() -> None:
+    """deepseek_v3's config class counts one MTP layer if the config states none."""
+    model = DRAFTS["DeepseekV3ForCausalLM DeepseekV3ForCausalLMNextN"]
+    config = {k: v for k, v in model["config"].items() if k != "num_nextn_predict_layers"}
+    with pytest.raises(ProfileError, match="num_nextn_predict_layers: missing"):
+        profile_of({**model, "config": config}, _ONE)
+
+
+def test_fp8_of_a_block_draft_depends_on_its_attention_backend() -> None:
+    model = DRAFTS["Qwen3ForCausalLM DFlashDraftModel"]
+    flags = {**model["flags"], "kv_cache_dtype": "fp8_e4m3"}
+    with pytest.raises(ProfileError, match="kv_cache_dtype: fp8_e4m3 for a DFLASH draft"):
+        profile_of({**model, "flags": flags}, _ONE)
