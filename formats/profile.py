@@ -50,6 +50,7 @@ _COUNTS = {
     "kv_lora_rank": MAX_LENGTH,
     "qk_rope_head_dim": MAX_LENGTH,
     "index_head_dim": MAX_LENGTH,
+    "compress_ratio": MAX_PAGE_SIZE,
     "nbytes": MAX_OBJECT_BYTES - 1,
 }
 

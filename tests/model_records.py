@@ -2,7 +2,9 @@
 
 `tests/data/models.json` has `classes`, the architectures that SGLang registers, and `models` by
 architecture: origin (of the config), config (absent where origin is a file of this repository),
-flags (of the server) and rows (tests/conformance/model_pools.py). record_models.py writes the rows.
+flags, env and gpu (of the server), profile (fields of DeploymentFlags) and rows
+(tests/conformance/model_pools.py). record_models.py writes the rows. Several models of one
+architecture have longer names: the architecture, then what differs.
 
 `tests/data/drafts.json` has drafts by "TARGET DRAFT", two architectures and perhaps a word: origin
 (of the draft's config), draft (its config; absent where the target's checkpoint has the draft),

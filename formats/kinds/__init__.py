@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.kinds.blocks import BLOCKS
 from hicachectl.formats.kinds.dsa_indexer import DSA_INDEXER, INDEXER_POOLS
+from hicachectl.formats.kinds.dsv4 import DSV4
+from hicachectl.formats.kinds.index_keys import INDEX_KEYS
 from hicachectl.formats.kinds.logical import LOGICAL
 from hicachectl.formats.kinds.mamba import MAMBA, MAMBA_POOLS
 from hicachectl.formats.kinds.mha import KV_POOLS, MHA
@@ -57,3 +60,6 @@ register(DSA_INDEXER, INDEXER_POOLS)
 register(MAMBA, MAMBA_POOLS)
 register(LOGICAL)
 register(OPAQUE, COMPRESSED_POOLS)
+register(INDEX_KEYS)
+register(DSV4)
+register(BLOCKS)

@@ -118,7 +118,8 @@ class PoolKind:
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str
     ) -> tuple[Column, ...] | None:
-        """Return the columns of one row; None if the tensor is one array of its dtype.
+        """Return the columns of one row; None if the tensor is one array of its dtype, none if the
+        bytes are not interpreted.
 
         code_dtype: dtype of quantised codes.
         """
@@ -159,6 +160,17 @@ class PoolKind:
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
         """Return the part of the Mooncake object that holds one tensor."""
         return tensor.name
+
+
+def stored_rows(pool: Pool, tokens: int) -> int:
+    """Return the rows of a page in one layer. Raises ProfileError if tokens do not fill them."""
+    ratio = pool.compress_ratio or 1
+    if tokens % ratio:
+        raise ProfileError(
+            f"pools[{pool.name}].compress_ratio: {ratio} tokens of a row do not divide a page of "
+            f"{tokens} tokens"
+        )
+    return tokens // ratio
 
 
 def holder(shard: Shard) -> int:

@@ -1,13 +1,14 @@
-"""Kind dsa_indexer, index keys of sparse attention: fp8 keys and scales, one block per layer.
+"""Kind dsa_indexer, index keys of sparse attention with scales, one block per layer.
 
-Sources: SGLang srt/mem_cache/pool_host/dsa.py, srt/mem_cache/index_key_cache.py.
+Sources: SGLang srt/mem_cache/pool_host/dsa.py, srt/mem_cache/index_key_cache.py,
+srt/mem_cache/deepseek_v4_memory_pool.py :: DeepSeekV4IndexerPool.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.kinds.base import PoolKind
+from hicachectl.formats.kinds.base import PoolKind, stored_rows
 from hicachectl.formats.kinds.pool import PoolName
 from hicachectl.formats.layouts import (
     HEADLESS_LAYOUTS,
@@ -18,6 +19,8 @@ from hicachectl.formats.layouts import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hicachectl.formats.kinds.pool import Pool
 
 INDEXER_POOLS = (
@@ -29,13 +32,17 @@ INDEXER_POOLS = (
 # fused_store_index_cache.cuh.
 SCALE_FLOOR = 1e-4 / 448
 _SCALE_BYTES = 4
+_FP4_BLOCK = 32  # codes of a ue8m0 scale: get_dsv4_indexer_bytes_per_token
 
 
 class DsaIndexer(PoolKind):
     """Index keys of DSA, equal on all TP ranks."""
 
     name = "dsa_indexer"
-    summary = "layers, index_head_dim."
+    summary = (
+        'layers, index_head_dim; compress_ratio if a key has several tokens; row = "fp4" for '
+        "fp4 keys."
+    )
     words = "a DSA indexer pool"
     required = ("layers", "index_head_dim")
     shards = False
@@ -45,23 +52,34 @@ class DsaIndexer(PoolKind):
         """Return an upper bound of the items of a key with its scales."""
         return {"index_head_dim": 2 * pool.index_head_dim}
 
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield a message if `row` is unknown."""
+        if pool.row not in ("", "fp4"):
+            yield f"row: fp4 or nothing, not {pool.row!r}"
+
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all layouts except page_head."""
         return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
-        """Return one block per layer: fp8 keys of all tokens, then scales.
+        """Return one block per layer: fp8 keys of all rows, then scales.
 
-        Layers are outermost in every layout, so the layout does not change the bytes.
+        Layers are outermost in every layout, so the layout does not change the bytes. Blocks of
+        fp4 keys have the keys and scales of each index page of 64 or 128 rows together.
         """
         dim = pool.index_head_dim
-        block_bytes = tokens * (dim + dim // QUANT_BLOCK * _SCALE_BYTES)
+        row_bytes = dim + dim // QUANT_BLOCK * _SCALE_BYTES
+        if pool.row:
+            row_bytes = dim // 2 + dim // _FP4_BLOCK
+        block_bytes = stored_rows(pool, tokens) * row_bytes
         return (TensorLayout("indexer", ("layer", "block"), (layers, block_bytes), "uint8"),)
 
     def columns(
         self, pool: Pool, tensor: TensorLayout, code_dtype: str
     ) -> tuple[Column, ...] | None:
-        """Return the keys of all tokens, then their scales."""
+        """Return the keys of all rows, then their scales; none for fp4 keys."""
+        if pool.row:
+            return ()
         dim = pool.index_head_dim
         tiles = dim // QUANT_BLOCK
         tokens = tensor.shape[-1] // (dim + tiles * _SCALE_BYTES)

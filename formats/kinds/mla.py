@@ -60,10 +60,11 @@ class Mla(PoolKind):
 
     name = "mla"
     summary = (
-        "layers, kv_lora_rank, qk_rope_head_dim, and row: bf16, fp8 or fp8_scaled (656 bytes)."
+        "layers, kv_lora_rank, qk_rope_head_dim unless rows have no rope part, and row: bf16, "
+        "fp8 or fp8_scaled (656 bytes)."
     )
     words = "an MLA pool"
-    required = ("layers", "kv_lora_rank", "qk_rope_head_dim", "row")
+    required = ("layers", "kv_lora_rank", "row")
     anchors = True
     shards = False
     scattered = False

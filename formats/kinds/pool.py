@@ -84,7 +84,8 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     layers: a count (model layers 0..n-1) or model layer numbers.
     packed_draft_layers: EAGLE/NextN draft layers, appended to the target's layer axis.
-    nbytes: bytes of one object, for kind "opaque".
+    compress_ratio: tokens of a stored row; 0 if each token has its own.
+    nbytes: bytes of one object, for kind "opaque"; of one layer, for kind "blocks".
     replicated: all TP ranks share one object.
     """
 
@@ -100,6 +101,7 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     qk_rope_head_dim: int = 0
     row: str = ""
     index_head_dim: int = 0
+    compress_ratio: int = 0
     temporal: StateTensor | None = None
     conv: tuple[StateTensor, ...] = ()
     nbytes: int = 0

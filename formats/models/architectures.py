@@ -19,16 +19,33 @@ from hicachectl.formats.models.families.attention import (
     no_kv,
 )
 from hicachectl.formats.models.families.base import NEXTN, Family
+from hicachectl.formats.models.families.compressed import (
+    deepseek_v4,
+    deepseek_v4_page_size,
+    glm5_next,
+    minimax_sparse,
+    qwen4,
+    qwen4_page_size,
+)
 from hicachectl.formats.models.families.states import (
     bailing_delta,
+    bailing_lightning,
     falcon_h1,
     gdn,
+    gigachat,
     granite_hybrid,
     kimi_linear,
     lfm2,
     nemotron_h,
 )
-from hicachectl.formats.models.families.windows import gemma4, llama4, mimo_v2, mimo_v2_mtp, swa
+from hicachectl.formats.models.families.windows import (
+    gemma4,
+    iquest,
+    llama4,
+    mimo_v2,
+    mimo_v2_mtp,
+    swa,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +79,14 @@ _UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {_PROFILE_FILE}")
 _LATER = Refusal(f"is not supported: hicachectl does not know its pools; {_PROFILE_FILE}")
 _DRAFT = Refusal(f"is a draft of a model whose pools hicachectl does not know; {_PROFILE_FILE}")
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
+_NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
 _SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
+
+
+def _refused(words: str) -> Refusal:
+    """Return the refusal of what SGLang itself refuses. words: SGLang's."""
+    return Refusal(f"is not supported: SGLang's HiCache refuses it: {words}")
+
 
 # Fields that SGLang's config classes fill with numbers of their own.
 _HEADS = ("num_key_value_heads",)
@@ -250,6 +274,17 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "Lfm2ForCausalLM": Family(lfm2, stated=_HEADS),
     "Lfm2MoeForCausalLM": Family(lfm2, stated=_HEADS),
     "NemotronHForCausalLM": Family(nemotron_h, stated=_ROWS),
+    "BailingMoeV2_5ForCausalLM": Family(bailing_lightning, stated=("head_dim",)),
+    "GigaChat35ForCausalLM": Family(gigachat, stated=("kv_lora_rank", "qk_rope_head_dim")),
+    # Compressed rows, and index keys in pools of their own.
+    "DeepseekV4ForCausalLM": Family(deepseek_v4, page_size=deepseek_v4_page_size),
+    "Glm5NextForConditionalGeneration": Family(
+        glm5_next, stated=("kv_lora_rank", "qk_rope_head_dim")
+    ),
+    "MiniMaxM3SparseForCausalLM": Family(minimax_sparse, stated=_ROWS),
+    "MiniMaxM3SparseForConditionalGeneration": Family(minimax_sparse, stated=_ROWS),
+    "Qwen4ExpForConditionalGeneration": Family(qwen4, stated=_ROWS, page_size=qwen4_page_size),
+    "IQuestQ1ForCausalLM": Family(iquest, stated=(*_ROWS, "sliding_window")),
     # Window layers of other heads.
     "Gemma4ForConditionalGeneration": Family(gemma4, stated=_ROWS),
     "Gemma4UnifiedForConditionalGeneration": Family(gemma4, stated=_ROWS),
@@ -372,22 +407,25 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     ),
     "WhisperForConditionalGeneration": _NO_CACHE,
     **_each(
+        _refused("ZeroDivisionError: integer division or modulo by zero"),
+        "FalconMambaForCausalLM",
+        "MambaForCausalLM",
+    ),
+    "Mamba2ForCausalLM": _NO_KV,
+    "MiniCPMSALAForCausalLM": _refused("MiniCPM SALA does not support hierarchical cache"),
+    "Dots3NoteForCausalLM": _refused(
+        "AttributeError: 'MLABufferInfo' object has no attribute 'head_dim'"
+    ),
+    **_each(
         _LATER,
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
-        "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3VLForConditionalGeneration",
         "DeciLMForCausalLM",
         "DeepseekOCRForCausalLM",
-        "DeepseekV4ForCausalLM",
         "DiffusionGemmaForBlockDiffusion",
-        "Dots3NoteForCausalLM",
-        "FalconMambaForCausalLM",
         "Gemma4ForCausalLM",
-        "GigaChat35ForCausalLM",
-        "Glm5NextForConditionalGeneration",
         "GlmImageForConditionalGeneration",
-        "IQuestQ1ForCausalLM",
         "InklingForConditionalGeneration",
         "InternS1ProForConditionalGeneration",
         "InternS2MobiusForConditionalGeneration",
@@ -400,16 +438,11 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "LlavaQwenForCausalLM",
         "LlavaVidForCausalLM",
         "LocateAnythingForConditionalGeneration",
-        "Mamba2ForCausalLM",
-        "MambaForCausalLM",
         "MiDashengLMModel",
         "MiMoV2ASRForCausalLM",
         "MindSporeForCausalLM",
         "MiniCPMO",
-        "MiniCPMSALAForCausalLM",
         "MiniCPMV",
-        "MiniMaxM3SparseForCausalLM",
-        "MiniMaxM3SparseForConditionalGeneration",
         "MossVLForConditionalGeneration",
         "MuseGlimmerForCausalLM",
         "MuseGlimmerForConditionalGeneration",
@@ -421,7 +454,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "NemotronH_Nano_VL_V2",
         "NemotronH_Omni_Reasoning_V3",
         "POINTSV15ChatModel",
-        "Qwen4ExpForConditionalGeneration",
         "Sarashina2VisionForCausalLM",
         "Step3p7ForConditionalGeneration",
         "TransformersForCausalLM",
@@ -436,6 +468,9 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
 # Compared with SGLang only by a config written by hand: no published one was at hand.
 UNVERIFIED = frozenset(
     {
+        "Qwen4ExpForConditionalGeneration",
+        "Glm5NextForConditionalGeneration",
+        "BailingMoeV2_5ForCausalLM",
         "BaichuanForCausalLM",
         "BailingMoEForCausalLM",
         "BailingMoeForCausalLM",

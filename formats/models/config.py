@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.models.families.base import Family
 
 
 def profile_from_config(
@@ -43,7 +44,7 @@ def profile_from_config(
     tp = attention_tp(flags)
     layout = normalised_layout(flags)
     algorithm = algorithm_of(flags)
-    page_size = _page_size(model, flags) * flags.dcp
+    page_size = _page_size(model, family, flags) * flags.dcp
     pools = family.pools(model, Context(flags, page_size))
     _check_parallelism(model, flags, pools)
     _check_layout(model, layout, pools)
@@ -80,24 +81,24 @@ def _served_name(model: HfConfig, flags: DeploymentFlags) -> str:
     return name
 
 
-def _page_size(model: HfConfig, flags: DeploymentFlags) -> int:
+def _page_size(model: HfConfig, family: Family, flags: DeploymentFlags) -> int:
     """Return --page-size after SGLang's overrides, in tokens."""
     if flags.page_size is not None and flags.page_size < 1:
         raise ProfileError(f"page_size: must be at least 1, but is {flags.page_size}")
     if flags.resolved and flags.page_size is not None:
         return flags.page_size
-    if not is_dsa(model):
+    forced = (family.page_size or dsa_page_size)(model)
+    if not forced:
         if flags.page_size is None:
             raise ProfileError(
                 "page_size: missing, and SGLang's default depends on the GPU and the attention "
                 "backend; give the server's page size (--page-size)"
             )
         return flags.page_size
-    forced = dsa_page_size(model)
     if flags.page_size not in (None, forced):
         raise ProfileError(
             f"page_size: is {flags.page_size}, but on CUDA SGLang always sets {forced} for this "
-            "DSA model; leave out --page-size, or write a profile file for another platform"
+            "model; leave out --page-size, or write a profile file for another platform"
         )
     return forced
 

@@ -32,6 +32,12 @@ _MODEL_DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
 }
+_COMPRESS_STATE_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _ROCM_DSA_BACKENDS = {"triton", "aiter"}
 # Quantisation methods whose SGLang config has a kv_cache_quant_algo. For "auto", SGLang ignores
@@ -106,6 +112,48 @@ def state_dtypes(config: HfConfig | None, flags: DeploymentFlags) -> tuple[str, 
         temporal = name if name in _STATE_DTYPES else temporal
     conv = flags.mamba_conv_dtype
     return temporal, conv if conv in _STATE_DTYPES else "bfloat16"
+
+
+def index_keys_dtype(config: HfConfig, flags: DeploymentFlags, *, usual: str) -> str:
+    """Return the dtype of index keys. usual: without an option; "" if it depends on the GPU.
+
+    Source: srt/mem_cache/qsa_kv_pool.py :: resolve_qsa_indexer_dtype,
+    srt/mem_cache/memory_pool.py :: get_minimax_sparse_index_dtype.
+    """
+    name = flags.indexer_dtype
+    if name in ("", "auto"):
+        if not usual:
+            raise config.error(
+                "indexer_dtype",
+                "the GPU and the attention backend decide; give bfloat16 or fp8_e4m3 "
+                "(--indexer-dtype)",
+            )
+        return usual
+    if name not in ("bfloat16", "fp8_e4m3"):
+        words = not_one_of("indexer_dtype", name, ("auto", "bfloat16", "fp8_e4m3"))
+        raise config.error(*words.split(": ", 1))
+    return _KV_DTYPES[name]
+
+
+def compress_state_dtype(flags: DeploymentFlags) -> str:
+    """Return the dtype of SGLANG_DSV4_COMPRESS_STATE_DTYPE (_get_dsv4_compress_state_dtypes)."""
+    name = flags.dsv4_compress_state_dtype.strip().lower() or "float32"
+    if name not in _COMPRESS_STATE_DTYPES:
+        raise ProfileError(
+            not_one_of("dsv4_compress_state_dtype", name, tuple(_COMPRESS_STATE_DTYPES))
+        )
+    return _COMPRESS_STATE_DTYPES[name]
+
+
+def is_nvfp4_packed(config: HfConfig) -> bool:
+    """Return whether Blackwell servers pack K, V and scales (minimax_m3._resolve_quant_method)."""
+    section = _quantisation(config)
+    mixed = str(section.get("moe_quant_algo", "")).upper() == "NVFP4"
+    return _quant_method(config) == "minimax_m3_nvfp4" or (
+        _quant_method(config) == "mxfp8"
+        and mixed
+        and section.get("moe_quant_format") == "nvfp4-pack-quantized"
+    )
 
 
 def _reads_raw_rows(flags: DeploymentFlags) -> bool:

@@ -47,6 +47,10 @@ class DeploymentFlags:
     pp_partition: SGLANG_PP_LAYER_PARTITION.
     draft_model_config: the draft's config; None if the target's checkpoint contains the draft.
     mamba_ssm_dtype, mamba_conv_dtype: --mamba-ssm-dtype or SGLANG_MAMBA_*_DTYPE; "" if unset.
+    indexer_dtype: --qsa-indexer-dtype, or the dtype of index keys where the GPU decides; "fp4" for
+        --enable-deepseek-v4-fp4-indexer.
+    dsv4_kv_layout, dsv4_compressed_kv_layout, dsv4_compress_state_dtype: SGLANG_DSV4_KV_LAYOUT,
+        …_COMPRESSED_KV_LAYOUT, …_COMPRESS_STATE_DTYPE; "" if unset.
     resolved: a server reported these values after its overrides; page_size is final.
     """
 
@@ -78,6 +82,12 @@ class DeploymentFlags:
     mamba_ssm_dtype: str = ""
     mamba_conv_dtype: str = ""
     disable_hybrid_swa_memory: bool = False
+    indexer_dtype: str = ""
+    dsv4_attn_backend: str = ""
+    dsv4_kv_layout: str = ""
+    dsv4_compressed_kv_layout: str = ""
+    dsv4_compress_state_dtype: str = ""
+    enable_encoder_swa_bounded_replay: bool = False
     sglang: str = NEWEST_SGLANG
     resolved: bool = False
 

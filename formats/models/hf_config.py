@@ -16,6 +16,8 @@ _ALIASES = {
     "num_attention_heads": ("n_head", "n_heads"),
     "hidden_size": ("n_embd", "d_model"),
 }
+# Names under which SGLang serves others (normalize_deepseek_v41_config).
+_RENAMED = {"DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM"}
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -47,12 +49,19 @@ class HfConfig:
         if name not in self.text:
             raise self.error(name, "missing")
 
-    def strings(self, name: str, length: int) -> tuple[str, ...]:
-        """Return a list of `length` strings."""
+    def flag(self, name: str, *, usual: bool) -> bool:
+        """Return a field that is true or false; `usual` if absent."""
+        value = self.text.get(name, usual)
+        if type(value) is not bool:
+            raise self.error(name, f"expected true or false, found {shown(value)}")
+        return value
+
+    def strings(self, name: str, length: int | None = None) -> tuple[str, ...]:
+        """Return a list of strings, of `length` if given."""
         value = self._present(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, f"expected a list of strings, found {shown(value)}")
-        return tuple(self._of_length(name, value, length))
+        return tuple(value if length is None else self._of_length(name, value, length))
 
     def letters(self, name: str, length: int) -> str:
         """Return a string of `length` characters, one for each layer."""
@@ -114,7 +123,7 @@ def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
             f"{source}: architectures: expected a list of names, found {shown(architectures)}"
         )
     return HfConfig(
-        architecture=architectures[0],
+        architecture=_RENAMED.get(architectures[0], architectures[0]),
         outer=document,
         text=_text(document),
         source=source,

@@ -205,6 +205,16 @@ def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
         mamba_ssm_dtype=environment.get("SGLANG_MAMBA_SSM_DTYPE", reply.text("mamba_ssm_dtype")),
         mamba_conv_dtype=environment.get("SGLANG_MAMBA_CONV_DTYPE", ""),
         disable_hybrid_swa_memory=reply.flag("disable_hybrid_swa_memory"),
+        indexer_dtype=(
+            "fp4"
+            if reply.flag("enable_deepseek_v4_fp4_indexer")
+            else reply.text("qsa_indexer_dtype")
+        ),
+        dsv4_attn_backend=reply.text("dsv4_attn_backend"),
+        dsv4_kv_layout=environment.get("SGLANG_DSV4_KV_LAYOUT", ""),
+        dsv4_compressed_kv_layout=environment.get("SGLANG_DSV4_COMPRESSED_KV_LAYOUT", ""),
+        dsv4_compress_state_dtype=environment.get("SGLANG_DSV4_COMPRESS_STATE_DTYPE", ""),
+        enable_encoder_swa_bounded_replay=reply.flag("enable_encoder_swa_bounded_replay"),
         sglang=version,
         resolved=True,
     )

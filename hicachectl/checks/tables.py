@@ -91,14 +91,14 @@ def _section(
 ) -> Section:
     cut = _row_axes(tensor)
     columns = kind_of(pool).columns(pool, tensor, code_dtype)
+    row = tensor.shape[cut:]
     if columns is None:
-        row = tensor.shape[cut:]
         columns = (Column("", 0, tensor.dtype, tensor.axes[cut:], row),)
     axes, shape = tensor.axes[:cut], tensor.shape[:cut]
     table = RowTable(
         name=tensor.name,
         offset=tensor.offset,
-        pitch=sum(column.nbytes for column in columns),
+        pitch=prod(row) * tensor.itemsize,
         axes=axes,
         shape=shape,
         columns=columns,

@@ -280,6 +280,32 @@ profile_options = stack(
         help="SGLang's option; see --dsa-prefill-backend.",
     ),
     click.option(
+        "--indexer-dtype",
+        metavar="NAME",
+        help="Index keys of MiniMax-M3 with fp8 KV, or SGLang's --qsa-indexer-dtype: bfloat16 or "
+        "fp8_e4m3. fp4: SGLang's --enable-deepseek-v4-fp4-indexer.",
+    ),
+    click.option(
+        "--dsv4-attn-backend",
+        metavar="NAME",
+        help="SGLang's option; decides the row format of DeepSeek-V4.",
+    ),
+    click.option(
+        "--dsv4-kv-layout",
+        metavar="NAME",
+        help="SGLANG_DSV4_KV_LAYOUT of the servers: v4, v41 or v41_new.",
+    ),
+    click.option(
+        "--dsv4-compressed-kv-layout",
+        metavar="NAME",
+        help="SGLANG_DSV4_COMPRESSED_KV_LAYOUT of the servers: auto, fp8 or fp4.",
+    ),
+    click.option(
+        "--dsv4-compress-state-dtype",
+        metavar="NAME",
+        help="SGLANG_DSV4_COMPRESS_STATE_DTYPE of the servers: float32 or bfloat16.",
+    ),
+    click.option(
         "--draft-model-config",
         type=click.Path(path_type=Path),
         metavar="FILE",

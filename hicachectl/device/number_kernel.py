@@ -45,8 +45,9 @@ class NumberKernel:
 
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
-        """Return whether the kernel supports every field."""
-        return all(supports(f) for _, fields in fields_of(spec, profile, pools) for f in fields)
+        """Return whether the kernel supports every field; not if bytes of a pool have none."""
+        every = [fields for _, fields in fields_of(spec, profile, pools)]
+        return all(fields and all(map(supports, fields)) for fields in every)
 
     def launch(self, count: int) -> list[torch.Tensor]:
         """Flag objects, [count, 2]: whether one is suspect; whether the CPU must find an issue.

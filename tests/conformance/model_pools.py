@@ -85,10 +85,12 @@ def _without_a_gpu() -> Iterator[None]:
     from sglang.srt import platforms
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.mem_cache import memory_pool
     from sglang.srt.platforms.cuda import CudaSRTPlatform
 
     replaced = (
         mock.patch.object(platforms, "_current_platform", CudaSRTPlatform()),
+        mock.patch.object(memory_pool, "_is_cuda", new=True),  # get_minimax_sparse_index_dtype
         mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config),  # registered on CUDA
         mock.patch.object(torch.cuda, "get_device_name", mock.Mock(return_value="NVIDIA")),
         probe.without_memory(),

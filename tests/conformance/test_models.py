@@ -18,9 +18,13 @@ pytestmark = pytest.mark.conformance
 
 # One model for each kind of pool, and one draft for each form; record_models.py asks about all.
 _KINDS = (
+    "DeepseekV4ForCausalLM",
+    "DeepseekV41ForCausalLM rows v41_new",
+    "MiniMaxM3SparseForCausalLM fp8",
+    "Qwen4ExpForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "Glm5NextForConditionalGeneration",
     "GlmMoeDsaForCausalLM",
-    "KimiLinearForCausalLM",
     "MiMoV2FlashForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "DeepseekV32ForCausalLM DeepseekV3ForCausalLMNextN",

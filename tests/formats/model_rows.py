@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.spec import object_specs
@@ -17,6 +19,10 @@ _HOSTS = {
     "MLATokenToKVPoolHost": "mla",
     "DSAIndexerPoolHost": "dsa_indexer",
     "MambaPoolHost": "mamba",
+    "LogicalHostPool": "logical",
+    "DeepSeekV4StateHostPool": "blocks",
+    "MHATokenToKOnlyPoolHost": "index_keys",
+    "QSAIndexerPoolHost": "index_keys",
 }
 _SPECULATION = (
     "speculative_algorithm",
@@ -40,6 +46,7 @@ def profile_of(model: dict[str, Any], row: dict[str, Any]) -> Profile:
         "draft_model_config": model.get("draft"),
     }
     stated = {name: x for name, x in model.get("flags", {}).items() if name in _SPECULATION}
+    stated |= model.get("profile", {})
     return profile_from_config(model["config"], DeploymentFlags(**{**flags, **stated}))
 
 
@@ -47,22 +54,49 @@ def allocated(row: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return what SGLang stores, by pool: kind, layers, bytes, trailing pages, packed, states."""
     return {
         pool["name"]: (
-            _HOSTS[pool["host"]],
+            _kind(pool),
             pool["layers"],
             pool["nbytes"],
             pool["trailing"],
             pool.get("packed", 0),
             [state for state in pool.get("states", []) if 0 not in state[0]],
         )
-        for pool in row["pools"]
+        for pool in map(_as_described, row["pools"])
     }
+
+
+def has_ngrams(model: dict[str, Any]) -> bool:
+    """Return whether a model has states of n-gram layers, which a profile gives as bytes only."""
+    return any("kind" in pool for pool in map(_as_described, model["rows"][0]["pools"]))
+
+
+def _kind(pool: dict[str, Any]) -> str:
+    if pool["host"] == "DeepSeekV4PagedHostPool":
+        return "dsa_indexer" if pool["name"].endswith("_indexer") else "dsv4"
+    return pool.get("kind") or _HOSTS[pool["host"]]
+
+
+def _as_described(pool: dict[str, Any]) -> dict[str, Any]:
+    """Return a pool without what a profile leaves out."""
+    if pool["host"] == "LogicalHostPool":
+        return {**pool, "layers": ""}  # it holds nothing of them
+    states = sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in pool.get("states", ()))
+    if states and pool["nbytes"] > states * _count(pool["layers"]) and not pool.get("packed"):
+        return {**pool, "kind": "opaque", "states": []}  # states of slots lie behind
+    return pool
+
+
+def _count(ranges: str) -> int:
+    spans = [span.partition("-") for span in ranges.split(",")]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in spans)
 
 
 def stored(profile: Profile, row: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return what the first rank of a stage stores by the profile, in the form of `allocated`."""
     found: dict[str, tuple[Any, ...]] = {}
-    # Mooncake has each of K, V and the states in an object; the file backend refuses wider K.
-    for spec in object_specs(profile, "mooncake"):
+    # The file backend refuses K and V of different width; Mooncake has each in an object.
+    wider = any(pool.v_head_dim for pool in profile.pools)
+    for spec in object_specs(profile, "mooncake" if wider else "file"):
         shard = spec.coordinate.shard
         if (shard.tp_rank or 0) or (shard.pp_rank or 0) != row["stage"]:
             continue

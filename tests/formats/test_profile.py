@@ -355,7 +355,6 @@ def test_a_problem_of_the_deployment_is_told(changes: dict[str, Any], problem: s
         (replace(KV, head_dim=0), "head_dim: missing"),
         (replace(MLA, row=""), "row: missing"),
         (replace(MLA, kv_lora_rank=0), "kv_lora_rank: missing"),
-        (replace(MLA, qk_rope_head_dim=0), "qk_rope_head_dim: missing"),
         (Pool(name="kv", kind="opaque"), "nbytes: missing"),
         (
             replace(KV, packed_draft_layers=-1),

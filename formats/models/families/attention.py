@@ -17,6 +17,7 @@ from hicachectl.formats.models.families.base import (
     mha_pool,
     mla_pool,
     needs_one_stage,
+    unless_usual,
 )
 
 if TYPE_CHECKING:
@@ -31,12 +32,17 @@ _DSA_PAGE_TOKENS = 64  # in a physical index page on CUDA (DSATokenToKVPool)
 
 def is_dsa(config: HfConfig) -> bool:
     """Return whether attention is DeepSeek Sparse Attention (is_deepseek_dsa)."""
+    if config.architecture in _DSA_NESTED:
+        return config.text.get("index_topk") is not None
     return config.architecture in _DSA_ARCHITECTURES and config.outer.get("index_topk") is not None
 
 
 def dsa_page_size(config: HfConfig) -> int:
-    """Return SGLang's page size in tokens for DSA models on CUDA (_deepseek_family_overrides)."""
-    return _DSA_PAGE_TOKENS * (config.optional_integer("index_kpool") or 1)
+    """Return the page size that SGLang forces for DSA models on CUDA; 0 for other models.
+
+    Source: _deepseek_family_overrides.
+    """
+    return _DSA_PAGE_TOKENS * (config.optional_integer("index_kpool") or 1) if is_dsa(config) else 0
 
 
 def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,8 +80,6 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     kv = mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
     if not dsa:
         return (kv,)
-    if config.optional_integer("index_kpool") > 1:
-        raise config.error("index_kpool", "the form of pooled index keys is unknown to hicachectl")
     layers = (
         tuple(range(config.integer("num_hidden_layers")))  # _should_elide_dsa_index_k
         if context.draft
@@ -86,6 +90,7 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         kind="dsa_indexer",
         layers=count_or_numbers(config, layers),
         index_head_dim=config.integer("index_head_dim"),
+        compress_ratio=unless_usual(config.optional_integer("index_kpool") or 1, 1),
     )
     return (kv, indexer)
 
@@ -131,6 +136,8 @@ def looped(loops: str) -> PoolBuilder:
 
     return build
 
+
+_DSA_NESTED = frozenset({"Glm5NextForConditionalGeneration"})  # SGLang copies text fields outside
 
 _DSA_ARCHITECTURES = frozenset(
     {

@@ -44,6 +44,7 @@ class Family:
     one_layer: a draft of which each runner has one layer, regardless of the config
         (_compute_model_num_layers, _build_hybrid_linear_kv_pool).
     frozen_kv: a draft that reads the target's KV and has none (FROZEN_KV_MTP).
+    page_size: the page size that SGLang forces on CUDA, 0 if none; None: as for DSA models.
     """
 
     build: PoolBuilder
@@ -51,6 +52,7 @@ class Family:
     draft_only: bool = False
     one_layer: bool = False
     frozen_kv: bool = False
+    page_size: Callable[[HfConfig], int] | None = None
 
     def pools(self, config: HfConfig, context: Context) -> tuple[Pool, ...]:
         """Return the pools of a model, the anchor first. Raises ProfileError."""
@@ -90,9 +92,15 @@ def mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: 
         dtype=dtype,
         layers=count_or_numbers(config, tuple(layers)),
         kv_lora_rank=config.integer("kv_lora_rank"),
-        qk_rope_head_dim=config.integer("qk_rope_head_dim"),
+        qk_rope_head_dim=rope_dim_of(config),
         row=mla_row(dtype, context.flags, dsa=dsa),
     )
+
+
+def rope_dim_of(config: HfConfig) -> int:
+    """Return the rope part of latent rows, 0 if the config states so."""
+    stated = config.text.get("qk_rope_head_dim")
+    return 0 if type(stated) is int and stated == 0 else config.integer("qk_rope_head_dim")
 
 
 def split_layers(

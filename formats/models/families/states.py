@@ -29,24 +29,15 @@ if TYPE_CHECKING:
 def gdn(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full attention and gated delta net layers (Qwen3NextConfig)."""
     full, linear = split_layers(config, _is_full_attention_layer(config))
-    key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
-    key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
-    groups = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
-    temporal_dtype, conv_dtype = state_dtypes(config, context.flags)
-    mamba = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=linear,
-        temporal=StateTensor(shape=(value_heads, value_dim, key_dim), dtype=temporal_dtype),
-        conv=(
-            StateTensor(
-                shape=(sum(groups), config.integer("linear_conv_kernel_dim") - 1),
-                dtype=conv_dtype,
-                groups=groups,
-            ),
-        ),
-    )
-    return (mha_pool("kv", config, context, full), mamba)
+    return (mha_pool("kv", config, context, full), gdn_pool(config, context, linear))
+
+
+def gigachat(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for latent rows and gated delta net layers (GigaChat35Config)."""
+    if context.page_size != 1:
+        raise config.error("page_size", "SGLang serves this model only with --page-size 1")
+    full, linear = split_layers(config, _is_gigachat_full_layer(config))
+    return (mla_pool(config, context, full, dsa=False), gdn_pool(config, context, linear))
 
 
 def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -56,23 +47,62 @@ def kimi_linear(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     full, linear = split_layers(config, lambda layer: layer + 1 not in delta_layers)
     kernel = linear_config.integer("short_conv_kernel_size")
     heads, head_dim = (linear_config.integer(name) for name in ("num_heads", "head_dim"))
-    mamba = _delta_pool(context, linear, heads, head_dim, kernel)
+    mamba = delta_pool(context, linear, heads, head_dim, kernel)
     return (mla_pool(config, context, full, dsa=False), mamba)
+
+
+def gdn_pool(config: HfConfig, context: Context, layers: tuple[int, ...]) -> Pool:
+    """Return the states of gated delta net layers."""
+    key_heads, value_heads = (config.integer(f"linear_num_{x}_heads") for x in ("key", "value"))
+    key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
+    groups = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
+    temporal_dtype, conv_dtype = state_dtypes(config, context.flags)
+    return Pool(
+        name="mamba",
+        kind="mamba",
+        layers=layers,
+        temporal=StateTensor(shape=(value_heads, value_dim, key_dim), dtype=temporal_dtype),
+        conv=(
+            StateTensor(
+                shape=(sum(groups), config.integer("linear_conv_kernel_dim") - 1),
+                dtype=conv_dtype,
+                groups=groups,
+            ),
+        ),
+    )
+
+
+def bailing_lightning(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for latent rows and lightning attention layers (BailingHybridConfig).
+
+    Layers with a short convolution are Kimi delta attention, as in BailingMoeV3.
+    """
+    if config.text.get("short_conv_kernel_size") is not None:
+        return bailing_delta(config, context)
+    full, linear = split_layers(config, _is_bailing_full_layer(config))
+    heads, head_dim = config.integer("num_attention_heads"), head_dim_of(config)
+    dtype, _ = state_dtypes(None, context.flags)
+    states = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=linear,
+        temporal=StateTensor(shape=(heads, head_dim, head_dim), dtype=dtype),
+    )
+    return (mla_pool(config, context, full, dsa=False), states)
 
 
 def bailing_delta(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for latent rows and Kimi delta attention layers (BailingHybridConfig)."""
     if config.text.get("use_mla_nope"):
         raise config.error("use_mla_nope", "hicachectl knows this model's rows only with rope")
-    group = config.integer("layer_group_size")
-    full, linear = split_layers(config, lambda layer: (layer + 1) % group == 0)
+    full, linear = split_layers(config, _is_bailing_full_layer(config))
     kernel = config.integer("short_conv_kernel_size")
     heads = config.integer("num_attention_heads")
-    mamba = _delta_pool(context, linear, heads, head_dim_of(config), kernel)
+    mamba = delta_pool(context, linear, heads, head_dim_of(config), kernel)
     return (mla_pool(config, context, full, dsa=False), mamba)
 
 
-def _delta_pool(
+def delta_pool(
     context: Context, layers: tuple[int, ...], heads: int, head_dim: int, kernel: int
 ) -> Pool:
     """Return the states of Kimi delta attention (KimiLinearStateShape)."""
@@ -176,6 +206,22 @@ def _mamba2_pool(
         temporal=StateTensor(shape=(heads, head_dim, state), dtype=dtypes[0]),
         conv=(StateTensor(shape=(sum(blocks), window - 1), dtype=dtypes[1], groups=blocks),),
     )
+
+
+def _is_bailing_full_layer(config: HfConfig) -> Callable[[int], bool]:
+    if isinstance(config.text.get("layer_group_size"), list):
+        linear = config.integers("layer_group_size", config.integer("num_hidden_layers"))
+        return lambda layer: linear[layer] != 1
+    group = config.integer("layer_group_size")
+    return lambda layer: (layer + 1) % group == 0
+
+
+def _is_gigachat_full_layer(config: HfConfig) -> Callable[[int], bool]:
+    if config.text.get("layer_types") is not None:
+        kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+        return lambda layer: kinds[layer] in ("attention", "full_attention")
+    full = config.integers("full_attention_layers")
+    return lambda layer: layer in full
 
 
 def _is_full_attention_layer(config: HfConfig) -> Callable[[int], bool]:

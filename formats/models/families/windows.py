@@ -34,6 +34,29 @@ def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return _windowed(config, context, lambda layer: kinds[layer] == "full_attention", retained)
 
 
+def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and window layers of a pattern of blocks (IQuestQ1Config)."""
+    if context.flags.pp > 1:
+        raise config.error("pp", "IQuest Q1 does not support pipeline parallelism.")
+    count = config.integer("num_hidden_layers")
+    if not (
+        config.flag("use_hybrid_layers", usual=True)
+        and config.flag("use_sliding_window", usual=True)
+    ):
+        return mha(config, context)
+    block = config.strings("hybrid_layers_types_block")
+    kinds = (
+        *config.strings("first_layers_types"),
+        *block * config.integer("num_hybrid_layers_block"),
+        *config.strings("last_layers_types"),
+    )
+    if len(kinds) != count:
+        raise config.error("num_hidden_layers", f"is {count}, but the blocks have {len(kinds)}")
+    return _windowed(
+        config, context, lambda layer: kinds[layer] == "full_attention", _window_size(config)
+    )
+
+
 def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types."""
     chunk = config.integer("attention_chunk_size")

@@ -585,7 +585,6 @@ def test_architectures_of_another_form_are_refused(value: Any) -> None:
         ("kimi-k2", "kv_lora_rank", ...),
         ("glm-5.2", "indexer_types", ["full"]),
         ("glm-5.2", "index_head_dim", ...),
-        ("deepseek-v3.2", "index_kpool", 4),
         ("qwen3-next-80b-a3b", "full_attention_interval", ...),
         ("qwen3-next-80b-a3b", "linear_num_key_heads", ...),
         ("kimi-linear-48b-a3b", "linear_attn_config", ...),
@@ -597,8 +596,7 @@ def test_architectures_of_another_form_are_refused(value: Any) -> None:
 )
 def test_a_field_at_fault_is_named_with_its_config(name: str, field: str, value: Any) -> None:
     document = config(name, **{field: value})
-    page_size = 256 if field == "index_kpool" else PAGE
-    flags = DeploymentFlags(model="m", page_size=page_size, kv_cache_dtype="bf16")
+    flags = DeploymentFlags(model="m", page_size=PAGE, kv_cache_dtype="bf16")
     if field == "torch_dtype":
         flags = DeploymentFlags(model="m", page_size=PAGE)
     short = field.removeprefix("torch_")

@@ -1,0 +1,45 @@
+"""Kind blocks, one block of bytes of unknown form for each layer (states of DeepSeek-V4).
+
+Source: SGLang srt/mem_cache/memory_pool_host.py :: DeepSeekV4StateHostPool.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.base import PoolKind
+from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, TensorLayout
+
+if TYPE_CHECKING:
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.layouts import Column
+
+
+class Blocks(PoolKind):
+    """Blocks of `nbytes` bytes, layers outermost in every layout, equal on all TP ranks."""
+
+    name = "blocks"
+    summary = "layers, nbytes of one layer; hicachectl does not interpret the bytes."
+    words = "a pool of blocks"
+    required = ("layers", "nbytes")
+    shards = False
+    nixl_layouts = PAGE_FIRST_LAYOUTS
+
+    def layouts(self, pool: Pool) -> tuple[str, ...]:
+        """Return all layouts except page_head."""
+        return HEADLESS_LAYOUTS
+
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
+        """Return one block per layer."""
+        return (TensorLayout("blocks", ("layer", "block"), (layers, pool.nbytes), "uint8"),)
+
+    def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
+        """Return none."""
+        return ()
+
+    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
+        """Return None: one object holds the page."""
+        return None
+
+
+BLOCKS = Blocks()

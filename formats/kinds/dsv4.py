@@ -1,0 +1,86 @@
+"""Kind dsv4, rows of DeepSeek-V4: latents of one token, or of several tokens compressed.
+
+A page is one block of bytes for each layer, outermost in every layout.
+
+Sources: SGLang srt/mem_cache/memory_pool_host.py :: DeepSeekV4PagedHostPool,
+kernels/ops/attention/dsv4/kv_layout.py :: KVLayout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.kinds.base import PoolKind, stored_rows
+from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, TensorLayout
+from hicachectl.formats.wording import not_one_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.layouts import Column
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """A form of rows (KVLayout).
+
+    data, scales: bytes of a row. A page has the data of all rows, then their scales; `interleaved`:
+    each row's scales follow its data. align: a page is padded to a multiple of these bytes.
+    """
+
+    data: int
+    scales: int
+    align: int
+    interleaved: bool = False
+
+    def page_bytes(self, rows: int) -> int:
+        """Return the bytes of a page of one layer."""
+        return -(-rows * (self.data + self.scales) // self.align) * self.align
+
+
+DSV4_ROWS = {
+    "v4": RowForm(576, 8, 576),  # 448 fp8, 64 bf16; 7 ue8m0, 1 unused
+    "v41": RowForm(512, 16, 512),  # 512 fp8; 16 ue8m0
+    "v41_fp4": RowForm(256, 32, 256),  # 512 e2m1; 32 e4m3
+    "v41_new": RowForm(512, 16, 528, interleaved=True),
+    "v41_fp4_new": RowForm(256, 32, 288, interleaved=True),
+    "uniform_fp8": RowForm(512, 0, 512),  # 512 e4m3
+}
+
+
+class Dsv4(PoolKind):
+    """Rows of DeepSeek-V4, equal on all TP ranks."""
+
+    name = "dsv4"
+    summary = f"layers, row: {', '.join(DSV4_ROWS)}; compress_ratio if a row has several tokens."
+    words = "a pool of DeepSeek-V4 rows"
+    required = ("layers", "row")
+    shards = False
+    nixl_layouts = PAGE_FIRST_LAYOUTS
+
+    def problems(self, pool: Pool) -> Iterator[str]:
+        """Yield a message if `row` is unknown."""
+        if pool.row and pool.row not in DSV4_ROWS:
+            yield not_one_of("row", pool.row, tuple(DSV4_ROWS))
+
+    def layouts(self, pool: Pool) -> tuple[str, ...]:
+        """Return all layouts except page_head."""
+        return HEADLESS_LAYOUTS
+
+    def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
+        """Return one block per layer."""
+        nbytes = DSV4_ROWS[pool.row].page_bytes(stored_rows(pool, tokens))
+        return (TensorLayout("rows", ("layer", "block"), (layers, nbytes), "uint8"),)
+
+    def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
+        """Return none: data and scales of a row lie apart."""
+        return ()
+
+    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
+        """Return None: one object holds the page."""
+        return None
+
+
+DSV4 = Dsv4()

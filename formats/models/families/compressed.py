@@ -1,0 +1,269 @@
+"""Models with compressed or sparse KV in pools of their own.
+
+Source: SGLang srt/mem_cache/kv_cache_configurator.py, srt/mem_cache/deepseek_v4_memory_pool.py and
+srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.layouts import DTYPE_BYTES
+from hicachectl.formats.models.dtypes import (
+    compress_state_dtype,
+    index_keys_dtype,
+    is_nvfp4_packed,
+    model_dtype,
+    state_dtypes,
+)
+from hicachectl.formats.models.families.attention import mha, mla
+from hicachectl.formats.models.families.base import (
+    Context,
+    count_or_numbers,
+    mha_pool,
+    split_layers,
+    window_pages,
+)
+from hicachectl.formats.models.families.states import delta_pool, gdn_pool
+from hicachectl.formats.models.flags import attention_tp
+from hicachectl.formats.wording import not_one_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicachectl.formats.models.flags import DeploymentFlags
+    from hicachectl.formats.models.hf_config import HfConfig
+
+_RATIOS = (0, 1, 2, 4, 128)  # collect_sources_by_ratio
+_SHARED_RATIOS = (1, 2)  # layers of these ratios read the rows of a source layer
+_LAYOUTS = ("v4", "v41", "v41_new")
+_COMPRESSED_LAYOUTS = ("", "auto", "fp8", "fp4")
+_ROW_WIDTH = 512
+_STATE_RING = 8  # rows per window page (get_compress_state_ring_size, without speculation)
+
+
+def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return an anchor without bytes, window rows of all layers, and compressed rows by ratio.
+
+    DeepSeek-V4 has rows, index keys and states of each layer of ratio 4, and rows of each of ratio
+    128 (_init_compressed_pools). DeepSeek-V4.1 has rows and index keys of its source layers.
+    """
+    count = config.integer("num_hidden_layers")
+    stated = config.integers("compress_ratios")
+    ratios = stated[:count]  # more are of MTP layers
+    if len(ratios) < count or not set(ratios) <= set(_RATIOS):
+        raise config.error("compress_ratios", f"expected {count} of {_RATIOS}, found {stated}")
+    if config.optional_integer("head_dim") not in (0, _ROW_WIDTH):
+        raise config.error("head_dim", f"SGLang has DeepSeek-V4 rows of {_ROW_WIDTH} values only")
+    if _is_v41(config) and context.flags.pp > 1:
+        raise config.error("pp", "DeepSeek-V4.1 does not support pipeline parallelism yet")
+    main = _main_row(config, context.flags)
+    pages = window_pages(config.integer("sliding_window"), context)
+    window = Pool(name="swa", kind="dsv4", row=main, layers=count, trailing_pages=pages)
+    if context.flags.enable_encoder_swa_bounded_replay:
+        windows: tuple[Pool, ...] = ()  # rebuilt by each request (has_paged_swa)
+    else:
+        windows = (window,)
+    sources = config.integers("kv_source_layer_ids") if set(_SHARED_RATIOS) & set(ratios) else ()
+    pools: list[Pool] = [Pool(name="kv", kind="logical"), *windows]
+    for ratio in sorted(set(ratios) - {0}):
+        layers = tuple(
+            layer
+            for layer in range(count)
+            if ratios[layer] == ratio and (ratio not in _SHARED_RATIOS or layer in sources)
+        )
+        row = _compressed_row(config, context.flags, main, ratio)
+        name = f"deepseek_v4_c{ratio}"
+        pools.append(Pool(name=name, kind="dsv4", row=row, layers=layers, compress_ratio=ratio))
+        if ratio != 128:
+            fp4 = ratio in _SHARED_RATIOS or context.flags.indexer_dtype == "fp4"
+            keys = Pool(
+                name=f"{name}_indexer",
+                kind="dsa_indexer",
+                layers=layers,
+                index_head_dim=config.integer("index_head_dim"),
+                compress_ratio=ratio,
+                row="fp4" if fp4 else "",
+            )
+            pools.append(keys)
+        if ratio == 4:
+            pools += _states(config, context.flags, layers, pages)
+    return tuple(pools)
+
+
+def deepseek_v4_page_size(config: HfConfig) -> int:
+    """Return the page size that SGLang forces (_deepseek_v4_overrides)."""
+    return 256
+
+
+def _is_v41(config: HfConfig) -> bool:
+    return str(config.outer.get("model_type", "")).startswith("deepseek_v41")
+
+
+def _states(
+    config: HfConfig, flags: DeploymentFlags, layers: tuple[int, ...], pages: int
+) -> tuple[Pool, ...]:
+    """Return the states of compressors of ratio 4 (CompressStatePool).
+
+    A state has two halves, for windows that overlap, of latents and scores.
+    """
+    item = DTYPE_BYTES[compress_state_dtype(flags)]
+    widths = {"": _ROW_WIDTH, "_indexer": config.integer("index_head_dim")}
+    return tuple(
+        Pool(
+            name=f"deepseek_v4_c4{part}_state",
+            kind="blocks",
+            layers=layers,
+            nbytes=_STATE_RING * 2 * 2 * width * item,
+            trailing_pages=pages,
+        )
+        for part, width in widths.items()
+    )
+
+
+def _main_row(config: HfConfig, flags: DeploymentFlags) -> str:
+    """Return the form of window rows (select_dsv4_kv_layout)."""
+    backend, layout = flags.dsv4_attn_backend, flags.dsv4_kv_layout.lower()
+    if backend == "trtllm":
+        return "uniform_fp8"
+    if backend == "flashmla_mega" and layout != "v41_new":
+        return "v41"
+    if layout == "auto" or (not layout and _is_v41(config) and backend in ("", "auto")):
+        raise config.error(
+            "dsv4_kv_layout",
+            "the GPU decides; give the server's SGLANG_DSV4_KV_LAYOUT (v4, v41 or v41_new) or "
+            "--dsv4-attn-backend",
+        )
+    if layout not in ("", *_LAYOUTS):
+        raise config.error(*not_one_of("dsv4_kv_layout", layout, _LAYOUTS).split(": ", 1))
+    return layout or "v4"
+
+
+def _compressed_row(config: HfConfig, flags: DeploymentFlags, main: str, ratio: int) -> str:
+    """Return the form of compressed rows beside window rows (resolve_compressed_kv_layout)."""
+    option = flags.dsv4_compressed_kv_layout.lower()
+    if option not in _COMPRESSED_LAYOUTS:
+        known = _COMPRESSED_LAYOUTS[1:]
+        words = not_one_of("dsv4_compressed_kv_layout", option, known)
+        raise config.error(*words.split(": ", 1))
+    if not main.startswith("v41"):
+        if option == "fp4":
+            raise config.error("dsv4_compressed_kv_layout", f"SGLang has no fp4 beside {main} rows")
+        return main
+    fp4 = option == "fp4" or (option != "fp8" and ratio in _SHARED_RATIOS)
+    return main.replace("v41", "v41_fp4") if fp4 else main
+
+
+def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K and V of all layers, and index keys of sparse ones (MiniMaxSparseKVPool)."""
+    if context.flags.pp > 1:
+        raise config.error(
+            "pp",
+            "MiniMax-M3 sparse HiCache does not support pipeline parallelism (pp_size>1) yet.",
+        )
+    if is_nvfp4_packed(config):
+        raise config.error(
+            "quantization_config",
+            "on Blackwell, SGLang packs K and V of this checkpoint with scales in a form that "
+            "hicachectl does not know; write a profile file",
+        )
+    count = config.integer("num_hidden_layers")
+    sparse = config.section("sparse_attention_config")
+    frequency = sparse.integers("sparse_attention_freq", count)
+    layers = tuple(layer for layer in range(count) if frequency[layer])
+    without_values = (0,) * count
+    if sparse.text.get("sparse_disable_index_value") is not None:
+        without_values = sparse.integers("sparse_disable_index_value", count)
+    if not all(without_values[layer] for layer in layers):
+        raise sparse.error(
+            "sparse_disable_index_value",
+            "MiniMax sparse HiCache currently supports index-k-only sparse layers; "
+            "index_kv_pool (value-bearing) layers are not cached/restored yet.",
+        )
+    (kv,) = mha(config, context)
+    if not layers:
+        return (kv,)
+    model = model_dtype(config, context.flags)
+    keys = Pool(
+        name="indexer",
+        kind="index_keys",
+        # With fp8 KV, the GPU and the attention backend decide (get_minimax_sparse_index_dtype).
+        dtype=index_keys_dtype(
+            config, context.flags, usual="" if kv.dtype == "float8_e4m3fn" else model
+        ),
+        layers=count_or_numbers(config, layers),
+        index_head_dim=sparse.integer("sparse_index_dim"),
+    )
+    return (kv, keys)
+
+
+def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools of K, V and delta net states, with index keys (QSATokenToKVPool).
+
+    States of n-gram layers lie behind the others, in a form that a profile gives as bytes only.
+    """
+    full, linear = split_layers(config, _is_qwen4_full_layer(config))
+    kv, states = mha_pool("kv", config, context, full), gdn_pool(config, context, linear)
+    if config.text.get("ple_layer_ids"):
+        if context.flags.pp > 1:
+            raise config.error("pp", "hicachectl knows n-gram states only of one stage")
+        tensors = kind_of(states).tensors(
+            states, len(states.layer_numbers), 1, attention_tp(context.flags)
+        )
+        nbytes = sum(tensor.nbytes for tensor in tensors) + _ngram_bytes(config, context)
+        states = replace(states, kind="opaque", nbytes=nbytes, temporal=None, conv=())
+    ratio = config.optional_integer("indexer_compress_ratio")
+    if not ratio:
+        return (kv, states)
+    keys = Pool(
+        name="indexer",
+        kind="index_keys",
+        dtype=index_keys_dtype(config, context.flags, usual="bfloat16"),
+        layers=kv.layers,
+        index_head_dim=config.integer("indexer_head_dim"),
+        compress_ratio=ratio,
+    )
+    return (kv, keys, states)
+
+
+def qwen4_page_size(config: HfConfig) -> int:
+    """Return the page size that SGLang forces for compressed index keys; 0 if it does not."""
+    return 64 if config.optional_integer("indexer_compress_ratio") else 0
+
+
+def _is_qwen4_full_layer(config: HfConfig) -> Callable[[int], bool]:
+    if config.text.get("layer_types") is None:
+        interval = config.integer("full_attention_interval")
+        return lambda layer: (layer + 1) % interval == 0
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    return lambda layer: kinds[layer] != "linear_attention"
+
+
+def _ngram_bytes(config: HfConfig, context: Context) -> int:
+    """Return the bytes of n-gram states of all layers that have them (Qwen4ExpTextConfig)."""
+    layers = len(set(config.integers("ple_layer_ids")))
+    size = config.integer("ngram_size")
+    window = (config.integer("ple_conv_kernel_size") - 1) * size
+    channels = config.integer("hidden_size") * config.integer("hc_count")
+    _, dtype = state_dtypes(config, context.flags)
+    return layers * window * channels * DTYPE_BYTES[dtype] + (size - 1) * 8  # int64 tokens
+
+
+def glm5_next(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows, their pooled index keys, and Kimi delta attention states."""
+    linear = config.section("linear_attn_config")
+    delta_layers = linear.integers("kda_layers")
+    heads, head_dim = (linear.integer(name) for name in ("num_heads", "head_dim"))
+    kernel = linear.integer("short_conv_kernel_size")
+    states = delta_pool(context, delta_layers, heads, head_dim, kernel)
+    pools = mla(config, context)
+    full = set(range(config.integer("num_hidden_layers"))) - set(delta_layers)
+    held = tuple(
+        replace(pool, layers=tuple(layer for layer in pool.layer_numbers if layer in full))
+        for pool in pools
+    )
+    return (*held, states)
