@@ -85,12 +85,13 @@ class ObjectSpec:
 
     @property
     def object_set(self) -> tuple[str, int | None, bool]:
-        """Identity of the object's set: pool, linear TP size of a trailing pool, listed or not.
+        """Identity of the object's set: pool or the pool that it follows, linear TP size of a
+        trailing pool, listed or not.
 
         A whole page has all objects of each set; of a trailing set, it may have none.
         """
         linear_tp = self.coordinate.shard.tp_size if self.trailing else None
-        return self.pool, linear_tp, self.listed
+        return pool_name(self.pool).follows or self.pool, linear_tp, self.listed
 
     @property
     def awaited(self) -> bool:

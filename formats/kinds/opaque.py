@@ -17,7 +17,10 @@ _STATES = ("c4_state", "c4_indexer_state", "c128_state")
 # Pools of DeepSeek-V4; its kv pool is logical.
 COMPRESSED_POOLS = (
     *(PoolName(name=f"deepseek_v4_{name}", mooncake="shared") for name in _COMPRESSED),
-    *(PoolName(name=f"deepseek_v4_{name}", trailing=True, mooncake="shared") for name in _STATES),
+    *(
+        PoolName(name=f"deepseek_v4_{name}", trailing=True, follows="swa", mooncake="shared")
+        for name in _STATES
+    ),
 )
 
 

@@ -17,6 +17,8 @@ class PoolName:
     draft:    belongs to a speculative draft model; layer numbers count the draft's layers.
     dcp:      stored under decode context parallelism (cache_controller.py).
     cp_split: CP ranks divide the layers under cp_layer_split.
+    follows:  trailing pool with the same pages: SGLang writes both or none (SidecarPoolSpec's
+              indices_from_pool).
     states:   holds recurrent states. Servers need one page's states only, and keys name a TP rank
               even if ranks share the anchor.
     mooncake: form of the Mooncake keys: "kv" (k and v), "parts" (pool name with k and v),
@@ -30,6 +32,7 @@ class PoolName:
     draft: bool = False
     dcp: bool = False
     cp_split: bool = False
+    follows: str = ""
     states: bool = False
     mooncake: str = ""
 

@@ -115,7 +115,7 @@ class SglangSession:
         line = self._stream(self._process.stdout).readline()
         died = {"code": None, "output": "", "error": ""}
         answer: dict[str, Any] = json.loads(line) if line else {**died, "error": self._log_text()}
-        if answer["code"] not in accepted:
+        if answer["code"] not in accepted or not answer["output"]:
             pytest.fail(f"{script} {arguments}: exit {answer['code']}\n{answer['error'][-4000:]}")
         return json.loads(answer["output"])
 

@@ -19,9 +19,16 @@ def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
 
     index: the page's first token index in the host pool, or a Mamba pool's slot.
     """
+    index //= getattr(host, "dcp_size", 1)  # the ranks share the indices, each has its tokens
     page, end, layout = index // host.page_size, index + host.page_size, host.layout
     if kind == "mha":
-        return {"page": _mha_view(host.kv_buffer, layout, page, slice(index, end))}
+        buffers = {"page": host.kv_buffer}
+        if isinstance(host.kv_buffer, tuple):  # K and V of different width
+            buffers = {
+                part: buffer[None] for part, buffer in zip("kv", host.kv_buffer, strict=True)
+            }
+        tokens = slice(index, end)
+        return {part: _mha_view(buffer, layout, page, tokens) for part, buffer in buffers.items()}
     if kind == "mla":
         return {"page": _mla_view(host.kv_buffer, layout, page, slice(index, end))}
     if kind == "dsa_indexer":

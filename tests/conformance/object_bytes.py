@@ -25,6 +25,8 @@ def expected_bytes(manifest: dict[str, Any], entry: dict[str, Any]) -> bytes:
     whole = page_values.logical_page(table, profile["page_size"], salt)
     layers, padding = _layers(profile, table, entry)
     parts = page_values.shard(table, whole, layers, *_tensor_shard(profile, table, entry))
+    if entry.get("dcp_rank") is not None and entry["pool"] == "kv":
+        parts = page_values.tokens_of(parts, entry["dcp_rank"], profile["dcp"])
     if entry["part"] in parts:
         parts = {entry["part"]: parts[entry["part"]]}
     elif table["kind"] == "mha" and entry["part"] is not None:
@@ -63,8 +65,10 @@ def _layers(
     profile: dict[str, Any], table: dict[str, Any], entry: dict[str, Any]
 ) -> tuple[slice, int]:
     """Return the rank's layers on the pool's layer axis, and the number of padding layers."""
+    if table["kind"] in ("logical", "opaque"):
+        return slice(None), 0
     count = page_values.layer_count(table)
-    if entry["pp_size"]:
+    if entry["pp_rank"] is not None and not entry["pool"].startswith("draft"):
         before = sum(profile["pp_partition"][: entry["pp_rank"]])
         return slice(before, before + profile["pp_partition"][entry["pp_rank"]]), 0
     # Mooncake's keys have no CP rank, and only the first rank stores objects.

@@ -7,8 +7,8 @@ them, share this module. An element's value depends on its position in the whole
 - 16-bit patterns: `(position + salt) mod 2**15` as sign, 7 exponent bits and 7 mantissa bits
   of a finite, normal bfloat16 of moderate size. Unique in any 32768 neighbouring positions.
 - float32 states: the same in the 23 mantissa bits of a number in [1, 2).
-- e4m3 codes: every code but the two NaNs in turn; the first of each block of 128 is the
-  largest number, as quantisation by the block's maximum leaves it.
+- e4m3 codes: every code but the two NaNs in turn; with scales, the first of each block of 128 is
+  the largest number, as quantisation by the block's maximum leaves it.
 - float32 scales: in [2**-12, 2**-11), well above the smallest that SGLang writes (1e-4 / 448).
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -39,7 +39,8 @@ def page_salt(page_hash: str, pool: str, seed: int = 0) -> int:
 def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
     """Return one page of a whole pool (all layers and heads), from the pool's profile table.
 
-    mha: `page` uint16 (bfloat16 bits) [k or v, layer, token, head, dim]
+    mha: `page` uint16 (bfloat16 bits) or uint8 (e4m3 codes) [k or v, layer, token, head, dim]; if
+        K and V differ in width: `k` and `v`, both with a first axis of length 1
     mla: `page` uint16 [layer, token, dim]; uint8 [layer, token, 656] with row "fp8_scaled"
     dsa_indexer: `page` uint8 [layer, keys of all tokens then their scales]
     opaque, logical: `page` uint8 [bytes]
@@ -50,8 +51,7 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
         return {"page": (numbers * 167 + (numbers >> 8)).astype(np.uint8)}
     layers = layer_count(pool)
     if pool["kind"] == "mha":
-        shape = (2, layers, page_size, pool["kv_heads"], pool["head_dim"])
-        return {"page": _bfloat16(shape, salt)}
+        return _keys_and_values(pool, (layers, page_size, pool["kv_heads"]), salt)
     if pool["kind"] == "mla":
         if pool["row"] == "fp8_scaled":
             return {"page": _scaled_rows(layers, page_size, pool, salt)}
@@ -65,6 +65,11 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
         part: _state((layers, *state["shape"]), state["dtype"], salt + zlib.crc32(part.encode()))
         for part, state in states.items()
     }
+
+
+def tokens_of(parts: Parts, dcp_rank: int, dcp_size: int) -> Parts:
+    """Return the rows of a latent page that one DCP rank holds: every dcp_size-th token."""
+    return {"page": parts["page"][:, dcp_rank::dcp_size]}
 
 
 def layer_count(pool: Mapping[str, Any]) -> int:
@@ -83,7 +88,7 @@ def shard(
         heads = max(1, pool["kv_heads"] // tp_size)
         first = tp_rank * pool["kv_heads"] // tp_size
         mine = slice(first, first + heads)
-        return {"page": parts["page"][:, layers, :, mine]}
+        return {part: values[:, layers, :, mine] for part, values in parts.items()}
     if pool["kind"] != "mamba":
         return {"page": parts["page"][layers]}
     return {
@@ -110,6 +115,16 @@ def _shard_state(
     return np.concatenate(mine, axis=axis)
 
 
+def _keys_and_values(pool: Mapping[str, Any], outer: tuple[int, ...], salt: int) -> Parts:
+    encodings: dict[str, Callable[[tuple[int, ...], int], NDArray[Any]]]
+    encodings = {"bfloat16": _bfloat16, "float8_e4m3fn": _e4m3}
+    encode = encodings[pool["dtype"]]
+    wide, narrow = pool["head_dim"], pool.get("v_head_dim", pool["head_dim"])
+    if wide == narrow:
+        return {"page": encode((2, *outer, wide), salt)}
+    return {"k": encode((1, *outer, wide), salt), "v": encode((1, *outer, narrow), salt + 1)}
+
+
 def _positions(shape: tuple[int, ...], salt: int) -> NDArray[np.int64]:
     return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) + salt
 
@@ -129,7 +144,11 @@ def _state(shape: tuple[int, ...], dtype: str, salt: int) -> NDArray[Any]:
 
 
 def _e4m3(shape: tuple[int, ...], salt: int) -> NDArray[np.uint8]:
-    codes = _E4M3[_positions(shape, salt) % len(_E4M3)]
+    return _E4M3[_positions(shape, salt) % len(_E4M3)]
+
+
+def _scaled_e4m3(shape: tuple[int, ...], salt: int) -> NDArray[np.uint8]:
+    codes = _e4m3(shape, salt)
     codes.reshape(-1, FP8_BLOCK)[:, 0] = _E4M3_LARGEST
     return codes
 
@@ -143,13 +162,13 @@ def _scaled_rows(
 ) -> NDArray[np.uint8]:
     """Return 656-byte rows: codes, one float32 scale per 128 codes, and the bfloat16 rope part."""
     rank, rope = pool["kv_lora_rank"], pool["qk_rope_head_dim"]
-    codes = _e4m3((layers, page_size, rank), salt)
+    codes = _scaled_e4m3((layers, page_size, rank), salt)
     scales = _scales((layers, page_size, rank // FP8_BLOCK), salt)
     rotary = _bfloat16((layers, page_size, rope), salt)
     return np.concatenate([codes, scales.view(np.uint8), rotary.view(np.uint8)], axis=-1)
 
 
 def _indexer_blocks(layers: int, page_size: int, dim: int, salt: int) -> NDArray[np.uint8]:
-    keys = _e4m3((layers, page_size, dim), salt).reshape(layers, -1)
+    keys = _scaled_e4m3((layers, page_size, dim), salt).reshape(layers, -1)
     scales = _scales((layers, page_size, dim // FP8_BLOCK), salt).reshape(layers, -1)
     return np.concatenate([keys, scales.view(np.uint8)], axis=-1)

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
     from tests.conformance import host_pages, page_values
     from tests.conformance.rank_pools import RankPools
+    from tests.conformance.store_cases import follows_windows, is_trailing
 else:
     import host_pages
     import page_values
+    from store_cases import follows_windows, is_trailing
 
 VOCABULARY = 151_936  # Qwen3's
-TRAILING = ("mamba", "swa")  # pools that only the last pages of a node have
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +76,26 @@ def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
     """Return a node's transfers of the pools other than kv, as the tree's components build them.
 
     mamba: the node's end (unified_cache/components/mamba.py); swa: its last pages (swa.py);
-    the others go with kv (SidecarPoolSpec, hybrid_pool_assembler.py).
+    compression states go with swa, the others with kv (SidecarPoolSpec, hybrid_pool_assembler.py).
     """
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     transfers = []
     for table in _side_tables(pools):
         name = PoolName(table["name"])
-        if table["name"] not in TRAILING:
+        if not is_trailing(table["name"]):
             transfers.append(PoolTransfer(name=name, indices_from_pool=PoolName.KV))
             continue
-        host = pools.host[table["name"]]
-        keys = list(node[-table.get("trailing_pages", 1) :])
-        transfers.append(
-            PoolTransfer(
-                name=name,
-                host_indices=host.alloc(len(keys) * host.page_size),
-                keys=keys,
-                hit_policy=PoolHitPolicy.TRAILING_PAGES,
-            )
+        transfer = PoolTransfer(
+            name=name,
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            indices_from_pool=_source(table["name"]),
         )
+        if transfer.indices_from_pool is None:
+            host = pools.host[table["name"]]
+            transfer.keys = list(node[-table.get("trailing_pages", 1) :])
+            transfer.host_indices = host.alloc(len(transfer.keys) * host.page_size)
+        transfers.append(transfer)
     return transfers
 
 
@@ -104,16 +105,36 @@ def queries(pools: RankPools) -> list[Any]:
 
     transfers = []
     for table in _side_tables(pools):
-        trailing = table["name"] in TRAILING
+        trailing = is_trailing(table["name"])
         transfers.append(
             PoolTransfer(
                 name=PoolName(table["name"]),
                 keys=[""] * table.get("trailing_pages", 1) if trailing else None,
                 hit_policy=PoolHitPolicy.TRAILING_PAGES if trailing else PoolHitPolicy.ALL_PAGES,
-                indices_from_pool=None if trailing else PoolName.KV,
+                indices_from_pool=_source(table["name"]),
             )
         )
     return transfers
+
+
+def _source(name: str) -> Any:
+    """Return the pool whose host indices a pool uses; None for indices of its own."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    if follows_windows(name):
+        return PoolName.SWA
+    return None if is_trailing(name) else PoolName.KV
+
+
+def alloc_page(pools: RankPools, name: str) -> Any:
+    """Return the host indices of a new page of a pool."""
+    host = pools.host["swa" if follows_windows(name) else name]
+    return host.alloc(page_indices(host))
+
+
+def page_indices(host: Any) -> int:
+    """Return the host indices of a page; under DCP, a rank holds the rows of some of them."""
+    return int(getattr(host, "logical_page_size", host.page_size))
 
 
 def _side_tables(pools: RankPools) -> list[Mapping[str, Any]]:
@@ -133,12 +154,14 @@ def fill_node(pools: RankPools, operation: Any, seed: int) -> None:
 
 def placed_pages(pools: RankPools, operation: Any) -> Iterator[tuple[str, str, int]]:
     """Yield (pool, page hash, host index) of every page that an operation moves."""
-    spans: list[Any] = [("kv", operation.hash_value, operation.host_indices)]
+    # Pools without indices of their own have no keys until the controller resolves them.
+    spans: dict[str, Any] = {"kv": (operation.hash_value, operation.host_indices)}
     for transfer in operation.pool_transfers:
-        # Sidecars of kv have no keys until the controller resolves them.
-        own = transfer.indices_from_pool is None
-        source = (transfer.keys, transfer.host_indices) if own else spans[0][1:]
-        spans.append((transfer.name.value, *source))
-    for name, keys, indices in spans:
+        if transfer.indices_from_pool is None:
+            spans[transfer.name.value] = transfer.keys, transfer.host_indices
+    for transfer in operation.pool_transfers:
+        if transfer.indices_from_pool is not None:
+            spans[transfer.name.value] = spans[transfer.indices_from_pool.value]
+    for name, (keys, indices) in spans.items():
         for number, page in enumerate(keys):
-            yield name, page, int(indices[number * pools.host[name].page_size])
+            yield name, page, int(indices[number * page_indices(pools.host[name])])

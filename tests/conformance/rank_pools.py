@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ else:
 
 HOST_RATIO = 2.0  # SGLang's default --hicache-ratio
 COMPRESSED_LAYERS = 2  # of pools of kind opaque
+_RING = 4  # states of a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,11 @@ class RankPools:
         """Return the values that one page of a pool must have."""
         table = next(pool for pool in self.profile["pools"] if pool["name"] == name)
         whole = page_values.logical_page(table, self.profile["page_size"], salt)
-        tp = self.profile.get("tp", 1)
-        return page_values.shard(table, whole, self.layers[name], self.rank.tp, tp)
+        tp, dcp = self.profile.get("tp", 1), self.profile.get("dcp", 1)
+        mine = page_values.shard(table, whole, self.layers[name], self.rank.tp, tp)
+        if dcp == 1 or name != "kv":
+            return mine
+        return page_values.tokens_of(mine, self.rank.tp % dcp, dcp)
 
 
 def ranks(profile: Mapping[str, Any]) -> list[Rank]:
@@ -79,7 +84,7 @@ def parallel(deployment: Deployment, rank: Rank) -> Iterator[None]:
     from sglang.srt.runtime_context import get_flags, get_parallel
 
     profile = deployment.profile
-    tp, cp, pp = (profile.get(name, 1) for name in ("tp", "cp", "pp"))
+    tp, cp, pp, dcp = (profile.get(name, 1) for name in ("tp", "cp", "pp", "dcp"))
     groups = 2 if deployment.attention_dp else 1
     # Rank layout (dp, cp, tp), tp changing fastest: runtime_context.derive_attention_ranks.
     values = {
@@ -92,9 +97,9 @@ def parallel(deployment: Deployment, rank: Rank) -> Iterator[None]:
         "attn_cp_size": cp,
         "pp_rank": rank.pp,
         "pp_size": pp,
-        "attn_dcp_rank": 0,
-        "attn_dcp_size": 1,
-        "dcp_enabled": False,
+        "attn_dcp_rank": rank.tp % dcp,
+        "attn_dcp_size": dcp,
+        "dcp_enabled": dcp > 1,
     }
     with (
         get_parallel().override(**values),
@@ -119,7 +124,8 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     else:
         device = _mha_device(profile, tables["kv"], rank, size)
     pools = RankPools(profile, rank)
-    pools.add(tables["kv"], device, _host(device, profile, **_packed(profile, rank, size)))
+    more = {**_packed(profile, rank, size), **_dcp(profile, rank)}
+    pools.add(tables["kv"], device, _host(device, profile, **more))
     if "indexer" in tables:
         pools.add(tables["indexer"], device, _indexer_host(device, pools))
     if "swa" in tables:
@@ -227,10 +233,20 @@ def _packed(profile: Mapping[str, Any], rank: Rank, size: int) -> dict[str, Any]
     return {"draft_buffer_infos": [d.get_device_pool_infos()[0].buffer_info for d in drafts]}
 
 
+def _dcp(profile: Mapping[str, Any], rank: Rank) -> dict[str, int]:
+    """Return the arguments of a host pool that has every dcp-th token of a page."""
+    size = profile.get("dcp", 1)
+    return {} if size == 1 else {"dcp_size": size, "dcp_rank": rank.tp % size}
+
+
 def _compressed_pools(pools: RankPools, pages: int) -> RankPools:
     """Add the pools of a model like DeepSeek-V4: an anchor without bytes, and compressed pages."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
-    from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, LogicalHostPool
+    from sglang.srt.mem_cache.memory_pool_host import (
+        DeepSeekV4PagedHostPool,
+        DeepSeekV4StateHostPool,
+        LogicalHostPool,
+    )
 
     class NoDeviceMemory(DeepSeekV4TokenToKVPool):  # type: ignore[misc]
         """A device pool that storage does not look into."""
@@ -243,21 +259,30 @@ def _compressed_pools(pools: RankPools, pages: int) -> RankPools:
 
     profile, device = pools.profile, NoDeviceMemory()
     page_size, slots = profile["page_size"], int(HOST_RATIO * pages)
+    common = {"layout": profile["layout"]}
     for table in profile["pools"]:
+        name, nbytes = table["name"], table.get("nbytes", 0) // COMPRESSED_LAYERS
         if table["kind"] == "logical":
-            host = LogicalHostPool(slots * page_size, page_size, layout=profile["layout"])
+            host = LogicalHostPool(slots * page_size, page_size, **common)
+        elif name.endswith("_state"):
+            states = torch.zeros(_RING, nbytes // _RING // 4)  # of float32
+            ring = SimpleNamespace(kv_score_buffer=SimpleNamespace(kv_score=states))
+            ring.ring_size = _RING
+            layers = [ring] * COMPRESSED_LAYERS
+            host = DeepSeekV4StateHostPool(
+                name, layers, slots, page_size, pin_memory=False, **common
+            )
         else:
-            nbytes = table["nbytes"] // COMPRESSED_LAYERS
             buffers = [torch.zeros((1, nbytes), dtype=torch.uint8)] * COMPRESSED_LAYERS
             host = DeepSeekV4PagedHostPool(
-                table["name"],
+                name,
                 buffers,
                 nbytes,
                 slots,
                 page_size,
-                layout=profile["layout"],
                 pin_memory=False,
                 page_aligned_only=True,
+                **common,
             )
         pools.add(table, device, host)
     return pools

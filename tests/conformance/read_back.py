@@ -6,7 +6,8 @@ first one, to read a re-sharded or re-ordered store like the server that the sto
 
 Prints a JSON list with an entry for each deployment and rank: model, pp, cp, tp (ranks);
 hit_pages, the result of `batch_exists_v2` for the whole chain; read and wrong, which map each pool
-to the chain positions that were read, and to those that are too short or have unexpected values.
+with bytes to the chain positions that were read, and to those that are too short or have
+unexpected values.
 Exits 1 if anything is wrong.
 """
 
@@ -78,6 +79,8 @@ def _read_rank(
         found = backend.batch_exists_v2(pages, prompt_nodes.queries(pools))
         result |= {"hit_pages": found.kv_hit_pages, "read": {}, "wrong": {}}
         for table in profile["pools"]:
+            if table["kind"] == "logical":
+                continue
             read, wrong = _read_pool(pools, backend, table, manifest)
             result["read"][table["name"]], result["wrong"][table["name"]] = read, wrong
     return result
@@ -94,7 +97,7 @@ def _read_pool(
     for position, page in enumerate(manifest["pages"]):
         if not exists(name, page):
             continue
-        indices = host.alloc(host.page_size)
+        indices = prompt_nodes.alloc_page(pools, name)
         index = int(indices[0])
         if not load(name, page, host, indices):
             wrong.append(position)

@@ -130,11 +130,10 @@ _KIMI_DELTA_POOL = _mamba(
 )
 
 
-def _mla_mamba(sglang: str) -> Deployment:
-    profile = _profile(
-        "moonshotai/Kimi-Linear-Tiny", [_mla([3, 4]), _KIMI_DELTA_POOL], tp=2, page_size=16
-    )
-    return Deployment({**profile, "sglang": sglang}, linear_attention=_KIMI_DELTA)
+def _mla_mamba(sglang: str, **fields: Any) -> Deployment:
+    fields = {"tp": 2, "page_size": 16, **fields, "sglang": sglang}
+    profile = _profile("moonshotai/Kimi-Linear-Tiny", [_mla([3, 4]), _KIMI_DELTA_POOL], **fields)
+    return Deployment(profile, linear_attention=_KIMI_DELTA)
 
 
 def _hybrid_mamba(*, groups: bool = False, **fields: Any) -> Deployment:
@@ -151,6 +150,38 @@ def _split_layers(attention_dp: bool) -> Deployment:
 
 def _drafted(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     return _profile(model, pools, tp=2, speculative_algorithm="STANDALONE", **fields)
+
+
+def is_trailing(pool: str) -> bool:
+    """Return whether only the last pages of a node have a pool."""
+    return pool in ("mamba", "swa") or follows_windows(pool)
+
+
+def follows_windows(pool: str) -> bool:
+    """Return whether SGLang writes a pool with each window: compression states of DeepSeek-V4."""
+    return pool.endswith("_state")
+
+
+def has_values(profile: Mapping[str, Any]) -> bool:
+    """Return whether a profile describes the bytes of a pool."""
+    return any(pool["kind"] not in ("logical", "opaque") for pool in profile["pools"])
+
+
+def _opaque(name: str, nbytes: int, **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "opaque", "nbytes": nbytes, **more}
+
+
+def _compressed(**more: Any) -> dict[str, Any]:
+    """Return a small DeepSeek-V4: kv without bytes, windows with states, compressed pages."""
+    pools = [
+        {"name": "kv", "kind": "logical"},
+        _opaque("swa", 9360, trailing_pages=2),
+        _opaque("deepseek_v4_c4", 4680),
+        _opaque("deepseek_v4_c4_indexer", 528),
+        _opaque("deepseek_v4_c128", 1168),
+        _opaque("deepseek_v4_c4_state", 768, trailing_pages=2),
+    ]
+    return _profile("deepseek-ai/DeepSeek-V4-Tiny", pools, tp=2, **more)
 
 
 _SWA = _mha("swa", [0, 1, 3, 4], trailing_pages=2, hit_policy="trailing_pages")
@@ -185,6 +216,11 @@ CASES: dict[str, Case] = {
         )
     ),
     "swa": Case((Deployment(_profile("openai/gpt-oss-tiny", [_mha("kv", [2, 5]), _SWA], tp=2)),)),
+    "fp8_mha": Case(
+        (Deployment(_profile("Qwen/Qwen3-FP8-Tiny", [_mha("kv", 3, dtype="float8_e4m3fn")], tp=2)),)
+    ),
+    "deepseek_v4": Case((Deployment(_compressed()),)),
+    "dcp2": Case((_mla_mamba(NEWEST, tp=4, dcp=2),)),
     "mha_layouts": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)])),)),
     "legacy_mla_mamba": Case((_mla_mamba(LEGACY),), sglang=LEGACY),
 }
@@ -195,8 +231,9 @@ VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 # Cases for SGLang's controller with the plug-in, which writes them to files.
+# DCP is refused.
 PLUGIN_CASES: dict[str, Case] = {
-    **{name: case for name, case in CASES.items() if case.sglang == NEWEST},
+    **{name: case for name, case in CASES.items() if case.sglang == NEWEST and name != "dcp2"},
     "packed_draft": Case(
         (
             Deployment(
@@ -217,20 +254,6 @@ PLUGIN_CASES: dict[str, Case] = {
     ),
     "asymmetric": Case(
         (Deployment(_profile("XiaomiMiMo/MiMo-Tiny", [_mha("kv", 2, v_head_dim=32)], tp=2)),)
-    ),
-    "logical": Case(
-        (
-            Deployment(
-                _profile(
-                    "deepseek-ai/DeepSeek-V4-Tiny",
-                    [
-                        {"name": "kv", "kind": "logical"},
-                        {"name": "deepseek_v4_c4", "kind": "opaque", "nbytes": 8192},
-                    ],
-                    tp=2,
-                )
-            ),
-        )
     ),
 }
 
@@ -266,6 +289,20 @@ MOONCAKE_CASES: dict[str, Case] = {
     "split_heads": Case(
         (Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)], tp=2, **_SPLIT)),)
     ),
+    "split_heads_pp2": Case(
+        (
+            Deployment(
+                _drafted(
+                    "meta-llama/Llama-Tiny",
+                    [_mha("kv", 5), _mha("draft", 1)],
+                    pp=2,
+                    pp_partition=[3, 2],
+                    **_SPLIT,
+                )
+            ),
+        )
+    ),
+    "asymmetric": PLUGIN_CASES["asymmetric"],
     # The draft's keys contain a printed list with commas.
     "split_heads_draft": Case(
         (
@@ -287,7 +324,7 @@ MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
 
 # Cases that SGLang can write to 3FS: no second MHA pool, PP stage, CP rank or model.
 HF3FS_CASES: dict[str, Case] = {
-    name: CASES[name] for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba")
+    name: CASES[name] for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha")
 }
 # (case, layout): K and V are separate in page_first layouts, one flat page in layer_first.
 HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
@@ -301,10 +338,7 @@ HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
 # Cases that SGLang can write by NIXL: no PP stage or CP rank. With direct I/O, SGLang fails to
 # write objects that are no multiple of a disk block.
 NIXL_CASES: dict[str, Case] = {
-    **{
-        name: CASES[name]
-        for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa")
-    },
+    **{name: CASES[name] for name in (*HF3FS_CASES, "mha_draft", "swa")},
     # K or V of a page are no multiple of 4 KiB, so direct I/O writes them together.
     "short_pages": Case((Deployment(_profile("Qwen/Qwen3-Short", [_mha("kv", 2, kv_heads=1)])),)),
     "mla_blocks": Case(
@@ -315,7 +349,8 @@ NIXL_CASES: dict[str, Case] = {
 NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
     *(
         ("nixl", name, DEFAULT_LAYOUT)
-        for name in ("gqa_tp2", "hybrid_mamba", "mha_draft", "swa", "short_pages", "mla_blocks")
+        for name in NIXL_CASES
+        if name not in ("mla_indexer", "mla_mamba")
     ),
     ("nixl", "gqa_tp2", "layer_first"),
     ("nixl", "mha_draft", "page_head"),

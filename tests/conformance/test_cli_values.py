@@ -29,7 +29,8 @@ NAN = {"bfloat16": 0x7FC0, "float16": 0x7E00, "float32": 0x7FC00000, "float8_e4m
 INFINITY = {"bfloat16": 0xFF80, "float16": 0x7C00, "float32": 0xFF800000}
 WORDS = {1: "<u1", 2: "<u2", 4: "<u4"}
 
-CASES = ("gqa_tp2", "mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mha_draft", "swa", "pp2")
+CASES = ("gqa_tp2", "mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mha_draft", "swa", "pp2",
+         "fp8_mha", "dcp2")  # fmt: skip
 
 
 @pytest.fixture

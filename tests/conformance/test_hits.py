@@ -27,9 +27,11 @@ PLACES = 6  # copies of a store, each without other objects
 FILE_CASES = [name for name, case in CASES.items() if case.sglang == NEWEST]
 MOONCAKE_CASES = (
     "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa", "pp2", "cp2",
-    "mla_mha_draft", "split_heads_draft", "tag_and_none",
+    "mla_mha_draft", "split_heads_draft", "split_heads_pp2", "tag_and_none", "asymmetric",
+    "deepseek_v4", "dcp2",
 )  # fmt: skip
-PLUGIN_CASES = ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "swa", "pp2", "cp2")
+PLUGIN_CASES = ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "swa", "pp2", "cp2",
+                "deepseek_v4")  # fmt: skip
 
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("sglang-mooncake")]
 

@@ -108,6 +108,19 @@ MOVES = (
     Move("split_heads", "mooncake", "mooncake", {"tp": 1}),
     Move("split_heads_draft", "mooncake", "mooncake", {"tp": 4}),
     Move("split_heads_draft", "mooncake", "file", {"tp": 2, "tp_lcm_size": 0}),
+    Move("split_heads_pp2", "mooncake", "file", {"tp": 4, "tp_lcm_size": 0, **_ONE_STAGE}),
+    Move("split_heads_pp2", "mooncake", "mooncake", {"tp": 1, **_ONE_STAGE}),
+    # K and V of different width, and of 8 bits.
+    Move("asymmetric", "mooncake", "mooncake", {"tp": 4, **_DIRECT}),
+    Move("fp8_mha", "file", "mooncake", {"tp": 4, **_DIRECT}),
+    Move("fp8_mha", "mooncake", "hf3fs", {"tp": 1}),
+    Move("fp8_mha", "hf3fs", "file", {"tp": 4, **_HEAD}),
+    # Compressed pages; the file store has an anchor that Mooncake lacks.
+    Move("deepseek_v4", "file", "mooncake", {"tp": 4}),
+    Move("deepseek_v4", "mooncake", "file", {"tp": 1, **_DIRECT}),
+    # Tokens divided among ranks.
+    Move("dcp2", "file", "mooncake", _DIRECT),
+    Move("dcp2", "mooncake", "file", {"model": "moonshotai/Renamed"}),
     # Names.
     Move("hybrid_mamba", "file", "file", {"model": "Qwen/Renamed"}),
     Move("hybrid_mamba", "mooncake", "mooncake", {"tag": "teamB"}),
@@ -202,13 +215,17 @@ def read_back(
 
 
 def positions(manifest: Manifest, profile: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the chain positions at which SGLang stored each pool."""
+    """Return the chain positions at which SGLang stored each pool with bytes."""
     number = {page: position for position, page in enumerate(manifest["pages"])}
     first = manifest["profile"]
     own = {"model": first["model"].replace("/", "-"), "tag": first.get("tag")}
-    found: dict[str, set[int]] = {pool["name"]: set() for pool in profile["pools"]}
+    found: dict[str, set[int]] = {
+        pool["name"]: set() for pool in profile["pools"] if pool["kind"] != "logical"
+    }
     for entry in manifest["objects"]:
-        if all(entry.get(name, value) == value for name, value in own.items()):
+        if entry["pool"] in found and all(
+            entry.get(name, value) == value for name, value in own.items()
+        ):
             found[entry["pool"]].add(number[entry["page"]])
     return {pool: sorted(places) for pool, places in found.items()}
 

@@ -43,7 +43,7 @@ SERVED = (
     ("mla_draft", "layer_first"),
     ("packed_draft", "page_head"),
     ("swa", "page_first_direct"),
-    ("logical", "page_first"),
+    ("deepseek_v4", "page_first"),
     ("pp2", "page_first"),
     ("cp2", "page_first"),
 )
@@ -141,7 +141,7 @@ DAMAGED = (
     ("mha_draft", "draft", 0, 4),
     ("swa", "swa", 1, 6),
     ("packed_draft", "kv", 0, 4),
-    ("logical", "deepseek_v4_c4", None, 4),
+    ("deepseek_v4", "deepseek_v4_c128", None, 3),
 )
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.conformance
 
 Row = dict[str, Any]
 _HEADED = ("gqa_tp2", "mha_draft", "packed_draft", "pp2", "swa")
-_LATENT = ("mla_draft", "logical")
+_LATENT = ("mla_draft", "deepseek_v4")
 _SPECULATIVE = {"speculative_algorithm": "EAGLE"}
 REQUESTS: list[Row] = [
     *({"case": case} for case in PLUGIN_CASES if case not in PLUGIN_REFUSES),

@@ -16,7 +16,8 @@ passes nodes to the controller one by one. The manifest lists every object that 
     pages         page hashes in chain order
     objects       key (of a file: `file`), page, pool, part (null if the object is the whole page),
                   model, tp_rank, tp_size, pp_rank, pp_size, cp_rank, cp_size (null if the key
-                  lacks them), nbytes. Mooncake, where keys have ranks but no sizes: also tag, heads
+                  lacks them), nbytes. File and Mooncake: also dcp_rank. Mooncake, where keys have
+                  ranks but no sizes: also tag, heads
                   (the slices of split heads) and group (its group id). 3FS, where keys have no
                   model: the model that wrote the object, and its page index
     ignored       file: calls that wrote nothing because the file existed, with the writer's ranks
@@ -490,7 +491,7 @@ def _mooncake_coordinates(suffix: str, pool: str, backend: Any, config: Any) -> 
     words = ("" if pool in ("kv", "mamba") else pool, part or "")
     rank = suffix.removeprefix("_").removesuffix("_".join(filter(None, words)))
     found: dict[str, Any] = dict.fromkeys(
-        ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "heads")
+        ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "dcp_rank", "heads")
     )
     mine = [backend.mha_suffix] if isinstance(backend.mha_suffix, str) else backend.mha_suffix
     first = config.tp_rank * len(mine)
@@ -504,11 +505,17 @@ def _mooncake_coordinates(suffix: str, pool: str, backend: Any, config: Any) -> 
             found["tp_rank"] = config.tp_rank
     elif rank != f"{backend.mla_suffix}_":
         raise AssertionError(f"{suffix} of {pool} is of no known form")
+    elif config.dcp_size > 1:
+        found |= {"dcp_rank": config.dcp_rank, "cp_rank": config.attn_cp_rank}
     if config.pp_size > 1:
         found |= {"pp_rank": config.pp_rank, "pp_size": config.pp_size}
     model = config.model_name.replace("/", "-")
     tag = (config.extra_config or {}).get("extra_backend_tag")
-    if backend.config_prefix != "_".join(filter(None, (tag, model))):
+    dcp = ""
+    if config.dcp_size > 1:
+        dcp = f"tp{config.tp_size}_dcp{config.dcp_size}_page{config.logical_page_size}_pp1_cp1"
+        found |= {"tp_size": config.tp_size, "pp_size": 1, "cp_size": 1}
+    if backend.config_prefix != "_".join(filter(None, (tag, model, dcp))):
         raise AssertionError(f"{backend.config_prefix} is not tag {tag} and model {model}")
     return {"part": part, "model": model, "tag": tag, **found}
 
@@ -518,7 +525,7 @@ def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
     model = config.model_name.replace("/", "-")
     pool = "" if entry["pool"] == "kv" else f".{entry['pool']}"
     ranks: dict[str, int | None] = dict.fromkeys(
-        ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")
+        ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "dcp_rank")
     )
     tail = ""
     if config.pp_size > 1:
@@ -528,11 +535,16 @@ def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
         ranks |= {"cp_rank": config.attn_cp_rank, "cp_size": config.attn_cp_size}
         tail += f"_cp{config.attn_cp_rank}_{config.attn_cp_size}"
     stem = f"{entry['page']}{pool}_{model}"
+    dcp = {}
+    if config.dcp_size > 1:
+        dcp = {"tp_size": config.tp_size, "dcp_rank": config.dcp_rank}
+        tail += f"_tp{config.tp_size}_dcp{config.dcp_rank}_{config.dcp_size}"
+        tail += f"_page{config.logical_page_size}"
     if entry["file"] == f"{stem}_{config.tp_rank}_{config.tp_size}{tail}.bin":
         ranks |= {"tp_rank": config.tp_rank, "tp_size": config.tp_size}
     elif entry["file"] != f"{stem}{tail}.bin":
         raise AssertionError(f"{entry['file']} is of no known form")
-    return {"model": model, **ranks}
+    return {"model": model, **ranks, **dcp}
 
 
 def _with_layout(deployment: Deployment, layout: str | None) -> Deployment:
