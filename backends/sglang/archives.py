@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from hicachectl.formats.identity import object_identity
+from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
 from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ def archive_problem(
         return (
             "does not name the weights of its pages; pack them again with a profile that does, or "
             'give "unstamped": "read"'
+        )
+    if archive.grammar in (DIRECT, BUFFERED):
+        return (
+            "has the keys of a NIXL store, which servers cannot read; migrate the pack to a file "
+            "store, and that one to a pack"
         )
     specs = object_specs(profile, "file")
     for pool in pools:

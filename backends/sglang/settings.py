@@ -40,6 +40,7 @@ _SGLANG_KEYS = (
     "tp_lcm_size",
 )
 _WRITABLE = ("file", "hf3fs", "mooncake")  # by servers
+_ARCHIVE = "pack"
 _NAMED_STORE = re.compile(r"([^/:]+):")
 _LONGEST_IDENTITY = 200
 # Without an effect unless the first store has files, or any store has files or is a pack.
@@ -117,6 +118,12 @@ def _stores(value: Any) -> tuple[StoreUrl, ...]:
     for position, store in enumerate(stores):
         if store in stores[:position]:
             raise ValueError(f"store: {_safe(store)} is given twice; give each store once")
+    for store in stores:
+        if store.scheme not in (*_WRITABLE, _ARCHIVE):
+            raise ValueError(
+                f"store: {_safe(store)} is no store that servers can use; migrate it to one of "
+                f"{', '.join(_WRITABLE)}, or to a pack"
+            )
     writable = [store for store in stores if store.scheme in _WRITABLE]
     if writable and stores[0] not in writable:
         raise ValueError(

@@ -109,6 +109,11 @@ def test_only_files_have_a_digest(store: str) -> None:
             {"store": ["pack:///a.hcpack", FILES]},
             "store: pack:///a.hcpack cannot be written by a server; put file:///mnt/hicache first",
         ),
+        (
+            {"store": [FILES, "nixl:///mnt/nixl"]},
+            "store: nixl:///mnt/nixl is no store that servers can use; migrate it to one of file, ",
+        ),
+        ({"store": "mooncake-ssd:///mnt/ssd"}, "store: .* is no store that servers can use"),
         ({"store": "pack:///a.hcpack", "max_size": 1}, "max_size: has no effect on a pack store"),
         ({"digest": "md5"}, "digest: 'md5' is not one of off, xxh3, blake3"),
         ({"digest": ["xxh3"]}, r"digest: \['xxh3'\] is not one of"),

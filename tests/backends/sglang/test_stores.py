@@ -568,6 +568,16 @@ def test_a_pack_of_another_deployment_is_a_miss_and_one_error(
     assert re.search(rf"{path}: other-deployment: .*{reason}.*misses", error.getMessage())
 
 
+def test_a_pack_of_a_nixl_store_is_a_miss_and_one_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, _ = packed(tmp_path / "pages.hcpack", MHA, "nixl-buffered")
+    with served(url, MHA, writes=False) as found:
+        assert not any(found.exists() + found.read())
+    (error,) = caplog.records
+    assert "has the keys of a NIXL store" in error.getMessage()
+
+
 def test_a_pack_without_weights_is_read_on_request(tmp_path: Path) -> None:
     url, held = packed(tmp_path / "pages.hcpack", structs.replace(MHA, weights=""))
     with served(url, MHA, writes=False, reads_unstamped=True) as found:
