@@ -6,6 +6,11 @@ flags, env and gpu (of the server), profile (fields of DeploymentFlags) and rows
 (tests/conformance/model_pools.py). record_models.py writes the rows. Several models of one
 architecture have longer names: the architecture, then what differs.
 
+Also `unquantised`, the architectures whose models keep no quantisation.
+
+`tests/data/quantised.json` has quantised checkpoints by name: target (an architecture), fields (set
+in its config) and rows.
+
 `tests/data/drafts.json` has drafts by "TARGET DRAFT", two architectures and perhaps a word: origin
 (of the draft's config), draft (its config; absent where the target's checkpoint has the draft),
 fields (set in the target's config), flags and rows.
@@ -21,7 +26,9 @@ _DATA = Path(__file__).parent / "data"
 
 RECORDS: dict[str, Any] = json.loads((_DATA / "models.json").read_text())
 DRAFT_RECORDS: dict[str, dict[str, Any]] = json.loads((_DATA / "drafts.json").read_text())
+QUANTISED_RECORDS: dict[str, dict[str, Any]] = json.loads((_DATA / "quantised.json").read_text())
 CLASSES: list[str] = RECORDS["classes"]
+UNQUANTISED: list[str] = RECORDS["unquantised"]
 # Every model with its config.
 MODELS: dict[str, dict[str, Any]] = {
     name: model
@@ -31,26 +38,31 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _with_target(name: str, draft: dict[str, Any]) -> dict[str, Any]:
-    target = MODELS[name.split(maxsplit=1)[0]]
+def _with_target(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
     config = {**target["config"], **draft.get("fields", {})}
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], **draft.get("fields", {})}
-    return {**draft, "config": config, "flags": {**target.get("flags", {}), **draft["flags"]}}
+    flags = {**target.get("flags", {}), **draft.get("flags", {})}
+    return {**draft, "config": config, "flags": flags}
 
 
 # Every draft with the config and flags of its target.
 DRAFTS: dict[str, dict[str, Any]] = {
-    name: _with_target(name, draft) for name, draft in DRAFT_RECORDS.items()
+    name: _with_target(MODELS[name.split(maxsplit=1)[0]], draft)
+    for name, draft in DRAFT_RECORDS.items()
+}
+# Every quantised checkpoint with its config.
+QUANTISED: dict[str, dict[str, Any]] = {
+    name: _with_target(MODELS[model["target"]], model) for name, model in QUANTISED_RECORDS.items()
 }
 
 
 def write() -> None:
-    """Write RECORDS and DRAFT_RECORDS, one model a line."""
-    (_DATA / "models.json").write_text(
-        f'{{"classes": {json.dumps(CLASSES)},\n"models": {_lines(RECORDS["models"])}}}\n'
-    )
+    """Write all records, one model a line."""
+    names = f'"classes": {json.dumps(CLASSES)},\n"unquantised": {json.dumps(UNQUANTISED)}'
+    (_DATA / "models.json").write_text(f'{{{names},\n"models": {_lines(RECORDS["models"])}}}\n')
     (_DATA / "drafts.json").write_text(_lines(DRAFT_RECORDS) + "\n")
+    (_DATA / "quantised.json").write_text(_lines(QUANTISED_RECORDS) + "\n")
 
 
 def _lines(records: dict[str, Any]) -> str:

@@ -7,10 +7,10 @@ mamba2_state_dtype, srt/mem_cache/kv_cache_configurator.py :: calculate_mla_kv_c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.quantisation import has_fp8_kv, quant_method
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ _COMPRESS_STATE_DTYPES = {
 }
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _ROCM_DSA_BACKENDS = {"triton", "aiter"}
-# Quantisation methods whose SGLang config has a kv_cache_quant_algo. For "auto", SGLang ignores
-# the KV scheme of others, such as compressed-tensors.
-_FP8_METHODS = ("fp8", "mxfp8")
-_MODELOPT_METHODS = ("modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed")
 
 
 def stated_kv_dtype(name: str) -> str | None:
@@ -62,8 +58,7 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
             "GPU (fp8_e4m3 on Blackwell); give the dtype that the server logs at start"
         )
     if name == "auto":
-        quantised = (_kv_quant_algo(config) or "").upper() == "FP8"
-        return "float8_e4m3fn" if quantised else model_dtype(config, flags)
+        return "float8_e4m3fn" if has_fp8_kv(config) else model_dtype(config, flags)
     if name not in _KV_DTYPES:
         raise ProfileError(
             f"kv_cache_dtype: {name!r} objects have a form that hicachectl cannot describe; "
@@ -80,7 +75,7 @@ def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
 
     Source: srt/configs/model_config.py :: _get_and_verify_dtype, model_overrides/gpt_oss.py.
     """
-    if config.architecture == "GptOssForCausalLM" and _quant_method(config) == "mxfp4":
+    if config.architecture == "GptOssForCausalLM" and quant_method(config) == "mxfp4":
         return "bfloat16"
     if flags.dtype != "auto":
         return _known_dtype(flags.dtype, "dtype")
@@ -176,46 +171,3 @@ def _known_dtype(name: str, field: str) -> str:
     if name.lower() not in _MODEL_DTYPES:
         raise ProfileError(not_one_of(field, name, ("auto", *_MODEL_DTYPES)))
     return _MODEL_DTYPES[name.lower()]
-
-
-def _quantisation(config: HfConfig) -> Mapping[str, Any]:
-    """Return the quantisation section that SGLang reads (resolve_checkpoint_quant_spec)."""
-    for source in (config.outer, config.text):
-        section = source.get("quantization_config")
-        if isinstance(section, Mapping):
-            return section
-    return {}
-
-
-def _quant_method(config: HfConfig) -> str | None:
-    method = _quantisation(config).get("quant_method")
-    return method if isinstance(method, str) else None
-
-
-def _kv_quant_algo(config: HfConfig) -> str | None:
-    """Return the KV quantisation of a checkpoint, or None if SGLang ignores it."""
-    section = _quantisation(config)
-    nested = section.get("quantization")  # the form of hf_quant_config.json
-    section = nested if isinstance(nested, Mapping) else section
-    method = _quant_method(config) or ("modelopt" if section.get("quant_algo") else None)
-    scheme = section.get("kv_cache_scheme")
-    algo = section.get("kv_cache_quant_algo")
-    algo = algo if isinstance(algo, str) else None
-    if method in _FP8_METHODS:
-        return algo
-    if method not in _MODELOPT_METHODS or not _is_modelopt_kv(section):
-        return None
-    if isinstance(scheme, Mapping):
-        return "FP8" if (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) else None
-    return algo
-
-
-def _is_modelopt_kv(section: Mapping[str, Any]) -> bool:
-    """Return whether SGLang reads a section as ModelOpt, not W4AFP8 (mixed, without NVFP4)."""
-    if section.get("quant_algo") != "MIXED_PRECISION":
-        return True
-    layers = section.get("quantized_layers")
-    if not isinstance(layers, Mapping):
-        return False
-    algos = [str(v.get("quant_algo")).upper() for v in layers.values() if isinstance(v, Mapping)]
-    return bool({"NVFP4", "W4A16_NVFP4"} & set(algos))

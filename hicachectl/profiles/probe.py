@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -362,7 +363,9 @@ def _draft_stand_in(config: Any) -> Any:
 
     model_class = ModelRegistry.models.get(config.hf_config.architectures[0])
     depth = getattr(model_class, "mtp_layer_id_is_depth", False)
-    return SimpleNamespace(mtp_layer_id_is_depth=depth)
+    return SimpleNamespace(
+        mtp_layer_id_is_depth=depth, quant_config=_quant_config(config, model_class)
+    )
 
 
 @contextlib.contextmanager
@@ -388,12 +391,13 @@ def _as_rank(rank: Rank) -> Iterator[None]:
 
 
 def _stand_in(config: Any, rank: Rank) -> Any:
-    """Return what SGLang asks of a model before it allocates: stages and the window."""
+    """Return what SGLang asks of a model: stages, the window and the quantisation."""
     from sglang.srt.distributed.utils import get_pp_indices
     from sglang.srt.models.registry import ModelRegistry
 
     name = config.hf_config.architectures[0]
-    model_class, model = ModelRegistry.models.get(name), SimpleNamespace()
+    model_class = ModelRegistry.models.get(name)
+    model = SimpleNamespace(quant_config=_quant_config(config, model_class))
     if rank.pp > 1 and has_stages(name):
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
@@ -412,6 +416,32 @@ def _stand_in(config: Any, rank: Rank) -> Any:
         window = asked.get_attention_sliding_window_size()
         model.get_attention_sliding_window_size = lambda: window
     return model
+
+
+def _quant_config(config: Any, model_class: type | None) -> Any:
+    """Return the quantisation that a loaded model would have, or None."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import _get_quantization_config
+
+    if config.quantization is None or not keeps_quant_config(model_class):
+        return None
+    return _get_quantization_config(config, LoadConfig())
+
+
+def keeps_quant_config(model_class: type | None) -> bool:
+    """Return whether a model's class keeps its quantisation, which decides the dtype for auto.
+
+    Source: mem_cache/kv_cache_dtype.py :: configure_kv_cache_dtype reads `model.quant_config`.
+    """
+    for base in model_class.__mro__ if model_class else ():
+        if "__init__" not in vars(base) or base is torch.nn.Module:
+            continue
+        source = inspect.getsource(vars(base)["__init__"])
+        if "self.quant_config = " in source:
+            return True
+        if not re.search(r"super\(.*\)\.__init__\([^)]", source):
+            return False
+    return False
 
 
 def has_stages(architecture: str) -> bool:

@@ -15,6 +15,7 @@ from hicachectl.backends.http import HttpService
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.quantisation import BESIDE
 from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
 
 if TYPE_CHECKING:
@@ -122,15 +123,13 @@ def profile_from_server(
 def read_model_config(path: Path) -> dict[str, Any]:
     """Read a config.json, or the config.json in a directory. Raises ProfileError.
 
-    If `quantization_config` is missing, a ModelOpt `hf_quant_config.json` in the same directory
-    supplies it, as in SGLang.
+    A ModelOpt `hf_quant_config.json` in the same directory is put in, as `hf_quant_config`.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
     beside = file.with_name("hf_quant_config.json")
-    own = file.name == "config.json" and "quantization_config" not in config
-    if own and beside.is_file():
-        config["quantization_config"] = {"quant_method": "modelopt", **_read_json(beside)}
+    if file.name == "config.json" and beside.is_file():
+        config[BESIDE] = _read_json(beside)
     return config
 
 

@@ -1,17 +1,18 @@
 """Tell what SGLang allocates and stores for models, from their configs, without building a model.
 
 Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a JSON object of models
-by name: config (a config.json), draft (the config.json of a draft with a checkpoint of its own),
-flags (fields of ServerArgs; page_size is 64 unless given), env (environment variables) and gpu
-("hopper" unless given, or "blackwell").
+by name: config (a config.json; its hf_quant_config is a file beside it), draft (the config.json of
+a draft with a checkpoint of its own), flags (fields of ServerArgs; page_size is 64 unless given),
+env (environment variables) and gpu ("hopper" unless given, or "blackwell").
 
-Prints a JSON object of `classes`, the architectures that SGLang registers, and `answers`. An answer
-lists the rows of one model, one for each of RANKS and pipeline stage, for the first rank of the TP
-group: tp, pp, stage, page_size, dtype (of KV), staged (whether the model's class divides its layers
-into stages) and pools: name, host (class), layers (model layer numbers), packed (layers of drafts
-behind them, absent if 0), nbytes (of the object that the file backend writes), policy ("all_pages"
-or "trailing_pages"), trailing (pages) and states (shape and dtype). Where SGLang refuses: refusal
-(its words) and where (its step).
+Prints a JSON object of `classes`, the architectures that SGLang registers, `unquantised`, those
+whose models keep no quantisation, and `answers`. An answer lists the rows of one model, one for
+each of RANKS and pipeline stage, for the first rank of the TP group: tp, pp, stage, page_size,
+dtype (of KV), staged (whether the model's class divides its layers into stages) and pools: name,
+host (class), layers (model layer numbers), packed (layers of drafts behind them, absent if 0),
+nbytes (of the object that the file backend writes), policy ("all_pages" or "trailing_pages"),
+trailing (pages) and states (shape and dtype). Where SGLang refuses: refusal (its words) and where
+(its step).
 
 hicachectl/profiles/probe.py asks SGLang. Here it is told each rank, and SGLang gets the answers of
 a Hopper or Blackwell GPU wherever it asks the platform.
@@ -76,7 +77,8 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr), _without_a_gpu():
         answers = {name: list(_rows(model)) for name, model in request.items()}
         classes = _classes()
-    print(json.dumps({"classes": classes, "answers": answers}))
+        unquantised = _unquantised()
+    print(json.dumps({"classes": classes, "unquantised": unquantised, "answers": answers}))
 
 
 @contextlib.contextmanager
@@ -140,7 +142,10 @@ def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    own = {name: value for name, value in config.items() if name != "hf_quant_config"}
+    (folder / "config.json").write_text(json.dumps(own))
+    if "hf_quant_config" in config:
+        (folder / "hf_quant_config.json").write_text(json.dumps(config["hf_quant_config"]))
 
 
 def _answer(folder: str, flags: Mapping[str, Any], rank: probe.Rank) -> dict[str, Any]:
@@ -222,6 +227,13 @@ def _classes() -> list[str]:
             if any(isinstance(x, ast.Name) and x.id == "EntryClass" for x in node.targets):
                 found |= {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
     return sorted(found)
+
+
+def _unquantised() -> list[str]:
+    from sglang.srt.models.registry import ModelRegistry
+
+    models = ModelRegistry.models.items()
+    return sorted(name for name, one in models if not probe.keeps_quant_config(one))
 
 
 if __name__ == "__main__":

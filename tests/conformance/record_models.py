@@ -16,7 +16,15 @@ import tempfile
 from pathlib import Path
 
 from tests.hf3fs_fixtures import sglang_interpreter
-from tests.model_records import DRAFT_RECORDS, DRAFTS, MODELS, RECORDS, write
+from tests.model_records import (
+    DRAFT_RECORDS,
+    DRAFTS,
+    MODELS,
+    QUANTISED,
+    QUANTISED_RECORDS,
+    RECORDS,
+    write,
+)
 
 
 def main() -> None:
@@ -24,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Record what SGLang stores for models.")
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE")
     chosen = set(parser.parse_args().architectures)
-    known = {**MODELS, **DRAFTS}
+    known = {**MODELS, **DRAFTS, **QUANTISED}
     names = [name for name in known if not chosen or chosen & set(name.split())]
     script = Path(__file__).parent / "model_pools.py"
     with tempfile.NamedTemporaryFile("w", suffix=".json") as request:
@@ -34,9 +42,10 @@ def main() -> None:
             [sglang_interpreter(), script, request.name], check=True, stdout=subprocess.PIPE
         )
     found = json.loads(done.stdout)
-    RECORDS["classes"] = found["classes"]
+    RECORDS["classes"][:] = found["classes"]
+    RECORDS["unquantised"][:] = found["unquantised"]
     for name, rows in found["answers"].items():
-        (DRAFT_RECORDS if name in DRAFTS else RECORDS["models"])[name]["rows"] = rows
+        {**RECORDS["models"], **DRAFT_RECORDS, **QUANTISED_RECORDS}[name]["rows"] = rows
     write()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.model_records import CLASSES, DRAFTS, MODELS
+from tests.model_records import CLASSES, DRAFTS, MODELS, QUANTISED, UNQUANTISED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.conformance
 
-# One model for each kind of pool, and one draft for each form; record_models.py asks about all.
+# Each kind of pool, form of draft and form of quantisation; record_models.py asks about all.
 _KINDS = (
     "DeepseekV4ForCausalLM",
     "DeepseekV41ForCausalLM rows v41_new",
@@ -32,13 +32,15 @@ _KINDS = (
     "GptOssForCausalLM GptOssForCausalLM",
     "MiMoV2FlashForCausalLM MiMoV2MTP",
     "Qwen3ForCausalLM DFlashDraftModel",
+    "ct-kv",
+    "beside-fp8",
 )
 
 
 def test_records_are_sglangs(sglang_session: SglangSession, tmp_path: Path) -> None:
     """Rows of all ranks and stages, and the registered architectures, are those recorded."""
-    request, known = tmp_path / "request.json", {**MODELS, **DRAFTS}
+    request, known = tmp_path / "request.json", {**MODELS, **DRAFTS, **QUANTISED}
     request.write_text(json.dumps({name: known[name] for name in _KINDS}))
     found: dict[str, Any] = sglang_session.run("model_pools", request)
-    assert found["classes"] == CLASSES
+    assert (found["classes"], found["unquantised"]) == (CLASSES, UNQUANTISED)
     assert {n: rows for n, rows in found["answers"].items() if rows != known[n]["rows"]} == {}

@@ -423,10 +423,7 @@ def test_modelopt_settings_beside_the_config_are_put_in(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": 1}')
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    assert read_model_config(tmp_path)["quantization_config"] == {
-        "quant_method": "modelopt",
-        "quantization": quantization,
-    }
+    assert read_model_config(tmp_path)["hf_quant_config"] == {"quantization": quantization}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x00"])

@@ -234,35 +234,6 @@ def test_mimo_v2_has_wider_keys_and_other_heads_in_its_window() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "dtype"),
-    [
-        (None, "bfloat16"),
-        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "fp8"}, "float8_e4m3fn"),
-        ({"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
-         "float8_e4m3fn"),
-        ({"quant_algo": "NVFP4", "kv_cache_scheme": {"type": "float", "num_bits": 4}}, "bfloat16"),
-        ({"quant_method": "modelopt",
-          "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "float8_e4m3fn"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
-          "kv_cache_quant_algo": "FP8"}, "bfloat16"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
-          "kv_cache_quant_algo": "FP8", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
-         "float8_e4m3fn"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "bfloat16"),
-        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float",
-          "num_bits": 8}}, "bfloat16"),
-    ],
-)  # fmt: skip
-def test_auto_follows_the_kv_quantisation_that_sglang_reads(
-    quantisation: dict[str, Any] | None, dtype: str
-) -> None:
-    profile = derive("llama-3.1-8b", changes={"quantization_config": quantisation})
-    assert pool(profile, "kv").dtype == dtype
-
-
-@pytest.mark.parametrize(
     ("changes", "dtype"),
     [
         ({"torch_dtype": "float32"}, "float16"),
