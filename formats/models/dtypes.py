@@ -140,17 +140,6 @@ def compress_state_dtype(flags: DeploymentFlags) -> str:
     return _COMPRESS_STATE_DTYPES[name]
 
 
-def is_nvfp4_packed(config: HfConfig) -> bool:
-    """Return whether Blackwell servers pack K, V and scales (minimax_m3._resolve_quant_method)."""
-    section = _quantisation(config)
-    mixed = str(section.get("moe_quant_algo", "")).upper() == "NVFP4"
-    return _quant_method(config) == "minimax_m3_nvfp4" or (
-        _quant_method(config) == "mxfp8"
-        and mixed
-        and section.get("moe_quant_format") == "nvfp4-pack-quantized"
-    )
-
-
 def _reads_raw_rows(flags: DeploymentFlags) -> bool:
     prefill, decode = flags.dsa_prefill_backend, flags.dsa_decode_backend
     by_role = {"prefill": (prefill,), "decode": (decode,)}

@@ -44,6 +44,15 @@ def quant_method(config: HfConfig) -> str:
     return {"FP8": "modelopt_fp8", "MXFP8": "mxfp8"}.get(algo, "") if isinstance(algo, str) else ""
 
 
+def is_nvfp4_packed(config: HfConfig) -> bool:
+    """Return whether Blackwell servers pack K, V and scales (minimax_m3._resolve_quant_method)."""
+    section, method = _own_section(config) or {}, quant_method(config)
+    mixed = str(section.get("moe_quant_algo", "")).upper() == "NVFP4"
+    return method == "minimax_m3_nvfp4" or (
+        method == "mxfp8" and mixed and section.get("moe_quant_format") == "nvfp4-pack-quantized"
+    )
+
+
 def _kv_quant_algo(config: HfConfig) -> Any:
     """Return the kv_cache_quant_algo of SGLang's quantisation class for the checkpoint."""
     own, method = _own_section(config), quant_method(config)
