@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.checks.catalogs import MISMATCH, REWRITTEN
+from hicachectl.checks.codes import VERSIONS_RECUR
 from hicachectl.checks.findings import object_findings
-from hicachectl.checks.registry import VERSIONS_RECUR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

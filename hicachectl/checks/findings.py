@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.registry import READING, SEVERITIES, Need, checks, severity_of
+from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.registry import READING, Need, checks, severity_of
 from hicachectl.pages.listing import Rows, object_rows
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.checks.codes import COSTS_HITS_ONLY, POOLS_APART
 from hicachectl.checks.findings import findings, object_findings
-from hicachectl.checks.registry import COSTS_HITS_ONLY, POOLS_APART
 from hicachectl.pages.group_table import ORPHAN
 from hicachectl.pages.listing import key_text
 

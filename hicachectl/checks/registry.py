@@ -1,4 +1,4 @@
-"""Registry of checks and their finding codes.
+"""Registry of checks; `codes` has the finding codes of the built-in ones.
 
 Functions are given as "package.module:name", so --help imports none of them. Other packages can
 register checks:
@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hicachectl.checks import codes as known
+from hicachectl.checks.codes import SEVERITIES, Code
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     import numpy.typing as npt
     import pyarrow as pa
@@ -33,32 +36,6 @@ if TYPE_CHECKING:
     FindIssues = Callable[[npt.NDArray[Any]], Iterable["ValueIssue"]]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-SEVERITIES = ("info", "warning", "error")
-
-# Rules that change a finding's severity. The check chooses the rule.
-COSTS_HITS_ONLY = "costs-hits-only"  # a draft or a trailing pool: no server reads wrong data
-POOLS_APART = "pools-apart"  # the store evicts each pool separately: orphans are normal
-REFUSED_WHOLE = "refused-whole"  # the store refuses to read an object of another size: a miss
-VERSIONS_RECUR = "versions-recur"  # versions repeat, so a rewrite may go unnoticed
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A code of findings.
-
-    severity: one of SEVERITIES. rules: severity under each rule that changes it.
-    structural: the page group lacks objects; no object is damaged.
-    absent: the finding's key is of a missing object.
-    remedy: next step if the finding is not about a page; repair ignores such findings.
-    """
-
-    name: str
-    severity: str
-    rules: Mapping[str, str] = field(default_factory=dict, hash=False)
-    structural: bool = False
-    absent: bool = False
-    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +256,7 @@ def page_codes() -> tuple[str, ...]:
 
 def remedies() -> dict[str, str]:
     """Return the remedy of each code that is not about pages."""
-    return {code.name: code.remedy for code in codes() if code.remedy}
+    return {code.name: code.next_step for code in codes() if code.remedy}
 
 
 def absent_codes() -> tuple[str, ...]:
@@ -327,45 +304,20 @@ DIGESTS = CheckGroup(
 )
 
 READING = "reading"  # the check of findings that are noted while objects are read
-_HITS_ONLY = {COSTS_HITS_ONLY: "warning"}
-_TRUNCATED = Code("truncated", "error")
-_OVERSIZED = Code("oversized", "error", {REFUSED_WHOLE: "warning"})
-_DIGEST_MISMATCH = Code("digest-mismatch", "error", {VERSIONS_RECUR: "warning"})
-_REPLICA_MISMATCH = Code("replica-mismatch", "warning")
-# About a key and its page in the page tables of a 3FS store.
-PAGE_INDEX_CODES = (
-    Code("page-index-shared", "error"),
-    Code("page-index-out-of-range", "error"),
-    Code("page-index-free", "error"),
-)
 
 # Their order is the order of codes in messages, and of findings with the same code and key.
 for _check in (
     Check(
         name="stamp",
         group=None,
-        codes=(
-            Code(
-                "stamp-mismatch",
-                "error",
-                remedy="the store has pages of another deployment: remove them with "
-                "hicachectl rm STORE --model MODEL, then write a new stamp with verify --stamp",
-            ),
-        ),
+        codes=(known.STAMP_MISMATCH,),
         scope=Scope.STORE,
         function="hicachectl.profiles.stamps:check_stamp",
     ),
     Check(
         name="collisions",
         group=None,
-        codes=(
-            Code(
-                "colliding-keys",
-                "error",
-                remedy="let the servers use a file store, then remove the objects with hicachectl "
-                "rm STORE --model MODEL",
-            ),
-        ),
+        codes=(known.COLLIDING_KEYS,),
         scope=Scope.LISTING,
         function="hicachectl.checks.listings:check_collision",
     ),
@@ -373,18 +325,8 @@ for _check in (
         name="losses",
         group=None,
         codes=(
-            Code(
-                "misplaced-object",
-                "warning",
-                remedy="give the directories of the servers, all and in their order; if these are, "
-                "remove the files by hand",
-            ),
-            Code(
-                "lost-objects",
-                "warning",
-                remedy="copy the objects that are left to another store with hicachectl migrate; "
-                "servers compute the others again",
-            ),
+            known.MISPLACED_OBJECT,
+            known.LOST_OBJECTS,
         ),
         scope=Scope.LISTING,
         function="hicachectl.checks.listings:check_losses",
@@ -392,14 +334,7 @@ for _check in (
     Check(
         name="ambiguous-keys",
         group=NAMES,
-        codes=(
-            Code(
-                "ambiguous-key",
-                "warning",
-                remedy="give the profile that wrote the keys, or remove them with "
-                "hicachectl rm STORE --state unknown",
-            ),
-        ),
+        codes=(known.AMBIGUOUS_KEY,),
         scope=Scope.SUMS,
         function="hicachectl.checks.names:check_ambiguous_keys",
     ),
@@ -407,16 +342,8 @@ for _check in (
         name="names",
         group=NAMES,
         codes=(
-            Code(
-                "foreign-object",
-                "info",
-                remedy="SGLang never reads the object: remove the object by hand",
-            ),
-            Code(
-                "stale-temporary",
-                "warning",
-                remedy="remove the files with hicachectl rm STORE --temporaries",
-            ),
+            known.FOREIGN_OBJECT,
+            known.STALE_TEMPORARY,
         ),
         function="hicachectl.checks.names:check_names",
     ),
@@ -424,30 +351,24 @@ for _check in (
         name="groups",
         group=GROUPS,
         codes=(
-            Code("missing-pool", "error", _HITS_ONLY, structural=True, absent=True),
-            Code("missing-part", "error", _HITS_ONLY, structural=True, absent=True),
-            Code("missing-rank", "warning", _HITS_ONLY, structural=True, absent=True),
-            Code("orphan-sidecar", "warning", {POOLS_APART: "info"}, structural=True),
+            known.MISSING_POOL,
+            known.MISSING_PART,
+            known.MISSING_RANK,
+            known.ORPHAN_SIDECAR,
         ),
         function="hicachectl.checks.group:check_groups",
     ),
     Check(
         name="sizes",
         group=SIZES,
-        codes=(_TRUNCATED, _OVERSIZED),
+        codes=(known.TRUNCATED, known.OVERSIZED),
         needs=frozenset({Need.SIZES}),
         function="hicachectl.checks.sizes:check_sizes",
     ),
     Check(
         name="mixed-sizes",
         group=SIZES,
-        codes=(
-            Code(
-                "mixed-sizes",
-                "warning",
-                remedy="give --profile: the profile shows which of the sizes is wrong",
-            ),
-        ),
+        codes=(known.MIXED_SIZES,),
         needs=frozenset({Need.SIZES}),
         scope=Scope.SUMS,
         function="hicachectl.checks.sizes:check_mixed_sizes",
@@ -455,17 +376,17 @@ for _check in (
     Check(
         name=READING,  # noted in `verify.reading`, for any check that reads
         group=None,
-        codes=(_TRUNCATED, _OVERSIZED, Code("unreadable", "error")),
+        codes=(known.TRUNCATED, known.OVERSIZED, known.UNREADABLE),
         needs=frozenset({Need.BYTES}),
     ),
     ValueCheck(
         name="numbers",
         group=VALUES,
         codes=(
-            Code("nan", "error"),
-            Code("inf", "error"),
-            Code("bad-scale", "error"),
-            Code("all-zero", "warning"),
+            known.NAN,
+            known.INF,
+            known.BAD_SCALE,
+            known.ALL_ZERO,
         ),
         prepare="hicachectl.checks.values:number_check",
         kernel="hicachectl.device.number_kernel:NumberKernel",
@@ -473,34 +394,29 @@ for _check in (
     ValueCheck(
         name="layout",
         group=VALUES,
-        codes=(Code("layout-mismatch", "error"),),
+        codes=(known.LAYOUT_MISMATCH,),
         prepare="hicachectl.checks.layouts:layout_check",
         kernel="hicachectl.device.order_kernel:OrderKernel",
     ),
     Check(
         name="digests",
         group=DIGESTS,
-        codes=(_DIGEST_MISMATCH, Code("re-recorded", "info")),
+        codes=(known.DIGEST_MISMATCH, known.RE_RECORDED),
         needs=frozenset({Need.DIGESTS, Need.BYTES}),
         function="hicachectl.checks.digests:check_digests",
     ),
     Check(
         name="identities",  # noted in `verify.reading`
         group=None,
-        codes=(Code("identity-mismatch", "error"),),
+        codes=(known.IDENTITY_MISMATCH,),
         needs=frozenset({Need.BYTES}),
     ),
     Check(
         name="placement",
         group=SIZES,
         codes=(
-            _REPLICA_MISMATCH,
-            Code(
-                "disk-only",
-                "info",
-                remedy="servers can read the objects, but slowly: load them into memory with "
-                "hicachectl prewarm --through-server",
-            ),
+            known.REPLICA_MISMATCH,
+            known.DISK_ONLY,
         ),
         needs=frozenset({Need.REPLICAS}),
         function="hicachectl.checks.placement:check_placement",
@@ -508,37 +424,25 @@ for _check in (
     Check(
         name="replicas",
         group=VALUES,
-        codes=(_REPLICA_MISMATCH,),
+        codes=(known.REPLICA_MISMATCH,),
         needs=frozenset({Need.PROFILE, Need.TENSORS, Need.BYTES}),
         function="hicachectl.checks.replicas:check_replicas",
     ),
     Check(
         name="availability",  # noted in `verify.reading`, if the store cannot return an object
         group=None,
-        codes=(_DIGEST_MISMATCH, Code("no-replica", "warning"), Code("unwritten-page", "error")),
+        codes=(known.DIGEST_MISMATCH, known.NO_REPLICA, known.UNWRITTEN_PAGE),
         needs=frozenset({Need.BYTES}),
     ),
     Check(
         name="page-tables",
         group=GROUPS,
         codes=(
-            *PAGE_INDEX_CODES,
-            _TRUNCATED,
-            Code(
-                "snapshot-stale",
-                "warning",
-                remedy="wait until the metadata server has saved its tables, then run again",
-            ),
-            Code(
-                "page-leaked",
-                "warning",
-                remedy="release leaked pages with verify --repair and --writers-stopped",
-            ),
-            Code(
-                "page-count-mismatch",
-                "warning",
-                remedy="every rank needs the same file_size: correct SGLang's 3FS config",
-            ),
+            *known.PAGE_INDEX_CODES,
+            known.TRUNCATED,
+            known.SNAPSHOT_STALE,
+            known.PAGE_LEAKED,
+            known.PAGE_COUNT_MISMATCH,
         ),
         needs=frozenset({Need.PAGE_TABLES}),
         scope=Scope.STORE,

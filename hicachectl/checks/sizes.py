@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.checks.codes import REFUSED_WHOLE
 from hicachectl.checks.findings import findings, object_findings
-from hicachectl.checks.registry import REFUSED_WHOLE
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import SCHEMA, combine, reasons, severity_ranks
-from hicachectl.checks.registry import SEVERITIES, absent_codes
+from hicachectl.checks.registry import absent_codes
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.requests.page_lists import NamedGroups

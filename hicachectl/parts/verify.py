@@ -13,8 +13,9 @@ import pyarrow as pa
 from hicachectl.backends.capabilities import permissions_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
+from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine, packed
-from hicachectl.checks.registry import GROUPS, SEVERITIES
+from hicachectl.checks.registry import GROUPS
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.errors import FormatError

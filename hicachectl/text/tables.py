@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -37,6 +38,17 @@ def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
     yield "  ".join(heads).rstrip()
     for line in pc.binary_join_element_wise(*padded, "  ").to_pylist():
         yield line.rstrip()
+
+
+def wrapped(text: str, *, indent: int = 0, width: int = 80) -> list[str]:
+    """Return a text in lines; all but the first are indented. Commands are never divided."""
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def printable(cells: pa.StringArray) -> pa.StringArray:

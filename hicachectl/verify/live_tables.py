@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.checks.codes import PAGE_INDEX_CODES
 from hicachectl.checks.page_tables import check_page_tables
-from hicachectl.checks.registry import PAGE_INDEX_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

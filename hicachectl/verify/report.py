@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow.compute as pc
 
+from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import combine_named, name_findings, severity_ranks
 from hicachectl.checks.registry import (
     DIGESTS,
-    SEVERITIES,
     VALUES,
     CheckSums,
     Need,

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.checks.registry import (
-    CheckGroup,
-    Code,
-    ValueCheck,
-    ValueIssue,
-    register,
-    unregister,
-)
+from hicachectl.checks.codes import Code
+from hicachectl.checks.registry import CheckGroup, ValueCheck, ValueIssue, register, unregister
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 
+from hicachectl.checks.codes import SEVERITIES as SEVERITY_NAMES
 from hicachectl.checks.findings import SCHEMA, combine, findings, packed
-from hicachectl.checks.registry import SEVERITIES as SEVERITY_NAMES
 from hicachectl.checks.registry import codes, page_codes, remedies
 from tests.move.repairs import dsa_store, kv
 from tests.stores import DSA, contents, put
@@ -17,6 +17,7 @@ from tests.stores import DSA, contents, put
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicachectl.checks.codes import Code
     from tests.conftest import Invoke
 
 ONE_KEY = pa.array(["some key"])
@@ -121,6 +122,15 @@ def test_findings_have_the_severity_of_their_code_and_rule(
 @pytest.mark.parametrize("code", [*PAGE_CODES, *STORE_CODES])
 def test_every_declared_code_makes_a_finding(code: str) -> None:
     assert findings(code, keys=ONE_KEY, detail="").column("code").to_pylist() == [code]
+
+
+@pytest.mark.parametrize("code", codes(), ids=lambda code: code.name)
+def test_every_code_is_explained(code: Code) -> None:
+    texts = code.explanation()
+    for title in ("meaning", "effect", "remedy", "cost"):
+        assert texts[title].endswith("."), title
+        assert "{" not in texts[title], title
+    assert texts["command"] or code.remedy, "a repair has a command"
 
 
 def test_a_code_is_of_pages_or_of_something_else() -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.checks.codes import Code
 from hicachectl.checks.registry import (
     VALUES,
     Check,
-    Code,
     ValueCheck,
     ValueIssue,
     checks,

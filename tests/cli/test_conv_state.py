@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from hicachectl.checks.registry import VALUES, Code, ValueCheck, ValueIssue, register, unregister
+from hicachectl.checks.codes import Code
+from hicachectl.checks.registry import VALUES, ValueCheck, ValueIssue, register, unregister
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.profile import Profile, dump_profile, parse_profile

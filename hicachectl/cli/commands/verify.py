@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.checks.registry import DIGESTS, SEVERITIES, group_names, groups_help
+from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.registry import DIGESTS, group_names, groups_help
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,

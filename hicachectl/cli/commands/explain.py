@@ -1,0 +1,125 @@
+"""`hicachectl explain`: what a finding means, and how to mend it."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+import click
+
+from hicachectl.checks.codes import SEVERITIES, Code
+from hicachectl.checks.registry import codes
+from hicachectl.cli.options import output_options
+from hicachectl.text.tables import wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pyarrow as pa
+
+_TITLES = ("meaning", "effect", "remedy", "cost")
+
+
+class FindingCode(click.ParamType[Code]):
+    """A finding code of a registered check."""
+
+    name = "code"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Code:
+        """Return the code; for an unknown one, fail with close ones and the list."""
+        known = {code.name: code for code in codes()}
+        name = str(value).strip().lower().replace("_", "-")
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}? " if close else ""
+            names = ", ".join(known)
+            self.fail(f"{value!r} is no finding code; {meant}The codes: {names}", param, ctx)
+        return known[name]
+
+
+@click.command(
+    "explain",
+    epilog="""\b
+Examples:
+  hicachectl explain
+  hicachectl explain missing-pool
+  hicachectl explain digest-mismatch --format json
+""",
+)
+@click.argument("code", metavar="[CODE]", type=FindingCode(), required=False)
+@output_options
+def command(code: Code | None, output_format: str, output: Path | None) -> None:
+    """Explain what a finding means, and how to mend it.
+
+    CODE is a finding code of verify. explain says what is wrong, what a server does with it, how to
+    mend it, with the command, and what that costs. Without CODE, it lists all codes.
+
+    hicachectl-findings(7) has the same texts.
+    """
+    from hicachectl.cli.output import write_document
+
+    rows = _rows(codes() if code is None else (code,))
+    write_document(
+        {"codes": rows},
+        rows=rows,
+        name="codes",
+        output_format=output_format,
+        output=output,
+        text=lambda colour: _list(colour) if code is None else _one(code),
+    )
+
+
+def _rows(chosen: tuple[Code, ...]) -> pa.Table:
+    """Return a row for each code, in strings; null for what does not apply."""
+    import pyarrow as pa
+
+    rows = [
+        {
+            "code": code.name,
+            "severity": code.severity,
+            "exceptions": code.exceptions or None,
+            **{title: text or None for title, text in code.explanation().items()},
+        }
+        for code in chosen
+    ]
+    names = ("code", "severity", "exceptions", *_TITLES, "command")
+    return pa.Table.from_pylist(rows, schema=pa.schema([(name, pa.string()) for name in names]))
+
+
+def _list(colour: bool) -> Iterator[str]:
+    """Yield a line for each code, the worst severity first."""
+    import pyarrow as pa
+
+    from hicachectl.text.tables import table_lines
+
+    ordered = sorted(codes(), key=lambda code: (-SEVERITIES.index(code.severity), code.name))
+    yield from table_lines(
+        pa.table(
+            {
+                "severity": [code.severity for code in ordered],
+                "code": [code.name for code in ordered],
+                "meaning": [_first_sentence(code.meaning) for code in ordered],
+            }
+        ),
+        colour=colour,
+    )
+
+
+def _first_sentence(text: str) -> str:
+    return text.split(". ", maxsplit=1)[0].split(": ", maxsplit=1)[0].rstrip(".")
+
+
+def _one(code: Code) -> Iterator[str]:
+    """Yield the explanation of a code."""
+    texts = code.explanation()
+    yield f"{code.name}: {'; '.join(filter(None, (code.severity, code.exceptions)))}"
+    for title in _TITLES:
+        if texts[title]:
+            yield ""
+            yield from wrapped(f"{title.capitalize() + ':':10}{texts[title]}", indent=10)
+    if texts["command"]:
+        yield ""
+        yield f"  {texts['command']}"

@@ -1,0 +1,355 @@
+"""Sections of the commands' pages; they are too long for `--help`."""
+
+from __future__ import annotations
+
+PROFILE_EXAMPLE = """\
+model = "Qwen/Qwen3-Next-80B-A3B"   # served model name as given to SGLang
+sglang = "0.5.23"                   # decides the key grammar
+page_size = 64
+layout = "page_first_direct"        # layer_first, page_first, page_head
+tp = 2                              # attention TP size, as in the keys
+pp = 1                              # with pp_partition = [24, 24]
+cp = 1                              # cp_layer_split = true: layers divided
+speculative_algorithm = ""          # hash_unit = "bigram" for EAGLE
+
+[[pools]]
+name = "kv"                         # the first pool must be kv
+kind = "mha"                        # needs dtype, layers, kv_heads, head_dim
+dtype = "bfloat16"
+layers = [3, 7, 11]                 # model layer numbers, or a count
+kv_heads = 2                        # of the whole model, before sharding
+head_dim = 256
+
+[[pools]]
+name = "mamba"
+kind = "mamba"                      # needs temporal, conv or both
+layers = [0, 1, 2, 4, 5, 6]
+temporal = { shape = [32, 128, 128], dtype = "float32" }
+conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
+"""
+# Sections of a command's page that follow its examples, as texts like click's help.
+_REQUEST_FILES = """
+    A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
+    messages. A line of --token-ids is a list of token ids, or an object with token_ids or
+    input_ids. The objects can also have extra_key and cache_salt, objects with messages also tools,
+    tool_choice and chat_template_kwargs.
+
+    Chats, with their tools, go through the chat template of the model's tokenizer, as in SGLang. A
+    server with --chat-template makes other token ids; give such chats with --token-ids. Images and
+    other parts that are not text are refused.
+"""
+_GROUPS = """
+    One page can have objects of several deployments. The objects of one page and deployment are a
+    group. The member group of a row of ls --format jsonl names the group by the values that its
+    keys show, such as "Qwen-Qwen3-32B tp4". The name is ? if the keys can be read in several ways.
+
+    The options --pages of rm, restore and prewarm, and --pages-from of migrate, take such rows, and
+    then apply to these groups only. A page hash alone stands for all groups of its page. rm refuses
+    a hash that several deployments have, unless --all-deployments is given.
+
+    Groups with the name ? are never removed or moved by a filter or because of a profile. Only rm
+    --state unknown and rm --pages remove them.
+"""
+_UNFINISHED = """
+    In directories of SGLang's file backend, and with --quarantine, each removal is recorded before
+    it begins. If a run is killed, the next run of rm or verify --repair on the same store and
+    quarantine first completes the removals that the killed run began. That run asks first, unless
+    --yes is given. In other stores, run the killed command again. The kv objects are removed first,
+    so objects left over are in the state orphan, and rm --state orphan removes them.
+"""
+_PARTS = """
+    With --shard I/N, many processes on any number of hosts work on one store. All share the
+    directory of --run, and all get the same options. The first process lists the store and writes
+    the listing to the directory, divided by page hash. So all objects of a page are in one part.
+    Objects without a page, stamps and the tables of 3FS are in part 0. Options such as --since 2h
+    mean the same time for all parts: that of the first process.
+
+    A part exits with 0 once its result is in the directory. A part that was killed is run again. If
+    two processes do the same part, one of them waits, and takes over if the other stops for a
+    minute. Limits such as --bwlimit and --time-limit are for the whole run: each part takes an
+    equal share. A part that --time-limit cut is not complete; run again, it starts over, except
+    with --repair, which keeps its plan. Each part has its own threads (--jobs). The directory must
+    be on a file system with hard links that all hosts see, such as NFS.
+"""
+_CLUSTER = """
+    With --ray, this host lists the store, divides the listing, and sends each part to a node of a
+    Ray cluster. It writes the result of the whole run, with metrics and catalog, as a run in one
+    process does. All nodes need the same releases of hicachectl, Python and Ray, and access to the
+    store. They share no other directory; files that options name are read on this host only.
+
+    Before the listing, each node opens the stores. Nodes that cannot are named and left out. A
+    directory that is an unused mount point on one node looks like an empty store: mount it, or name
+    a directory below the mount point.
+
+    Each node does one part at a time; --workers N does N at once, on all nodes together. Limits
+    such as --bwlimit are divided by this number. Reads from Mooncake grant leases, so parts on one
+    node share the usual number of threads, unless --jobs is given. A part whose process or node is
+    lost is done again, on another node if possible, at most three times. If it is lost each time,
+    the result names it in missing_parts, and the exit status is 4.
+
+    After an interruption, the same command with the same --run DIR continues the run. Without
+    --run, the next run starts over. Run the command on a node of the cluster: auto finds the
+    cluster of this host, HOST:PORT is its head node, and local starts one on this host alone. Ray
+    clients (ray://) cannot be used.
+"""
+BACKGROUND: dict[str, dict[str, str]] = {
+    "merge": {"PARTS": _PARTS},
+    "ls": {"GROUPS": _GROUPS},
+    "rm": {"GROUPS": _GROUPS, "INTERRUPTED RUNS": _UNFINISHED},
+    "restore": {
+        "INTERRUPTED RUNS": """
+            To complete an interrupted restore, run the same command again. If a removal by verify
+            --repair was interrupted, restore makes its pages whole again: objects still in STORE
+            stay there, and the others return from the quarantine.
+        """,
+    },
+    "migrate": {
+        "WRITTEN PAGES": """
+            Without --to options, DST gets the objects that the same deployment would write there.
+            With --to options, DST gets the objects that another deployment would write. Changes
+            after which no server could read the pages are refused before anything is written:
+            another page size, other pools, another number of context parallel ranks.
+
+            Groups whose keys can be read in several ways are not copied.
+        """,
+        "TRAILERS": """
+            Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:
+            a digest, and an identity that stands for weights, dtype, layout and page size. Plug-in
+            servers read only objects of their identity.
+
+            With --trailers auto, objects that keep key and bytes between file stores keep their
+            trailers. Other objects get new ones if the profile names the weights, and SRC has
+            trailers, or DST has, or SRC is a pack. The weights are those of the profile, of
+            --weights, or of the markers of SRC, if these name only one model's. Transforms change
+            the identity, not the weights. write always writes trailers and refuses to run if the
+            weights are unknown. drop writes none. A pack, Mooncake and 3FS keep no trailers.
+
+            Pages with objects of another identity than the profile's are not copied. Without
+            --trailers write or drop, neither are objects without a trailer, if they would get one
+            but lie beside objects that have one. An object of another identity in DST is a
+            conflict, and with --trailers write also one without a trailer.
+        """,
+        "INTERRUPTED RUNS": """
+            A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without
+            --resume, the same command skips the pages that DST has whole. With --resume, it also
+            uses the journal: --verify compares the pages that may not have been read back, --move
+            removes the rest of the pages that were compared, and --if-exists overwrite does not
+            write copied pages again.
+
+            A page leaves SRC only after it was verified in DST.
+        """,
+    },
+    "pack": {
+        "PACKS AS STORES": """
+            A pack records the profile with which it was written. Commands on such a pack need no
+            --profile. verify compares each object with the digest in the pack, with or without a
+            profile. KV in bfloat16 takes about 70% of its size.
+
+            A pack whose writer was killed is not valid until pack repair, or the next writer, has
+            recovered it. All objects up to the last whole one are saved.
+        """,
+    },
+    "profile": {
+        "LIVE SERVERS": """
+            A server does not report the sizes of its model. So --server also needs the model's
+            config.json: in the server's model path, if that is an absolute path that exists on this
+            machine, or given with --model-config.
+        """,
+        "WEIGHTS": """
+            The fields weights and draft_weights name the weights that the servers load, in 32
+            hexadecimal digits. They are computed from the config and, of each safetensors file, the
+            name, the size, the header and 4 KiB of each tensor and of each 64 MiB. They are equal
+            on all hosts; paths and times do not count. Reading a model of 1 TB takes seconds.
+            Training, merging or another quantisation changes the digits, but a change to a few rows
+            of one tensor can go unnoticed.
+
+            --weights DIR reads the weights as SGLang with its default settings loads them. With
+            --server, the server's quantization, load format, revision, overrides and loader options
+            count too, and without --weights its own model path is read if it is on this machine.
+            Weights that are not safetensors files of the model path (GGUF, dummy, remote) have no
+            such digits. For them, write a text of your own as weights in the profile file.
+
+            draft_weights names those of a separate draft model. Without it, a draft is part of the
+            model. --weights and --draft-weights also apply to a profile given with --profile.
+        """,
+    },
+    "hits": {
+        "REQUEST FILES": _REQUEST_FILES,
+        "TOKENS THAT ARE NOT RESTORED": """
+            Servers always compute the last token of a request. They skip prefixes below their
+            prefetch threshold (256 tokens by default).
+        """,
+        "TRAILERS": """
+            In a file store that the SGLang plug-in of hicachectl wrote, objects of another identity
+            (weights, dtype, layout, page size) do not count, nor do objects without a trailer, as
+            for plug-in servers. This needs a profile that names the weights, or markers that name
+            only one model's.
+        """,
+    },
+    "verify": {
+        "VALUE CHECKS": """
+            The check values needs a profile, but not the model's weights. Its findings:
+
+            \b
+            nan, inf          NaN or infinities, also as fp8 codes
+            bad-scale         a scale that is not finite, or too small for a server to write
+            all-zero          an object, a layer or a token's row with only zero bytes
+            layout-mismatch   rows in the order of another memory layout
+            replica-mismatch  KV heads that should be equal on several TP ranks, but differ
+        """,
+        "CATALOGS": """
+            --update-catalog records the digest and the identity fields (such as inode and mtime) of
+            each object read. A later run with --catalog compares the objects. If an identity field
+            changed, a server has rewritten the object: the finding is re-recorded (info), and
+            --update-catalog records the new digest. If no field changed but the bytes did, the
+            finding is digest-mismatch.
+
+            A pack has digests of its own. verify compares each of its objects, with or without a
+            profile or a catalog.
+
+            With --shard, the first process copies the catalog into the directory of --run, and each
+            part reads its own share. hicachectl merge --catalog FILE writes the new catalog.
+        """,
+        "TRAILERS": """
+            Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:
+            a digest, and an identity that stands for weights, dtype, layout and page size. The
+            check digests compares each object with its trailer, without a catalog. A difference is
+            a digest-mismatch, or identity-mismatch if the object has another identity than the
+            servers of the profile: they refuse it, but servers without the plug-in read it. The
+            detail says what differs.
+
+            Identities need a profile that names the weights. A profile without weights takes those
+            that the markers in .hicachectl/plugin state, if only one model's agree with it. Objects
+            without a trailer are no findings, but counted in skipped_checks as undigested-objects.
+        """,
+        "STAMPS": """
+            --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A
+            later run with another profile or weights version has the finding stamp-mismatch. The
+            fields weights and draft_weights are compared if both the stamp and the profile have
+            them; see hicachectl-profile(1).
+        """,
+        "REPAIR": """
+            --repair removes all objects of a page group with an error. Groups that have only
+            warnings stay, unless --repair-code names the code. Groups whose keys can be read in
+            several ways always stay.
+
+            With --shard, each part keeps the list of its page groups before it removes the first,
+            and has a folder of its own in the quarantine. A part that is killed and run again only
+            completes its removal. Parts cannot ask, so they need --yes or --dry-run.
+        """,
+        "INTERRUPTED REPAIRS": _UNFINISHED,
+        "PARTS": _PARTS,
+        "CLUSTERS": _CLUSTER,
+        "UNCHECKED DTYPES": """
+            Values do not show whether another dtype of the same width was written (e4m3 or e5m2,
+            bfloat16 or float16). The result lists this in skipped_checks as dtypes.
+        """,
+        "MIXED SIZES": """
+            Without a profile, the objects of one kind are compared with each other. If at least 3
+            pages, and at least 5% of the pages, have another size than the rest, all these sizes
+            count as correct. One mixed-sizes warning for each kind of object then states their
+            counts, dates and the likely reason: servers with two settings wrote to the store.
+            Rarer sizes are reported object by object. Only a profile shows which size the servers
+            use now. --repair never repairs a mix.
+        """,
+        "MOONCAKE": """
+            Reading an object grants a lease. For some seconds the object is not evicted and cannot
+            be removed, and it is evicted later than others. The checks names, groups and sizes
+            read no object. Use --bwlimit and --sample to reduce the load of the other checks.
+        """,
+        "GPU": """
+            With --device cuda, objects are loaded into GPU memory layer by layer, as a server loads
+            them. They are checked there, gathered back into the order of the store and digested.
+            Objects that the profile does not describe are digested without being unpacked. The
+            findings are the same as on the CPU.
+
+            If a GPU is missing or fails, the run ends; with --device auto, the CPU continues.
+        """,
+    },
+    "prewarm": {
+        "REQUEST FILES": _REQUEST_FILES,
+        "ORDER OF PAGES": """
+            A prefix must be restorable from SRC by the rules of every pool. Of trailing pools
+            (Mamba states, sliding windows) only the pages at the end of a prefix are copied. Pages
+            that DST already has are left out.
+
+            Pages are ranked by the computation that they save. The rank depends on how often and
+            how recently requests used a page, as measured on the trace itself. No page precedes
+            its prefix.
+
+            With --all, prefixes are unknown. Newer minutes are copied first, and the pages of one
+            minute in the order in which they were written.
+
+            The rows of --dry-run are the plan. A trace with hash_ids alone gives a plan that cannot
+            be executed.
+        """,
+        "END OF A RUN": """
+            At the end, prewarm marks the pages as recently used, the least valuable first, so DST
+            evicts the best pages last. After a deadline, or a signal during copying, this takes at
+            most 10 s and covers only the best pages.
+
+            After SIGTERM or Ctrl-C, copies in progress are finished, and the result is still
+            written. If DST evicts pages during the run, the run ends and reports how much DST
+            holds.
+        """,
+        "TRACES": """
+            A line of a trace is {"timestamp": 27482, "token_ids": [...]}, with extra_key and
+            cache_salt if the request had them. The members input_length and output_length (in
+            tokens) improve the plan.
+
+            To record a trace, start SGLang with --log-requests --log-requests-level 3
+            --log-requests-format json (level 2 truncates long prompts), and extract the requests
+            from its log:
+
+            \b
+            jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
+              {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
+               cache_salt: .obj.cache_salt,
+               output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
+        """,
+        "PINS": """
+            Mooncake drops a soft pin when its time is over. It also drops soft pins when nothing
+            else can be evicted, unless the master runs with
+            --allow_evict_soft_pinned_objects=false.
+        """,
+        "LIVE SERVERS": """
+            With --through-server, the servers pull the prefixes that DST has, after the copy.
+            prewarm sends each prefix as a request for one token, once to each DP rank. From a
+            trace, each prefix is requested once, the most valuable first. The API key is the value
+            of HICACHECTL_API_KEY.
+        """,
+        "PARTS": """
+            With --shard I/N, many processes on any number of hosts warm one store. All share the
+            directory of --run, and all get the same options. The first process reads the requests,
+            compares both stores, and writes the plan to the directory. The other processes do not
+            read the request file.
+
+            The plan is divided into N slices of equal bytes, in its order of value: part 0 has the
+            most valuable pages. Start low parts first, as Kubernetes and Slurm do. A part does not
+            wait for the prefixes of its pages, which other parts copy. The part that ends last
+            marks all pages as recently used and counts the usable tokens.
+
+            --budget, --budget-pages and --min-usable are for the whole run. Each part takes an
+            equal share of --bwlimit. --deadline counts from the start of the plan, also for parts
+            that start later. With a deadline, make N at least 16 times the number of processes that
+            run at once. The slices that a deadline interrupts are then few, and the least valuable
+            of those copied.
+
+            A part exits with 0 once its result is in the directory, and with 4 if pages failed or
+            DST is full. A part that was killed, or exits with 4, is run again, and copies only what
+            DST still lacks. hicachectl merge gives the document and the exit status of the whole
+            run. A pack cannot be the destination. Servers of --through-server load prefixes that
+            are whole in DST, so run that option afterwards.
+        """,
+        "USABLE TOKENS": """
+            usable_tokens and --min-usable refer to one deployment, which the result
+            names. With --through-server, it is the deployment of those servers. Otherwise it is the
+            deployment for which the pages are written: --to-profile, the other --to options, or
+            else the profile of SRC.
+
+            A server cannot use pages that were written for another topology, because it never asks
+            for their keys. If the stamp of DST names another deployment, a remark on stderr says
+            so.
+        """,
+    },
+}

@@ -1,0 +1,107 @@
+"""Text as mdoc(7) macros."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from inspect import cleandoc
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Set
+
+RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
+
+# A line before its escapes; a break within --to-profile would show as a space.
+_WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=False)
+
+
+def name_list(names: Set[str]) -> Iterator[str]:
+    """Return names in order, as a compact list."""
+    yield ".Bl -item -compact -offset indent"
+    for name in sorted(names):
+        yield from (".It", text_line(name))
+    yield ".El"
+
+
+def page_head(name: str, summary: str, section: int = 1) -> list[str]:
+    """Return the lines up to SYNOPSIS."""
+    return [
+        f".Dd {RELEASE_DATE}",
+        f".Dt {name.upper()} {section}",
+        ".Os",
+        ".Sh NAME",
+        f".Nm {name}",
+        f".Nd {text_line(summary)}",
+        ".Sh SYNOPSIS",
+    ]
+
+
+def help_text(text: str) -> list[str]:
+    """Return a help text as paragraphs; blocks that click must not rewrap stay as they are."""
+    lines = [".Sh DESCRIPTION"]
+    for number, paragraph in enumerate(cleandoc(text).split("\n\n")):
+        if paragraph.startswith("\b"):
+            body = paragraph.removeprefix("\b").strip("\n").splitlines()
+            lines += [".Bd -literal -offset indent", *map(literal_line, body), ".Ed"]
+        else:
+            lines += [*([".Pp"] if number else []), *sentence_lines(paragraph)]
+    return lines
+
+
+def flag_macros(names: str) -> str:
+    """Return `-o, --output FILE` as mdoc flags."""
+    *flags, last = names.split(", ")
+    last, _, value = last.partition(" ")
+    parts = [f"Fl {escaped(flag[1:])} ," for flag in flags] + [f"Fl {escaped(last[1:])}"]
+    return " ".join([*parts, f"Ar {escaped(value)}"] if value else parts)
+
+
+def example_section(epilog: str) -> list[str]:
+    """Return the examples of a command's epilog; nothing without examples."""
+    lines = [line for line in epilog.replace("\b", "").splitlines() if line != "Examples:"]
+    shown = textwrap.dedent("\n".join(lines)).strip("\n").splitlines()
+    if not shown:
+        return []
+    return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(literal_line, shown), ".Ed"]
+
+
+def tagged_list(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Return terms with their texts."""
+    yield ".Bl -tag -width Ds"
+    for term, text in entries:
+        yield f".It {text_line(term)}"
+        yield from sentence_lines(text)
+    yield ".El"
+
+
+def paragraphs(texts: tuple[str, ...]) -> Iterator[str]:
+    """Return texts as paragraphs."""
+    for number, text in enumerate(texts):
+        yield from [*([".Pp"] if number else []), *sentence_lines(text)]
+
+
+def sentence_lines(text: str) -> list[str]:
+    """Return one sentence per line, as mdoc requires."""
+    flat = " ".join(text.split())
+    sentences = re.split(r"(?<=[.;:])\s+(?=[A-Z])|(?<=\.)\s+(?=[a-z-])", flat)
+    return [text_line(line) for text in sentences for line in _WRAPPER.wrap(text)]
+
+
+def text_line(line: str) -> str:
+    """Return a line of text."""
+    said = escaped(line)
+    return rf"\&{said}" if said[:1] in (".", "'") else said
+
+
+def literal_line(line: str) -> str:
+    """Return a line of a literal display."""
+    return text_line(line.rstrip())
+
+
+def escaped(text: str) -> str:
+    """Return a text with the characters escaped that mdoc would interpret."""
+    replacements = (("\\", "\\e"), ("-", "\\-"), ("…", "..."), ('"', "\\(dq"))
+    for plain, escape in replacements:
+        text = text.replace(plain, escape)
+    return text

@@ -1,0 +1,284 @@
+"""Man pages from the click commands, the architectures and the finding codes."""
+
+from __future__ import annotations
+
+from inspect import cleandoc
+from typing import TYPE_CHECKING
+
+import click
+
+from hicachectl.checks.registry import codes
+from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.cli.manpages.command_texts import BACKGROUND, PROFILE_EXAMPLE
+from hicachectl.cli.manpages.mdoc import (
+    example_section,
+    flag_macros,
+    help_text,
+    literal_line,
+    name_list,
+    page_head,
+    paragraphs,
+    sentence_lines,
+    tagged_list,
+    text_line,
+)
+from hicachectl.cli.manpages.texts import (
+    CONFIG_EXAMPLE,
+    DRAFT_FORMS,
+    ENVIRONMENT,
+    EXIT_STATUS,
+    FINDINGS,
+    HF3FS,
+    HF3FS_PARAMETERS,
+    LOCKS,
+    MODELS,
+    MOONCAKE,
+    MOONCAKE_PARAMETERS,
+    MOONCAKE_SSD,
+    NIXL,
+    NIXL_PARAMETERS,
+    OUTPUT,
+    STATES,
+    STORES,
+    TRUST,
+    UNVERIFIED_MODELS,
+)
+from hicachectl.formats.kinds import kinds
+from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
+from hicachectl.formats.models.drafts import OWN_DRAFTS
+from hicachectl.formats.models.families.base import Family
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+    from pathlib import Path
+
+
+def build(directory: Path) -> None:
+    """Write hicachectl.1, one page per command, and the pages of section 7."""
+    (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
+    (directory / "hicachectl-models.7").write_text(models_page(), encoding="utf-8")
+    (directory / "hicachectl-findings.7").write_text(findings_page(), encoding="utf-8")
+    for name in COMMANDS:
+        (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
+
+
+def main_page() -> str:
+    """Return the page of the whole program."""
+    ctx = _group_context()
+    lines = [
+        *page_head("hicachectl", "inspect, verify, migrate and prewarm SGLang HiCache L3 stores"),
+        ".Nm",
+        ".Op Fl vqh",
+        ".Op Fl -config Ar FILE",
+        ".Ar COMMAND ...",
+        *help_text(cli.help or ""),
+        ".Sh OPTIONS",
+        *_options(cli, ctx),
+        ".Sh COMMANDS",
+        ".Bl -tag -width Ds",
+    ]
+    for name, entry in COMMANDS.items():
+        lines += [f".It Xr hicachectl-{name} 1", text_line(entry.summary)]
+    lines += [".El", ".Sh STORES", *tagged_list(STORES)]
+    lines += [".Sh OUTPUT", *paragraphs(OUTPUT)]
+    lines += [".Sh MOONCAKE", *paragraphs(MOONCAKE)]
+    lines += [".Pp", "Parameters of the URL:", *tagged_list(MOONCAKE_PARAMETERS)]
+    lines += [".Sh MOONCAKE SSD", *paragraphs(MOONCAKE_SSD)]
+    lines += [".Sh 3FS", *paragraphs(HF3FS)]
+    lines += [".Pp", "Parameters of the URL:", *tagged_list(HF3FS_PARAMETERS)]
+    lines += [".Sh NIXL", *paragraphs(NIXL)]
+    lines += [".Pp", "Parameters of the URL:", *tagged_list(NIXL_PARAMETERS)]
+    lines += [".Sh TRUST", *paragraphs(TRUST), ".Sh LOCKS", *paragraphs(LOCKS)]
+    lines += [".Sh PAGE STATES", *tagged_list(STATES)]
+    lines += [".Sh ENVIRONMENT", *tagged_list(ENVIRONMENT)]
+    lines += [
+        ".Sh FILES",
+        ".Bl -tag -width Ds",
+        ".It Pa ~/.config/hicachectl/config.toml",
+        "Named stores:",
+        ".El",
+        ".Bd -literal -offset indent",
+        *map(literal_line, CONFIG_EXAMPLE),
+        ".Ed",
+    ]
+    lines += [".Sh EXIT STATUS", *tagged_list(EXIT_STATUS)]
+    lines += [".Sh SEE ALSO", *_see_also("hicachectl")]
+    return "\n".join(lines) + "\n"
+
+
+def command_page(name: str) -> str:
+    """Return the page of one command."""
+    command = cli.get_command(_group_context(), name)
+    assert command is not None  # COMMANDS names only commands that exist
+    ctx = click.Context(command, info_name=name, parent=_group_context())
+    arguments = [p.make_metavar(ctx) for p in command.params if isinstance(p, click.Argument)]
+    if isinstance(command, click.Group):
+        arguments.append("COMMAND ...")
+    summary = COMMANDS[name].summary.rstrip(".")
+    lines = [
+        *page_head(f"hicachectl-{name}", summary[0].lower() + summary[1:]),
+        f".Nm hicachectl {name}",
+        ".Op Ar OPTIONS",
+        *(f".Ar {argument}" for argument in arguments),
+        *help_text(_without_pointer(command.help or "", name)),
+        ".Sh OPTIONS",
+        *_options(command, ctx),
+        *_subcommands(command, ctx),
+        ".Sh EXIT STATUS",
+        "As for",
+        ".Xr hicachectl 1 .",
+        *example_section(command.epilog or ""),
+        *_background(name),
+        *(_profile_file() if name == "profile" else ()),
+        ".Sh SEE ALSO",
+        *_see_also(f"hicachectl-{name}"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def models_page() -> str:
+    """Return the page with the answer to every architecture that SGLang registers."""
+    served = [name for name, x in ARCHITECTURES.items() if isinstance(x, Family)]
+    drafts = {name for name in served if getattr(ARCHITECTURES[name], "draft_only", False)}
+    refused: dict[str, list[str]] = {}
+    for name, answer in ARCHITECTURES.items():
+        if isinstance(answer, Refusal):
+            refused.setdefault(answer.reason, []).append(name)
+    lines = [
+        *page_head("hicachectl-models", "model architectures that have a profile", section=7)[:-1],
+        ".Sh DESCRIPTION",
+        *paragraphs(MODELS),
+        ".Sh TARGETS",
+        *name_list(set(served) - drafts - UNVERIFIED),
+        ".Sh UNVERIFIED TARGETS",
+        *paragraphs(UNVERIFIED_MODELS),
+        *name_list(UNVERIFIED),
+        ".Sh DRAFTS",
+        *sentence_lines("Configs of these architectures are for --draft-model-config."),
+        *_drafts(drafts),
+        ".Sh REFUSALS",
+        *sentence_lines("The message names the architecture, followed by the reason."),
+    ]
+    for reason, names in refused.items():
+        lines += [f".Ss {text_line(reason)}", *name_list(set(names))]
+    lines += [".Sh SEE ALSO", ".Xr hicachectl-profile 1"]
+    return "\n".join(lines) + "\n"
+
+
+def _drafts(names: Set[str]) -> Iterator[str]:
+    """Yield the drafts by the form of their KV."""
+    families = {name: x for name in names if isinstance(x := ARCHITECTURES[name], Family)}
+    frozen = {name for name, family in families.items() if family.frozen_kv}
+    mtp = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} & set(families)
+    for words, group in zip(DRAFT_FORMS, (mtp, set(families) - mtp - frozen, frozen), strict=True):
+        title, text = words
+        yield f".Ss {text_line(title)}"
+        yield from sentence_lines(text)
+        yield from name_list(group)
+
+
+def findings_page() -> str:
+    """Return the page with the explanation of every finding code."""
+    lines = [
+        *page_head("hicachectl-findings", "meaning and remedy of findings", section=7)[:-1],
+        ".Sh DESCRIPTION",
+        *paragraphs(FINDINGS),
+        ".Sh CODES",
+    ]
+    for code in codes():
+        texts = code.explanation()
+        severity = "; ".join(filter(None, (code.severity, code.exceptions)))
+        lines += [f".Ss {text_line(code.name)}", *sentence_lines(f"Severity: {severity}.")]
+        for title in ("meaning", "effect", "remedy", "cost"):
+            lines += [".Pp", f"{title.capitalize()}:", *sentence_lines(texts[title])]
+        if texts["command"]:
+            lines += [".Bd -literal -offset indent", literal_line(texts["command"]), ".Ed"]
+    lines += [".Sh SEE ALSO", ".Xr hicachectl-explain 1 ,", ".Xr hicachectl-verify 1"]
+    return "\n".join(lines) + "\n"
+
+
+def _group_context() -> click.Context:
+    # With the group's settings: click keeps the first help option that it makes.
+    return click.Context(cli, info_name="hicachectl", **cli.context_settings)
+
+
+def _without_pointer(text: str, name: str) -> str:
+    """Return a help text without the paragraph about the man page itself."""
+    paragraphs = cleandoc(text).split("\n\n")
+    own = f"hicachectl-{name}(1) "
+    return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(own))
+
+
+def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    if not isinstance(command, click.Group):
+        return
+    yield ".Sh COMMANDS"
+    for name, part in command.commands.items():
+        inner = click.Context(part, info_name=name, parent=ctx)
+        arguments = [p.make_metavar(inner) for p in part.params if isinstance(p, click.Argument)]
+        yield f".Ss {' '.join([name, *arguments])}"
+        yield from help_text(part.help or "")[1:]
+        yield from _options(part, inner)
+
+
+def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    yield ".Bl -tag -width Ds"
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None or isinstance(parameter, click.Argument):
+            continue  # the synopsis and the description have the arguments
+        names, text = record
+        yield f".It {flag_macros(names)}"
+        yield from sentence_lines(text)
+    yield ".El"
+
+
+def _background(name: str) -> Iterator[str]:
+    for title, text in BACKGROUND.get(name, {}).items():
+        yield f".Sh {title}"
+        yield from help_text(text.strip("\n"))[1:]
+
+
+def _profile_file() -> list[str]:
+    return [
+        ".Sh PROFILE FILE",
+        *sentence_lines(
+            "A profile is TOML, or JSON with the same keys. It describes the whole model before "
+            "sharding. Leave out fields that do not apply."
+        ),
+        ".Bd -literal -offset indent",
+        *map(literal_line, PROFILE_EXAMPLE.splitlines()),
+        ".Ed",
+        ".Pp",
+        *sentence_lines(
+            "Further fields of the deployment: dcp (decode context parallel size), linear_tp (TP "
+            "size of the Mamba states; default: tp), tag (Mooncake's extra_backend_tag), "
+            "tp_lcm_size (Mooncake with split heads), hash_unit (token or bigram), weights and "
+            "draft_weights (see WEIGHTS)."
+        ),
+        ".Pp",
+        "Fields of each kind of pool:",
+        *tagged_list(tuple((kind.name, kind.summary) for kind in kinds())),
+        ".Pp",
+        *sentence_lines(
+            "Each pool also takes packed_draft_layers, hit_policy (all_pages or trailing_pages), "
+            "trailing_pages and replicated. A profile with inferred = true states only the facts "
+            "seen in a store; commands that must interpret bytes refuse it."
+        ),
+    ]
+
+
+def _see_also(page: str) -> list[str]:
+    pages = [f"{name} 1" for name in sorted({"hicachectl", *map("hicachectl-{}".format, COMMANDS)})]
+    pages = [other for other in pages if other != f"{page} 1"]
+    if page in ("hicachectl", "hicachectl-pack"):
+        pages.append("hcpack 5")
+    if page in ("hicachectl", "hicachectl-explain", "hicachectl-show", "hicachectl-verify"):
+        pages.append("hicachectl-findings 7")
+    if page in ("hicachectl", "hicachectl-profile"):
+        pages.append("hicachectl-models 7")
+    if page.removeprefix("hicachectl-") in ("hicachectl", "merge", "migrate", "prewarm", "verify"):
+        pages.append("hicachectl-scaling 7")
+    if page in ("hicachectl", "hicachectl-prewarm", "hicachectl-verify"):
+        pages.append("hicachectl-scheduling 7")
+    return [f".Xr {other} {',' if other != pages[-1] else ''}".rstrip() for other in pages]

@@ -1,0 +1,276 @@
+"""Texts of hicachectl(1) and of the pages of section 7."""
+
+from __future__ import annotations
+
+from hicachectl.formats.models.architectures import ARCHITECTURES
+from hicachectl.formats.profile import NEWEST_SGLANG
+
+EXIT_STATUS = (
+    (
+        "0",
+        "Done and clean. Objects that vanish during the run are normal in a cache and not an "
+        "error. The status is also 0 if another process holds the lock, or if a deadline "
+        "ended the run.",
+    ),
+    ("1", "A bug of hicachectl; please report the traceback."),
+    ("2", "Bad usage or input: an option, a profile, a config or a URL."),
+    ("3", "The store, server or device cannot be reached, refuses or fails."),
+    (
+        "4",
+        "Finished, but with findings at or above --fail-on, with failed objects or conflicts, or "
+        "below --min-usable.",
+    ),
+    ("130", "Interrupted (SIGINT)."),
+    ("143", "Terminated (SIGTERM)."),
+)
+STORES = (
+    ("/dir, file:///dir", "The directory of SGLang's file backend (HiCacheFile)."),
+    ("file:", "The directory that SGLang uses by default; see ENVIRONMENT."),
+    (
+        "mooncake://HOST:50051?admin=HOST:9003&protocol=tcp",
+        "A Mooncake cluster, named by its master; see MOONCAKE.",
+    ),
+    ("mooncake:", "The cluster of SGLang's configuration; see ENVIRONMENT."),
+    (
+        "mooncake-ssd:///dir?tenant=NAME",
+        "The files that Mooncake clients with SSD offload left behind; see MOONCAKE SSD.",
+    ),
+    (
+        "hf3fs:///path/prefix?server=http://HOST:18000&snapshot=FILE",
+        "A 3FS store, named by the prefix of its page files; see 3FS.",
+    ),
+    ("hf3fs:", "The 3FS store of SGLang's configuration; see ENVIRONMENT."),
+    (
+        "nixl:///dir[,/dir...]",
+        "The directories of SGLang's NIXL backend (HiCacheNixl) on files; see NIXL.",
+    ),
+    ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
+    ("NAME:", "A store of the config file."),
+)
+MODELS = (
+    f"SGLang {NEWEST_SGLANG} registers {len(ARCHITECTURES)} architectures, the names in the field "
+    "architectures of config.json. For the targets below, profile and --model-config derive the "
+    "pools from config.json. Each was compared with the pools that SGLang itself allocates, at TP "
+    "1, 2 and 4, and at PP 1 and 2 where the model has stages.",
+    "A field that a config lacks, and that SGLang's own config class would fill with a number, is "
+    "asked for by name. For the other architectures, write a profile file; see "
+    "hicachectl-profile(1).",
+)
+UNVERIFIED_MODELS = (
+    "For these, the compared config.json was written by hand, with the fields that SGLang reads. "
+    "Field names of a published config may differ; compare the size of one page with the profile "
+    "(ls --objects) before a repair.",
+)
+DRAFT_FORMS = (
+    (
+        "MTP layers",
+        "With EAGLE, a page object of the target ends with the layers of the draft. Without "
+        "--draft-model-config, they are those of the target's own config. If the draft's config "
+        "counts num_nextn_predict_layers as 0, the draft has pools like those below.",
+    ),
+    (
+        "Models",
+        "The pool draft has all layers; index keys are in draft_indexer. Of a draft with sliding "
+        "windows, there is only draft_swa, with the window layers. If the config counts "
+        "num_nextn_predict_layers, EAGLE appends the draft like an MTP layer.",
+    ),
+    ("Readers of the target's KV", "These drafts have no KV, so no objects."),
+)
+OUTPUT = (
+    "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
+    "A json result is one document; jsonl has one row per line.",
+    "In table and csv, characters that a terminal would interpret or hide are written as \\xNN or "
+    "\\uNNNN. In csv, a ' precedes text that begins like a formula.",
+)
+HF3FS = (
+    "Pages are stored in preallocated files, prefix.RANK.bin. A metadata server maps keys to pages "
+    "but cannot list them. So the listing comes from the snapshot that the server saves "
+    "(--persistence-path), and is as old as the snapshot. With server=, keys removed since then "
+    "are left out. Only a profile states the size of a page.",
+    "Reading sends no query that the server counts as use, with one exception: if a page looks "
+    "damaged, hicachectl asks whether the page was reused, and reports that it asked.",
+    "Each pool has its own tables, and the server evicts the pages of each table independently. So "
+    "objects without their kv (orphan-sidecar) are normal and only noted (info).",
+    "The check groups also compares the tables with each other and with the files. It finds pages "
+    "that two keys hold (page-index-shared), pages that a key holds and that are free "
+    "(page-index-free), pages outside the table (page-index-out-of-range), pages beyond the end of "
+    "their file (truncated), pages that are neither held nor free (page-leaked), files with "
+    "another number of pages than their table (page-count-mismatch), and snapshots older than "
+    "their files (snapshot-stale). Reading finds pages that were never written (unwritten-page). "
+    "While a server is live, a leaked page is reported only if three snapshots show it. For the "
+    "third snapshot, verify waits at most two minutes.",
+    "The server reuses freed pages at once. A deletion can therefore corrupt a page that a live "
+    "server is reading: repair at a time of few reads. All keys that share a page are deleted in "
+    "one call. Without server=, a repair writes a new snapshot FILE.repaired beside the old one; "
+    "start the metadata server from that file. With --writers-stopped, leaked pages are released. "
+    "Give this option only if no engine writes: otherwise the server hands out a page twice. A 3FS "
+    "store has no default quarantine: --repair quarantine needs --quarantine DIR.",
+    "If 3FS's hf3fs_fuse package is installed and the prefix is on a 3FS mount, pages are read "
+    "through that package (USRBIO); otherwise they are read as files. USRBIO has not been tested "
+    "on a real 3FS.",
+)
+HF3FS_PARAMETERS = (
+    ("server=URL", "URL of the metadata server."),
+    ("snapshot=FILE", "Persistence file of the metadata server."),
+    ("config=FILE", "SGLang's JSON config, for the prefix, file_size and server."),
+    (
+        "file_size=SIZE",
+        "Bytes of each file, as given to SGLang; default: the size of the largest file. If given, "
+        "verify distinguishes a truncated file from a profile with wrong page sizes.",
+    ),
+    ("ranks=N", "Read only ranks below N."),
+)
+NIXL = (
+    "A URL names the directories of SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR, all of them and "
+    "in the same order, since both decide where the file of a key lies. Files elsewhere are "
+    "ignored, and verify reports misplaced-object, because no server finds them. If most files are "
+    "elsewhere, the order or number of directories in the URL is wrong.",
+    "A server's clear removes every file below the directories. So nothing of hicachectl lies "
+    "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
+    "needs --quarantine DIR, a directory outside the store.",
+    "Of each model, the server of TP rank 0 removes the oldest page groups when a disk is as "
+    "full as its l3_cleaner_high_watermark. Writes keep modification times and stop below "
+    "this watermark on each disk; objects that would reach it fail as if the disk were full.",
+    "Keys do not name PP, CP and DCP ranks, so ranks that share the directories overwrite each "
+    "other's objects. With such a profile, verify reports colliding-keys, and ls, show and verify "
+    "compare pages with each other, as without a profile; other commands refuse it. A profile "
+    "without KV (DeepSeek-V4) is refused, too.",
+    "With direct I/O, SGLang fails to write an object whose size is no multiple of a disk block. "
+    "Such a pool is refused by name; use_direct_io false, with direct_io=off, stores it.",
+    "Servers write in place. While an object is written, its file has its final name and is short.",
+)
+NIXL_PARAMETERS = (
+    (
+        "direct_io=off",
+        "For servers with use_direct_io false (SGLANG_HICACHE_NIXL_USE_DIRECT_IO=0). They write K "
+        "and V, or the states of a page, apart even if their sizes are no multiple of 4 KiB. "
+        "Default: on.",
+    ),
+    (
+        "high_watermark=PERCENT",
+        "The servers' l3_cleaner_high_watermark; default: 80. Give 100 if they have no cleaner.",
+    ),
+)
+MOONCAKE = (
+    "hicachectl contributes no memory to the cluster. Listing, and the checks names, groups and "
+    "sizes, use the master's HTTP service, which extends no lease and does not change the order "
+    "of eviction. Reading an object grants a lease: for some seconds the object is not evicted "
+    "and cannot be removed, and it is evicted later than others. Removals wait for leases to end "
+    "(--lease-wait) and are never forced. A cluster has no default quarantine: --repair quarantine "
+    "needs --quarantine DIR.",
+    "Only objects of the tenant default that have a readable replica are listed. The size of an "
+    "object whose key has a comma (a side pool of split heads) can only be queried with "
+    "--allow-leases. The store keeps no timestamps, so pages that are not whole are checked again "
+    "after --grace.",
+    "An object of an MLA model holds the whole latent row, but SGLang ends its key in _k. So ls "
+    "--objects and findings show the part k, and no part v is expected. On other stores the part "
+    "of such an object is null.",
+)
+MOONCAKE_PARAMETERS = (
+    ("admin=HOST:PORT", "The master's HTTP service; default: port 9003 of the master's host."),
+    ("protocol=NAME", "Transfer protocol: tcp, rdma (the default), ..."),
+    ("device=NAME", "Network devices for rdma."),
+    ("metadata=URL", "Metadata service of the transfer engine; default: P2PHANDSHAKE."),
+    ("tenant=NAME", "Only default can be listed."),
+)
+MOONCAKE_SSD = (
+    "A Mooncake client with SSD offload writes objects to files, and leaves the files behind when "
+    "it ends. Copy the directory before you restart the client: a restart deletes leftovers of "
+    "crashes, writes to the same files, and deletes all objects of an offset file that it cannot "
+    "recover. hicachectl only reads the files. To write, name the mooncake:// store of the master.",
+    "DIR is the directory of one client (MOONCAKE_OFFLOAD_FILE_STORAGE_PATH), or the parent of the "
+    "rank_* directories of SGLang's ranks, which are one store. If several files have one key, "
+    "the newest whole object counts. Two forms are read: buckets (ID.bucket with ID.meta, the "
+    "default) and offset files of version 3 (kv_cache.data with kv_cache.meta, if "
+    "MOONCAKE_OFFSET_PERSIST_MODE was relaxed or strict). Other forms, such as file_per_key, are "
+    "refused. tenant= lists the objects of another tenant than default.",
+    "Mooncake never updates the .meta file of a bucket, so objects that were removed from the "
+    "cluster may still be listed. A remark states this. For each file, verify reports as "
+    "lost-objects: a bucket without a .meta file (a crash interrupted the write), a damaged .meta "
+    "file, one without its data file, records of an offset file that a restart would drop, and "
+    "objects behind the end of a file. A file that changed within --grace may still be written, "
+    "and is a remark. An object that is cut off is truncated or unreadable, and an object with "
+    "another key in its place is unreadable.",
+    "Records of offset files have a CRC-32C, which each read checks: verify reads them also "
+    "without a profile (check digests). Buckets have no checksum: without a profile or a catalog "
+    "verify does not read them, and says so. Objects that had not been offloaded are not in the "
+    "files: a client writes a bucket once it has 500 objects or 256 MB.",
+)
+ENVIRONMENT = (
+    ("HICACHECTL_CONFIG", "The config file, if --config is not given."),
+    ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
+    (
+        "XDG_STATE_HOME",
+        "migrate keeps its journals in hicachectl/migrations of this directory; default: "
+        "~/.local/state. If the home is not writable, journals are in hicachectl-UID below TMPDIR, "
+        "a directory that only the user can access.",
+    ),
+    ("NO_COLOR", "If set and not empty, output has no colours."),
+    ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS; used for hf3fs: only."),
+    (
+        "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH",
+        "SGLang's JSON config of Mooncake; gives the parameters that a mooncake: URL leaves out.",
+    ),
+    (
+        "MOONCAKE_MASTER, MOONCAKE_PROTOCOL, MOONCAKE_DEVICE, MOONCAKE_TE_META_DATA_SERVER, "
+        "MOONCAKE_MASTER_METRICS_PORT, MOONCAKE_LOCAL_HOSTNAME, MOONCAKE_TENANT_ID",
+        "SGLang's variables for the same parameters; used if "
+        "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH is not set.",
+    ),
+    (
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+        "The directory of the store file:, as for SGLang; default: /tmp/hicache.",
+    ),
+)
+TRUST = (
+    "The paths of STORE, --quarantine DIR and the parent of --lock FILE may contain symbolic "
+    "links. Below them, no link is followed: .hicachectl in a store, its stamps and quarantine, "
+    "and the lock file must be regular files and directories. Their owner must be the user who "
+    "runs hicachectl, root, the owner of the store, or a user to whom the file system gives new "
+    "files. A group-writable store trusts the members of its group. Objects in a quarantine "
+    "keep the owner that they had in the store; any owner is accepted.",
+    "A command that only reads skips files and directories that break these rules, and names them "
+    "in a remark. A command that writes ends with status 3 before any change.",
+    "Objects without a record in a quarantine are left alone; a remark names them.",
+    "New files are never more readable than their sources. A copied file gets the permissions of "
+    "its source, except those that the source's directory or the umask denies. A pack, a 3FS data "
+    "file and an object made from several objects are readable only by users who may read every "
+    "source object read so far. A pack is readable only by its owner until it is complete. "
+    "Directories, stamps, catalogs and quarantine records are as readable as the store's "
+    "directory. If a new file has another group than its source, that group gets no more "
+    "permissions than others. "
+    "New objects written by root belong to the owner of their directory, if that user may read the "
+    "sources. The command restore also restores owner and permissions. Existing 3FS data files "
+    "keep their permissions.",
+)
+LOCKS = (
+    "--lock FILE takes the lock of flock(2), as flock(1) does. If another process holds the lock, "
+    "the command does nothing and exits with 0; its result says complete: false and stopped_by: "
+    "lock. On NFS the lock holds on all hosts if the server supports locks (not with the mount "
+    "options nolock and local_lock=flock).",
+    "Earlier versions of hicachectl took POSIX locks (fcntl), which flock does not see on a local "
+    "file system. Do not run both versions at once.",
+)
+CONFIG_EXAMPLE = ("[stores.prod]", 'url = "file:///mnt/hicache"')
+STATES = (
+    (
+        "whole",
+        "All objects of the page are present. Mamba and SWA states exist on some pages only; a "
+        "page is whole with all of them or with none.",
+    ),
+    ("partial", "At least one object is missing."),
+    (
+        "orphan",
+        "The page has sidecars, but not the kv object by which servers find a page.",
+    ),
+    ("unknown", "The keys can be read in several ways, so the expected objects are unknown."),
+)
+FINDINGS = (
+    "verify and show report findings. Each has a code, a severity and a remedy. An error means "
+    "that a server could read wrong data; a warning costs hits or space; an info needs no action. "
+    "Some codes have another severity in some stores or pools.",
+    "Effect is what a server of SGLang does with such an object. Cost is what the remedy costs. In "
+    "the commands, STORE is the store, and FILE a profile of the servers; see "
+    "hicachectl-profile(1). Commands that remove something ask first; --dry-run only shows what "
+    "they would do.",
+)
