@@ -22,6 +22,11 @@ DTYPE_BYTES = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
 }
+# Why SGLang stores no pages of some of its KV dtypes (pool_host/mha_mxfp8.py).
+UNSTORED_DTYPES = {
+    "mxfp8": "SGLang does not store mxfp8 pages, whose scales lie outside the page; servers with a "
+    "store need another --kv-cache-dtype"
+}
 # "uint8" marks structured bytes: scaled MLA rows, indexer blocks.
 TENSOR_DTYPE_BYTES = {**DTYPE_BYTES, "uint8": 1}
 

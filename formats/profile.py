@@ -17,7 +17,7 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.kinds import kind_names, kind_of, kinds
 from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
-from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS
+from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS, UNSTORED_DTYPES
 from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.wording import not_one_of
 
@@ -261,7 +261,9 @@ def _pool_problems(pool: Pool) -> Iterator[str]:
     if pool.trailing_pages < 1:
         yield f"trailing_pages: must be at least 1, but is {pool.trailing_pages}"
     yield from _choice("hit_policy", pool.hit_policy, HIT_POLICIES)
-    if pool.dtype:
+    if pool.dtype in UNSTORED_DTYPES:
+        yield f"dtype: {UNSTORED_DTYPES[pool.dtype]}"
+    elif pool.dtype:
         yield from _choice("dtype", pool.dtype, tuple(DTYPE_BYTES))
     for where, state in _named_states(pool):
         yield from (f"{where}.{problem}" for problem in _state_problems(state))

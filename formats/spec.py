@@ -396,6 +396,11 @@ def _check_hf3fs(profile: Profile) -> None:
         )
     if profile.dcp > 1:
         raise UnsupportedByBackend("dcp: SGLang stores DCP pages in file and Mooncake stores only")
+    if not kind_of(profile.pools[0]).has_bytes:
+        raise UnsupportedByBackend(
+            "pools[kv]: SGLang's 3FS backend cannot store models without KV (DeepSeek-V4), because "
+            "it divides files by the size of a kv page; use a file store or Mooncake"
+        )
     if profile.layout not in _HF3FS_LAYOUTS:
         raise UnsupportedByBackend(
             f"layout {profile.layout}: SGLang's 3FS backend supports "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.layouts import UNSTORED_DTYPES
 from hicachectl.formats.models.quantisation import has_fp8_kv, quant_method
 from hicachectl.formats.wording import not_one_of
 
@@ -59,6 +60,8 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
         )
     if name == "auto":
         return "float8_e4m3fn" if has_fp8_kv(config) else model_dtype(config, flags)
+    if name in UNSTORED_DTYPES:
+        raise ProfileError(f"kv_cache_dtype: {name!r}: {UNSTORED_DTYPES[name]}")
     if name not in _KV_DTYPES:
         raise ProfileError(
             f"kv_cache_dtype: {name!r} objects have a form that hicachectl cannot describe; "

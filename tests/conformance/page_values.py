@@ -117,7 +117,7 @@ def _shard_state(
 
 def _keys_and_values(pool: Mapping[str, Any], outer: tuple[int, ...], salt: int) -> Parts:
     encodings: dict[str, Callable[[tuple[int, ...], int], NDArray[Any]]]
-    encodings = {"bfloat16": _bfloat16, "float8_e4m3fn": _e4m3}
+    encodings = {"bfloat16": _bfloat16, "float8_e4m3fn": _e4m3, "mxfp8": _e4m3}
     encode = encodings[pool["dtype"]]
     wide, narrow = pool["head_dim"], pool.get("v_head_dim", pool["head_dim"])
     if wide == narrow:

@@ -126,6 +126,13 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     pools = RankPools(profile, rank)
     more = {**_packed(profile, rank, size), **_dcp(profile, rank)}
     pools.add(tables["kv"], device, _host(device, profile, **more))
+    if _is_mxfp8(tables["kv"]):
+        from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
+
+        # Its constructor refuses machines without a GPU.
+        host = pools.host["kv"]
+        host.__class__ = MHATokenToKVPoolMXFP8Host
+        host.k_sf_page_bytes = host.v_sf_page_bytes = profile["page_size"]  # of scales
     if "indexer" in tables:
         pools.add(tables["indexer"], device, _indexer_host(device, pools))
     if "swa" in tables:
@@ -139,6 +146,10 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
         states = _mamba_device(deployment, tables["mamba"], pages)
         pools.add(tables["mamba"], states, _mamba_host(states, profile))
     return pools
+
+
+def _is_mxfp8(table: Mapping[str, Any]) -> bool:
+    return bool(table.get("dtype") == "mxfp8")
 
 
 def _numbers(table: Mapping[str, Any]) -> list[int]:
@@ -176,7 +187,7 @@ def _mha_device(profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank
     return MHATokenToKVPool(
         size=size,
         page_size=profile["page_size"],
-        dtype=getattr(torch, table["dtype"]),
+        dtype=torch.float8_e4m3fn if _is_mxfp8(table) else getattr(torch, table["dtype"]),
         head_num=max(1, table["kv_heads"] // profile.get("tp", 1)),
         head_dim=table["head_dim"],
         v_head_dim=table.get("v_head_dim"),

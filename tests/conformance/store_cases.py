@@ -361,6 +361,28 @@ NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+# Cases that SGLang cannot write: an error of its own for each backend, and hicachectl's.
+_FLAT = "Models with head_dim != v_head_dim do not support the flat-page interface"
+_ONE_SIZE = "K and V of different width"
+_SCALES = "MXFP8 KV host pool does not expose flat storage (L3) pages yet"
+_UNSTORED = "SGLang does not store mxfp8 pages"
+REFUSED: dict[tuple[str, str], tuple[str, str]] = {
+    **{("mxfp8", name): (_SCALES, _UNSTORED) for name in ("file", "mooncake", "hf3fs", "nixl")},
+    **{("asymmetric", name): (_FLAT, _ONE_SIZE) for name in ("file", "hf3fs", "nixl")},
+    ("deepseek_v4", "hf3fs"): ("integer division or modulo by zero", "models without KV"),
+    ("swa", "hf3fs"): ("0:swa: writing failed", "cannot store MHA pools beside kv on 3FS"),
+    ("mha_draft", "hf3fs"): ("0:draft: writing failed", "cannot store MHA pools beside kv on 3FS"),
+    **{
+        ("dcp2", name): ("HiCache L3 with DCP requires file or Mooncake storage.", "dcp")
+        for name in ("hf3fs", "nixl")
+    },
+}
+REFUSED_CASES: dict[str, Case] = {
+    "mxfp8": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 2, dtype="mxfp8")])),)),
+    **{name: {**MOONCAKE_CASES, **CASES}[name] for name, _ in REFUSED if name != "mxfp8"},
+}
+
+
 def store_name(case: str, layout: str) -> str:
     """Return the folder name of a variant."""
     return f"{case}-{layout}" if case == "mha_layouts" else case
