@@ -42,6 +42,7 @@ RECORD = np.dtype(
 
 _MAX_BYTES = 1 << 60  # no file is larger, and sums of sizes fit int64
 _MAX_NODES = 1 << 24  # as Mooncake's own bound
+_MAX_BUCKET_KEYS = 1 << 18  # of one bucket; Mooncake's default is 500
 _BUCKET_FIELDS = {0x08: "data_size", 0x12: "keys", 0x1A: "metadatas"}
 _OFFSET_FIELDS = {
     0x08: "version",
@@ -103,6 +104,8 @@ def parse_bucket_meta(data: bytes, source: str) -> BucketMeta:
             keys.append(bytes(content))
         else:
             messages.append(content)
+        if max(len(keys), len(messages)) > _MAX_BUCKET_KEYS:
+            raise FormatError(f"{source}: more than {_MAX_BUCKET_KEYS} objects in one bucket")
     if not keys or len(keys) != len(messages):
         raise FormatError(f"{source}: {len(keys)} keys, but places of {len(messages)} objects")
     places = _rows_of_numbers(messages, 3, source)
@@ -270,4 +273,8 @@ def _used_extents(state: memoryview, source: str) -> tuple[IntArray, IntArray]:
     room = capacity - min(base, capacity)
     if (starts + sizes > room).any():  # each is below 2**63, so the sums do not wrap
         raise FormatError(f"{source}: an extent ends beyond the capacity of {capacity} bytes")
+    order = np.argsort(starts)
+    if ((starts + sizes)[order][:-1] > starts[order][1:]).any():
+        # Many extents of one record could fill the memory with copies of its key.
+        raise FormatError(f"{source}: two extents overlap")
     return starts.astype(np.int64) + base, sizes.astype(np.int64)

@@ -188,8 +188,8 @@ def close_places(places: Sequence[Place]) -> None:
 def read_index(places: Sequence[Place], tenant: str) -> Index:
     """Read all metadata.
 
-    Raises UnsupportedByBackend for files of another form than this module reads, FormatError for
-    too many keys, OSError. Files with damaged metadata are left out, and are losses.
+    Raises UnsupportedByBackend for files of another form than this module reads and for too many
+    keys, OSError. Files with damaged metadata are left out, and are losses.
     """
     reader = _Reader(tenant)
     for place in places:
@@ -212,6 +212,7 @@ class _Reader:
         self._default = tenant == DEFAULT_TENANT
         self._files: list[DataFile] = []
         self._keys: list[bytes] = []
+        self._key_bytes = 0
         self._objects: list[npt.NDArray[np.void]] = []  # one array for each file or run of records
         self._buckets = 0
         self._losses: list[Loss] = []
@@ -342,7 +343,14 @@ class _Reader:
         """Add the objects of the last file that are our tenant's, and count the others."""
         names = [self._name(key) for key in stored]
         objects["file"] = len(self._files) - 1
-        self._keys += [name for name in names if name is not None]
+        kept = [name for name in names if name is not None]
+        self._key_bytes += sum(map(len, kept))
+        if self._key_bytes > _MAX_KEYS_BYTES:
+            raise UnsupportedByBackend(
+                f"{self._files[-1].path}: the keys up to this file have more than 2 GiB; open the "
+                "directory of one rank"
+            )
+        self._keys += kept
         self._objects.append(objects[[name is not None for name in names]])
 
     def _name(self, stored: bytes) -> bytes | None:
@@ -358,8 +366,6 @@ class _Reader:
 
     def index(self) -> Index:
         """Return the objects: of several with one key, the newest that is whole."""
-        if sum(map(len, self._keys)) > _MAX_KEYS_BYTES:
-            raise FormatError("The keys have more than 2 GiB; open the directory of one rank")
         keys = pa.array(self._keys, pa.binary())
         objects = np.concatenate([np.zeros(0, dtype=OBJECT), *self._objects])
         ends = np.array([file.facts.st_size for file in self._files], dtype=np.int64)
@@ -391,7 +397,7 @@ class _Reader:
                 "Objects that were removed from the cluster may still be listed: Mooncake never "
                 "updates the .meta file of a bucket"
             )
-        yield from map(str, self._losses)
+        yield from self._grouped_losses()
         names = ", ".join(repr(os.fsdecode(name)) for name in sorted(self._others)[:3])
         notes = (
             (
@@ -407,6 +413,15 @@ class _Reader:
             ),
         )
         yield from (f"{count} {text}" for count, text in notes if count)
+
+    def _grouped_losses(self) -> Iterator[str]:
+        """Yield one remark for all files that lost objects in the same way."""
+        places: dict[str, list[str]] = {}
+        for loss in self._losses:
+            places.setdefault(loss.what, []).append(loss.place)
+        for what, found in places.items():
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            yield f"{found[0]}{more}: {what}"
 
 
 def _read(place: Place, name: str, most: int, source: str) -> bytes:

@@ -92,6 +92,7 @@ BAD_BUCKETS = {
     "an endless number": b"\x08" + b"\xff" * 20,
     "a key of 2**60 bytes": numbers(5) + number(2 << 3 | 2) + number(1 << 60),
     "half a pair": numbers(5) + text(2, b"k") + text(3, b"\x10"),
+    "too many keys": numbers(5) + text(2, b"") * ((1 << 18) + 1),
     "half a number": numbers(5) + text(2, b"k") + text(3, b"\x10\x81"),
 }
 HEAD = struct.Struct("<5Q5I")
@@ -112,6 +113,7 @@ BAD_CHECKPOINTS = {
     "4 billion nodes": allocator(0, 0, 1 << 20, 0, 0, 1, (1 << 32) - 1, 0, 0, 0),
     "more nodes than bytes": allocator(0, 0, 1 << 20, 0, 0, 1, 1, 1, 0, 0),
     "an extent beyond the file": offset_meta([(0, 1 << 20), (1 << 20, 1)], 1),
+    "two extents of one record": offset_meta([(0, 4096), (8192, 4096), (4096, 4097)], 1),
     "an extent that starts beyond the file": offset_meta([(1 << 30, 0)], 1),
 }
 

@@ -177,6 +177,14 @@ def test_leftovers_of_crashes_are_remarked_and_not_listed(tmp_path: Path) -> Non
     assert read_all(tmp_path) == {A: (Status.OK, "")}
 
 
+def test_leftovers_of_one_kind_are_one_remark(tmp_path: Path) -> None:
+    for number in range(3):
+        put_bucket(tmp_path, number, {A: VALUES[A]}).with_suffix(".meta").unlink()
+    said = remarks_of(tmp_path)
+    assert f"{tmp_path}/0.bucket and 2 more: no .meta file says" in said
+    assert "1.bucket" not in said
+
+
 def test_tenants_are_apart_and_keys_of_older_releases_are_the_defaults(tmp_path: Path) -> None:
     put_bucket(tmp_path, 1, {A: b"1"})
     put_bucket(tmp_path, 2, {B: b"22"}, tenant=b"")
