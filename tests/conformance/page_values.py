@@ -41,7 +41,8 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
 
     mha: `page` uint16 (bfloat16 bits) or uint8 (e4m3 codes) [k or v, layer, token, head, dim]; if
         K and V differ in width: `k` and `v`, both with a first axis of length 1
-    mla: `page` uint16 [layer, token, dim]; uint8 [layer, token, 656] with row "fp8_scaled"
+    mla: `page` uint16 [layer, token, dim]; uint8 with row "fp8"; uint8 [layer, token, 656] with
+        row "fp8_scaled"
     dsa_indexer: `page` uint8 [layer, keys of all tokens then their scales]
     opaque, logical: `page` uint8 [bytes]
     mamba: `temporal` float32 [layer, *shape], `conv_<i>` uint16 [layer, *shape]
@@ -56,7 +57,8 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
         if pool["row"] == "fp8_scaled":
             return {"page": _scaled_rows(layers, page_size, pool, salt)}
         width = pool["kv_lora_rank"] + pool["qk_rope_head_dim"]
-        return {"page": _bfloat16((layers, page_size, width), salt)}
+        encode = _e4m3 if pool["row"] == "fp8" else _bfloat16
+        return {"page": encode((layers, page_size, width), salt)}
     if pool["kind"] == "dsa_indexer":
         return {"page": _indexer_blocks(layers, page_size, pool["index_head_dim"], salt)}
     states = {"temporal": pool["temporal"]} if "temporal" in pool else {}

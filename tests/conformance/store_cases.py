@@ -335,27 +335,32 @@ HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 
-# Cases that SGLang can write by NIXL: no PP stage or CP rank. With direct I/O, SGLang fails to
-# write objects that are no multiple of a disk block.
+# With direct I/O, SGLang fails to write objects that are no multiple of a disk block.
 NIXL_CASES: dict[str, Case] = {
-    **{name: CASES[name] for name in (*HF3FS_CASES, "mha_draft", "swa")},
+    **{name: CASES[name] for name in (*HF3FS_CASES, "mha_draft", "mla_fp8_indexer", "swa")},
     # K or V of a page are no multiple of 4 KiB, so direct I/O writes them together.
     "short_pages": Case((Deployment(_profile("Qwen/Qwen3-Short", [_mha("kv", 2, kv_heads=1)])),)),
     "mla_blocks": Case(
         (Deployment(_dsa("deepseek-ai/DeepSeek-Tiny", [_mla(16), _indexer(16)], tp=2)),)
     ),
+    "mla_fp8_blocks": Case(
+        (Deployment(_dsa("z-ai/GLM-Tiny", [_mla(16, "fp8_scaled"), _indexer(16)], tp=2)),)
+    ),
+    "stages": Case((Deployment(_profile("Qwen/Qwen3-Stages", [_mha("kv", 4)], pp=2)),)),
+    "mla_fp8": Case((Deployment(_dsa("moonshotai/Kimi-Tiny", [_mla(3, "fp8")], tp=2)),)),
 }
 # (backend, case, layout). Without direct I/O, layer_first has no objects of most sidecars.
 NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
     *(
         ("nixl", name, DEFAULT_LAYOUT)
         for name in NIXL_CASES
-        if name not in ("mla_indexer", "mla_mamba")
+        if name not in ("mla_fp8_indexer", "mla_indexer", "mla_mamba", "stages")
     ),
     ("nixl", "gqa_tp2", "layer_first"),
     ("nixl", "mha_draft", "page_head"),
     ("nixl-buffered", "short_pages", "page_first_direct"),
     ("nixl-buffered", "mla_indexer", DEFAULT_LAYOUT),
+    ("nixl-buffered", "mla_fp8_indexer", DEFAULT_LAYOUT),
     ("nixl-buffered", "mla_mamba", DEFAULT_LAYOUT),
     ("nixl-buffered", "mha_draft", DEFAULT_LAYOUT),
 )
