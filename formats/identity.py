@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.pools import model_layer_count, partition_text
 from hicachectl.formats.spec import object_specs
@@ -72,6 +73,9 @@ def object_identity(profile: Profile, spec: ObjectSpec) -> Identity | None:
     """
     layers = len(spec.layers) + spec.padding_layers
     if not profile.weights or (spec.nbytes and not (spec.tensors and layers)):
+        return None
+    pool = profile.pool(spec.pool)
+    if spec.nbytes and pool is not None and not kind_of(pool).has_identity(pool):
         return None
     return Identity(
         model=profile.key_model,

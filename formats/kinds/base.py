@@ -82,6 +82,13 @@ class PoolKind:
         """Return whether SGLang stores such an anchor under decode context parallelism."""
         return False
 
+    def has_identity(self, pool: Pool) -> bool:
+        """Return whether a profile tells the identity that the storage plug-in gives its objects.
+
+        False for rows of which the plug-in states the server's settings and GPU instead of a dtype.
+        """
+        return self.has_form
+
     # --- the bytes ---
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:

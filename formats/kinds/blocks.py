@@ -25,6 +25,10 @@ class Blocks(PoolKind):
     shards = False
     nixl_layouts = PAGE_FIRST_LAYOUTS
 
+    def has_identity(self, pool: Pool) -> bool:
+        """Return False."""
+        return False
+
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all layouts except page_head."""
         return HEADLESS_LAYOUTS

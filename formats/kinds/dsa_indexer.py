@@ -57,6 +57,10 @@ class DsaIndexer(PoolKind):
         if pool.row not in ("", "fp4"):
             yield f"row: fp4 or nothing, not {pool.row!r}"
 
+    def has_identity(self, pool: Pool) -> bool:
+        """Return whether the pool is not DeepSeek-V4's."""
+        return pool.name in {one.name for one in INDEXER_POOLS}
+
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all layouts except page_head."""
         return HEADLESS_LAYOUTS

@@ -65,6 +65,10 @@ class Dsv4(PoolKind):
         if pool.row and pool.row not in DSV4_ROWS:
             yield not_one_of("row", pool.row, tuple(DSV4_ROWS))
 
+    def has_identity(self, pool: Pool) -> bool:
+        """Return False."""
+        return False
+
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all layouts except page_head."""
         return HEADLESS_LAYOUTS

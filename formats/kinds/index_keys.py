@@ -28,6 +28,10 @@ class IndexKeys(PoolKind):
     shards = False
     nixl_layouts = PAGE_FIRST_LAYOUTS
 
+    def has_identity(self, pool: Pool) -> bool:
+        """Return whether each token has a key."""
+        return not pool.compress_ratio
+
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return all layouts except page_head."""
         return HEADLESS_LAYOUTS

@@ -1,8 +1,9 @@
 """Describe the host pools of models that no profile describes, as the plug-in serves them.
 
 Runs inside the SGLang environment. Prints a JSON list with an entry for each pool and layout: name,
-layout; nbytes, parts (name and bytes of each), identity, drafted (its identity in a server with a
-draft), wrong (as in describe_pools.py); or refusal, the message of a ValueError.
+layout; by_layer and page (the bytes of a page, layer by layer and as SGLang stores them);
+nbytes, parts (name and bytes of each), identity, drafted (its identity in a server with a draft),
+wrong (as in describe_pools.py); or refusal, the message of a ValueError.
 
 The pools are SGLang's; only the device memory that they mirror is small.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.conformance import attached_rank, describe_pools, sglang_env
     from tests.conformance.store_cases import LAYOUTS
@@ -61,7 +62,14 @@ def _row(name: str, layout: str) -> dict[str, Any]:
     )
     pool, build = _POOLS[name]
     host = build(layout)
-    row = {"name": name, "layout": layout}
+    describe_pools.fill(host)
+    page = host.get_data_page(PAGE_SIZE, flat=True).view(torch.uint8)
+    row = {
+        "name": name,
+        "layout": layout,
+        "page": page.numpy().tobytes().hex(),
+        "by_layer": b"".join(_layers(host, layout)).hex(),
+    }
     try:
         served = served_pool(pool, host, config, Context(weights="w", page_size=PAGE_SIZE))
     except ValueError as error:
@@ -75,6 +83,22 @@ def _row(name: str, layout: str) -> dict[str, Any]:
         "drafted": served_pool(pool, host, config, context).identity.hash().hex(),
         "wrong": describe_pools.wrong_pages(served, host),
     }
+
+
+def _layers(host: Any, layout: str) -> Iterator[bytes]:
+    """Yield the bytes of the second page in each layer, by the axes of `init_kv_buffer`."""
+    buffer = getattr(host, "kv_buffer", None)
+    rows = 1  # of a page
+    if buffer is None:
+        buffer, rows = host.k_buffer, PAGE_SIZE
+    for layer in range(host.layer_num):
+        if layout == "layer_first":
+            held = buffer[layer][rows : 2 * rows]
+        elif layout == "page_first":
+            held = buffer[rows : 2 * rows, layer]
+        else:
+            held = buffer[1, layer]
+        yield held.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _compressed_states(layout: str) -> Any:

@@ -142,7 +142,7 @@ def _sglang_writes(controller: Any, name: str) -> bool:
 
 def wrong_pages(pool: ServedPool, host: Any) -> list[int]:
     """Return the host indices of pages whose pieces are not the bytes of HiCacheFile's page."""
-    _fill(host)
+    fill(host)
     last = host.size // pool.page_indices - 1
     indices = [page * pool.page_indices for page in (0, 1, 3, last)]
     return [
@@ -153,7 +153,7 @@ def wrong_pages(pool: ServedPool, host: Any) -> list[int]:
     ]
 
 
-def _fill(host: Any) -> None:
+def fill(host: Any) -> None:
     """Give all bytes of a host pool different values."""
     torch.manual_seed(1)
     for name in _MEMORY:

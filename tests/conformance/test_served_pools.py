@@ -6,10 +6,13 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from hicachectl.formats.identity import profile_identities
-from hicachectl.formats.profile import profile_from_mapping
+from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
@@ -240,3 +243,46 @@ def test_pools_that_may_pack_a_draft_are_named_by_it(other_rows: list[Row]) -> N
     served = [row for row in other_rows if "refusal" not in row]
     shared = {row["name"] for row in served if row["identity"] == row["drafted"]}
     assert shared == {"only keys"}
+
+
+# Pools of profiles, by pool of describe_other_pools.py: of 3 layers and pages of 8 tokens.
+DESCRIBED = {
+    "compressed states": Pool(name="deepseek_v4_c4_state", kind="blocks", layers=3, nbytes=96),
+    "compressed keys": Pool(
+        name="indexer",
+        kind="index_keys",
+        dtype="bfloat16",
+        layers=3,
+        index_head_dim=16,
+        compress_ratio=4,
+    ),
+    "only keys": Pool(
+        name="indexer", kind="index_keys", dtype="bfloat16", layers=3, index_head_dim=16
+    ),
+}
+
+
+def test_bytes_lie_as_their_kind_says(other_rows: list[Row]) -> None:
+    """In every layout, the bytes of a page are those of its layers in the order of the kind."""
+    for row in other_rows:
+        if row["name"] not in DESCRIBED:
+            continue
+        (plain,) = kind_of(pool := DESCRIBED[row["name"]]).tensors(pool, 3, 8, 1)
+        by_layer = np.frombuffer(bytes.fromhex(row["by_layer"]), f"u{plain.itemsize}")
+        stored = plain.in_layout(row["layout"])
+        order = [plain.axes.index(axis) for axis in stored.axes]
+        expected = by_layer.reshape(plain.shape).transpose(order)
+        assert expected.tobytes().hex() == row["page"], (row["name"], row["layout"])
+
+
+def test_identities_of_index_keys_are_the_profiles(other_rows: list[Row]) -> None:
+    """Rows of which the plug-in names the server's settings have none in a profile."""
+    kv = Pool(name="kv", kind="mha", dtype="bfloat16", layers=3, kv_heads=1, head_dim=16)
+    for name, pool in DESCRIBED.items():
+        served = {row["layout"]: row.get("identity") for row in other_rows if row["name"] == name}
+        profile = Profile(
+            model="tests/Tiny", page_size=8, layout="page_first", weights="w", pools=(kv, pool)
+        )
+        found = profile_identities(profile, "file")
+        ours = {x.hash().hex() for x in found.values() if x.pool == pool.name}
+        assert ours == ({served["page_first"]} if name == "only keys" else set())
