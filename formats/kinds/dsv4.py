@@ -23,16 +23,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers of a row: name, bytes from the start of its data or scales, count, and dtype.
+
+    dtype: a name of DTYPE_BYTES, or "ue8m0"; "float8_e4m3fn" where the server's fp8 is meant.
+    """
+
+    name: str
+    offset: int
+    count: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class RowForm:
     """A form of rows (KVLayout).
 
     data, scales: bytes of a row. A page has the data of all rows, then their scales; `interleaved`:
     each row's scales follow its data. align: a page is padded to a multiple of these bytes.
+    in_data, in_scales: numbers that may be NaN.
     """
 
     data: int
     scales: int
     align: int
+    in_data: tuple[Numbers, ...] = ()
+    in_scales: tuple[Numbers, ...] = ()
     interleaved: bool = False
 
     def page_bytes(self, rows: int) -> int:
@@ -40,13 +56,18 @@ class RowForm:
         return -(-rows * (self.data + self.scales) // self.align) * self.align
 
 
+_FP8 = "float8_e4m3fn"
+_CODES = (Numbers("codes", 0, 512, _FP8),)
+_V4 = (Numbers("codes", 0, 448, _FP8), Numbers("rope", 448, 64, "bfloat16"))
+_SCALES = (Numbers("scales", 0, 16, "ue8m0"),)
+_FP4_SCALES = (Numbers("scales", 0, 32, _FP8),)  # of 512 e2m1 codes, which have no NaN
 DSV4_ROWS = {
-    "v4": RowForm(576, 8, 576),  # 448 fp8, 64 bf16; 7 ue8m0, 1 unused
-    "v41": RowForm(512, 16, 512),  # 512 fp8; 16 ue8m0
-    "v41_fp4": RowForm(256, 32, 256),  # 512 e2m1; 32 e4m3
-    "v41_new": RowForm(512, 16, 528, interleaved=True),
-    "v41_fp4_new": RowForm(256, 32, 288, interleaved=True),
-    "uniform_fp8": RowForm(512, 0, 512),  # 512 e4m3
+    "v4": RowForm(576, 8, 576, _V4, (Numbers("scales", 0, 7, "ue8m0"),)),  # a byte is unused
+    "v41": RowForm(512, 16, 512, _CODES, _SCALES),
+    "v41_fp4": RowForm(256, 32, 256, (), _FP4_SCALES),
+    "v41_new": RowForm(512, 16, 528, _CODES, _SCALES, interleaved=True),
+    "v41_fp4_new": RowForm(256, 32, 288, (), _FP4_SCALES, interleaved=True),
+    "uniform_fp8": RowForm(512, 0, 512, _CODES),
 }
 
 

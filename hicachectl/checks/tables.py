@@ -62,7 +62,7 @@ def sections_of(expected: ObjectSpec, profile: Profile) -> tuple[Section, ...]:
     if pool is None:
         return ()
     layers = stored_layers(expected, profile)
-    code_dtype = _code_dtype(profile, pool)
+    code_dtype = code_dtype_of(profile, pool)
     return tuple(_section(tensor, layers, pool, code_dtype) for tensor in expected.tensors)
 
 
@@ -80,7 +80,7 @@ def stored_layers(expected: ObjectSpec, profile: Profile) -> tuple[int | None, .
     return (*expected.layers[:own], *padding, *expected.layers[own:])
 
 
-def _code_dtype(profile: Profile, pool: Pool) -> str:
+def code_dtype_of(profile: Profile, pool: Pool) -> str:
     """Return the fp8 dtype of quantised codes: one per SGLang process (is_fp8_fnuz)."""
     fnuz = "float8_e4m3fnuz"
     return fnuz if fnuz in (pool.dtype, profile.pools[0].dtype) else "float8_e4m3fn"

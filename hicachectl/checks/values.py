@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from hicachectl.checks.compressed import compressed_rows
 from hicachectl.checks.registry import ValueCheck, ValueIssue, checks, resolved
-from hicachectl.checks.tables import Section, sections_of
+from hicachectl.checks.tables import Section, code_dtype_of, sections_of
 from hicachectl.kernels.values import (
     RowTable,
     bad_items,
@@ -33,6 +34,7 @@ from hicachectl.kernels.values import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+    from hicachectl.checks.compressed import CompressedRows
     from hicachectl.checks.registry import FindIssues
     from hicachectl.formats.layouts import Column
     from hicachectl.formats.profile import Profile
@@ -153,17 +155,24 @@ def number_check(expected: ObjectSpec, profile: Profile) -> FindIssues | None:
     sections = sections_of(expected, profile)
     if not any(section.table.runs for section in sections):
         return None
-    return partial(_number_issues, sections)
+    pool = profile.pool(expected.pool)
+    fp8 = "" if pool is None else code_dtype_of(profile, pool)
+    return partial(_number_issues, sections, compressed_rows(expected, profile, fp8))
 
 
-def _number_issues(sections: tuple[Section, ...], objects: Bytes) -> list[ValueIssue]:
+def _number_issues(
+    sections: tuple[Section, ...], rows: CompressedRows | None, objects: Bytes
+) -> list[ValueIssue]:
     damages: dict[int, _Damage] = {}
     for number, section in enumerate(sections):
         _scan(objects, number, section.table, damages)
     return [
-        ValueIssue(index, code, detail)
-        for index in sorted(damages)
-        for code, detail in _describe(sections, objects[index : index + 1], damages[index])
+        *(
+            ValueIssue(index, code, detail)
+            for index in sorted(damages)
+            for code, detail in _describe(sections, objects[index : index + 1], damages[index])
+        ),
+        *(rows.issues(objects) if rows else ()),
     ]
 
 
