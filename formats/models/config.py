@@ -18,7 +18,7 @@ from hicachectl.formats.models.flags import (
     normalised_layout,
 )
 from hicachectl.formats.models.hf_config import HfConfig, open_config
-from hicachectl.formats.pools import pp_ranges
+from hicachectl.formats.models.stages import check_stages
 from hicachectl.formats.profile import Profile, validate_profile
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def profile_from_config(
     algorithm = algorithm_of(flags)
     page_size = _page_size(model, family, flags) * flags.dcp
     pools = family.pools(model, Context(flags, page_size))
+    check_stages(model, flags.pp)
     _check_parallelism(model, flags, pools)
     _check_layout(model, layout, pools)
     profile = Profile(
@@ -55,7 +56,7 @@ def profile_from_config(
         layout=layout,
         tp=tp,
         pp=flags.pp,
-        pp_partition=_pp_partition(model, flags, pools),
+        pp_partition=_pp_partition(model, flags),
         cp=flags.cp,
         cp_layer_split=flags.enable_dsa_cache_layer_split and flags.cp > 1 and is_dsa(model),
         dcp=flags.dcp,
@@ -132,9 +133,7 @@ def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None
         )
 
 
-def _pp_partition(
-    model: HfConfig, flags: DeploymentFlags, pools: tuple[Pool, ...]
-) -> tuple[int, ...]:
+def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
     layers = model.integer("num_hidden_layers")
     if flags.pp == 1:  # get_pp_indices then ignores the partition
         return ()
@@ -145,9 +144,6 @@ def _pp_partition(
             f"pp_partition: {list(flags.pp_partition)} sums to {sum(flags.pp_partition)}, but the "
             f"model has {layers} layers"
         )
-    if not flags.pp_partition and all(layers - 1 not in pool.layer_numbers for pool in pools):
-        # The profile's pools do not tell the model's last layers, which hold nothing.
-        return tuple(end - start for start, end in pp_ranges(layers, flags.pp))
     return flags.pp_partition
 
 

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
@@ -94,6 +95,9 @@ def stored(server_args: Any, rank: Rank, enter: Callable[[str], None]) -> Stored
     publish(server_args, role="scheduler")
     enter("config")
     config = ModelConfig.from_server_args(server_args)
+    if rank.pp > 1 and not takes_stages(config.hf_config.architectures[0]):
+        enter("stages")
+        raise AssertionError(_words_on_stages())
     with _as_rank(rank):
         runner = _allocated(server_args, config, _stand_in(config, rank), enter)
         enter("draft")
@@ -398,7 +402,7 @@ def _stand_in(config: Any, rank: Rank) -> Any:
     name = config.hf_config.architectures[0]
     model_class = ModelRegistry.models.get(name)
     model = SimpleNamespace(quant_config=_quant_config(config, model_class))
-    if rank.pp > 1 and has_stages(name):
+    if rank.pp > 1 and _states_its_layers(name):
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
     # Models without a pool of their own for window layers have the method too.
@@ -444,12 +448,42 @@ def keeps_quant_config(model_class: type | None) -> bool:
     return False
 
 
-def has_stages(architecture: str) -> bool:
-    """Return whether the model's class divides its layers into pipeline stages."""
+def takes_stages(architecture: str) -> bool:
+    """Return whether a model has the argument that ModelRunner requires for several stages."""
+    model_class, sources = _model_class(architecture)
+    forward = getattr(model_class, "forward", None)
+    if forward is None:  # of modules that this machine cannot import, and of factories
+        return "pp_proxy_tensors" in sources
+    return "pp_proxy_tensors" in inspect.signature(forward).parameters
+
+
+def _words_on_stages() -> str:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    found = re.search(r'assert self\.support_pp, \(\s*"(.*?)"', inspect.getsource(ModelRunner))
+    assert found
+    return found[1]
+
+
+def _states_its_layers(architecture: str) -> bool:
+    """Return whether a model tells its runner the layers of its stage.
+
+    Where only a module inside knows them, resolve_layer_indices takes all layers for each stage.
+    """
+    model_class, sources = _model_class(architecture)
+    own = re.search(r"self\.start_layer\b[^=\n]*=[^=]", sources)
+    return hasattr(model_class, "start_layer") or bool(own)
+
+
+def _model_class(architecture: str) -> tuple[Any, str]:
+    """Return a model's class, if it can be imported, and the source of it and SGLang's bases."""
+    import sglang.srt.models as package
     from sglang.srt.models.registry import ModelRegistry
 
+    ModelRegistry.get_supported_archs()
     model_class = ModelRegistry.models.get(architecture)
     if model_class is None:
-        return False
-    source = inspect.getsource(sys.modules[model_class.__module__])
-    return hasattr(model_class, "start_layer") or "start_layer" in source
+        files = [path.read_text() for path in Path(package.__path__[0]).rglob("*.py")]
+        return None, "".join(x for x in files if f"class {architecture}(" in x)
+    own = [x for x in inspect.getmro(model_class) if x.__module__.startswith("sglang.")]
+    return model_class, "".join(inspect.getsource(x) for x in own)

@@ -8,10 +8,9 @@ env (environment variables) and gpu ("hopper" unless given, or "blackwell").
 Prints a JSON object of `classes`, the architectures that SGLang registers, `unquantised`, those
 whose models keep no quantisation, and `answers`. An answer lists the rows of one model, one for
 each of RANKS and pipeline stage, for the first rank of the TP group: tp, pp, stage, page_size,
-dtype (of KV), staged (whether the model's class divides its layers into stages) and pools: name,
-host (class), layers (model layer numbers), packed (layers of drafts behind them, absent if 0),
-nbytes (of the object that the file backend writes), policy ("all_pages" or "trailing_pages"),
-trailing (pages) and states (shape and dtype). Where SGLang refuses: refusal (its words) and where
+dtype (of KV) and pools: name, host (class), layers (model layer numbers), packed (layers of drafts
+behind them, absent if 0), nbytes (of the object that the file backend writes), trailing (pages; 0
+for all pages) and states (shape and dtype). Where SGLang refuses: refusal (its words) and where
 (its step).
 
 hicachectl/profiles/probe.py asks SGLang. Here it is told each rank, and SGLang gets the answers of
@@ -134,8 +133,8 @@ def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             _write_config(Path(folder) / "draft", model["draft"])
             flags["speculative_draft_model_path"] = f"{folder}/draft"
         for tp, pp in RANKS:
-            staged = pp == 1 or probe.has_stages(model["config"]["architectures"][0])
-            for stage in range(pp if staged else 0):
+            staged = pp == 1 or probe.takes_stages(model["config"]["architectures"][0])
+            for stage in range(pp if staged else 1):
                 rank = probe.Rank(tp, pp, stage)
                 yield {**rank._asdict(), **_answer(folder, flags, rank)}
 

@@ -113,6 +113,26 @@ def stored(profile: Profile, row: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+def refusal_of(rows: list[dict[str, Any]], row: dict[str, Any]) -> str:
+    """Return the words, after the kind of error, with which a row must be refused; else nothing."""
+    words: str = rows[0].get("refusal", row.get("refusal", ""))
+    if words or row["pp"] == 1:
+        return words
+    whole, *stages = [_layers(x) for x in rows if x["tp"] == 1 and "pools" in x]
+    if all(layers == whole for layers in stages):
+        return "pp: SGLang gives every stage of this model pools of all layers"
+    if sum(map(len, stages)) < len(whole):
+        return "pp: a stage of this model numbers the layers of its later passes beyond"
+    return ""
+
+
+def _layers(row: dict[str, Any]) -> set[int]:
+    """Return the layers of a row's pools."""
+    found = {x for pool in row["pools"] for x in pool["layers"].split(",")}
+    ends = [[int(x) for x in part.split("-")] for part in found if part]
+    return {x for end in ends for x in range(end[0], end[-1] + 1)}
+
+
 def _ranges(numbers: tuple[int, ...]) -> str:
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]

@@ -16,7 +16,6 @@ from hicachectl.formats.models.families.base import (
     count_or_numbers,
     mha_pool,
     mla_pool,
-    needs_one_stage,
     unless_usual,
 )
 
@@ -116,7 +115,6 @@ def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows of two attention blocks a layer (ModelConfig.num_attention_layers)."""
     if is_dsa(config):
         raise config.error("index_topk", "hicachectl does not know this model's index keys")
-    needs_one_stage(config, context)
     return (mla_pool(config, context, range(2 * config.integer("num_hidden_layers")), dsa=False),)
 
 
@@ -128,8 +126,6 @@ def looped(loops: str) -> PoolBuilder:
 
     def build(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         count = config.optional_integer(loops) or 1
-        if count > 1:
-            needs_one_stage(config, context)
         # Both num_attention_layers and num_effective_layers multiply by the loops.
         layers = range(count * count * config.integer("num_hidden_layers"))
         return (mha_pool("kv", config, context, layers),)

@@ -158,12 +158,6 @@ def unless_usual(value: int, usual: int) -> int:
     return 0 if value == usual else value
 
 
-def needs_one_stage(config: HfConfig, context: Context) -> None:
-    """Raise ProfileError for a model in several stages."""
-    if context.flags.pp > 1:
-        raise config.error("pp", "hicachectl knows this model's KV layers only for one stage")
-
-
 _KV_HEADS = (
     "n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num",
     "num_attention_groups",

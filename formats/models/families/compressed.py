@@ -60,7 +60,10 @@ def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     if config.optional_integer("head_dim") not in (0, _ROW_WIDTH):
         raise config.error("head_dim", f"SGLang has DeepSeek-V4 rows of {_ROW_WIDTH} values only")
     if _is_v41(config) and context.flags.pp > 1:
-        raise config.error("pp", "DeepSeek-V4.1 does not support pipeline parallelism yet")
+        raise config.error(
+            "pp", "SGLang refuses: 'DeepSeek-V4.1 does not support pipeline parallelism yet; "
+            "disable it to serve this model.'"
+        )  # fmt: skip
     main = _main_row(config, context.flags)
     pages = window_pages(config.integer("sliding_window"), context)
     window = Pool(name="swa", kind="dsv4", row=main, layers=count, trailing_pages=pages)

@@ -51,7 +51,8 @@ MODELS = (
     f"SGLang {NEWEST_SGLANG} registers {len(ARCHITECTURES)} architectures, the names in the field "
     "architectures of config.json. For the targets below, profile and --model-config derive the "
     "pools from config.json. Each was compared with the pools that SGLang itself allocates, at TP "
-    "1, 2 and 4, and at PP 1 and 2 where the model has stages.",
+    "1, 2 and 4, and at PP 1 and 2. A model that SGLang does not divide into stages is refused "
+    "with PP above 1.",
     "A field that a config lacks, and that SGLang's own config class would fill with a number, is "
     "asked for by name. For the other architectures, write a profile file; see "
     "hicachectl-profile(1).",

@@ -16,13 +16,12 @@ from hicachectl.formats.models.architectures import (
 )
 from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.models.hf_config import open_config
-from tests.formats.model_rows import allocated, has_ngrams, profile_of, stored
+from tests.formats.model_rows import allocated, has_ngrams, profile_of, refusal_of, stored
 from tests.model_records import CLASSES, MODELS
 
 SERVED = sorted(
     name for name, x in ARCHITECTURES.items() if isinstance(x, Family) and not x.draft_only
 )
-_ONE_STAGE = {"IQuestLoopCoderForCausalLM", "NanbeigeForCausalLM"}  # layer numbers unknown
 
 
 def test_every_registered_architecture_has_an_answer() -> None:
@@ -42,14 +41,14 @@ def test_configs_written_by_hand_are_marked_as_unverified() -> None:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_profiles_are_what_sglang_allocates(name: str) -> None:
-    """Pools, kinds, layers, bytes, hit policies and states, on all ranks that SGLang was asked."""
+    """Pools, kinds, layers, bytes, hit policies and states, on all ranks that SGLang was asked.
+
+    What SGLang refuses is refused in its words.
+    """
     model = MODELS[name]
-    for row in model["rows"]:
-        if name in _ONE_STAGE and row["pp"] > 1:
-            with pytest.raises(ProfileError, match=r"pp: .* only for one stage"):
-                profile_of(model, row)
-            continue
-        if words := row.get("refusal"):
+    for recorded in model["rows"]:
+        row = {**model["rows"][0], **recorded}
+        if words := refusal_of(model["rows"], row):
             with pytest.raises(ProfileError, match=re.escape(words.partition(": ")[2])):
                 profile_of(model, row)
             continue

@@ -625,13 +625,6 @@ def test_contradictions_of_a_hybrid_are_named(name: str, field: str, value: Any)
         profile_from_config(document, DeploymentFlags(model="m", page_size=PAGE))
 
 
-def test_stages_count_layers_that_hold_nothing() -> None:
-    """The last layers of NemotronH may have neither KV nor states."""
-    flags = DeploymentFlags(model="m", page_size=PAGE, pp=2)
-    profile = profile_from_config(mamba2("NemotronHForCausalLM"), flags)
-    assert profile.pp_partition == (10, 10)
-
-
 def test_gemma_4_shares_k_and_v_heads_only_where_it_says_so() -> None:
     document = json.loads(json.dumps(MODELS["Gemma4ForConditionalGeneration"]["config"]))
     flags = DeploymentFlags(model="m", page_size=PAGE)

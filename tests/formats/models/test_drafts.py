@@ -10,7 +10,7 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.architectures import ARCHITECTURES
 from hicachectl.formats.models.drafts import OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
-from tests.formats.model_rows import allocated, profile_of, stored
+from tests.formats.model_rows import allocated, profile_of, refusal_of, stored
 from tests.model_records import DRAFTS, MODELS
 
 
@@ -43,11 +43,16 @@ def test_profiles_are_what_sglang_allocates(name: str) -> None:
     refused = {(row["tp"], row["pp"]): row for row in DRAFTS[name]["rows"] if "refusal" in row}
     for row in DRAFTS[name]["rows"]:
         refusal = refused.get((row["tp"], row["pp"]))  # of any stage
+        if refusal is None and (words := refusal_of(DRAFTS[name]["rows"], row)):
+            with pytest.raises(ProfileError, match=words):
+                profile_of(DRAFTS[name], row)
+            continue
         if refusal is None:
             assert stored(profile_of(DRAFTS[name], row), row) == allocated(row)
             continue
-        field = "^pp: " if refusal["where"] == "arguments" else "^draft config "
-        with pytest.raises(ProfileError, match=field):
+        field = "pp: " if refusal["where"] in ("arguments", "stages") else "draft config "
+        staged = r"|config\.json .*: pp: " if row["pp"] > 1 else ""  # the target's own refusal
+        with pytest.raises(ProfileError, match=f"^({field}{staged})"):
             profile_of(DRAFTS[name], row)
 
 
