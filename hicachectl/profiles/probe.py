@@ -1,14 +1,20 @@
-"""Tell what SGLang allocates and stores for a model, without building the model.
+"""Print the hicachectl profile of an SGLang server, without loading its model.
 
-Runs in SGLang's environment, with nothing of hicachectl: this file alone is the script. Everything
-is SGLang's own: ModelConfig, KVCacheConfigurator, the speculative workers' draft plan and the stack
-strategies, on the meta device.
+    python probe.py FLAG… > profile.toml
+
+Run it in the server's environment, on a machine with the server's GPU, with the flags and the
+environment variables of the server. It needs SGLang 0.5.23, and nothing of hicachectl. Pools, sizes
+and layers are SGLang's own answers: ServerArgs, ModelConfig, KVCacheConfigurator, the speculative
+workers' draft plan and the stack strategies, on the meta device. Comments in the profile say what
+is uncertain. Exit code 2: SGLang, or a rule of profiles, refuses; the words are on stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -19,8 +25,9 @@ from unittest import mock
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
+RELEASE = "0.5.23"
 STATE_SLOTS = 4
 _PAGES = 4
 _MOST_LAYERS = 1024
@@ -382,6 +389,7 @@ def _as_rank(rank: Rank) -> Iterator[None]:
         "attn_tp_rank": 0,
         "attn_tp_size": rank.tp,
         "attn_dp_rank": 0,
+        "attn_dp_size": 1,
         "attn_cp_rank": 0,
         "attn_cp_size": 1,
         "pp_rank": rank.stage,
@@ -389,6 +397,9 @@ def _as_rank(rank: Rank) -> Iterator[None]:
         "attn_dcp_rank": 0,
         "attn_dcp_size": 1,
         "dcp_enabled": False,
+        "moe_tp_size": rank.tp,
+        "moe_ep_size": 1,
+        "moe_dp_size": 1,
     }
     with get_parallel().override(**values):
         yield
@@ -487,3 +498,300 @@ def _model_class(architecture: str) -> tuple[Any, str]:
         return None, "".join(x for x in files if f"class {architecture}(" in x)
     own = [x for x in inspect.getmro(model_class) if x.__module__.startswith("sglang.")]
     return model_class, "".join(inspect.getsource(x) for x in own)
+
+
+class Refused(Exception):
+    """No profile can describe this server; the words say why."""
+
+
+def main(arguments: list[str]) -> int:
+    """Print the profile of a server with these command-line arguments; return the exit code."""
+    steps = ["arguments"]
+    try:
+        with contextlib.redirect_stdout(sys.stderr), without_memory():
+            text = _profile_text(_server_arguments(arguments), steps.append)
+    except Refused as error:
+        print(f"probe: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:  # whatever SGLang raises is its refusal
+        words = f"{type(error).__name__}: {error}"
+        print(f"probe: SGLang refuses ({steps[-1]}): {words}", file=sys.stderr)
+        return 2
+    print(text, end="")
+    return 0
+
+
+def _server_arguments(arguments: list[str]) -> Any:
+    """Return the resolved ServerArgs of a server with HiCache and few slots."""
+    from sglang.srt.server_args import prepare_server_args
+
+    small = ("--max-mamba-cache-size", str(STATE_SLOTS), "--max-running-requests", "2")
+    server_args = prepare_server_args([*arguments, "--enable-hierarchical-cache", *small])
+    server_args.resolve_once()
+    return server_args
+
+
+def _profile_text(server_args: Any, enter: Callable[[str], None]) -> str:
+    from sglang.version import __version__
+
+    flags = server_args.resolved_dict()
+    tp, pp = _attention_tp(flags), flags["pp_size"]
+    whole = stored(server_args, Rank(1, 1, 0), enter)
+    stages = [stored(server_args, Rank(tp, pp, stage), enter) for stage in range(pp)]
+    enter("profile")
+    replicated = _is_replicated(whole.runner)
+    pools, comments = [], []
+    for pool in whole.pools:
+        row, comment = _described(whole.runner, pool, stages, tp, replicated)
+        pools.append(row)
+        comments += [comment] if comment else []
+    if __version__ != RELEASE:
+        comments.append(f"This script was written for SGLang {RELEASE}, not {__version__}.")
+    if flags["device"] == "cpu":
+        comments.append("Without a GPU, SGLang may choose another page size, dtype or row form.")
+    scalars = _scalars(whole.runner, flags, tp, replicated) | {"sglang": __version__}
+    _check_ranks(scalars, flags, replicated, [pool.name for pool in whole.pools])
+    partition = _partition(whole, pp)
+    if partition:
+        scalars["pp_partition"] = partition
+    lines = [*(f"# {line}" for line in comments), *_toml(scalars)]
+    for pool_row in pools:
+        lines += ["", "[[pools]]", *_toml(pool_row)]
+    return "\n".join(lines) + "\n"
+
+
+def _attention_tp(flags: Mapping[str, Any]) -> int:
+    return int(flags["tp_size"] // (flags["attn_dp_size"] or 1) // (flags["attn_cp_size"] or 1))
+
+
+def _is_replicated(runner: Any) -> bool:
+    """Return whether TP ranks share KV objects (CacheController._generate_storage_config)."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
+
+    pool = runner.token_to_kv_pool
+    if isinstance(pool, HybridLinearKVPool):
+        return bool(pool.use_mla)
+    return isinstance(pool, (MLATokenToKVPool, DeepSeekV4TokenToKVPool))
+
+
+def _scalars(runner: Any, flags: Mapping[str, Any], tp: int, replicated: bool) -> dict[str, Any]:
+    """Return the fields of a profile that differ from their defaults."""
+    algorithm = runner.spec_algorithm
+    extra = _extra_config(flags)
+    dcp, cp = flags["dcp_size"] or 1, flags["attn_cp_size"] or 1
+    found: dict[str, Any] = {
+        "model": flags["served_model_name"] or flags["model_path"],
+        "page_size": runner.page_size * dcp,
+        "layout": flags["hicache_mem_layout"],
+        "tp": tp,
+    }
+    lcm = extra.get("tp_lcm_size") or 0
+    split = not replicated and flags["hicache_mem_layout"] == "page_head" and lcm > tp
+    others = {
+        "pp": (flags["pp_size"], 1),
+        "cp": (cp, 1),
+        "cp_layer_split": (bool(flags["enable_dsa_cache_layer_split"]) and cp > 1, False),
+        "dcp": (dcp, 1),
+        "tp_lcm_size": (lcm if split else 0, 0),
+        "tag": (str(extra.get("extra_backend_tag") or ""), ""),
+        "hash_unit": ("bigram" if algorithm.is_eagle() else "token", "token"),
+        "speculative_algorithm": ("" if algorithm.is_none() else algorithm.name, ""),
+    }
+    return found | {name: value for name, (value, usual) in others.items() if value != usual}
+
+
+def _extra_config(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+        HybridCacheController,
+    )
+
+    stated = flags["hicache_storage_backend_extra_config"]
+    found, *_ = HybridCacheController.parse_storage_backend_extra_config(stated)
+    return found or {}
+
+
+def _check_ranks(
+    scalars: Mapping[str, Any], flags: Mapping[str, Any], replicated: bool, names: list[str]
+) -> None:
+    attn_dp = flags["attn_dp_size"] or 1
+    if scalars.get("cp", 1) > 1 and attn_dp == 1 and (not replicated or "mamba" in names):
+        raise Refused(
+            "cp: without DP attention, keys name the full TP size, but heads are divided by the "
+            "attention TP size, which a profile cannot describe"
+        )
+
+
+def _partition(whole: Stored, pp: int) -> list[int]:
+    """Return the layers of each stage, where a profile would not derive them."""
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    layers = whole.runner.model_config.num_hidden_layers
+    seen = any(layers - 1 in pool.layers for pool in whole.pools)
+    if pp == 1 or (seen and not os.environ.get("SGLANG_PP_LAYER_PARTITION")):
+        return []
+    stages = [get_pp_indices(layers, stage, pp) for stage in range(pp)]
+    return [end - start for start, end in stages]
+
+
+def _described(
+    runner: Any, pool: StoredPool, stages: list[Stored], tp: int, replicated: bool
+) -> tuple[dict[str, Any], str]:
+    """Return a pool's fields in a profile, and a comment or "".
+
+    A pool has a form that hicachectl knows only if that form gives the bytes that each stage's host
+    pool has.
+    """
+    form = _FORMS.get(type(pool.host).__name__)
+    row = form(runner, pool) if form else {}
+    held = [(one.runner, mine) for one in stages for mine in one.pools if mine.name == pool.name]
+    fits = row and all(
+        _form_bytes(row, mine, its_runner.page_size, tp) == page_bytes(mine.host)
+        for its_runner, mine in held
+    )
+    usual = pool.name in ("mamba", "swa", "draft_swa", "auxiliary_swa")
+    trailing: dict[str, Any] = {"trailing_pages": pool.trailing} if pool.trailing > 1 else {}
+    if bool(pool.trailing) != (usual or pool.name.endswith("_state")):
+        trailing["hit_policy"] = "trailing_pages" if pool.trailing else "all_pages"
+    if fits:
+        return {"name": pool.name, **row, **trailing}, ""
+    sizes = {page_bytes(mine.host) for _, mine in held}
+    if len(sizes) != 1:
+        raise Refused(
+            f"pools[{pool.name}]: {type(pool.host).__name__} has objects of {sorted(sizes)} bytes "
+            "in pipeline stages, which a profile cannot describe"
+        )
+    opaque: dict[str, Any] = {"name": pool.name, "kind": "opaque", "nbytes": sizes.pop()}
+    if replicated and pool.name != "mamba":
+        opaque["replicated"] = True
+    return opaque | trailing, (
+        f"pools[{pool.name}]: this script does not know how {type(pool.host).__name__} orders its "
+        f"bytes, so only their number is stated, for tp {tp} and pp {len(stages)}."
+    )
+
+
+def _mha_form(runner: Any, pool: StoredPool) -> dict[str, Any]:
+    host = pool.host
+    dims = {"kv_heads": host.head_num, "head_dim": host.head_dim}
+    if host.v_head_dim != host.head_dim:
+        dims["v_head_dim"] = host.v_head_dim
+    return {"kind": "mha", "dtype": _dtype(runner, pool), **_layers(pool), **dims}
+
+
+def _mla_form(runner: Any, pool: StoredPool) -> dict[str, Any]:
+    host, dtype = pool.host, _dtype(runner, pool)
+    row = "fp8" if dtype.startswith("float8") else "bf16"
+    if host.kv_cache_dim != host.kv_lora_rank + host.qk_rope_head_dim:
+        row = "fp8_scaled"
+    dims = {"kv_lora_rank": host.kv_lora_rank, "qk_rope_head_dim": host.qk_rope_head_dim}
+    return {"kind": "mla", "dtype": dtype, **_layers(pool), **dims, "row": row}
+
+
+def _indexer_form(_runner: Any, pool: StoredPool) -> dict[str, Any]:
+    dim = getattr(pool.host.device_pool, "index_head_dim", None)
+    return {"kind": "dsa_indexer", **_layers(pool), "index_head_dim": dim} if dim else {}
+
+
+def _mamba_form(runner: Any, pool: StoredPool) -> dict[str, Any]:
+    shape = runner.kv_cache_configurator.mambaish_config.mamba2_cache_params.shape
+    host = pool.host
+    axis = getattr(shape, "conv_slice_axis", 0)
+    groups = list(getattr(shape, "conv_shard_groups", None) or ())
+    inner, channels = getattr(shape, "intermediate_size", 0), getattr(shape, "conv_dim", 0)
+    if not groups and channels > inner:  # x, B and C of Mamba2
+        groups = [inner, (channels - inner) // 2, (channels - inner) // 2]
+    states = [_state(buffer, axis, groups) for buffer in host.conv_buffer or ()]
+    found: dict[str, Any] = {"kind": "mamba", **_layers(pool)}
+    temporal = getattr(host, "temporal_buffer", None)
+    if temporal is not None and temporal.numel():
+        found["temporal"] = _state(temporal, 0, [])
+    return found | {"conv": states}
+
+
+def _state(buffer: torch.Tensor, axis: int, groups: list[int]) -> dict[str, Any]:
+    """Return a state of a host buffer, [slots, layers, 1, …] in any layout."""
+    shape = list(buffer.shape[3:])
+    state: dict[str, Any] = {"shape": shape, "dtype": _name(buffer.dtype)}
+    if axis:
+        state["shard_axis"] = axis
+    if groups and sum(groups) == shape[axis]:
+        state["groups"] = groups
+    return state
+
+
+def _layers(pool: StoredPool) -> dict[str, Any]:
+    count = len(pool.layers)
+    known = count if pool.layers == tuple(range(count)) else list(pool.layers)
+    return {"layers": known} | ({"packed_draft_layers": pool.packed} if pool.packed else {})
+
+
+def _dtype(runner: Any, pool: StoredPool) -> str:
+    """Return the dtype of K and V; host pools hold fp8 as uint8."""
+    own = pool.host.dtype
+    return _name(runner.kv_cache_dtype if own == torch.uint8 else own)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: int) -> int:
+    """Return the bytes of a rank's object by the form that a profile states; -1 if none."""
+    layers = len(pool.layers) + pool.packed
+    if row["kind"] == "logical":
+        return 0
+    if row["kind"] == "mamba":
+        states = [*row["conv"], *([row["temporal"]] if "temporal" in row else [])]
+        shares = [_share_bytes(state, tp) for state in states]
+        return -1 if -1 in shares else layers * sum(shares)
+    if row["kind"] == "dsa_indexer":
+        dim = row["index_head_dim"]
+        return int(layers * page_size * (dim + dim // 128 * 4))
+    if row["kind"] == "mla":
+        rank, rope = row["kv_lora_rank"], row["qk_rope_head_dim"]
+        width = getattr(torch, row["dtype"]).itemsize * (rank + rope)
+        if row["row"] == "fp8_scaled":
+            width = rank + rank // 128 * 4 + 2 * rope
+        return int(layers * page_size * width)
+    heads = max(1, row["kv_heads"] // tp)
+    width = row["head_dim"] + row.get("v_head_dim", row["head_dim"])
+    return int(layers * page_size * heads * width * getattr(torch, row["dtype"]).itemsize)
+
+
+def _share_bytes(state: Mapping[str, Any], tp: int) -> int:
+    """Return the bytes of a rank's share of a state; -1 if its groups do not divide."""
+    axis = state.get("shard_axis", 0)
+    groups = state.get("groups") or [state["shape"][axis]]
+    if any(group % tp for group in groups):
+        return -1
+    items = sum(groups) // tp
+    for place, length in enumerate(state["shape"]):
+        items *= 1 if place == axis else length
+    return int(items * getattr(torch, state["dtype"]).itemsize)
+
+
+# By class of SGLang's host pool. Other classes are opaque.
+_FORMS: dict[str, Callable[[Any, StoredPool], dict[str, Any]]] = {
+    "MHATokenToKVPoolHost": _mha_form,
+    "AsymmetricMHATokenToKVPoolHost": _mha_form,
+    "MLATokenToKVPoolHost": _mla_form,
+    "DSAIndexerPoolHost": _indexer_form,
+    "MambaPoolHost": _mamba_form,
+    "LogicalHostPool": lambda *_: {"kind": "logical"},
+}
+
+
+def _toml(fields: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {_value(value)}" for name, value in fields.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(_toml(value)) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value)  # texts, numbers and booleans are equal in TOML
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

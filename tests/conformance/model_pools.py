@@ -73,7 +73,7 @@ def main() -> None:
     request = json.loads(parser.parse_args().request.read_text())
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    with contextlib.redirect_stdout(sys.stderr), _without_a_gpu():
+    with contextlib.redirect_stdout(sys.stderr), without_a_gpu():
         answers = {name: list(_rows(model)) for name, model in request.items()}
         classes = _classes()
         unquantised = _unquantised()
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _without_a_gpu() -> Iterator[None]:
+def without_a_gpu() -> Iterator[None]:
     """Take SGLang to CUDA, and allocate nothing."""
     from sglang.srt import platforms
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
@@ -103,7 +103,7 @@ def _without_a_gpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_a_gpu(name: str, variables: Mapping[str, str]) -> Iterator[None]:
+def on_a_gpu(name: str, variables: Mapping[str, str]) -> Iterator[None]:
     """Answer SGLang's questions as a GPU does, in a server with these environment variables."""
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as compressed
     from sglang.srt.runtime_context import override_platform
@@ -126,8 +126,8 @@ def _on_a_gpu(name: str, variables: Mapping[str, str]) -> Iterator[None]:
 
 def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     flags = {"page_size": 64, **model.get("flags", {})}
-    on_a_gpu = _on_a_gpu(model.get("gpu", "hopper"), model.get("env", {}))
-    with tempfile.TemporaryDirectory() as folder, on_a_gpu:
+    gpu = on_a_gpu(model.get("gpu", "hopper"), model.get("env", {}))
+    with tempfile.TemporaryDirectory() as folder, gpu:
         _write_config(Path(folder) / "target", model["config"])
         if "draft" in model:
             _write_config(Path(folder) / "draft", model["draft"])

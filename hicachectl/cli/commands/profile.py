@@ -25,6 +25,7 @@ Examples:
   hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
   hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
   hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
+  hicachectl profile --print-probe > probe.py
 """,
 )
 @click.argument("store", metavar="[STORE]", required=False)
@@ -37,6 +38,11 @@ Examples:
     show_default=True,
     help="Format of the profile.",
 )
+@click.option(
+    "--print-probe",
+    is_flag=True,
+    help="Print a Python script that prints the profile in SGLang's own environment.",
+)
 @click.option("-o", "--output", type=FILE, help="Write the profile to FILE instead of stdout.")
 @profile_options
 @click.pass_context
@@ -46,6 +52,7 @@ def command(
     store: str | None,
     model: str | None,
     output_format: str,
+    print_probe: bool,
     output: Path | None,
     **options: Any,
 ) -> None:
@@ -59,11 +66,21 @@ def command(
     page size and dtypes if the SGLang plug-in of hicachectl wrote STORE. If STORE has several
     deployments, --model, --tp, --pp, --cp and --dcp choose one. An inferred profile is enough for
     ls and the checks names, groups and sizes; commands that must interpret bytes refuse it.
+
+    For a model that hicachectl does not know, --print-probe prints a script. Run it in the server's
+    environment, with the server's flags and environment variables, on a machine with the same GPU:
+    python probe.py --model-path … --tp 8 > prod.toml. It asks SGLang's own classes for the pools,
+    loads no weights, and needs nothing of hicachectl.
     """
     from hicachectl.cli.output import write_text
     from hicachectl.formats.profile import dump_profile, profile_to_mapping
     from hicachectl.profiles.sources import profile_from_options, states_source
 
+    if print_probe:
+        if store is not None or model is not None or any(options.values()):
+            raise click.UsageError("--print-probe takes no STORE and no other option than -o")
+        write_text(_probe_script(), output)
+        return
     warn = partial(remark, ctx)
     if store is None or states_source(options):
         if model is not None:
@@ -84,6 +101,12 @@ def command(
         else json.dumps(profile_to_mapping(profile), indent=2) + "\n"
     )
     write_text(text, output)
+
+
+def _probe_script() -> str:
+    from importlib.resources import files
+
+    return files("hicachectl.profiles").joinpath("probe.py").read_text(encoding="utf-8")
 
 
 def _inferred(
