@@ -19,17 +19,20 @@ from hicachectl.backends.disk.durable import make_directories
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.keys.nixl import route, routes
+from hicachectl.formats.keys.nixl import hashes_of, route, routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
+
+    import numpy.typing as npt
 
     from hicachectl.backends.disk.directory import Directory
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # The last four digits of a temporary file's name are its directory and folder.
 _TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
+_SAMPLE = 64  # objects; by chance, all lie in one of two directories once in 2**63 stores
 MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
 
 
@@ -124,17 +127,23 @@ class NixlDisks(ObjectTree):
             yield from disk.existing_folders(left_alone)
 
     def places(self, left_alone: list[str]) -> Iterator[Place]:
-        """Yield the folders, and the directories, where no file belongs."""
+        """Yield the folders, and the directories, where no file belongs.
+
+        Their `holds` raise UsageError if directories of the servers are missing.
+        """
         for number, disk in enumerate(self._disks):
+            sample = _Sample(disk.path, len(self._disks))
             yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
             for folder, descriptor in disk.existing_folders(left_alone):
                 path = f"{disk.path}/{folder.decode()}"
-                yield Place(descriptor, path, partial(self._holds, number, folder))
+                yield Place(descriptor, path, partial(self._holds, number, folder, sample))
 
-    def _holds(self, number: int, folder: bytes, names: list[str]) -> list[bool]:
+    def _holds(self, number: int, folder: bytes, sample: _Sample, names: list[str]) -> list[bool]:
         keys = [os.fsencode(name) for name in names]
-        disks, folders = routes(keys, len(self._disks))
+        hashes = hashes_of(keys)
+        disks, folders = routes(hashes, len(self._disks))
         held = (disks == number) & (folders == int(folder, 16))
+        sample.add(hashes[held])
         for at in np.flatnonzero([key.startswith(OWN_PREFIX) for key in keys]):
             held[at] = self._route(keys[at]) == (number, folder)
         found: list[bool] = held.tolist()
@@ -160,6 +169,36 @@ class NixlDisks(ObjectTree):
         space = os.fstatvfs(disk.descriptor)
         total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
         return int(free - total * (1 - self.high_watermark / 100))
+
+
+class _Sample:
+    """Objects of one directory, which tell whether some of the store's directories are missing.
+
+    With n of k * n directories given, all files can lie where n directories would have them, and
+    pages only look incomplete.
+    """
+
+    def __init__(self, path: str, directories: int) -> None:
+        self._path = path
+        self._directories = directories
+        self._hashes: list[int] = []
+
+    def add(self, hashes: npt.NDArray[np.uint64]) -> None:
+        """Add objects until there are enough. Raises UsageError if directories are missing."""
+        missing = _SAMPLE - len(self._hashes)
+        if missing <= 0:
+            return
+        self._hashes += hashes[:missing].tolist()
+        if len(self._hashes) < _SAMPLE:
+            return
+        turns = [(number >> 16) // self._directories for number in self._hashes]
+        for times in range(2, MAX_DIRECTORIES // self._directories + 1):
+            if len({turn % times for turn in turns}) == 1:
+                raise UsageError(
+                    f"{self._path}: has the objects of one of {times * self._directories} "
+                    f"directories, but {self._directories} given; give all directories of its "
+                    "servers, in their order, and an empty one for each that is lost"
+                )
 
 
 def _allow_descriptors(more: int) -> None:

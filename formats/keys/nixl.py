@@ -94,15 +94,19 @@ def route(key: bytes, directories: int) -> tuple[int, bytes]:
 
     directories: how many the store has, in an order that all its servers share.
     """
-    disks, folders = routes([key], directories)
+    disks, folders = routes(hashes_of([key]), directories)
     return int(disks[0]), b"%02x" % folders[0]
 
 
-def routes(keys: Iterable[bytes], directories: int) -> tuple[_UintArray, _UintArray]:
-    """Return `route` of several keys; folders as numbers: both [n] uint64."""
+def hashes_of(keys: Iterable[bytes]) -> _UintArray:
+    """Return the hashes that place files (stable_key_hash): [n] uint64."""
     digests = b"".join([blake2b(key, digest_size=8).digest() for key in keys])
-    numbers = np.frombuffer(digests, dtype=">u8").astype(np.uint64)
-    return (numbers >> np.uint64(16)) % np.uint64(directories), numbers & np.uint64(0xFF)
+    return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
+
+
+def routes(hashes: _UintArray, directories: int) -> tuple[_UintArray, _UintArray]:
+    """Return `route` of several keys; folders as numbers: both [n] uint64."""
+    return (hashes >> np.uint64(16)) % np.uint64(directories), hashes & np.uint64(0xFF)
 
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:

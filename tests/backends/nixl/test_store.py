@@ -91,6 +91,24 @@ def test_directories_are_part_of_the_address(store: Store, tmp_path: Path) -> No
         assert other.exists(rows_of(KEYS)).sum() == len(found) < len(KEYS)
 
 
+@pytest.mark.parametrize(("made", "given"), [("abc", "a"), ("abc", "c"), ("abcd", "ac")])
+def test_missing_directories_are_refused_where_no_file_seems_misplaced(
+    tmp_path: Path, made: str, given: str
+) -> None:
+    """Proves that a repair cannot take pages for incomplete that have objects in them."""
+    with open_store(url_of(tmp_path, made), create=True) as store:
+        for at in range(600):
+            key = f"{at:064x}_m_0_1".encode()
+            if str(file_of(store, key).parents[1])[-1] in given:
+                path = file_of(store, key)
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(b"abc")
+        assert len(listing(store)) > 100
+    with open_store(url_of(tmp_path, given)) as other, pytest.raises(UsageError) as refused:
+        listing(other)
+    assert f"has the objects of one of {len(made)} directories" in str(refused.value)
+
+
 def test_what_is_no_object_is_named_and_left_alone(store: Store, tmp_path: Path) -> None:
     """Proves that links, FIFOs, linked folders and misplaced files are neither read nor changed."""
     write(store, {KEYS[0]: b"abc"}, if_absent=True)
