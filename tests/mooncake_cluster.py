@@ -87,7 +87,7 @@ class Cluster(Closing):
         program = [OWNER, self.master, str(segment_bytes or self._segment_bytes)]
         if self._offload is not None:
             directory = self._offload / f"rank_0_{number}_0_0"
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
             program.append(str(directory))
         process = self._spawn(f"store-{number}", sys.executable, *program, stdin=subprocess.PIPE)
         self._stores[f"starting-{number}"] = process

@@ -216,6 +216,7 @@ class _Reader:
         self._objects: list[npt.NDArray[np.void]] = []  # one array for each file or run of records
         self._buckets = 0
         self._losses: list[Loss] = []
+        self._nameless: Loss | None = None  # the first offset file without metadata
         self._special: list[str] = []  # ranks that are no directories
         self._others: dict[bytes, int] = {}  # objects by tenant
 
@@ -267,10 +268,14 @@ class _Reader:
     def _read_offset_file(self, place: Place, files: Sequence[str]) -> None:
         path = place.directory.path
         if META_FILE not in files:
-            raise UnsupportedByBackend(
-                f"{path}/{DATA_FILE}: no {META_FILE} says which objects it has, because Mooncake "
-                "ran without MOONCAKE_OFFSET_PERSIST_MODE; the objects cannot be recovered"
+            what = (
+                f"no {META_FILE} says which objects it has, because Mooncake ran without "
+                "MOONCAKE_OFFSET_PERSIST_MODE, or relaxed and ended before its first checkpoint; "
+                "the objects cannot be recovered"
             )
+            self._lose(f"{path}/{DATA_FILE}", what, place.entries[DATA_FILE])
+            self._nameless = self._nameless or self._losses[-1]
+            return
         if DATA_FILE not in files:
             self._lose(f"{path}/{META_FILE}", _NO_DATA)
             return
@@ -365,7 +370,12 @@ class _Reader:
         return None
 
     def index(self) -> Index:
-        """Return the objects: of several with one key, the newest that is whole."""
+        """Return the objects: of several with one key, the newest that is whole.
+
+        Raises UnsupportedByBackend if nothing but an offset file without metadata is there.
+        """
+        if self._nameless is not None and len(self._losses) == 1 and not self._files:
+            raise UnsupportedByBackend(str(self._nameless))
         keys = pa.array(self._keys, pa.binary())
         objects = np.concatenate([np.zeros(0, dtype=OBJECT), *self._objects])
         ends = np.array([file.facts.st_size for file in self._files], dtype=np.int64)

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.__main__ import run
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import open_store
+from hicachectl.backends.testing import read, scanned_rows
 from tests.conformance.test_mooncake_written import (
     Entry,
     Written,
@@ -28,7 +31,7 @@ from tests.conformance.test_mooncake_written import (
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conformance.conftest import Manifest, SglangSession
@@ -238,6 +241,46 @@ def test_a_pack_and_show_have_the_same_objects(left: Left, invoke: Invoke, tmp_p
     wanted = {entry["key"] for entry in manifest["objects"] if entry["page"] == page}
     assert {one["key"] for one in shown["objects"]} >= wanted
     assert shown["findings"] == []
+
+
+def test_a_restarted_client_serves_what_was_read(
+    left: Left, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that looking leaves the files as a client needs them, byte for byte."""
+    copy = left.copy(tmp_path / "copy")
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files_of(copy)}
+    rows = listed(invoke, copy.url)
+    profile, manifest = next(iter(left.profiles.items()))
+    verified(invoke, copy.url, "--profile", profile)
+    invoke("show", copy.url, manifest["pages"][0], "--profile", profile)
+    assert before == {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in files_of(copy)}
+    environment = {**COMMON, **ENVIRONMENT[left.form]}
+    with (
+        Cluster(stores=2, offload=copy.directory, environment=environment) as cluster,
+        open_store(copy.url) as store,
+    ):
+        waited_for(lambda: set(rows) <= set(cluster.list_keys()))
+        keys = [entry["key"] for entry in manifest["objects"]][:5]
+        with Arena(1 << 20) as arena:
+            store.attach(arena)
+            encoded = [key.encode() for key in keys]
+            sizes = [rows[key]["nbytes"] for key in keys]
+            result, values = read(store, scanned_rows(store, encoded), sizes)
+            assert result.all_ok
+            for at, key in enumerate(keys):
+                assert cluster.client().get(key) == values[at]
+            store.detach()
+
+
+def files_of(left: Left) -> list[Path]:
+    return [path for path in left.directory.rglob("*") if path.is_file()]
+
+
+def waited_for(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + OFFLOAD_TIMEOUT_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_nothing_is_written_to_the_files(left: Left, invoke: Invoke, tmp_path: Path) -> None:

@@ -188,7 +188,8 @@ MOONCAKE_SSD = (
     "Mooncake never updates the .meta file of a bucket, so objects that were removed from the "
     "cluster may still be listed. A remark states this. For each file, verify reports as "
     "lost-objects: a bucket without a .meta file (a crash interrupted the write), a damaged .meta "
-    "file, one without its data file, records of an offset file that a restart would drop, and "
+    "file, one without its data file, a kv_cache.data without kv_cache.meta, records of an offset "
+    "file that a restart would drop (in relaxed mode, those since the last checkpoint), and "
     "objects behind the end of a file. A file that changed within --grace may still be written, "
     "and is a remark. An object that is cut off is truncated or unreadable, and an object with "
     "another key in its place is unreadable.",

@@ -102,6 +102,20 @@ def test_one_damaged_offset_file_does_not_hide_the_other(
     assert document["objects"] == 1
 
 
+def test_an_offset_file_without_metadata_does_not_hide_the_other(
+    tmp_path: Path, invoke: Invoke
+) -> None:
+    """As a relaxed client leaves it that was killed before its first checkpoint."""
+    for number, (name, key) in enumerate((("rank_0_0_0_0", A), ("rank_0_1_0_0", B))):
+        (tmp_path / name).mkdir()
+        put_offset_files(tmp_path / name, [Record(TENANT + key, VALUES[key], 0, number + 1)])
+    (tmp_path / "rank_0_0_0_0" / "kv_cache.meta").unlink()
+    command = ("verify", url_of(tmp_path), "--grace", "0s", "--format", "json")
+    document = invoke(*command, exit_code=4).document
+    assert [*lost(document)] == [str(tmp_path / "rank_0_0_0_0" / "kv_cache.data")]
+    assert document["objects"] == 1
+
+
 def test_crcs_are_checked_without_a_profile(tmp_path: Path, invoke: Invoke) -> None:
     """Proves that a flipped bit is found, and that a record without CRC is said to be unchecked."""
     records = [
