@@ -18,7 +18,7 @@ from hicachectl.formats.models.families.attention import (
     mla,
     no_kv,
 )
-from hicachectl.formats.models.families.base import NEXTN, Family
+from hicachectl.formats.models.families.base import NEXTN, Family, mtp_of
 from hicachectl.formats.models.families.compressed import (
     deepseek_v4,
     deepseek_v4_page_size,
@@ -43,7 +43,6 @@ from hicachectl.formats.models.families.windows import (
     iquest,
     llama4,
     mimo_v2,
-    mimo_v2_mtp,
     swa,
 )
 
@@ -324,7 +323,22 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "LongcatFlashForCausalLMNextN",
         "MistralLarge3ForCausalLMEagle",
     ),
-    "MiMoV2MTP": Family(mimo_v2_mtp, draft_only=True, one_layer=True),
+    "DeepseekV4ForCausalLMNextN": Family(
+        mtp_of(deepseek_v4, "swa"), draft_only=True, one_layer=True
+    ),
+    "GigaChat35ForCausalLMNextN": Family(
+        mtp_of(gigachat, "kv"),
+        stated=("kv_lora_rank", "qk_rope_head_dim", NEXTN),
+        draft_only=True,
+        one_layer=True,
+    ),
+    "Glm5NextForConditionalGenerationNextN": Family(
+        mtp_of(glm5_next, "kv", "indexer"), draft_only=True, one_layer=True
+    ),
+    "MiMoV2MTP": Family(mtp_of(mimo_v2, "swa"), draft_only=True, one_layer=True),
+    "Qwen4ExpForCausalLMMTP": Family(
+        mtp_of(qwen4, "kv", "indexer"), stated=_ROWS, draft_only=True, one_layer=True
+    ),
     "Step3p5MTP": Family(
         mha, stated=("head_dim", "num_attention_groups"), draft_only=True, one_layer=True
     ),
@@ -363,13 +377,9 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     **_each(
         _DRAFT,
         "DeepseekV4ForCausalLMDSpark",
-        "DeepseekV4ForCausalLMNextN",
         "Dots3NoteForCausalLMNextN",
-        "GigaChat35ForCausalLMNextN",
-        "Glm5NextForConditionalGenerationNextN",
         "IQuestQ1MTP",
         "InklingForConditionalGenerationMTP",
-        "Qwen4ExpForCausalLMMTP",
     ),
     **_each(
         _SCORES,

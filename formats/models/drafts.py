@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _DFLASH_FAMILY = ("DFLASH", "DSPARK")
+_ALGORITHMS_OF = {"DeepseekV4ForCausalLM": ("EAGLE", "DSPARK")}  # deepseek_v4_hook.py
 # arg_groups/model_overrides/mimo_v2.py, gigachat35.py, overrides.py :: _step3p_overrides
 _MULTI_LAYER_TARGETS = frozenset(
     {
@@ -82,6 +83,10 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
     """Return the target's pools with the layers or pools of its draft. Raises ProfileError."""
     if algorithm in _DRAFTLESS_ALGORITHMS:
         return target.pools
+    if algorithm not in _ALGORITHMS_OF.get(target.model.architecture, (algorithm,)):
+        raise target.model.error(
+            "speculative_algorithm", f"SGLang does not support {algorithm} for this model"
+        )
     multi_layer = _is_multi_layer(target, algorithm)
     _check_stages(target.flags, algorithm, multi_layer)
     draft = _draft_config(target, algorithm)
@@ -258,11 +263,14 @@ OWN_DRAFTS: Mapping[str, OwnDraft] = {
     "DSparkMiniMaxDraftModel": OwnDraft("DSparkMiniMaxDraftModel", nextn=0),
     "DeepseekV32ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
     "DeepseekV3ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
+    "DeepseekV4ForCausalLM": OwnDraft("DeepseekV4ForCausalLMNextN", nextn=1),
     "Ernie4_5_MoeForCausalLM": OwnDraft("Ernie4_5_MoeForCausalLMMTP"),
     "ExaoneMoEForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
     "ExaoneMoeForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
+    "GigaChat35ForCausalLM": OwnDraft("GigaChat35ForCausalLMNextN"),
     "Glm4MoeForCausalLM": OwnDraft("Glm4MoeForCausalLMNextN"),
     "Glm4MoeLiteForCausalLM": OwnDraft("Glm4MoeLiteForCausalLMNextN"),
+    "Glm5NextForConditionalGeneration": OwnDraft("Glm5NextForConditionalGenerationNextN", nextn=1),
     "GlmMoeDsaForCausalLM": OwnDraft("GlmMoeDsaForCausalLMNextN"),
     "GlmOcrForConditionalGeneration": OwnDraft("GlmOcrForConditionalGenerationNextN"),
     "HYV3ForCausalLM": OwnDraft("HYV3ForCausalLMNextN", nextn=1),
@@ -292,6 +300,7 @@ OWN_DRAFTS: Mapping[str, OwnDraft] = {
         ),
         OwnDraft("Qwen3_5ForCausalLMMTP", nextn=1),
     ),
+    "Qwen4ExpForConditionalGeneration": OwnDraft("Qwen4ExpForCausalLMMTP", nextn=1),
     "Step3p5ForCausalLM": OwnDraft("Step3p5MTP"),
     "Step3p7ForConditionalGeneration": OwnDraft("Step3p5MTP"),
 }

@@ -37,9 +37,10 @@ def profile_of(model: dict[str, Any], row: dict[str, Any]) -> Profile:
     """Derive the profile of a recorded model at the sizes of a row. Raises ProfileError."""
     rows = model.get("rows", (row,))
     indexed = any(pool["name"] == "indexer" for x in rows for pool in x.get("pools", ()))
+    page_size = model.get("flags", {}).get("page_size", 64)
     flags = {
         "model": "tests/Model",
-        "page_size": row.get("page_size", 64),
+        "page_size": next((x["page_size"] for x in rows if "page_size" in x), page_size),
         "tp": row["tp"],
         "pp": row["pp"],
         "kv_cache_dtype": "bfloat16" if indexed else "auto",  # auto depends on the GPU

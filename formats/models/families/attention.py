@@ -133,7 +133,9 @@ def looped(loops: str) -> PoolBuilder:
     return build
 
 
-_DSA_NESTED = frozenset({"Glm5NextForConditionalGeneration"})  # SGLang copies text fields outside
+_DSA_NESTED = frozenset(  # SGLang copies text fields outside
+    {"Glm5NextForConditionalGeneration", "Glm5NextForConditionalGenerationNextN"}
+)
 
 _DSA_ARCHITECTURES = frozenset(
     {

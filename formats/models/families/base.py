@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.dtypes import kv_dtype, mla_row
 
@@ -59,6 +61,16 @@ class Family:
         for name in self.stated:
             config.required(name)
         return self.build(config, context)
+
+
+def mtp_of(build: PoolBuilder, *names: str) -> PoolBuilder:
+    """Return the builder of an MTP draft with a layer in each of some pools of its target."""
+
+    def draft(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+        pools = build(config, context)
+        return tuple(replace(pool, layers=1) for pool in pools if pool.name in names)
+
+    return draft
 
 
 def mha_pool(

@@ -28,7 +28,7 @@ from hicachectl.formats.models.families.base import (
     window_pages,
 )
 from hicachectl.formats.models.families.states import delta_pool, gdn_pool
-from hicachectl.formats.models.flags import attention_tp
+from hicachectl.formats.models.flags import attention_tp, canonical_algorithm
 from hicachectl.formats.models.quantisation import is_nvfp4_packed
 from hicachectl.formats.wording import not_one_of
 
@@ -112,8 +112,10 @@ def _states(
 ) -> tuple[Pool, ...]:
     """Return the states of compressors of ratio 4 (CompressStatePool).
 
-    A state has two halves, for windows that overlap, of latents and scores.
+    A state has two halves, for windows that overlap, of latents and scores. With speculation there
+    are twice as many (get_compress_state_ring_size).
     """
+    ring = _STATE_RING * (2 if canonical_algorithm(flags) else 1)
     item = DTYPE_BYTES[compress_state_dtype(flags)]
     widths = {"": _ROW_WIDTH, "_indexer": config.integer("index_head_dim")}
     return tuple(
@@ -121,7 +123,7 @@ def _states(
             name=f"deepseek_v4_c4{part}_state",
             kind="blocks",
             layers=layers,
-            nbytes=_STATE_RING * 2 * 2 * width * item,
+            nbytes=ring * 2 * 2 * width * item,
             trailing_pages=pages,
         )
         for part, width in widths.items()

@@ -83,12 +83,6 @@ def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (kv, swa)
 
 
-def mimo_v2_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return the pool of the one window layer of an MTP draft (get_hybrid_layer_ids)."""
-    _, window = mimo_v2(config, context)
-    return (replace(window, layers=1),)
-
-
 def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and window layers, of different heads (_gemma4_attention_shapes)."""
     _needs_window_pool(config, context)

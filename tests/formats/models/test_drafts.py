@@ -40,17 +40,22 @@ def test_every_target_with_a_draft_of_its_own_was_compared_with_sglang() -> None
 @pytest.mark.parametrize("name", sorted(DRAFTS))
 def test_profiles_are_what_sglang_allocates(name: str) -> None:
     """Layers, bytes, hit policies and packed layers, on all ranks and stages; and refusals."""
+    assert DRAFTS[name]["rows"]
     refused = {(row["tp"], row["pp"]): row for row in DRAFTS[name]["rows"] if "refusal" in row}
     for row in DRAFTS[name]["rows"]:
         refusal = refused.get((row["tp"], row["pp"]))  # of any stage
-        if refusal is None and (words := refusal_of(DRAFTS[name]["rows"], row)):
+        words = refusal_of(DRAFTS[name]["rows"], row)
+        if row["pp"] > 1 and name.startswith("Qwen4Exp"):
+            words = "knows n-gram states only of one stage"
+        if refusal is None and words:
             with pytest.raises(ProfileError, match=words):
                 profile_of(DRAFTS[name], row)
             continue
         if refusal is None:
             assert stored(profile_of(DRAFTS[name], row), row) == allocated(row)
             continue
-        field = "pp: " if refusal["where"] in ("arguments", "stages") else "draft config "
+        flag = refusal["where"] in ("arguments", "stages")
+        field = r"(.*\): )?(pp|speculative_algorithm): " if flag else "draft config "
         staged = r"|config\.json .*: pp: " if row["pp"] > 1 else ""  # the target's own refusal
         with pytest.raises(ProfileError, match=f"^({field}{staged})"):
             profile_of(DRAFTS[name], row)
