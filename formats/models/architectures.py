@@ -135,7 +135,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     **_each(
         Family(mha, stated=("head_dim",)),
         "Cohere2MoeForCausalLM",
-        "HrmTextForCausalLM",
     ),
     **_each(
         Family(mha, stated=("head_dim", "num_attention_groups")),
@@ -217,7 +216,8 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
     ),
-    "NanbeigeForCausalLM": Family(looped("num_loops")),
+    "HrmTextForCausalLM": Family(mha, stated=("head_dim", "num_layers_per_stack")),
+    "NanbeigeForCausalLM": Family(looped("num_loops"), stated=("num_loops",)),
     "IQuestLoopCoderForCausalLM": Family(looped("loop_num")),
     "InternS1ForConditionalGeneration": Family(mha, stated=_ROWS),
     # SGLang has no pool for its window layers while HiCache is on (_step3p_overrides).
@@ -254,7 +254,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "Llama4ForConditionalGeneration": Family(llama4, stated=_ROWS),
     # Recurrent states beside K and V, or beside latent rows.
     **_each(
-        Family(gdn),
+        Family(gdn, stated=_ROWS),
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",
@@ -288,7 +288,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "Gemma4ForConditionalGeneration": Family(gemma4, stated=_ROWS),
     "Gemma4UnifiedForConditionalGeneration": Family(gemma4, stated=_ROWS),
     **_each(
-        Family(mimo_v2),
+        Family(mimo_v2, stated=(*_ROWS, "v_head_dim")),
         "MiMoV2FlashForCausalLM",
         "MiMoV2ForCausalLM",
     ),

@@ -159,7 +159,8 @@ def kv_heads_of(config: HfConfig) -> int:
     if config.text.get("multi_query"):
         return 1
     attention = config.text.get("attn_config")
-    if isinstance(attention, Mapping) and "kv_n_heads" in attention:  # Dbrx
+    of_dbrx = config.outer.get("model_type") == "dbrx"
+    if of_dbrx and isinstance(attention, Mapping) and "kv_n_heads" in attention:
         return config.section("attn_config").integer("kv_n_heads")
     found = [name for name in _KV_HEADS if config.text.get(name) is not None]
     return config.integer(found[0] if found else "num_attention_heads")

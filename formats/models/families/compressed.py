@@ -224,6 +224,7 @@ def qwen4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     ratio = config.optional_integer("indexer_compress_ratio")
     if not ratio:
         return (kv, states)
+    config.integer("indexer_n_heads")  # without it, SGLang builds no index keys
     keys = Pool(
         name="indexer",
         kind="index_keys",
@@ -260,6 +261,7 @@ def _ngram_bytes(config: HfConfig, context: Context) -> int:
 
 def glm5_next(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows, their pooled index keys, and Kimi delta attention states."""
+    config.integer("index_topk")  # without it, SGLang builds rows of another size
     linear = config.section("linear_attn_config")
     delta_layers = linear.integers("kda_layers")
     heads, head_dim = (linear.integer(name) for name in ("num_heads", "head_dim"))

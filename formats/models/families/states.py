@@ -193,11 +193,10 @@ def _mamba2_pool(
             "which a profile cannot describe"
         )  # fmt: skip
     inner = heads * head_dim
-    stated = config.optional_integer("mamba_d_ssm") or inner
-    if stated != inner:
-        raise config.error(
-            "mamba_d_ssm", f"is {stated}, but {heads} heads of {head_dim} are {inner}"
-        )
+    for name in _MAMBA_WIDTHS:  # SGLang divides the convolution by these
+        stated = config.optional_integer(name) or inner
+        if stated != inner:
+            raise config.error(name, f"is {stated}, but {heads} heads of {head_dim} are {inner}")
     blocks = (inner, groups * state, groups * state)
     return Pool(
         name="mamba",
@@ -234,6 +233,7 @@ def _is_full_attention_layer(config: HfConfig) -> Callable[[int], bool]:
     return lambda layer: kinds[layer] == "full_attention"
 
 
+_MAMBA_WIDTHS = ("mamba_d_ssm", "mamba_intermediate", "mamba_intermediate_size")
 _MAMBA_FIELDS = (
     "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
 )  # fmt: skip

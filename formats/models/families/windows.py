@@ -39,11 +39,13 @@ def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     if context.flags.pp > 1:
         raise config.error("pp", "IQuest Q1 does not support pipeline parallelism.")
     count = config.integer("num_hidden_layers")
-    if not (
-        config.flag("use_hybrid_layers", usual=True)
-        and config.flag("use_sliding_window", usual=True)
-    ):
+    hybrid = config.flag("use_hybrid_layers", usual=True)
+    if not config.flag("use_sliding_window", usual=True):
         return mha(config, context)
+    if not hybrid:
+        raise config.error(
+            "use_hybrid_layers", "false, and SGLang then has window objects without layers"
+        )
     block = config.strings("hybrid_layers_types_block")
     kinds = (
         *config.strings("first_layers_types"),

@@ -83,6 +83,37 @@ def test_fields_without_which_sglang_uses_numbers_of_its_own_are_asked_for(name:
             profile_of({**model, "config": config}, model["rows"][0])
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("Glm5NextForConditionalGeneration", "index_topk", None, "missing"),
+        ("Qwen4ExpForConditionalGeneration", "indexer_n_heads", None, "missing"),
+        ("FalconH1ForCausalLM", "mamba_intermediate", 2048, "is 2048, but .* are 1024"),
+        ("GraniteMoeHybridForCausalLM", "mamba_intermediate_size", 64, "is 64, but .* are 4096"),
+        ("IQuestQ1ForCausalLM", "use_hybrid_layers", False, "false, and SGLang"),
+    ],
+)
+def test_fields_that_change_what_sglang_allocates_are_not_overlooked(
+    name: str, field: str, value: object, said: str
+) -> None:
+    """SGLang allocates other pools for these configs than for the recorded ones."""
+    model = MODELS[name]
+    config = dict(model["config"])
+    nested = next((x for x in ("text_config", "llm_config") if x in config), None)
+    changed = {**config.get(nested, config), field: value}
+    config = {**config, nested: changed} if nested else changed
+    with pytest.raises(ProfileError, match=f"{field}: {said}"):
+        profile_of({**model, "config": config}, model["rows"][0])
+
+
+def test_only_dbrx_has_its_heads_in_a_table() -> None:
+    """Source: ModelConfig.get_total_num_kv_heads, which asks for the model type."""
+    model = MODELS["LlamaForCausalLM"]
+    config = {**model["config"], "attn_config": {"kv_n_heads": 1}}
+    row = model["rows"][0]
+    assert stored(profile_of({**model, "config": config}, row), row) == allocated(row)
+
+
 def _without(config: dict[str, Any], field: str) -> dict[str, Any]:
     return {
         key: _without(value, field) if isinstance(value, dict) else value
