@@ -40,8 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def _with_target(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
     config = {**target["config"], **draft.get("fields", {})}
-    if "text_config" in config:
-        config["text_config"] = {**config["text_config"], **draft.get("fields", {})}
+    for name in {"text_config", "llm_config"} & set(config):
+        config[name] = {**config[name], **draft.get("fields", {})}
     flags = {**target.get("flags", {}), **draft.get("flags", {})}
     return {**draft, "config": config, "flags": flags}
 

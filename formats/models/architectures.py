@@ -18,7 +18,7 @@ from hicachectl.formats.models.families.attention import (
     mla,
     no_kv,
 )
-from hicachectl.formats.models.families.base import NEXTN, Family, mtp_of
+from hicachectl.formats.models.families.base import NEXTN, Family, mtp_of, one_token_pages
 from hicachectl.formats.models.families.compressed import (
     deepseek_v4,
     deepseek_v4_page_size,
@@ -34,6 +34,7 @@ from hicachectl.formats.models.families.states import (
     gdn,
     gigachat,
     granite_hybrid,
+    jet,
     kimi_linear,
     lfm2,
     nemotron_h,
@@ -44,6 +45,7 @@ from hicachectl.formats.models.families.windows import (
     llama4,
     mimo_v2,
     swa,
+    swa_or_mha,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +77,32 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
 
 _PROFILE_FILE = "write a profile file, see hicachectl-profile(1)"
 _UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {_PROFILE_FILE}")
-_LATER = Refusal(f"is not supported: hicachectl does not know its pools; {_PROFILE_FILE}")
+_FALLBACK = Refusal(
+    "is SGLang's fallback for other architectures, and no config.json names it; "
+    "give the model's own config, or " + _PROFILE_FILE
+)
+# arg_groups/validation_hook.py
+_MINDSPORE = Refusal(
+    "is not supported: 'MindSpore model impl is only supported on Ascend npu.', and hicachectl "
+    "knows the pools of CUDA"
+)
+# arg_groups/dllm_hook.py :: handle_dllm_inference
+_DIFFUSION = Refusal(
+    "is not supported: 'Hierarchical cache is disabled because of using diffusion LLM inference'"
+)
+_OWN_CODE = Refusal(
+    "is not supported: the number of its KV heads is in a config class of the checkpoint's own "
+    "code; " + _PROFILE_FILE
+)
+# configs/inkling.py, configs/zaya.py :: mamba2_cache_params
+_MIXED_STATES = Refusal(
+    "is not supported: of the convolution states of a layer, SGLang divides some by TP and repeats "
+    "others, which a profile cannot describe"
+)
+# configs/model_config.py :: get_hybrid_layer_ids
+_ONLY_WINDOWS = Refusal(
+    "is not supported: all its layers have a window, and a profile needs KV of all tokens"
+)
 _DRAFT = Refusal(f"is a draft of a model whose pools hicachectl does not know; {_PROFILE_FILE}")
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
@@ -143,6 +170,8 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     ),
     **_each(
         Family(mha, stated=_ROWS),
+        "InternS1ProForConditionalGeneration",
+        "LightOnOCRForConditionalGeneration",
         "Cosmos3EdgeForConditionalGeneration",
         "Cosmos3ForConditionalGeneration",
         "Gemma2ForCausalLM",
@@ -165,6 +194,24 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "ChatGLMModel": Family(mha, stated=("multi_query_group_num",)),
     **_each(
         Family(mha, stated=_HEADS),
+        "BailingMM2NativeForConditionalGeneration",
+        "BailingMMNativeForConditionalGeneration",
+        "DeepseekOCRForCausalLM",
+        "GlmImageForConditionalGeneration",
+        "LlavaLlamaForCausalLM",
+        "LlavaMistralForCausalLM",
+        "LlavaQwenForCausalLM",
+        "LlavaVidForCausalLM",
+        "LocateAnythingForConditionalGeneration",
+        "MiDashengLMModel",
+        "MiMoV2ASRForCausalLM",
+        "MiniCPMO",
+        "MiniCPMV",
+        "MossVLForConditionalGeneration",
+        "NVILAForConditionalGeneration",
+        "NVILALiteForConditionalGeneration",
+        "POINTSV15ChatModel",
+        "Sarashina2VisionForCausalLM",
         "BailingMoEForCausalLM",
         "BailingMoeForCausalLM",
         "BailingMoeV2ForCausalLM",
@@ -221,7 +268,11 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "IQuestLoopCoderForCausalLM": Family(looped("loop_num")),
     "InternS1ForConditionalGeneration": Family(mha, stated=_ROWS),
     # SGLang has no pool for its window layers while HiCache is on (_step3p_overrides).
-    "Step3p5ForCausalLM": Family(mha, stated=("head_dim", "num_attention_groups")),
+    **_each(
+        Family(mha, stated=("head_dim", "num_attention_groups")),
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    ),
     # Latent rows of all layers, with index keys where the config has index_topk.
     **_each(
         Family(mla),
@@ -251,6 +302,9 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "MellumForCausalLM",
     ),
     "GraniteSWAForCausalLM": Family(swa, stated=_HEADS),
+    "MuseGlimmerForCausalLM": Family(swa, stated=_ROWS),
+    "MuseGlimmerForConditionalGeneration": Family(swa, stated=_ROWS),
+    "MuseSparkForConditionalGeneration": Family(swa_or_mha, stated=_ROWS),
     "Llama4ForConditionalGeneration": Family(llama4, stated=_ROWS),
     # Recurrent states beside K and V, or beside latent rows.
     **_each(
@@ -262,17 +316,32 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Qwen3_5MoeForConditionalGeneration",
     ),
     "InternS2PreviewForConditionalGeneration": Family(gdn, stated=_ROWS),
+    "InternS2MobiusForConditionalGeneration": Family(one_token_pages(gdn), stated=_ROWS),
     "MiniCPMV4_6ForConditionalGeneration": Family(gdn, stated=_ROWS),
     "MiniCPMV4_7ForConditionalGeneration": Family(gdn, stated=_ROWS),
     "KimiK3ForConditionalGeneration": Family(kimi_linear),
     "KimiK3LinearForCausalLM": Family(kimi_linear),
     "KimiLinearForCausalLM": Family(kimi_linear),
     "BailingMoeV3ForCausalLM": Family(bailing_delta, stated=("head_dim",)),
+    "BailingMoeV3VLForConditionalGeneration": Family(bailing_delta, stated=("head_dim",)),
     "FalconH1ForCausalLM": Family(falcon_h1, stated=_HEADS),
     "GraniteMoeHybridForCausalLM": Family(granite_hybrid, stated=_HEADS),
-    "Lfm2ForCausalLM": Family(lfm2, stated=_HEADS),
-    "Lfm2MoeForCausalLM": Family(lfm2, stated=_HEADS),
-    "NemotronHForCausalLM": Family(nemotron_h, stated=_ROWS),
+    **_each(
+        Family(one_token_pages(lfm2), stated=_HEADS),
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Lfm2VlForConditionalGeneration",
+    ),
+    "JetNemotronForCausalLM": Family(one_token_pages(jet)),
+    "JetVLMForConditionalGeneration": Family(one_token_pages(jet)),
+    **_each(
+        Family(nemotron_h, stated=_ROWS),
+        "NemotronHForCausalLM",
+        "NemotronHPuzzleForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+    ),
     "BailingMoeV2_5ForCausalLM": Family(bailing_lightning, stated=("head_dim",)),
     "GigaChat35ForCausalLM": Family(gigachat, stated=("kv_lora_rank", "qk_rope_head_dim")),
     # Compressed rows, and index keys in pools of their own.
@@ -285,6 +354,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "Qwen4ExpForConditionalGeneration": Family(qwen4, stated=_ROWS, page_size=qwen4_page_size),
     "IQuestQ1ForCausalLM": Family(iquest, stated=(*_ROWS, "sliding_window")),
     # Window layers of other heads.
+    "Gemma4ForCausalLM": Family(gemma4, stated=_ROWS),
     "Gemma4ForConditionalGeneration": Family(gemma4, stated=_ROWS),
     "Gemma4UnifiedForConditionalGeneration": Family(gemma4, stated=_ROWS),
     **_each(
@@ -427,93 +497,80 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "AttributeError: 'MLABufferInfo' object has no attribute 'head_dim'"
     ),
     **_each(
-        _LATER,
-        "BailingMM2NativeForConditionalGeneration",
-        "BailingMMNativeForConditionalGeneration",
-        "BailingMoeV3VLForConditionalGeneration",
-        "DeciLMForCausalLM",
-        "DeepseekOCRForCausalLM",
-        "DiffusionGemmaForBlockDiffusion",
-        "Gemma4ForCausalLM",
-        "GlmImageForConditionalGeneration",
-        "InklingForConditionalGeneration",
-        "InternS1ProForConditionalGeneration",
-        "InternS2MobiusForConditionalGeneration",
-        "JetNemotronForCausalLM",
-        "JetVLMForConditionalGeneration",
-        "Lfm2VlForConditionalGeneration",
-        "LightOnOCRForConditionalGeneration",
-        "LlavaLlamaForCausalLM",
-        "LlavaMistralForCausalLM",
-        "LlavaQwenForCausalLM",
-        "LlavaVidForCausalLM",
-        "LocateAnythingForConditionalGeneration",
-        "MiDashengLMModel",
-        "MiMoV2ASRForCausalLM",
-        "MindSporeForCausalLM",
-        "MiniCPMO",
-        "MiniCPMV",
-        "MossVLForConditionalGeneration",
-        "MuseGlimmerForCausalLM",
-        "MuseGlimmerForConditionalGeneration",
-        "MuseSparkForConditionalGeneration",
-        "NVILAForConditionalGeneration",
-        "NVILALiteForConditionalGeneration",
-        "NemotronHPuzzleForCausalLM",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "POINTSV15ChatModel",
-        "Sarashina2VisionForCausalLM",
-        "Step3p7ForConditionalGeneration",
-        "TransformersForCausalLM",
-        "TransformersMoEForCausalLM",
-        "TransformersMultiModalForCausalLM",
-        "TransformersMultiModalMoEForCausalLM",
-        "UnlimitedOCRForCausalLM",
-        "ZayaForCausalLM",
+        _FALLBACK,
+        *(f"Transformers{x}ForCausalLM" for x in ("", "MoE", "MultiModal", "MultiModalMoE")),
     ),
+    "MindSporeForCausalLM": _MINDSPORE,
+    "DiffusionGemmaForBlockDiffusion": _DIFFUSION,
+    "DeciLMForCausalLM": _OWN_CODE,
+    "InklingForConditionalGeneration": _MIXED_STATES,
+    "ZayaForCausalLM": _MIXED_STATES,
+    "UnlimitedOCRForCausalLM": _ONLY_WINDOWS,
 }
 
 # Compared with SGLang only by a config written by hand: no published one was at hand.
 UNVERIFIED = frozenset(
     {
-        "Qwen4ExpForConditionalGeneration",
-        "Glm5NextForConditionalGeneration",
-        "BailingMoeV2_5ForCausalLM",
         "BaichuanForCausalLM",
+        "BailingMM2NativeForConditionalGeneration",
+        "BailingMMNativeForConditionalGeneration",
         "BailingMoEForCausalLM",
         "BailingMoeForCausalLM",
         "BailingMoeV2ForCausalLM",
+        "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
         "DeepseekForCausalLM",
+        "DeepseekOCRForCausalLM",
         "ExaoneForCausalLM",
         "ExaoneMoEForCausalLM",
+        "Glm5NextForConditionalGeneration",
         "Grok1ForCausalLM",
         "Grok1ModelForCausalLM",
         "IQuestLoopCoderForCausalLM",
         "InternLM2ForCausalLM",
         "InternS1ForConditionalGeneration",
+        "InternS1ProForConditionalGeneration",
         "InternVLChatModel",
+        "JetNemotronForCausalLM",
+        "JetVLMForConditionalGeneration",
         "K2HorizonForCausalLM",
         "KimiK3ForConditionalGeneration",
         "KimiK3LinearForCausalLM",
         "LLaDA2MoeModelLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
+        "LlavaLlamaForCausalLM",
+        "LlavaMistralForCausalLM",
+        "LlavaQwenForCausalLM",
+        "LlavaVidForCausalLM",
+        "MiDashengLMModel",
         "MiMoForCausalLM",
+        "MiMoV2ASRForCausalLM",
         "MiMoV2ForCausalLM",
         "MiniCPMForCausalLM",
+        "MiniCPMO",
+        "MiniCPMV",
         "MistralLarge3ForCausalLM",
+        "MossVLForConditionalGeneration",
+        "NVILAForConditionalGeneration",
+        "NVILALiteForConditionalGeneration",
         "NemotronHForCausalLM",
+        "NemotronHPuzzleForCausalLM",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
         "OrionForCausalLM",
+        "POINTSV15ChatModel",
         "Phi4MMForCausalLM",
         "PixtralForConditionalGeneration",
         "QWenLMHeadModel",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
         "SDARForCausalLM",
         "SDARMoeForCausalLM",
+        "Sarashina2VisionForCausalLM",
         "SarvamMLAForCausalLM",
         "SarvamMoEForCausalLM",
         "SolarForCausalLM",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.layouts import UNSTORED_DTYPES
+from hicachectl.formats.models.hf_config import is_llava
 from hicachectl.formats.models.quantisation import has_fp8_kv, quant_method
 from hicachectl.formats.wording import not_one_of
 
@@ -58,6 +59,8 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
             "kv_cache_dtype: for a DSA model, auto means bfloat16 or fp8_e4m3, depending on the "
             "GPU (fp8_e4m3 on Blackwell); give the dtype that the server logs at start"
         )
+    if name == "auto" and config.architecture == "MuseSparkForConditionalGeneration":
+        return "float8_e4m3fn"  # srt/arg_groups/overrides.py :: _muse_spark_overrides
     if name == "auto":
         return "float8_e4m3fn" if has_fp8_kv(config) else model_dtype(config, flags)
     if name in UNSTORED_DTYPES:
@@ -82,7 +85,7 @@ def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
         return "bfloat16"
     if flags.dtype != "auto":
         return _known_dtype(flags.dtype, "dtype")
-    stated = _stated_dtype(config)
+    stated = "float16" if is_llava(config.architecture) else _stated_dtype(config)
     if stated != "float32":
         return stated
     gemma = str(config.text.get("model_type", "")).startswith("gemma")

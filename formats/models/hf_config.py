@@ -132,11 +132,18 @@ def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
 
 def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section that SGLang reads (hf_transformers/common.py :: get_hf_text_config)."""
+    if is_llava(document["architectures"][0]):
+        return document
     thinker = document.get("thinker_config")
     if isinstance(thinker, Mapping):
-        return _text(thinker)
+        return _text({**thinker, "architectures": document["architectures"]})
     for name in ("llm_config", "language_config", "text_config"):
         section = document.get(name)
         if isinstance(section, Mapping):
             return section
     return document
+
+
+def is_llava(architecture: str) -> bool:
+    """Return whether SGLang reads a LLaVA's document itself, as float16 (get_hf_text_config)."""
+    return architecture.startswith("Llava") and architecture.endswith("ForCausalLM")

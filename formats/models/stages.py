@@ -29,10 +29,17 @@ def check_stages(config: HfConfig, stages: int) -> None:
             "pp", "SGLang gives every stage of this model pools of all layers, most of them "
             "unused; a profile cannot describe that"
         )  # fmt: skip
-    raise config.error("pp", f"SGLang refuses: {_REFUSAL!r}")
+    words = _REFUSALS.get(config.architecture, _REFUSAL)
+    raise config.error("pp", f"SGLang refuses: {words!r}")
 
 
 _REFUSAL = "Pipeline Parallel is not compatible with this model."  # ModelRunner
+
+# srt/arg_groups/model_hook.py
+_REFUSALS = {
+    "InternS2MobiusForConditionalGeneration": "Intern-S2-Mobius does not support: pipeline "
+    "parallelism (--pp-size must be 1).",
+}
 
 _LOOPED = "NanbeigeForCausalLM"  # nanbeige.py :: NanbeigeModel.forward, logical_id
 
@@ -65,7 +72,6 @@ _DIVIDED = frozenset(
         "IQuestCoderForCausalLM",
         "InternLM3ForCausalLM",
         "InternS1ProForConditionalGeneration",
-        "InternS2MobiusForConditionalGeneration",
         "InternS2PreviewForConditionalGeneration",
         "K2HorizonForCausalLM",
         "KimiK25ForConditionalGeneration",
@@ -106,10 +112,6 @@ _DIVIDED = frozenset(
         "Spark2_5ForCausalLM",
         "Step3p5ForCausalLM",
         "TeleFLMForCausalLM",
-        "TransformersForCausalLM",
-        "TransformersMoEForCausalLM",
-        "TransformersMultiModalForCausalLM",
-        "TransformersMultiModalMoEForCausalLM",
         "XllmForCausalLM",
     }
 )
@@ -120,7 +122,6 @@ _UNDIVIDED_POOLS = frozenset(
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
         "BailingMoeV3VLForConditionalGeneration",
-        "DeciLMForCausalLM",
         "DotsVLMForCausalLM",
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
@@ -137,6 +138,5 @@ _UNDIVIDED_POOLS = frozenset(
         "NemotronHPuzzleForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "SolarForCausalLM",
-        "ZayaForCausalLM",
     }
 )

@@ -73,6 +73,20 @@ def mtp_of(build: PoolBuilder, *names: str) -> PoolBuilder:
     return draft
 
 
+def one_token_pages(build: PoolBuilder) -> PoolBuilder:
+    """Return the builder of models whose states SGLang keeps only with pages of one token.
+
+    Source: srt/arg_groups/mamba_hook.py, "no_buffer only supports page_size=1."
+    """
+
+    def checked(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+        if context.page_size != 1:
+            raise config.error("page_size", "SGLang serves this model only with --page-size 1")
+        return build(config, context)
+
+    return checked
+
+
 def mha_pool(
     name: str,
     config: HfConfig,

@@ -144,8 +144,6 @@ def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for attention and short-convolution layers (Lfm2Config)."""
-    if context.page_size != 1:
-        raise config.error("page_size", "SGLang serves this model only with --page-size 1")
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     full, convolved = split_layers(config, lambda layer: kinds[layer] == "full_attention")
     shape = (config.integer("hidden_size"), config.integer("conv_L_cache") - 1)
@@ -161,14 +159,51 @@ def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
-    pattern = config.letters("hybrid_override_pattern", config.integer("num_hidden_layers"))
+    kinds = _nemotron_kinds(config)
     full, linear = (
-        tuple(i for i, letter in enumerate(pattern) if letter == wanted) for wanted in "*M"
+        tuple(i for i, kind in enumerate(kinds) if kind == wanted)
+        for wanted in ("attention", "mamba")
     )
     if not full or not linear:
-        raise config.error("hybrid_override_pattern", "expected both * and M layers")
+        raise config.error("num_hidden_layers", "expected both attention and Mamba layers")
     states = _mamba2_pool(
         config, context, linear, _NEMOTRON_FIELDS, state_dtypes(config, context.flags)
+    )
+    return (mha_pool("kv", config, context, full), states)
+
+
+def _nemotron_kinds(config: HfConfig) -> tuple[str, ...]:
+    """Return what each layer is, from the first field that the config has."""
+    count = config.integer("num_hidden_layers")
+    if config.text.get("layers_block_type") is not None:
+        return config.strings("layers_block_type", count)
+    letters = config.letters("hybrid_override_pattern", count)
+    return tuple({"*": "attention", "M": "mamba"}.get(letter, "") for letter in letters)
+
+
+def jet(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and Jet layers (JetNemotronConfig)."""
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    full = tuple(i for i, kind in enumerate(kinds) if kind in ("attn", "swa"))
+    linear = tuple(i for i, kind in enumerate(kinds) if kind == "jet")
+    if not full or not linear:
+        raise config.error("layer_types", "expected both attn and jet layers")
+    block = config.section("efficient_attention_config").section("jet")
+    heads, key_dim, window = (block.integer(x) for x in ("num_heads", "head_dim", "conv_size"))
+    factor = block.text.get("expand_v")
+    if not isinstance(factor, int | float) or not 0 < factor <= _MOST_EXPANSION:
+        raise block.error("expand_v", f"expected a number up to {_MOST_EXPANSION}")
+    if heads % attention_tp(context.flags):
+        raise block.error("num_heads", f"{heads} heads cannot be divided by TP")
+    value_dim = int(key_dim * factor)
+    blocks = (heads * value_dim, heads * key_dim, heads * key_dim)
+    temporal, conv = state_dtypes(config, context.flags)
+    states = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=linear,
+        temporal=StateTensor(shape=(heads, value_dim, key_dim), dtype=temporal),
+        conv=(StateTensor(shape=(sum(blocks), window - 1), dtype=conv, groups=blocks),),
     )
     return (mha_pool("kv", config, context, full), states)
 
@@ -241,3 +276,5 @@ _MAMBA_FIELDS = (
 _NEMOTRON_FIELDS = (
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
 )  # fmt: skip
+
+_MOST_EXPANSION = 64

@@ -34,6 +34,12 @@ def swa(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return _windowed(config, context, lambda layer: kinds[layer] == "full_attention", retained)
 
 
+def swa_or_mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for full and window layers; one if none has a window (MuseSparkConfig)."""
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    return (swa if "sliding_attention" in kinds else mha)(config, context)
+
+
 def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and window layers of a pattern of blocks (IQuestQ1Config)."""
     if context.flags.pp > 1:
@@ -87,6 +93,11 @@ def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and window layers, of different heads (_gemma4_attention_shapes)."""
+    if config.text.get("model_type") == "gemma4_text" and config.text is config.outer:
+        raise config.error(
+            "model_type", "SGLang fails to read gemma4_text outside the text_config of gemma4: "
+            "\"'head_dim' is a per-layer attribute\""
+        )  # fmt: skip
     _needs_window_pool(config, context)
     kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
     if kinds[-1] != "full_attention":

@@ -625,6 +625,31 @@ def test_contradictions_of_a_hybrid_are_named(name: str, field: str, value: Any)
         profile_from_config(document, DeploymentFlags(model="m", page_size=PAGE))
 
 
+def test_a_gemma_4_text_config_alone_is_refused_as_sglang_fails_to_read_it() -> None:
+    document = MODELS["Gemma4ForCausalLM"]["config"]["text_config"]
+    alone = {**document, "architectures": ["Gemma4ForCausalLM"]}
+    with pytest.raises(ProfileError, match="SGLang fails to read gemma4_text outside"):
+        profile_from_config(alone, DeploymentFlags(model="m", page_size=PAGE))
+
+
+def test_the_layers_of_nemotron_h_are_read_from_each_form() -> None:
+    """layers_block_type comes before hybrid_override_pattern, as in NemotronHConfig."""
+    document = dict(MODELS["NemotronHForCausalLM"]["config"])
+    flags = DeploymentFlags(model="m", page_size=PAGE)
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
+    named = [kinds[letter] for letter in document["hybrid_override_pattern"]]
+    profile = profile_from_config(document, flags)
+    document |= {"hybrid_override_pattern": "*M" * 10, "layers_block_type": named}
+    assert profile_from_config(document, flags) == profile
+
+
+def test_muse_spark_keeps_fp8_unless_told_otherwise() -> None:
+    document = MODELS["MuseSparkForConditionalGeneration"]["config"]
+    for name, dtype in (("auto", "float8_e4m3fn"), ("bf16", "bfloat16")):
+        flags = DeploymentFlags(model="m", page_size=PAGE, kv_cache_dtype=name)
+        assert pool(profile_from_config(document, flags), "kv").dtype == dtype
+
+
 def test_gemma_4_shares_k_and_v_heads_only_where_it_says_so() -> None:
     document = json.loads(json.dumps(MODELS["Gemma4ForConditionalGeneration"]["config"]))
     flags = DeploymentFlags(model="m", page_size=PAGE)
