@@ -98,6 +98,11 @@ class Code:
         }
 
 
+def is_repair(command: str) -> bool:
+    """Return whether a command is a repair of pages."""
+    return command.startswith(_REPAIR)
+
+
 def shown(command: str) -> str:
     """Return a command as it looks without a run."""
     return command.replace(OPTIONS, PROFILE_OPTION)

@@ -22,7 +22,12 @@ SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
 )
 _ROWS_AT_ONCE = 65_536
-NAMED_SCHEMA = SCHEMA.append(pa.field("check", pa.string()))  # with the name of the check
+# With the group of each finding, as `ls` shows it, and its last write, in Unix seconds. Null if
+# the finding is about no group, the store keeps no times, or nobody asked.
+PLACED_SCHEMA = SCHEMA.append(pa.field("group", pa.string())).append(
+    pa.field("written", pa.int64())
+)
+NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))  # with the name of the check
 
 
 def findings(
@@ -87,7 +92,9 @@ def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
 def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str = "") -> pa.Table:
     """Return findings with the names of their checks: NAMED_SCHEMA. pool: only of this pool."""
     tables = [
-        table.append_column("check", pa.repeat(pa.scalar(name), len(table)))
+        table.append_column("group", pa.nulls(len(table), pa.string()))
+        .append_column("written", pa.nulls(len(table), pa.int64()))
+        .append_column("check", pa.repeat(pa.scalar(name), len(table)))
         for name, tables in found
         for table in tables
     ]
@@ -96,9 +103,9 @@ def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str 
 
 
 def combine_named(tables: Iterable[pa.Table]) -> pa.Table:
-    """Return the findings of all checks, from tables of NAMED_SCHEMA, as `combine` does.
+    """Return the findings of all checks, from tables of NAMED_SCHEMA: PLACED_SCHEMA.
 
-    tables: may be `packed`.
+    tables: may be `packed`. The order is that of `combine`.
     If a check of page tables and the reading report the same fault of an object, only the check's
     finding is kept: its detail is more precise.
     """
@@ -109,7 +116,7 @@ def combine_named(tables: Iterable[pa.Table]) -> pa.Table:
     if len(earlier):
         repeated = pc.is_in(_codes_and_keys(found), value_set=_codes_and_keys(earlier).drop_null())
         found = found.filter(pc.invert(pc.and_(pc.equal(names, READING), repeated)))
-    return combine([found.drop_columns(["check"])])
+    return combine([found.drop_columns(["check"])], PLACED_SCHEMA)
 
 
 def _codes_and_keys(found: pa.Table) -> pa.Array:
@@ -118,12 +125,12 @@ def _codes_and_keys(found: pa.Table) -> pa.Array:
     return pc.binary_join_element_wise(*columns, " ")
 
 
-def combine(tables: Iterable[pa.Table]) -> pa.Table:
+def combine(tables: Iterable[pa.Table], schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return all findings in one table, worst severity first, then by code, page and key.
 
-    tables: of SCHEMA, or such tables `packed`.
+    tables: of the schema, SCHEMA or PLACED_SCHEMA, or such tables `packed`.
     """
-    table = pa.concat_tables([packed(SCHEMA.empty_table()), *map(packed, tables)])
+    table = pa.concat_tables([packed(schema.empty_table()), *map(packed, tables)])
     severities, codes = (table.column(name).unify_dictionaries() for name in ("severity", "code"))
     names = sorted(_words(codes))
     ranks = _numbers(severities, {name: -rank for rank, name in enumerate(SEVERITIES)})
@@ -134,7 +141,7 @@ def combine(tables: Iterable[pa.Table]) -> pa.Table:
     order = pc.sort_indices(ordering, [(name, "ascending") for name in ("kind", "page", "key")])
     del ordering, ranks, of_code
     slices = (order.slice(at, _ROWS_AT_ONCE) for at in range(0, len(order), _ROWS_AT_ONCE))
-    return pa.concat_tables([SCHEMA.empty_table(), *(_taken(table, rows) for rows in slices)])
+    return pa.concat_tables([schema.empty_table(), *(_taken(table, rows) for rows in slices)])
 
 
 def packed(table: pa.Table) -> pa.Table:
@@ -145,19 +152,29 @@ def packed(table: pa.Table) -> pa.Table:
     """
     for index, name in enumerate(table.column_names):
         column = table.column(index)
-        if name not in ("page", "key") and not pa.types.is_dictionary(column.type):
+        if name not in ("page", "key") and pa.types.is_string(column.type):
             table = table.set_column(index, name, column.dictionary_encode())
     return table
 
 
 def _taken(table: pa.Table, rows: pa.Array) -> pa.Table:
-    """Return some rows as a table of SCHEMA.
+    """Return some rows, with plain columns.
 
     Rows that follow one another are of few parts: Arrow would join all chunks of a column.
     """
     first, last = pc.min_max(rows).values() if len(rows) else (pa.scalar(0), pa.scalar(-1))
     near = table.slice(first.as_py(), last.as_py() - first.as_py() + 1)
-    return near.take(pc.subtract(rows, first)).cast(SCHEMA)
+    return near.take(pc.subtract(rows, first)).cast(_plain(table.schema))
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """Return a schema without dictionaries."""
+    return pa.schema(
+        [
+            field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+            for field in schema
+        ]
+    )
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:

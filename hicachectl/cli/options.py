@@ -178,6 +178,28 @@ def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 output_option = click.option(
     "-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."
 )
+findings_options = stack(
+    click.option(
+        "--limit",
+        type=click.IntRange(1),
+        metavar="N",
+        help="In a table, show N groups of findings.  [default: 20]",
+    ),
+    click.option(
+        "--all-findings", is_flag=True, help="In a table, show every finding in a line of its own."
+    ),
+)
+
+
+def refuse_without_table(output_format: str, *, limit: int | None, all_findings: bool) -> None:
+    """Raise click.UsageError for `findings_options` of another format than table."""
+    name = "--limit" if limit is not None else "--all-findings" if all_findings else None
+    if name is not None and output_format != "table":
+        raise click.UsageError(
+            f"{name}: --format {output_format} has every finding; leave out {name}"
+        )
+
+
 output_options = stack(
     click.option(
         "--format",

@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import SCHEMA, combine, reasons, severity_ranks
-from hicachectl.checks.registry import absent_codes
-from hicachectl.formats.keys.table import FOREIGN, KeySplitter
+from hicachectl.checks.placing import groups_about
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.requests.page_lists import NamedGroups
 from hicachectl.text.vocabulary import STATES
@@ -21,7 +20,6 @@ from hicachectl.text.vocabulary import STATES
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from hicachectl.formats.keys.base import Affix
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import IntArray
@@ -122,7 +120,7 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
     chosen = found.take(pa.array(np.flatnonzero(wanted | named.to_numpy())))
-    rows, about = _place(groups, chosen)
+    rows, about = groups_about(groups, chosen)
     order = np.argsort(about, kind="stable")
     return RepairPlan(
         groups=np.unique(about),
@@ -169,47 +167,6 @@ def with_descendants(
         about=about[order],
         unplaced=plan.unplaced,
     )
-
-
-def _place(groups: PageGroups, found: pa.Table) -> tuple[IntArray, IntArray]:
-    """Pair findings with groups: [pairs] rows of `found`, [pairs] group numbers.
-
-    Groups of ambiguous keys get no finding: a profile must not cause their removal.
-    """
-    keys = pc.cast(found.column("key"), pa.binary()).combine_chunks()
-    pages, affix_ids = (splitter := KeySplitter()).split(pc.fill_null(keys, b""))
-    homes: dict[Affix, set[int]] = defaultdict(set)
-    for number, deployment in enumerate(groups.deployments):
-        for spec in deployment.specs:
-            homes[spec.affix].add(number)
-    keyed = affix_ids != FOREIGN
-    keyless = ~keyed & keys.is_null().to_numpy(zero_copy_only=False)
-    # Two models can share a key. A finding is then about the group of the object with the key; a
-    # finding that the object is missing, about the groups without it.
-    owners = groups.owners(keys)
-    lacks = pc.is_in(found.column("code"), value_set=pa.array(absent_codes())).to_numpy()
-    owned = np.flatnonzero((owners != _NOBODY) & ~lacks)
-    owned = owned[groups.deployment_ids[owners[owned]] != UNRESOLVED]
-    rows: list[IntArray] = [owned]
-    about: list[IntArray] = [owners[owned]]
-    # Of thousands of deployments, findings name few.
-    named: dict[int, list[int]] = defaultdict(list)
-    for affix_id, affix in enumerate(splitter.affixes):
-        for number in homes[affix]:
-            named[number].append(affix_id)
-    for number in range(len(groups.deployments)) if keyless.any() else sorted(named):
-        at_home = np.zeros(len(splitter.affixes) + 1, dtype=np.bool_)
-        at_home[named[number]] = True
-        here = at_home[affix_ids] & keyed & (lacks | (owners == _NOBODY))
-        for mine, names in (
-            (np.flatnonzero(here), pages),
-            (np.flatnonzero(keyless), found.column("page").combine_chunks()),
-        ):
-            numbers = groups.find(number, names.take(pa.array(mine)))
-            placed = (numbers != _NOBODY) & (numbers != owners[mine])
-            rows.append(mine[placed])
-            about.append(numbers[placed])
-    return np.concatenate(rows), np.concatenate(about)
 
 
 def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set[str]]:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.requests.files import PageList
+    from hicachectl.verify.report_text import Shown
 
 _OBJECTS = "objects"
 _FOUND = "found"
@@ -83,7 +84,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         dry_run=options.dry_run,
     )
 
-    def lines(colour: bool) -> Iterator[str]:
+    def lines(colour: bool, shown: Shown) -> Iterator[str]:
         return outcome.lines()
 
     return Merged(

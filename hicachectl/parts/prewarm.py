@@ -80,7 +80,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         rows_name="plan",
         remarks=[*outcome.messages, outcome.summary()],
         failed=finish is None or outcome.failed(options.min_usable),
-        lines=lambda colour: outcome.lines(),
+        lines=lambda colour, shown: outcome.lines(),
     )
 
 

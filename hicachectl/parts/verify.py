@@ -48,6 +48,7 @@ from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from hicachectl.verify.facts import PartResult, VerifyFacts
 from hicachectl.verify.live_tables import check_tables, saved_tables
+from hicachectl.verify.mending import Mending
 from hicachectl.verify.part import (
     check_part,
     listing_findings,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.published import Share
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.verify.part import PartCheck
+    from hicachectl.verify.report_text import Shown
 
 _OBJECTS = "objects"
 _FOUND = "found"
@@ -95,9 +97,12 @@ class _Options(msgspec.Struct, kw_only=True):
     has_catalog: bool
     fail_on: Literal["warning", "error", "never"]
     dry_run: bool | None
+    mending: Mending = Mending()
 
     @classmethod
-    def of(cls, request: VerifyRequest, fail_on: str, repair: RepairOptions | None) -> _Options:
+    def of(
+        cls, request: VerifyRequest, fail_on: str, repair: RepairOptions | None, mending: Mending
+    ) -> _Options:
         return cls(
             profile=None if request.profile is None else profile_to_mapping(request.profile),
             checks=request.checks,
@@ -106,6 +111,7 @@ class _Options(msgspec.Struct, kw_only=True):
             has_catalog=request.has_catalog,
             fail_on=fail_on,  # type: ignore[arg-type]
             dry_run=None if repair is None else repair.dry_run,
+            mending=mending,
         )
 
     def request(self) -> VerifyRequest:
@@ -175,8 +181,8 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     if options.dry_run is not None:
         report.document["dry_run"] = options.dry_run
 
-    def lines(colour: bool) -> Iterator[str]:
-        return report_lines(report, colour=colour)
+    def lines(colour: bool, shown: Shown) -> Iterator[str]:
+        return report_lines(report, options.mending, shown, colour=colour)
 
     def write(path: Path, readable_by: Permissions) -> None:
         save_catalog(
@@ -218,11 +224,13 @@ class VerifyJob:
         sample_slice: int | None = None,
         stamp: bool = False,
         repair: RepairOptions | None = None,
+        mending: Mending | None = None,
     ) -> None:
         """Take the options of the command.
 
         request: with `NO_ENTRIES` for a catalog. catalog: its file, which only the lister reads.
         sample_slice: as given by --sample-slice. stamp: part 0 stamps the store.
+        mending: for the table of `merge`.
         """
         self._store = store
         self._request = request
@@ -231,7 +239,9 @@ class VerifyJob:
         self._repair = repair
         self.plans = repair is not None
         self.permissions = permissions_of(store, listing=True)
-        self.options: dict[str, Any] = msgspec.to_builtins(_Options.of(request, fail_on, repair))
+        self.options: dict[str, Any] = msgspec.to_builtins(
+            _Options.of(request, fail_on, repair, mending or Mending())
+        )
         self.identity = {
             **_identity(store, request),
             "--sample-slice": sample_slice,

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Losing
-from hicachectl.checks.findings import combine_named, name_findings
+from hicachectl.checks.findings import SCHEMA, combine_named, name_findings
+from hicachectl.checks.placing import placed
 from hicachectl.checks.registry import (
     GROUPS,
     READING,
@@ -83,8 +84,8 @@ class PartCheck:
 
     @property
     def findings(self) -> pa.Table:
-        """The findings of the part, as in a report."""
-        return combine_named([self.result.found])
+        """The findings of the part, as in a report: SCHEMA."""
+        return combine_named([self.result.found]).select(SCHEMA.names)
 
     def with_findings(self, found: pa.Table) -> PartCheck:
         """Return the part with more findings, of NAMED_SCHEMA."""
@@ -264,13 +265,14 @@ def _findings(
         for check in checks(request.checks)
         if check.scope in scopes and check.needs.isdisjoint(unmet)
     ]
-    return name_findings(
+    found = name_findings(
         [
             *((check.name, check.find(given)) for check in able),
             (READING, reading.findings(given.inventory)),
         ],
         pool=request.selection.pool,
     )
+    return placed(found, given.inventory, given.groups)
 
 
 def _distinct(ids: npt.NDArray[np.int64]) -> int:

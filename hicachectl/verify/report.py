@@ -11,7 +11,7 @@ import msgspec
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.findings import combine_named, name_findings, severity_ranks
+from hicachectl.checks.findings import SCHEMA, combine_named, name_findings, severity_ranks
 from hicachectl.checks.registry import (
     DIGESTS,
     VALUES,
@@ -65,13 +65,18 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReport:
     """Result of a verification; `document` has the members of the JSON contract.
 
-    unrepaired: whether a repair failed.
+    placed: findings of `checks.findings.PLACED_SCHEMA`. unrepaired: whether a repair failed.
     """
 
     document: dict[str, Any]
-    findings: pa.Table
+    placed: pa.Table
     remarks: tuple[str, ...]
     unrepaired: bool
+
+    @property
+    def findings(self) -> pa.Table:
+        """The rows of the document."""
+        return self.placed.select(SCHEMA.names)
 
     def fails(self, fail_on: str) -> bool:
         """Return whether a repair failed, or a finding is at least this severe (or "never")."""
@@ -176,7 +181,7 @@ def report_of(
     reasons = (f"{check}: {why}" for check, why in skipped.items())
     return VerifyReport(
         document=document,
-        findings=found,
+        placed=found,
         remarks=(*facts.remarks, *reasons),
         unrepaired=facts.unrepaired,
     )

@@ -55,6 +55,7 @@ from hicachectl.parts.driver import Driver
 from hicachectl.parts.results import merge_run
 from hicachectl.parts.running import begin, run_part
 from hicachectl.parts.verify import VerifyJob
+from hicachectl.verify.report_text import Shown
 from hicachectl.verify.request import VerifyRequest
 from tests.bench import bench_hf3fs_snapshot, bench_ls, bench_mooncake_ls
 from tests.mooncake_cluster import Cluster
@@ -248,7 +249,7 @@ def drive(url: str, run: Path) -> None:
                 name=merged.rows_name,
                 output_format="json",
                 output=run / "document.json",
-                text=merged.lines,
+                text=lambda colour: merged.lines(colour, Shown()),
             )
             note("document")
     print(json.dumps(costs))

@@ -38,7 +38,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     tables = [result.table("copied") for result in results.values()]
     copied = pa.concat_tables(tables or [NUMBERS.empty_table()])
 
-    def lines(colour: bool) -> Iterator[str]:
+    def lines(colour: bool, shown: object) -> Iterator[str]:
         yield f"{len(copied)} copied"
 
     document = {

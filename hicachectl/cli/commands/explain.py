@@ -10,7 +10,6 @@ import click
 from hicachectl.checks.codes import SEVERITIES, Code
 from hicachectl.checks.registry import codes
 from hicachectl.cli.options import output_options
-from hicachectl.text.tables import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +113,8 @@ def _first_sentence(text: str) -> str:
 
 def _one(code: Code) -> Iterator[str]:
     """Yield the explanation of a code."""
+    from hicachectl.text.tables import wrapped
+
     texts = code.explanation()
     yield f"{code.name}: {'; '.join(filter(None, (code.severity, code.exceptions)))}"
     for title in _TITLES:

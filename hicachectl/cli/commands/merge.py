@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from hicachectl.cli.commands.parts import refuse_inside, write_catalog, write_merged
-from hicachectl.cli.options import FILE, RunPath, output_options
+from hicachectl.cli.options import (
+    FILE,
+    RunPath,
+    findings_options,
+    output_options,
+    refuse_without_table,
+)
 from hicachectl.cli.session import remark
 
 if TYPE_CHECKING:
@@ -29,6 +35,7 @@ Examples:
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
 @click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
+@findings_options
 @output_options
 @click.pass_context
 def command(
@@ -39,6 +46,8 @@ def command(
     metrics_file: Path | None,
     output_format: str,
     output: Path | None,
+    limit: int | None,
+    all_findings: bool,
 ) -> None:
     """Join the parts of a run.
 
@@ -49,6 +58,7 @@ def command(
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import merge_run
 
+    refuse_without_table(output_format, limit=limit, all_findings=all_findings)
     refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
     with RunDirectory.existing(run) as opened:
         merged = merge_run(opened)
@@ -58,4 +68,12 @@ def command(
             write_catalog(ctx, merged, catalog, opened.permissions())
         elif merged.write_catalog is not None:
             remark(ctx, "The run recorded digests; write them with --catalog FILE")
-        write_merged(ctx, merged, metrics_file, output_format, output)
+        write_merged(
+            ctx,
+            merged,
+            metrics_file,
+            output_format,
+            output,
+            limit=limit,
+            all_findings=all_findings,
+        )

@@ -173,7 +173,15 @@ def do_on_cluster(
             say(text)
         if options.get("update_catalog"):
             write_catalog(ctx, merged, options["catalog"], job.permissions)
-        write_merged(ctx, merged, options.get("metrics_file"), output_format, output)
+        write_merged(
+            ctx,
+            merged,
+            options.get("metrics_file"),
+            output_format,
+            output,
+            limit=options.get("limit"),
+            all_findings=options.get("all_findings", False),
+        )
 
 
 @contextmanager
@@ -219,11 +227,19 @@ def write_merged(
     metrics_file: Path | None,
     output_format: str,
     output: Path | None,
+    *,
+    limit: int | None = None,
+    all_findings: bool = False,
 ) -> None:
-    """Write the metrics and the document of a divided run; exit with its status if it failed."""
+    """Write the metrics and the document of a divided run; exit with its status if it failed.
+
+    limit, all_findings: see `findings_options`.
+    """
     from hicachectl.cli.metrics import write_metrics_of
     from hicachectl.cli.output import write_document
+    from hicachectl.verify.report_text import DEFAULT_LIMIT, Shown
 
+    shown = Shown(limit or DEFAULT_LIMIT, all_findings)
     if metrics_file is not None:
         succeeded = not merged.failed
         write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
@@ -233,7 +249,7 @@ def write_merged(
         name=merged.rows_name,
         output_format=output_format,
         output=output,
-        text=merged.lines,
+        text=lambda colour: merged.lines(colour, shown),
     )
     if merged.failed:
         ctx.exit(FINDINGS)

@@ -41,11 +41,13 @@ from hicachectl.cli.options import (
     buffer_option,
     bwlimit_option,
     filter_options,
+    findings_options,
     lease_wait_option,
     lock_option,
     output_options,
     parts_options,
     profile_options,
+    refuse_without_table,
     store_argument,
 )
 from hicachectl.cli.session import (
@@ -60,21 +62,42 @@ from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hicachectl.backends.base import Store
     from hicachectl.parts.job import Job
+    from hicachectl.verify.mending import Mending
     from hicachectl.verify.part import PartCheck
     from hicachectl.verify.request import VerifyRequest
     from hicachectl.verify.sampling import Sample
 
 
 _UNDIVIDED = ("token_ids",)
-_WHOLE_ONLY = (*_UNDIVIDED, "lock", "metrics_file", "output_format", "output")
+_WHOLE_ONLY = (
+    *_UNDIVIDED,
+    "lock",
+    "metrics_file",
+    "output_format",
+    "output",
+    "limit",
+    "all_findings",
+)
+# Of a command that mends findings: what only the run itself needs, and what the command states.
+_NOT_NEXT = {
+    "output_format", "output", "metrics_file", "fail_on", "limit", "all_findings", "shard",
+    "run_directory", "ray", "workers", "stamp", "update_catalog", "repair", "repair_codes",
+    "quarantine", "token_ids", "writers_stopped", "yes", "dry_run",
+}  # fmt: skip
+_WORDS = "hicachectl.words"  # in the context's meta: the arguments of the command
 
 
 class _Command(click.Command):
     """The verify command; its help lists the registered checks in place of CHECKS."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the arguments as they are, for the commands that mend findings."""
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
 
     @property
     def help(self) -> str | None:
@@ -179,6 +202,7 @@ Examples:
 @lease_wait_option
 @parts_options
 @filter_options
+@findings_options
 @output_options
 @profile_options
 @click.pass_context
@@ -203,6 +227,9 @@ def command(
     skipped_checks list the checks that did not run. Without a profile, objects are compared with
     each other, so a pool missing everywhere goes unnoticed.
 
+    A table shows findings by code, deployment and age, each with three examples, and then the
+    commands that mend them. --all-findings and the other formats have every finding.
+
     Only --repair changes the store. It removes all objects of each page that has an error, the kv
     objects first, so that servers recompute the page. --repair quarantine keeps the objects, and
     hicachectl-restore(1) puts them back.
@@ -215,10 +242,13 @@ def command(
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_document
     from hicachectl.verify.report import describe_store, report_of
-    from hicachectl.verify.report_text import report_lines
+    from hicachectl.verify.report_text import DEFAULT_LIMIT, Shown, report_lines
     from hicachectl.verify.verify import check_store
 
     _refuse_contradictions(options)
+    refuse_without_table(
+        output_format, limit=options["limit"], all_findings=options["all_findings"]
+    )
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
     refuse_early(options)
@@ -233,13 +263,14 @@ def command(
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
+        mending = _mending(ctx, store, source, request, options)
         if shard is not None:
             say_divided(ctx, shard.count, options, "bwlimit", "time_limit")
-            job = _divided(source, request, options)(source)
+            job = _divided(source, request, options, mending)(source)
             do_part(ctx, options["run_directory"], shard, job)
             return
         if on_cluster:
-            make = _divided(source, request, options)
+            make = _divided(source, request, options, mending)
             do_on_cluster(
                 ctx,
                 options,
@@ -284,20 +315,21 @@ def command(
         from hicachectl.cli.metrics import write_metrics
 
         write_metrics(options["metrics_file"], report.document, succeeded=not failed)
+    shown = Shown(options["limit"] or DEFAULT_LIMIT, options["all_findings"])
     write_document(
         report.document,
         rows=report.findings,
         name="findings",
         output_format=output_format,
         output=output,
-        text=lambda colour: report_lines(report, colour=colour),
+        text=lambda colour: report_lines(report, mending, shown, colour=colour),
     )
     if failed:
         ctx.exit(FINDINGS)
 
 
 def _divided(
-    store: Store, request: VerifyRequest, options: dict[str, Any]
+    store: Store, request: VerifyRequest, options: dict[str, Any], mending: Mending
 ) -> Callable[[Store], Job]:
     """Return the job of a divided run, for its open store."""
     from hicachectl.parts.verify import VerifyJob
@@ -313,7 +345,42 @@ def _divided(
         sample_slice=options["sample_slice"],
         stamp=options["stamp"],
         repair=options_of_repair(options) if request.repairs else None,
+        mending=mending,
     )
+
+
+def _mending(
+    ctx: click.Context, text: str, store: Store, request: VerifyRequest, options: dict[str, Any]
+) -> Mending:
+    """Return what commands that mend findings have in common with this one."""
+    from hicachectl.backends.capabilities import SideFiles
+    from hicachectl.verify.mending import Mending
+
+    own = store.side_directory() if isinstance(store, SideFiles) else None
+    config = ctx.obj.config
+    # A URL can have a password; NAME: of the config file has none.
+    named = "://" not in text
+    return Mending(
+        program=("hicachectl", *(() if config is None else ("--config", str(config)))),
+        store=text if named else store_name(ctx, text),
+        options=tuple(_next_words(ctx)),
+        profiled=request.real_profile is not None,
+        deletes=store.traits.deletes,
+        quarantine=options["quarantine"] or ("" if own is not None else "DIR"),
+    )
+
+
+def _next_words(ctx: click.Context) -> Iterator[str]:
+    """Yield the given options that a next command needs, too, as they were given."""
+    values, _, order = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_WORDS]))
+    for param in dict.fromkeys(order):
+        if not isinstance(param, click.Option) or param.name in _NOT_NEXT:
+            continue
+        value = values[param.name]
+        for one in value if isinstance(value, list) else [value]:
+            yield max(param.opts, key=len)
+            if not param.is_flag:
+                yield str(one)
 
 
 def _write_lock_held(
