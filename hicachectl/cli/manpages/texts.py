@@ -125,9 +125,9 @@ NIXL = (
     "A URL names the directories of SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR, all of them and "
     "in the same order, since both decide where the file of a key lies. Files elsewhere are "
     "ignored, and verify reports misplaced-object, because no server finds them. If most files are "
-    "elsewhere, the order or number of directories in the URL is wrong. A URL with only some of the "
-    "directories is refused as soon as 64 objects of a directory show it. For a lost disk, name an "
-    "empty directory.",
+    "elsewhere, the order or number of directories in the URL is wrong. A URL with only some of "
+    "the directories is refused as soon as 64 objects of a directory show it. For a lost disk, "
+    "name an empty directory.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
     "needs --quarantine DIR, a directory outside the store.",

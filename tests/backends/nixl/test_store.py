@@ -6,6 +6,7 @@ import os
 import shutil
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,6 +155,20 @@ def test_writes_stop_below_the_watermark_of_each_disk(tmp_path: Path) -> None:
         assert "servers would remove objects" in result.errors[0]
         assert store.free_bytes() == 0
         assert listing(store) == {}
+
+
+def test_an_object_that_would_reach_the_watermark_is_not_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proves that sizes count, and that directories on one disk share its space."""
+    with open_store(store.url.replace("=100", "=80")) as other, Arena(ARENA_BYTES) as arena:
+        other.attach(arena)
+        space = SimpleNamespace(f_blocks=1000, f_frsize=1, f_bavail=210)
+        monkeypatch.setattr("os.fstatvfs", lambda _: space)
+        values = {KEYS[0]: b"123456789", KEYS[1]: b"1234567890"}
+        result = write(other, values, if_absent=True)
+        assert result.statuses.tolist() == [Status.OK, Status.FULL]
+        assert other.free_bytes() == 9  # three times a third of 10
 
 
 @pytest.mark.parametrize(
