@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.families.attention import (
     longcat_flash,
@@ -66,7 +67,7 @@ def family_of(config: HfConfig) -> Family:
     family = ARCHITECTURES.get(config.architecture, _UNKNOWN)
     if isinstance(family, Refusal):
         raise ProfileError(
-            f"{config.source}: architectures: {config.architecture!r} {family.reason}"
+            f"{config.source}: architectures: {shown(config.architecture)} {family.reason}"
         )
     return family
 

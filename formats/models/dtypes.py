@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.layouts import UNSTORED_DTYPES
 from hicachectl.formats.models.hf_config import is_llava
@@ -157,12 +158,14 @@ def _reads_raw_rows(flags: DeploymentFlags) -> bool:
 def _stated_dtype(config: HfConfig) -> str:
     for source in (config.text, config.outer):
         name = source.get("dtype") or source.get("torch_dtype")
+        if name and not isinstance(name, str):
+            raise config.error("dtype", f"expected a name, found {shown(name)}")
         if name:
-            return _known_dtype(str(name).removeprefix("torch."), f"{config.source}: dtype")
+            return _known_dtype(name.removeprefix("torch."), f"{config.source}: dtype")
     return "float32"
 
 
 def _known_dtype(name: str, field: str) -> str:
     if name.lower() not in _MODEL_DTYPES:
-        raise ProfileError(not_one_of(field, name, ("auto", *_MODEL_DTYPES)))
+        raise ProfileError(not_one_of(field, name[:60], ("auto", *_MODEL_DTYPES)))
     return _MODEL_DTYPES[name.lower()]

@@ -18,6 +18,7 @@ from hicachectl.formats.models.families.base import (
     mla_pool,
     unless_usual,
 )
+from hicachectl.formats.profile import MAX_LAYERS, above
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.hf_config import HfConfig
@@ -127,8 +128,10 @@ def looped(loops: str) -> PoolBuilder:
     def build(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         count = config.optional_integer(loops) or 1
         # Both num_attention_layers and num_effective_layers multiply by the loops.
-        layers = range(count * count * config.integer("num_hidden_layers"))
-        return (mha_pool("kv", config, context, layers),)
+        layers = count * count * config.integer("num_hidden_layers")
+        for problem in above(loops, layers, MAX_LAYERS):  # before building a list of that length
+            raise config.error(*problem.split(": ", 1))
+        return (mha_pool("kv", config, context, range(layers)),)
 
     return build
 
