@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.conformance import page_values
 
 
@@ -31,35 +33,35 @@ def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
         return {part: _mha_view(buffer, layout, page, tokens) for part, buffer in buffers.items()}
     if kind == "mla":
         return {"page": _mla_view(host.kv_buffer, layout, page, slice(index, end))}
+    if kind in ("dsv4", "blocks") or hasattr(host, "item_bytes"):
+        return {"page": host.kv_buffer[page].flatten(0, -2)}
     if kind == "dsa_indexer":
         buffer = host.index_k_with_scale_buffer
         return {"page": buffer[:, page] if layout == "layer_first" else buffer[page].squeeze(1)}
     if kind == "logical":
         return {"page": torch.empty(0, dtype=torch.uint8)}
-    if kind == "opaque":
-        if layout == "layer_first":
-            raise NotImplementedError("no case has compressed pages in layer_first")
-        return {"page": host.kv_buffer[page].view(-1)}
     states = {"temporal": host.temporal_buffer}
     states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
-    return {part: buffer[index].squeeze(1) for part, buffer in states.items()}
+    found = {part: buffer[index].squeeze(1) for part, buffer in states.items()}
+    sides = {f"side_{number}": buffer for number, buffer in enumerate(host.slot_state_buffers)}
+    return found | {part: buffer[index] for part, buffer in sides.items()}
 
 
 def fill(view: dict[str, Any], values: page_values.Parts, kind: str) -> None:
     """Write values into a page; padding layers after them stay unchanged."""
-    for part, array in values.items():
+    for place, array in _placed(view, values, kind):
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        _unpadded(view[part], array, kind).view(tensor.dtype).copy_(tensor)
+        place.view(tensor.dtype).copy_(tensor)
 
 
 def holds(view: dict[str, Any], values: page_values.Parts, kind: str) -> bool:
     """Return whether a page has exactly these bits."""
     return all(
         np.array_equal(
-            _unpadded(view[part], array, kind).contiguous().view(torch.uint8).numpy(),
+            place.contiguous().view(torch.uint8).numpy(),
             np.ascontiguousarray(array).view(np.uint8),
         )
-        for part, array in values.items()
+        for place, array in _placed(view, values, kind)
     )
 
 
@@ -81,8 +83,19 @@ def _one_byte(tensor: Any, byte: int) -> Any:
     return bytes_of_one.view(tensor.dtype).expand(tensor.shape)
 
 
-def _unpadded(tensor: Any, array: Any, kind: str) -> Any:
-    return tensor if kind in ("mha", "opaque") else tensor[: len(array)]
+def _placed(
+    view: dict[str, Any], values: page_values.Parts, kind: str
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the values with their places in host memory, without padding layers."""
+    if kind != "opaque":
+        for part, array in values.items():
+            yield view[part] if kind == "mha" else view[part][: len(array)], array
+        return
+    at = 0
+    for tensor in view.values():  # a page of unknown form lies in several tensors
+        place = tensor.view(-1).view(torch.uint8)
+        yield place, values["page"][at : at + len(place)]
+        at += len(place)
 
 
 def _mha_view(buffer: Any, layout: str, page: int, tokens: slice) -> Any:

@@ -44,23 +44,18 @@ def logical_page(pool: Mapping[str, Any], page_size: int, salt: int) -> Parts:
     mla: `page` uint16 [layer, token, dim]; uint8 with row "fp8"; uint8 [layer, token, 656] with
         row "fp8_scaled"
     dsa_indexer: `page` uint8 [layer, keys of all tokens then their scales]
+    dsv4, blocks: `page` uint8 [layer, bytes]
     opaque, logical: `page` uint8 [bytes]
     mamba: `temporal` float32 [layer, *shape], `conv_<i>` uint16 [layer, *shape]
     """
     if pool["kind"] in ("logical", "opaque"):
-        numbers = _positions((pool.get("nbytes", 0),), salt)
-        return {"page": (numbers * 167 + (numbers >> 8)).astype(np.uint8)}
+        return {"page": _bytes((pool.get("nbytes", 0),), salt)}
     layers = layer_count(pool)
     if pool["kind"] == "mha":
         return _keys_and_values(pool, (layers, page_size, pool["kv_heads"]), salt)
-    if pool["kind"] == "mla":
-        if pool["row"] == "fp8_scaled":
-            return {"page": _scaled_rows(layers, page_size, pool, salt)}
-        width = pool["kv_lora_rank"] + pool["qk_rope_head_dim"]
-        encode = _e4m3 if pool["row"] == "fp8" else _bfloat16
-        return {"page": encode((layers, page_size, width), salt)}
-    if pool["kind"] == "dsa_indexer":
-        return {"page": _indexer_blocks(layers, page_size, pool["index_head_dim"], salt)}
+    if pool["kind"] != "mamba":
+        rows = page_size // pool.get("compress_ratio", 1)
+        return {"page": _shared_rows(pool, layers, rows, salt)}
     states = {"temporal": pool["temporal"]} if "temporal" in pool else {}
     states |= {f"conv_{index}": state for index, state in enumerate(pool.get("conv", ()))}
     return {
@@ -117,6 +112,20 @@ def _shard_state(
     return np.concatenate(mine, axis=axis)
 
 
+def _shared_rows(pool: Mapping[str, Any], layers: int, rows: int, salt: int) -> NDArray[Any]:
+    """Return the rows or blocks of a pool that all TP ranks share."""
+    if pool["kind"] == "dsv4":
+        return _v4_blocks(layers, rows, salt)
+    if pool["kind"] == "blocks":
+        return _bytes((layers, pool["nbytes"]), salt)
+    if pool["kind"] == "dsa_indexer":
+        return _indexer_blocks(layers, rows, pool["index_head_dim"], salt)
+    if pool["row"] == "fp8_scaled":
+        return _scaled_rows(layers, rows, pool, salt)
+    encode = _e4m3 if pool["row"] == "fp8" else _bfloat16
+    return encode((layers, rows, pool["kv_lora_rank"] + pool["qk_rope_head_dim"]), salt)
+
+
 def _keys_and_values(pool: Mapping[str, Any], outer: tuple[int, ...], salt: int) -> Parts:
     encodings: dict[str, Callable[[tuple[int, ...], int], NDArray[Any]]]
     encodings = {"bfloat16": _bfloat16, "float8_e4m3fn": _e4m3, "mxfp8": _e4m3}
@@ -129,6 +138,11 @@ def _keys_and_values(pool: Mapping[str, Any], outer: tuple[int, ...], salt: int)
 
 def _positions(shape: tuple[int, ...], salt: int) -> NDArray[np.int64]:
     return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) + salt
+
+
+def _bytes(shape: tuple[int, ...], salt: int) -> NDArray[np.uint8]:
+    numbers = _positions(shape, salt)
+    return (numbers * 167 + (numbers >> 8)).astype(np.uint8)
 
 
 def _bfloat16(shape: tuple[int, ...], salt: int) -> NDArray[np.uint16]:
@@ -168,6 +182,16 @@ def _scaled_rows(
     scales = _scales((layers, page_size, rank // FP8_BLOCK), salt)
     rotary = _bfloat16((layers, page_size, rope), salt)
     return np.concatenate([codes, scales.view(np.uint8), rotary.view(np.uint8)], axis=-1)
+
+
+def _v4_blocks(layers: int, rows: int, salt: int) -> NDArray[np.uint8]:
+    """Return blocks of rows of form v4: codes and rope part of all rows, then 8 scales of each."""
+    codes = _e4m3((layers, rows, 448), salt)
+    rotary = _bfloat16((layers, rows, 64), salt).view(np.uint8)
+    data = np.concatenate([codes, rotary], axis=-1).reshape(layers, -1)
+    scales = (_positions((layers, rows * 8), salt) % 255).astype(np.uint8)  # 255 is NaN
+    padding = np.zeros((layers, -rows * 584 % 576), dtype=np.uint8)
+    return np.concatenate([data, scales, padding], axis=-1)
 
 
 def _indexer_blocks(layers: int, page_size: int, dim: int, salt: int) -> NDArray[np.uint8]:

@@ -22,7 +22,6 @@ else:
     import page_values
 
 HOST_RATIO = 2.0  # SGLang's default --hicache-ratio
-COMPRESSED_LAYERS = 2  # of pools of kind opaque
 _RING = 4  # states of a window
 
 
@@ -263,28 +262,31 @@ def _compressed_pools(pools: RankPools, pages: int) -> RankPools:
         """A device pool that storage does not look into."""
 
         def __init__(self) -> None:
-            self.device, self.layer_num = "cpu", COMPRESSED_LAYERS
+            self.device, self.layer_num = "cpu", len(profile["pools"][1]["layers"])
 
         def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> None:
             pass
 
-    profile, device = pools.profile, NoDeviceMemory()
+    profile = pools.profile
+    device = NoDeviceMemory()
     page_size, slots = profile["page_size"], int(HOST_RATIO * pages)
     common = {"layout": profile["layout"]}
     for table in profile["pools"]:
-        name, nbytes = table["name"], table.get("nbytes", 0) // COMPRESSED_LAYERS
+        name = table["name"]
+        page = page_values.logical_page(table, page_size, 0)["page"]
+        count, nbytes = page.shape if page.ndim > 1 else (0, 0)
         if table["kind"] == "logical":
             host = LogicalHostPool(slots * page_size, page_size, **common)
         elif name.endswith("_state"):
             states = torch.zeros(_RING, nbytes // _RING // 4)  # of float32
             ring = SimpleNamespace(kv_score_buffer=SimpleNamespace(kv_score=states))
             ring.ring_size = _RING
-            layers = [ring] * COMPRESSED_LAYERS
+            layers = [ring] * count
             host = DeepSeekV4StateHostPool(
                 name, layers, slots, page_size, pin_memory=False, **common
             )
         else:
-            buffers = [torch.zeros((1, nbytes), dtype=torch.uint8)] * COMPRESSED_LAYERS
+            buffers = [torch.zeros((1, nbytes), dtype=torch.uint8)] * count
             host = DeepSeekV4PagedHostPool(
                 name,
                 buffers,
@@ -328,15 +330,38 @@ def _mamba_device(deployment: Deployment, table: Mapping[str, Any], slots: int) 
     linear = deployment.linear_attention
     assert linear is not None
     shape = getattr(mamba_utils, linear["shape"]).create(tp_world_size=tp, **linear["arguments"])
-    _check_profile_shapes(table, shape, tp)
+    if table["kind"] == "mamba":
+        _check_profile_shapes(table, shape, tp)
     parameters = linear["shape"].replace("StateShape", "CacheParams")
     layers = _numbers(table)
-    return MambaPool(
+    pool = MambaPool(
         size=slots,
         spec_state_size=slots,
         cache_params=getattr(mamba_utils, parameters)(shape=shape, layers=layers),
         mamba_layer_ids=layers,
         device="cpu",
+    )
+    if "side_states" in linear:
+        _add_side_states(pool, slots, **linear["side_states"])
+    return pool
+
+
+def _add_side_states(
+    pool: Any, slots: int, *, layers: list[int], state: list[int], context: int
+) -> None:
+    """Register the states that n-gram layers keep for each slot, as HybridReqToTokenPool does."""
+    from sglang.srt.mem_cache.ple_state_pool import NGramPool, ShortConvPool
+
+    windows = ShortConvPool(
+        size=slots,
+        state_shape=tuple(state),
+        layer_ids=layers,
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    pool.register_slot_state(windows)
+    pool.register_slot_state(
+        NGramPool(size=slots, context_len=context, eos_token_id=0, device="cpu")
     )
 
 

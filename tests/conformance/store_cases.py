@@ -23,7 +23,8 @@ DEFAULT_LAYOUT = "page_first"
 class Deployment:
     """One served model.
 
-    linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`.
+    linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`;
+        side_states: layers and shape of windows, and tokens of context, kept with each state.
     attention_dp: DP attention is on; keys then count the attention TP ranks.
     groups: `enable_group_semantics`; Mooncake then evicts the objects of a page together.
     """
@@ -130,6 +131,16 @@ _KIMI_DELTA_POOL = _mamba(
 )
 
 
+# Qwen4: n-gram layers keep windows and the last tokens with each state, in bytes behind the others.
+_SIDE_STATES = {"layers": [0, 4], "state": [64, 6], "context": 2}
+_SIDE_STATES_POOL: dict[str, Any] = {
+    "name": "mamba",
+    "kind": "opaque",
+    "layers": _GATED_DELTA_POOL["layers"],
+    "nbytes": 6 * (4 * 32 * 32 * 4 + 256 * 3 * 2) + 2 * 64 * 6 * 2 + 2 * 8,
+}
+
+
 def _mla_mamba(sglang: str, **fields: Any) -> Deployment:
     fields = {"tp": 2, "page_size": 16, **fields, "sglang": sglang}
     profile = _profile("moonshotai/Kimi-Linear-Tiny", [_mla([3, 4]), _KIMI_DELTA_POOL], **fields)
@@ -167,21 +178,31 @@ def has_values(profile: Mapping[str, Any]) -> bool:
     return any(pool["kind"] not in ("logical", "opaque") for pool in profile["pools"])
 
 
-def _opaque(name: str, nbytes: int, **more: Any) -> dict[str, Any]:
-    return {"name": name, "kind": "opaque", "nbytes": nbytes, **more}
-
-
 def _compressed(**more: Any) -> dict[str, Any]:
     """Return a small DeepSeek-V4: kv without bytes, windows with states, compressed pages."""
-    pools = [
+    rows = {"kind": "dsv4", "row": "v4"}
+    layers = [1, 2]
+    pools: list[dict[str, Any]] = [
         {"name": "kv", "kind": "logical"},
-        _opaque("swa", 9360, trailing_pages=2),
-        _opaque("deepseek_v4_c4", 4680),
-        _opaque("deepseek_v4_c4_indexer", 528),
-        _opaque("deepseek_v4_c128", 1168),
-        _opaque("deepseek_v4_c4_state", 768, trailing_pages=2),
+        {"name": "swa", **rows, "layers": [0, *layers], "trailing_pages": 2},
+        {"name": "deepseek_v4_c4", **rows, "layers": layers, "compress_ratio": 4},
+        {
+            "name": "deepseek_v4_c4_indexer",
+            "kind": "dsa_indexer",
+            "layers": layers,
+            "index_head_dim": 128,
+            "compress_ratio": 4,
+        },
+        {"name": "deepseek_v4_c128", **rows, "layers": [0], "compress_ratio": 128},
+        {
+            "name": "deepseek_v4_c4_state",
+            "kind": "blocks",
+            "layers": layers,
+            "nbytes": 768,
+            "trailing_pages": 2,
+        },
     ]
-    return _profile("deepseek-ai/DeepSeek-V4-Tiny", pools, tp=2, **more)
+    return {**_profile("deepseek-ai/DeepSeek-V4-Tiny", pools, tp=2), "page_size": 256, **more}
 
 
 _SWA = _mha("swa", [0, 1, 3, 4], trailing_pages=2, hit_policy="trailing_pages")
@@ -220,6 +241,14 @@ CASES: dict[str, Case] = {
         (Deployment(_profile("Qwen/Qwen3-FP8-Tiny", [_mha("kv", 3, dtype="float8_e4m3fn")], tp=2)),)
     ),
     "deepseek_v4": Case((Deployment(_compressed()),)),
+    "side_states": Case(
+        (
+            Deployment(
+                _profile("Qwen/Qwen4-Tiny", [_mha("kv", [3, 7]), _SIDE_STATES_POOL], tp=2),
+                linear_attention={**_GATED_DELTA, "side_states": _SIDE_STATES},
+            ),
+        )
+    ),
     "dcp2": Case((_mla_mamba(NEWEST, tp=4, dcp=2),)),
     "mha_layouts": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)])),)),
     "legacy_mla_mamba": Case((_mla_mamba(LEGACY),), sglang=LEGACY),
@@ -231,9 +260,13 @@ VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 # Cases for SGLang's controller with the plug-in, which writes them to files.
-# DCP is refused.
+# DCP and side states are refused.
 PLUGIN_CASES: dict[str, Case] = {
-    **{name: case for name, case in CASES.items() if case.sglang == NEWEST and name != "dcp2"},
+    **{
+        name: case
+        for name, case in CASES.items()
+        if case.sglang == NEWEST and name not in ("dcp2", "side_states")
+    },
     "packed_draft": Case(
         (
             Deployment(
@@ -264,7 +297,7 @@ MOONCAKE_CASES: dict[str, Case] = {
         name: case
         for name, case in CASES.items()
         # Keys without CP ranks make cp2_without_dp equal to cp2; layouts are below.
-        if case.sglang == NEWEST and name not in ("cp2_without_dp", "mha_layouts")
+        if case.sglang == NEWEST and name not in ("cp2_without_dp", "mha_layouts", "side_states")
     },
     "mla_pp2": Case(
         (
@@ -324,7 +357,8 @@ MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
 
 # Cases that SGLang can write to 3FS: no second MHA pool, PP stage, CP rank or model.
 HF3FS_CASES: dict[str, Case] = {
-    name: CASES[name] for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha")
+    name: CASES[name]
+    for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha", "side_states")
 }
 # (case, layout): K and V are separate in page_first layouts, one flat page in layer_first.
 HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
@@ -337,7 +371,11 @@ HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
 
 # With direct I/O, SGLang fails to write objects that are no multiple of a disk block.
 NIXL_CASES: dict[str, Case] = {
-    **{name: CASES[name] for name in (*HF3FS_CASES, "mha_draft", "mla_fp8_indexer", "swa")},
+    **{
+        name: CASES[name]
+        for name in (*HF3FS_CASES, "mha_draft", "mla_fp8_indexer", "swa")
+        if name != "side_states"
+    },
     # K or V of a page are no multiple of 4 KiB, so direct I/O writes them together.
     "short_pages": Case((Deployment(_profile("Qwen/Qwen3-Short", [_mha("kv", 2, kv_heads=1)])),)),
     "mla_blocks": Case(
@@ -374,6 +412,10 @@ _UNSTORED = "SGLang does not store mxfp8 pages"
 REFUSED: dict[tuple[str, str], tuple[str, str]] = {
     **{("mxfp8", name): (_SCALES, _UNSTORED) for name in ("file", "mooncake", "hf3fs", "nixl")},
     **{("asymmetric", name): (_FLAT, _ONE_SIZE) for name in ("file", "hf3fs", "nixl")},
+    ("side_states", "mooncake"): (
+        "Mamba storage zero-copy does not carry registered slot side states",
+        "SGLang does not store slot side states there",
+    ),
     ("deepseek_v4", "hf3fs"): ("integer division or modulo by zero", "models without KV"),
     ("swa", "hf3fs"): ("0:swa: writing failed", "cannot store MHA pools beside kv on 3FS"),
     ("mha_draft", "hf3fs"): ("0:draft: writing failed", "cannot store MHA pools beside kv on 3FS"),

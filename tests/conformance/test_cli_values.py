@@ -30,7 +30,7 @@ INFINITY = {"bfloat16": 0xFF80, "float16": 0x7C00, "float32": 0xFF800000}
 WORDS = {1: "<u1", 2: "<u2", 4: "<u4"}
 
 CASES = ("gqa_tp2", "mla_indexer", "mla_fp8_indexer", "hybrid_mamba", "mha_draft", "swa", "pp2",
-         "fp8_mha", "dcp2")  # fmt: skip
+         "fp8_mha", "dcp2", "side_states")  # fmt: skip
 
 
 @pytest.fixture

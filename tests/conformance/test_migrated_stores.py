@@ -118,6 +118,9 @@ MOVES = (
     # Compressed pages; the file store has an anchor that Mooncake lacks.
     Move("deepseek_v4", "file", "mooncake", {"tp": 4}),
     Move("deepseek_v4", "mooncake", "file", {"tp": 1, **_DIRECT}),
+    # States of a form that only SGLang knows.
+    Move("side_states", "file", "hf3fs"),
+    Move("side_states", "hf3fs", "file", {"model": "Qwen/Renamed"}),
     # Tokens divided among ranks.
     Move("dcp2", "file", "mooncake", _DIRECT),
     Move("dcp2", "mooncake", "file", {"model": "moonshotai/Renamed"}),

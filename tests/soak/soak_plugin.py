@@ -34,7 +34,7 @@ UNSUPPORTED = {
     "mla": ("page_head",),
     "mamba": ("layer_first", "page_head"),
     "dsa_indexer": ("layer_first", "page_head"),
-    "opaque": ("layer_first", "page_head"),
+    "dsv4": ("layer_first", "page_head"),
 }
 
 # SGLang stores nothing of the one at its second rank; the other has two models.
