@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.families.attention import (
+    glm4_lite,
     longcat_flash,
     looped,
     mha,
@@ -282,7 +283,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "DeepseekV3ForCausalLM",
         "DeepseekVL2ForCausalLM",
         "DotsVLMForCausalLM",
-        "Glm4MoeLiteForCausalLM",
         "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
         "KimiK25ForConditionalGeneration",
@@ -292,6 +292,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "SarvamMLAForCausalLM",
     ),
     "PixtralForConditionalGeneration": Family(mha_or_mla, stated=_ROWS),
+    "Glm4MoeLiteForCausalLM": Family(glm4_lite),
     "LongcatFlashForCausalLM": Family(longcat_flash),
     # Window layers in a pool of their own.
     "GraniteMoeSWAForCausalLM": Family(swa),

@@ -134,6 +134,8 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section that SGLang reads (hf_transformers/common.py :: get_hf_text_config)."""
     if is_llava(document["architectures"][0]):
         return document
+    if document.get("model_type") == "dots_vlm":  # DotsVLMConfig makes it from the whole document
+        return document
     thinker = document.get("thinker_config")
     if isinstance(thinker, Mapping):
         return _text({**thinker, "architectures": document["architectures"]})

@@ -112,6 +112,14 @@ def minimax_dspark(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (mha_pool("kv", config, context, layers),)
 
 
+def glm4_lite(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return latent rows; `head_dim` is another name of the rope part (Glm4MoeLiteConfig)."""
+    rope = config.integer("qk_rope_head_dim")
+    if config.text.get("head_dim", rope) != rope:
+        raise config.error("head_dim", f"must be qk_rope_head_dim, {rope}, or be left out")
+    return mla(config, context)
+
+
 def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows of two attention blocks a layer (ModelConfig.num_attention_layers)."""
     if is_dsa(config):

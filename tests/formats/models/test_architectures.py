@@ -92,6 +92,8 @@ def test_fields_without_which_sglang_uses_numbers_of_its_own_are_asked_for(name:
         ("Qwen4ExpForConditionalGeneration", "indexer_n_heads", None, "missing"),
         ("FalconH1ForCausalLM", "mamba_intermediate", 2048, "is 2048, but .* are 1024"),
         ("GraniteMoeHybridForCausalLM", "mamba_intermediate_size", 64, "is 64, but .* are 4096"),
+        ("DotsVLMForCausalLM", "num_hidden_layers", None, "missing"),
+        ("Glm4MoeLiteForCausalLM", "head_dim", 128, "must be qk_rope_head_dim, 64"),
         ("IQuestQ1ForCausalLM", "use_hybrid_layers", False, "false, and SGLang"),
     ],
 )
@@ -106,6 +108,14 @@ def test_fields_that_change_what_sglang_allocates_are_not_overlooked(
     config = {**config, nested: changed} if nested else changed
     with pytest.raises(ProfileError, match=f"{field}: {said}"):
         profile_of({**model, "config": config}, model["rows"][0])
+
+
+def test_dots_vlm_has_its_language_model_beside_other_fields() -> None:
+    """SGLang's DotsVLMConfig replaces a section `language_config`."""
+    model = MODELS["DotsVLMForCausalLM"]
+    config = {**model["config"], "language_config": {"num_hidden_layers": 2}}
+    row = model["rows"][0]
+    assert stored(profile_of({**model, "config": config}, row), row) == allocated(row)
 
 
 def test_only_dbrx_has_its_heads_in_a_table() -> None:

@@ -666,3 +666,18 @@ def test_a_page_size_that_sglang_refuses_is_refused() -> None:
         profile_from_config(
             MODELS["Lfm2ForCausalLM"]["config"], DeploymentFlags(model="m", page_size=PAGE)
         )
+
+
+def test_the_dtype_of_the_language_model_counts() -> None:
+    """Source: _get_and_verify_dtype reads the text config first."""
+    model = MODELS["Gemma3ForConditionalGeneration"]
+    config = {**model["config"], "dtype": "bfloat16"}
+    config["text_config"] = {**config["text_config"], "dtype": "float16"}
+    profile = profile_from_config(config, DeploymentFlags(model="m", page_size=64))
+    assert profile.pools[0].dtype == "float16"
+
+
+def test_heads_that_tp_does_not_divide_are_refused() -> None:
+    flags = DeploymentFlags(model="m", page_size=64, tp=4, tp_lcm_size=6)
+    with pytest.raises(ProfileError, match="tp_lcm_size: 6 is not a multiple of tp 4"):
+        profile_from_config(MODELS["LlamaForCausalLM"]["config"], flags)
