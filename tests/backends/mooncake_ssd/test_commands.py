@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import open_store
+from hicachectl.backends.capabilities import Archive
+from hicachectl.backends.testing import listing, read, scanned_rows
+from hicachectl.cli.demo_store import fill
 from tests.backends.mooncake_ssd.test_store import VALUES, A, B, C, url_of
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
+from tests.move.migrations import profile_file
 from tests.stores import OLD
 
 if TYPE_CHECKING:
@@ -152,6 +158,32 @@ def test_records_that_a_restart_drops_are_a_finding(tmp_path: Path, invoke: Invo
         "1 records are left out: they are newer than the last checkpoint"
         in lost(document)[str(path)]
     )
+
+
+@pytest.mark.parametrize("kind", ["file", "nixl", "pack"])
+def test_pages_are_migrated_into_other_stores(tmp_path: Path, invoke: Invoke, kind: str) -> None:
+    """`tests/conformance` migrates into Mooncake."""
+    with open_store(f"pack://{tmp_path}/demo.hcpack", create=True) as pack:
+        assert isinstance(pack, Archive)
+        pack.use_grammar("mooncake")
+        fill(pack, 4)
+    with open_store(f"pack://{tmp_path}/demo.hcpack") as pack, Arena(8 << 20) as arena:
+        pack.attach(arena)
+        sizes = listing(pack)
+        values = read(pack, scanned_rows(pack, list(sizes)), list(sizes.values()))[1]
+        pack.detach()
+    (tmp_path / "ssd").mkdir()
+    put_bucket(tmp_path / "ssd", 1, {key: bytes(v) for key, v in zip(sizes, values, strict=True)})
+    urls = {
+        "file": f"file://{tmp_path}/to",
+        "nixl": f"nixl://{tmp_path}/to,{tmp_path}/too?high_watermark=100",
+        "pack": f"pack://{tmp_path}/to.hcpack",
+    }
+    options = ("--profile", profile_file(tmp_path / "profile.toml"), "--grace", "0s")
+    invoke("migrate", url_of(tmp_path / "ssd"), urls[kind], *options, "--verify")
+    document = invoke("verify", urls[kind], *options, "--format", "json").document
+    assert (document["pages"], document["findings"]) == (4, [])
+    assert document["objects_read"] == document["objects"]
 
 
 def test_reading_changes_no_byte_and_no_time(tmp_path: Path, invoke: Invoke) -> None:
