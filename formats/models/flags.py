@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.layouts import LAYOUTS
 from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.profile import (
@@ -16,6 +15,7 @@ from hicachectl.formats.profile import (
     above,
     too_many,
 )
+from hicachectl.formats.releases import release_of
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ _ALGORITHMS = (
     "EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "UNO",
 )  # fmt: skip
 _BIGRAM_ALGORITHMS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")  # SpeculativeAlgorithm.is_eagle
-_PAGE_FIRST_BY_DEFAULT_SINCE = (0, 5, 13)
 _BOUNDS = {
     **dict.fromkeys(("tp", "dp", "cp", "pp", "dcp", "tp_lcm_size"), MAX_RANKS),
     "page_size": MAX_PAGE_SIZE,
@@ -98,8 +97,7 @@ def normalised_layout(flags: DeploymentFlags) -> str:
     Source: srt/arg_groups/hicache_hook.py :: resolve_layout_io_compatibility,
     resolve_storage_layout_compatibility. Raises ProfileError if the layout is unknown.
     """
-    page_first = sglang_version(flags.sglang) >= _PAGE_FIRST_BY_DEFAULT_SINCE
-    layout = flags.layout or ("page_first" if page_first else "layer_first")
+    layout = flags.layout or release_of(flags.sglang).layout
     if layout not in LAYOUTS:
         raise ProfileError(not_one_of("layout", layout, LAYOUTS))
     if layout == "page_first" and flags.io_backend == "direct":

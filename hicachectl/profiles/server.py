@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,22 @@ from urllib.parse import quote, urlsplit
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.backends.http import HttpService
-from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.flags import attention_tp, normalised_layout
 from hicachectl.formats.models.quantisation import BESIDE
 from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.server_info import ServerDeployment
     from hicachectl.formats.profile import Profile
 
 API_KEY_VARIABLE = "HICACHECTL_API_KEY"
 MAX_REPLY_BYTES = 32 << 20  # a real reply has about 50 KB per attention-DP rank
 MAX_CONFIG_BYTES = 32 << 20
+_MOST_POOLS = 32  # named in a message
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +115,11 @@ def profile_from_server(
     flags = replace(server.flags, draft_model_config=_draft_config(server, draft_model_config))
     flags = replace(flags, **(overrides or {}))
     path = model_config or _local_model(server.model_path, "--model-config")
-    profile = profile_from_config(read_model_config(path), flags, source=str(path))
+    config = read_model_config(path)
+    try:
+        profile = profile_from_config(config, flags, source=str(path))
+    except ProfileError as error:
+        raise ProfileError(f"{error}; {_told(flags, replies.layout)}") from error
     warnings = list(server.notes)
     if replies.layout is not None:
         warnings += contradictions_with_layout(profile, replies.layout)
@@ -131,6 +137,28 @@ def read_model_config(path: Path) -> dict[str, Any]:
     if file.name == "config.json" and beside.is_file():
         config[BESIDE] = _read_json(beside)
     return config
+
+
+def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
+    """Say what a server told of a model without a profile, what is missing, and what to do."""
+    facts = {
+        "model": flags.model, "sglang": flags.sglang, "page_size": flags.page_size,
+        "layout": normalised_layout(flags), "tp": attention_tp(flags), "pp": flags.pp,
+        "cp": flags.cp, "dcp": flags.dcp,
+    }  # fmt: skip
+    told = ", ".join(f"{name} {shown(value)}" for name, value in facts.items() if value != 1)
+    described = layout.get("hicache_object_layout") if layout else None
+    pools = described.get("pools") if isinstance(described, Mapping) else None
+    names = [
+        f"{shown(pool.get('pool'))} ({shown(pool.get('hit_policy'))})"
+        for pool in (pools if isinstance(pools, list) else [])[:_MOST_POOLS]
+        if isinstance(pool, Mapping)
+    ]
+    return (
+        f"the server tells {told}{', pools ' * bool(names)}{', '.join(names)}, but not the layers "
+        "and bytes of its pools. Run hicachectl profile --print-probe > probe.py, and in the "
+        "server's environment python probe.py with the server's flags; it prints the profile"
+    )
 
 
 def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any] | None:

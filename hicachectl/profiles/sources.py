@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import Profile, parse_profile
+from hicachectl.formats.releases import unknown_release
 from hicachectl.formats.spec import collision_of
 from hicachectl.formats.wording import needs_profile
 from hicachectl.profiles.weights import WEIGHTS_OPTIONS, with_weights
@@ -52,6 +53,9 @@ def profile_from_options(
     source or store.
     """
     profile = _asked_for(options, store, warn)
+    told = unknown_release(profile.sglang) if profile is not None else None
+    if told is not None:
+        warn(told)
     return profile if store is None else agree_on_profile(store, profile, looks_only=looks_only)
 
 
@@ -68,6 +72,9 @@ def profile_to_look(
     then, for a command that only looks, return None and the reason.
     """
     profile = _asked_for(options, store, warn)
+    told = unknown_release(profile.sglang) if profile is not None else None
+    if told is not None:
+        warn(told)
     collision = "" if profile is None else collision_of(profile, store.grammar)
     if collision and looks_only:
         return None, collision

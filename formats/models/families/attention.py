@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.families.base import (
     Context,
@@ -19,13 +18,12 @@ from hicachectl.formats.models.families.base import (
     unless_usual,
 )
 from hicachectl.formats.profile import MAX_LAYERS, above
+from hicachectl.formats.releases import release_of
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.hf_config import HfConfig
+    from hicachectl.formats.releases import Release
 
-
-# Up to this version, HiCache also stored index keys of layers that reuse another layer's top-k.
-_ALL_INDEXER_LAYERS_UNTIL = (0, 5, 18)
 
 _DSA_PAGE_TOKENS = 64  # in a physical index page on CUDA (DSATokenToKVPool)
 
@@ -45,14 +43,14 @@ def dsa_page_size(config: HfConfig) -> int:
     return _DSA_PAGE_TOKENS * (config.optional_integer("index_kpool") or 1) if is_dsa(config) else 0
 
 
-def dsa_indexer_layers(config: HfConfig, version: tuple[int, ...]) -> tuple[int, ...]:
+def dsa_indexer_layers(config: HfConfig, release: Release) -> tuple[int, ...]:
     """Return the layers whose index keys are stored. The first field that the config has decides.
 
     Source: srt/configs/model_config.py :: dsa_layer_skips_topk.
     """
     count = config.integer("num_hidden_layers")
     layers = range(count)
-    if version <= _ALL_INDEXER_LAYERS_UNTIL:
+    if release.all_indexer_layers:
         return tuple(layers)
     if config.text.get("indexer_types") is not None:
         kinds = config.strings("indexer_types", count)
@@ -83,7 +81,7 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     layers = (
         tuple(range(config.integer("num_hidden_layers")))  # _should_elide_dsa_index_k
         if context.draft
-        else dsa_indexer_layers(config, sglang_version(context.flags.sglang))
+        else dsa_indexer_layers(config, release_of(context.flags.sglang))
     )
     indexer = Pool(
         name="indexer",

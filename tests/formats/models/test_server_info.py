@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.keys.versions import sglang_version
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
 from hicachectl.formats.profile import Profile
+from hicachectl.formats.releases import sglang_version
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 

@@ -1,0 +1,88 @@
+"""What differs between releases of SGLang, for each published one from 0.5.6 to 0.5.23.
+
+Source: the published wheels, hicache_storage.py :: HiCacheFile, mooncake_store.py :: MooncakeStore,
+ServerArgs.hicache_mem_layout and pool_host/dsa.py. `tests/data/releases.json` records what each
+wheel's own code does (tests/conformance/record_releases.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from hicachectl.formats.errors import ProfileError
+
+_VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Facts from a release on, until the next row of RELEASES.
+
+    layout: default of --hicache-mem-layout.
+    file_stage, file_cp: file keys name the pipeline stage, the context-parallel rank.
+    file_state_rank: file and 3FS keys of Mamba states name the TP rank beside an MLA target.
+    mooncake_stage: Mooncake keys name the stage, and those of MLA have a rank field, possibly
+        empty: `__k`, not `_k`.
+    mooncake_model: Mooncake keys begin with the model's name, after any tag.
+    all_indexer_layers: HiCache also stores index keys of layers that reuse another layer's top-k.
+    """
+
+    since: tuple[int, ...]
+    layout: str = "layer_first"
+    file_stage: bool = False
+    file_cp: bool = False
+    file_state_rank: bool = False
+    mooncake_stage: bool = False
+    mooncake_model: bool = False
+    all_indexer_layers: bool = True
+
+
+def _rows(first: Release, *changes: dict[str, object]) -> tuple[Release, ...]:
+    rows = [first]
+    for change in changes:
+        rows.append(replace(rows[-1], **change))  # type: ignore[arg-type]
+    return tuple(rows)
+
+
+RELEASES = _rows(
+    Release(since=(0, 5, 6)),
+    {"since": (0, 5, 8), "mooncake_stage": True},
+    {"since": (0, 5, 10), "file_stage": True},
+    {"since": (0, 5, 14), "file_cp": True, "layout": "page_first"},
+    {"since": (0, 5, 17), "mooncake_model": True},
+    {"since": (0, 5, 22), "all_indexer_layers": False},
+    {"since": (0, 5, 23), "file_state_rank": True},
+)
+NEWEST = (0, 5, 23)
+
+
+def sglang_version(text: str) -> tuple[int, ...]:
+    """Parse the leading numbers of a version. Raises ProfileError without a number."""
+    match = _VERSION.match(text)
+    if match is None:
+        newest = ".".join(map(str, NEWEST))
+        raise ProfileError(f"sglang: {text!r:.60} is not a version; give one like {newest}")
+    return tuple(int(number) for number in match[1].split("."))
+
+
+def release_of(text: str) -> Release:
+    """Return the facts of a version; of the nearest one known for others. Raises ProfileError."""
+    version = sglang_version(text)
+    return next((x for x in reversed(RELEASES) if x.since <= version), RELEASES[0])
+
+
+def since(fact: str) -> str:
+    """Return the release from which on a fact of `Release` holds."""
+    return next(".".join(map(str, x.since)) for x in RELEASES if getattr(x, fact))
+
+
+def unknown_release(text: str) -> str | None:
+    """Return a warning for a version outside the table, else None. Raises ProfileError."""
+    version = sglang_version(text)
+    oldest, newest = (".".join(map(str, x)) for x in (RELEASES[0].since, NEWEST))
+    if version[:3] > NEWEST:
+        return f"sglang {text}: newer than {newest}, whose keys and defaults are assumed"
+    if version < RELEASES[0].since:
+        return f"sglang {text}: older than {oldest}, whose keys and defaults are assumed"
+    return None
