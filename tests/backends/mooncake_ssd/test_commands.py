@@ -170,7 +170,8 @@ def test_pages_are_migrated_into_other_stores(tmp_path: Path, invoke: Invoke, ki
     with open_store(f"pack://{tmp_path}/demo.hcpack") as pack, Arena(8 << 20) as arena:
         pack.attach(arena)
         sizes = listing(pack)
-        values = read(pack, scanned_rows(pack, list(sizes)), list(sizes.values()))[1]
+        capacities = [size or 0 for size in sizes.values()]
+        values = read(pack, scanned_rows(pack, list(sizes)), capacities)[1]
         pack.detach()
     (tmp_path / "ssd").mkdir()
     put_bucket(tmp_path / "ssd", 1, {key: bytes(v) for key, v in zip(sizes, values, strict=True)})
