@@ -108,6 +108,14 @@ BAD_CHECKPOINTS = {
     "version 2": offset_meta([], 1, version=2),
     "no allocator": numbers(3),
     "half an allocator": numbers(3) + text(2, bytes(100)),
+    "an extent beyond a later base": numbers(3)
+    + text(
+        2,
+        HEAD.pack(4096, 0, 8192, 0, 0, 1, 1, 1, 0, 0)
+        + bytes(1060)
+        + struct.pack("<II16xB3x", 0, 8192, 1)
+        + bytes(4),
+    ),
     "no capacity": allocator(0, 0, 0, 0, 0, 1, 0, 0, 0, 0),
     "a shift of 32": allocator(0, 32, 1 << 20, 0, 0, 1, 0, 0, 0, 0),
     "4 billion nodes": allocator(0, 0, 1 << 20, 0, 0, 1, (1 << 32) - 1, 0, 0, 0),

@@ -92,3 +92,9 @@ def test_places_are_sglangs() -> None:
     keys = b"0" * 64 + b"_m_0_2_k", b"f" * 64 + b"_deepseek-ai-DeepSeek-V3.2"
     places = [route(key, directories) for key in keys for directories in (1, 3, 7)]
     assert places == [(0, b"ae"), (1, b"ae"), (2, b"ae"), (0, b"f3"), (1, b"f3"), (6, b"f3")]
+
+
+def test_a_rank_is_below_its_size() -> None:
+    """A model's name can end in numbers: 4_4 is no rank."""
+    (reading,) = CODEC.readings("", "_m_4_4")
+    assert (reading.model, reading.shard.tp_rank) == ("m_4_4", None)
