@@ -54,7 +54,7 @@ class HeldPool(NamedTuple):
 
 
 def page_objects(scheme: str, pool: HeldPool) -> tuple[PageObject, ...]:
-    """Return the objects of a pool's page; none for a logical anchor outside a file store.
+    """Return the objects of a pool's page; none for a logical anchor on Mooncake.
 
     scheme: "file", "mooncake" or "hf3fs". Raises UnsupportedByBackend if the keys of a grammar
     cannot tell the objects from those of other ranks, or SGLang has no such objects there;
@@ -107,7 +107,10 @@ def _on_hf3fs(pool: HeldPool) -> tuple[PageObject, ...]:
     coordinate = pool.coordinate
     name, shard = coordinate.pool, coordinate.shard
     if not pool.parts:
-        return ()
+        raise UnsupportedByBackend(
+            f"Pool {name}: SGLang's 3FS backend cannot store models without KV, because it divides "
+            "files by the size of a kv page; use a file store or Mooncake"
+        )
     if pool.layout not in (*PAGE_FIRST_LAYOUTS, _SCATTERED):
         raise UnsupportedByBackend(
             f"Layout {pool.layout}: SGLang's 3FS backend supports "

@@ -42,6 +42,7 @@ _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
 _DIGEST_DIGITS = 32
 _LATER_FIELDS = ("weights", "draft_weights")  # of a profile; no key or page depends on them
+_LATER_POOL_FIELD = "compress_ratio=0, "  # without a ratio, a pool is what it was before
 _MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
 
 
@@ -117,7 +118,8 @@ def profile_text(profile: Profile) -> str:
             continue
         if name == "tag":
             texts += ["unified_head_group=0", "unified_layer_partition=0"]
-        texts.append(f"{name}={getattr(profile, name)!r}")
+        text = repr(getattr(profile, name))
+        texts.append(f"{name}={text.replace(_LATER_POOL_FIELD, '') if name == 'pools' else text}")
     return f"Profile({', '.join(texts)})"
 
 

@@ -554,7 +554,8 @@ def test_damaged_pages_of_another_layout_have_both_findings() -> None:
 def test_pages_of_a_counting_pattern_have_no_issues(layout: str, page_size: int) -> None:
     """Stores in tests/conformance have such pages, without the statistics of a model."""
     table = {"name": "kv", "kind": "mha", "layers": 4, "kv_heads": 4, "head_dim": 32}
-    profile = profile_of(table | {"dtype": "bfloat16"}, layout=layout, page_size=page_size)
+    table |= {"dtype": "bfloat16"}
+    profile = profile_of(table, layout=layout, page_size=page_size)
     expected = expected_of(profile)
     pages = [
         page_values.logical_page(table, page_size, salt)["page"]
