@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -61,12 +62,13 @@ def check_arguments(arguments: list[str]) -> None:
 
 
 def commands() -> list[list[str]]:
-    """Return the arguments of each `hicachectl …` in the README's blocks."""
+    """Return the arguments of each `hicachectl …` in the README's blocks, without redirection."""
     found = []
     for block in readme_blocks():
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("hicachectl "):
-                found.append(shlex.split(line, comments=True)[1:])
+                arguments = shlex.split(line, comments=True)[1:]
+                found.append(list(itertools.takewhile(lambda text: text != ">", arguments)))
     return found
 
 

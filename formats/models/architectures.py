@@ -105,7 +105,7 @@ _MIXED_STATES = Refusal(
 _ONLY_WINDOWS = Refusal(
     "is not supported: all its layers have a window, and a profile needs KV of all tokens"
 )
-_DRAFT = Refusal(f"is a draft of a model whose pools hicachectl does not know; {_PROFILE_FILE}")
+_DRAFT = Refusal(f"is a draft whose pool hicachectl does not know; {_PROFILE_FILE}")
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
 _SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
