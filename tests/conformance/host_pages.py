@@ -43,7 +43,8 @@ def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
     states = {"temporal": host.temporal_buffer}
     states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
     found = {part: buffer[index].squeeze(1) for part, buffer in states.items()}
-    sides = {f"side_{number}": buffer for number, buffer in enumerate(host.slot_state_buffers)}
+    slots = getattr(host, "slot_state_buffers", None) or ()  # 0.5.18 has none
+    sides = {f"side_{number}": buffer for number, buffer in enumerate(slots)}
     return found | {part: buffer[index] for part, buffer in sides.items()}
 
 

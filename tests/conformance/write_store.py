@@ -536,7 +536,7 @@ def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
         tail += f"_cp{config.attn_cp_rank}_{config.attn_cp_size}"
     stem = f"{entry['page']}{pool}_{model}"
     dcp = {}
-    if config.dcp_size > 1:
+    if getattr(config, "dcp_size", 1) > 1:  # 0.5.18 has none
         dcp = {"tp_size": config.tp_size, "dcp_rank": config.dcp_rank}
         tail += f"_tp{config.tp_size}_dcp{config.dcp_rank}_{config.dcp_size}"
         tail += f"_page{config.logical_page_size}"
