@@ -387,7 +387,7 @@ PAGE_INDEX_OUT_OF_RANGE = Code(
     "page-index-out-of-range",
     "error",
     meaning="A key holds a page beyond the end of its table.",
-    effect="Servers read beyond the space of the table: an error, or bytes of nobody.",
+    effect="Servers read beyond the space of the table: an error, or bytes that belong to no page.",
 )
 PAGE_INDEX_FREE = Code(
     "page-index-free",

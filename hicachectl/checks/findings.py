@@ -23,7 +23,7 @@ SCHEMA = pa.schema(
 )
 _ROWS_AT_ONCE = 65_536
 # With the group of each finding, as `ls` shows it, and its last write, in Unix seconds. Null if
-# the finding is about no group, the store keeps no times, or nobody asked.
+# the finding is about no group, the store keeps no times, or ages were not asked for.
 PLACED_SCHEMA = SCHEMA.append(pa.field("group", pa.string())).append(
     pa.field("written", pa.int64())
 )
