@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.errors import (
+    FormatError,
+    StoreUnavailable,
+    UntrustedError,
+    UsageError,
+)
 from hicachectl.formats.quarantine import COPYING, DONE, FOLDER, PURGED, RECORD, RUN
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.quarantine import batches, is_purged, runs, sweep
@@ -21,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # States of a run. Only kept runs can be restored; kept and half purged runs can be purged.
-KEPT, HALF_PURGED, UNFINISHED, BUSY, UNRECORDED = (
-    "kept", "half-purged", "unfinished", "busy", "unrecorded",
+KEPT, HALF_PURGED, UNFINISHED, BUSY, UNRECORDED, UNREADABLE = (
+    "kept", "half-purged", "unfinished", "busy", "unrecorded", "unreadable",
 )  # fmt: skip
 PURGED_RUN, WOULD_PURGE, FAILED = "purged", "would-purge", "failed"
 _SIDE = ".hicachectl"
@@ -43,11 +48,15 @@ RUNS = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:
-    """Runs, as `RUNS`. failures: (run, message). unrecorded: folders that stay."""
+    """Runs, as `RUNS`. failures: (run, message). unrecorded: folders that stay.
+
+    unreadable: why the contents of some runs are not known.
+    """
 
     rows: pa.Table
     failures: tuple[tuple[str, str], ...] = ()
     unrecorded: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -65,18 +74,20 @@ class _Found:
 def list_runs(quarantine: Path) -> PurgeReport:
     """List the runs of a quarantine, oldest first.
 
-    Raises UsageError if it is missing, FormatError if a record is damaged, UntrustedError if an
-    entry is a link or its owner is not trusted, StoreUnavailable.
+    A run is unreadable if a record is damaged, an entry is a link, or its owner is not trusted.
+    Raises UsageError if the quarantine is missing, UntrustedError, StoreUnavailable.
     """
+    unreadable: list[str] = []
     with _opened(quarantine, writes=False) as directory:
-        return _report([found for _, _, found in _described(directory)])
+        found = [each for _, _, each in _described(directory, unreadable)]
+        return replace(_report(found), unreadable=tuple(unreadable))
 
 
 def purge_runs(quarantine: Path, before: float, *, dry_run: bool = False) -> PurgeReport:
     """Delete the runs whose last page was removed before a time; complete interrupted purges.
 
-    Unfinished and busy runs, and folders without a record, stay. before: Unix seconds.
-    Raises as `list_runs`, before any change.
+    Unfinished and busy runs, and folders without a record, stay. before: Unix seconds. Raises as
+    `list_runs`; also FormatError and UntrustedError for an unreadable run, before any change.
     """
     done: list[_Found] = []
     failures: list[tuple[str, str]] = []
@@ -118,11 +129,25 @@ def _purge(run: Directory, parent: Directory, name: str) -> None:
     sweep(run, parent, name)
 
 
-def _described(directory: Directory) -> Iterator[tuple[str, Directory, _Found]]:
-    """Yield name and directory of each run with records or objects, locked unless busy."""
+def _described(
+    directory: Directory, unreadable: list[str] | None = None
+) -> Iterator[tuple[str, Directory, _Found]]:
+    """Yield name and directory of each run with records or objects, locked unless busy.
+
+    unreadable: takes the reasons of runs that cannot be read; None: raise FormatError or
+    UntrustedError.
+    """
     for name, run in runs(directory):
         ours = run.lock()
-        found = _describe(run, name or Path(run.path).name)
+        label = name or Path(run.path).name
+        try:
+            found = _describe(run, label)
+        except (FormatError, UntrustedError) as error:
+            if unreadable is None:
+                raise
+            unreadable.append(str(error))
+            yield name, run, _Found({"run": label, "codes": [], "state": UNREADABLE})
+            continue
         if not ours:
             found.row["state"] = BUSY
         if found.row["removed"] is not None or found.unrecorded or (not ours and RUN.match(name)):

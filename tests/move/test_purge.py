@@ -15,7 +15,7 @@ from tests.move.repairs import default_quarantine, dsa_store, indexer, shorten
 from tests.stores import DSA, contents
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conftest import Invoke
@@ -143,6 +143,35 @@ def test_links_are_refused_before_any_change(
     output = invoke("quarantine", "purge", place, "--before", "0s", "--yes", exit_code=3)
     assert "is a symbolic link" in output.stderr
     assert {path: path.lstat().st_ino for path in tmp_path.rglob("*")} == before
+
+
+def cut_record(run: Path) -> str:
+    record = run / "000000.json"
+    record.write_bytes(record.read_bytes()[:-20])
+    return f"{record}:"
+
+
+def linked_folder(run: Path) -> str:
+    (run / "000000").rename(run.parents[3] / "elsewhere")
+    (run / "000000").symlink_to(run.parents[3] / "elsewhere")
+    return f"{run / '000000'}: is a symbolic link"
+
+
+@pytest.mark.parametrize("damage", [cut_record, linked_folder])
+def test_list_names_a_run_that_cannot_be_read_and_shows_the_others(
+    invoke: Invoke, store: Path, damage: Callable[[Path], str]
+) -> None:
+    place = default_quarantine(store)
+    run, other = sorted(place.iterdir())
+    said = damage(run)
+    output = invoke("quarantine", "list", place, "--format", "json")
+    states = {row["run"]: (row["state"], row["groups"]) for row in output.document["runs"]}
+    assert states == {run.name: ("unreadable", None), other.name: ("kept", 1)}
+    assert said in output.stderr
+    assert output.document["pages"] == 1
+    table = invoke("quarantine", "list", place).stdout
+    assert "unreadable" in table
+    assert "2 runs, 1 page" in table
 
 
 def test_a_held_lock_stops_a_purge(invoke: Invoke, store: Path, tmp_path: Path) -> None:

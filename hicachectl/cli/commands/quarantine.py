@@ -48,7 +48,8 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
 
     A run is kept (it can be restored), unfinished (its removal was interrupted; the next verify
     --repair completes it), half-purged (the next purge completes it), busy (another process
-    works on it) or unrecorded (objects without a record).
+    works on it), unrecorded (objects without a record) or unreadable (a record is damaged, or a
+    file is not trusted).
     """
     from hicachectl.move.purge import list_runs
 
@@ -194,5 +195,5 @@ def _remark_rest(ctx: click.Context, report: PurgeReport) -> None:
                     "--repair or rm has completed it")  # fmt: skip
     for run in _of_state(report, BUSY).column("run").to_pylist():
         remark(ctx, f"{run}: another process is working on it; run again after it has ended")
-    for text in unrecorded_remarks(report.unrecorded):
+    for text in (*report.unreadable, *unrecorded_remarks(report.unrecorded)):
         remark(ctx, text)
