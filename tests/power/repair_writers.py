@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tests.move.repairs import indexer, kv, shorten
 from tests.power.crash_states import Kind
 from tests.power.writers import BUFFER, Writer, document_of, half_pages, run_here, wrong_bytes
+from tests.quotas import limited
 from tests.stores import contents
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class _Repair(Writer):
-    """A command on a store with two damaged pages. puts_back: sidecars come before their anchor."""
+    """A command on a store with two damaged pages. sidecars: some may have no anchor."""
 
-    puts_back: ClassVar[bool] = False
+    sidecars: ClassVar[bool] = False
 
     def prepare(self) -> None:
         super().prepare()
@@ -68,7 +69,7 @@ class _Repair(Writer):
             for folder, found in self.records(state, suffix):
                 if found is None:
                     yield f"the record {folder}{suffix} is torn"
-        half = half_pages(set(here), orphans=not self.puts_back)
+        half = half_pages(set(here), orphans=not self.sidecars)
         for name in sorted(half - self.named(state)):
             yield f"page {name[:8]} is not whole, and no record names it"
         yield from self.lost(state, here)
@@ -159,10 +160,21 @@ class Remove(_Repair):
             yield f"the removal was run again, and leaves {left}"
 
 
+class RemoveWithoutRoom(Remove):
+    """Pages are removed for good from a full disk, without records: anchors durably first."""
+
+    sidecars: ClassVar[bool] = True  # a power failure may leave sidecars
+    kinds: ClassVar[dict[str, Kind]] = {"lost-names": Kind("fsync", "*/disk/store")}
+
+    @property
+    def program(self) -> list[str]:
+        return limited(self.store, 0, 0)
+
+
 class Restore(_Repair):
     """Quarantined objects come back by rename."""
 
-    puts_back: ClassVar[bool] = True
+    sidecars: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
         "gained-names": Kind("fsync", "*/disk/store"),
     }
@@ -227,4 +239,12 @@ class RestoreAgain(RestoreByCopy):
                 yield f"the restore was run again, and {name} is nowhere"
 
 
-WRITERS = (Quarantine, QuarantineByCopy, Remove, Restore, RestoreByCopy, RestoreAgain)
+WRITERS = (
+    Quarantine,
+    QuarantineByCopy,
+    Remove,
+    RemoveWithoutRoom,
+    Restore,
+    RestoreByCopy,
+    RestoreAgain,
+)

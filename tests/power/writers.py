@@ -56,6 +56,11 @@ class Writer(ABC):
         """Return directories with files that another process has just written and never synced."""
         return []
 
+    @property
+    def program(self) -> list[str]:
+        """Return the words before the command line."""
+        return [sys.executable, "-m", "hicachectl"]
+
     @abstractmethod
     def arguments(self) -> list[object]:
         """Return the command line."""
@@ -71,7 +76,7 @@ class Writer(ABC):
     def record(self) -> Recording:
         """Run and record the command once; it must exit with 0."""
         self.prepare()
-        command = [sys.executable, "-m", "hicachectl", "-q", *self.arguments()]
+        command = [*self.program, "-q", *self.arguments()]
         recording = record(
             command, self.roots, home=self.home, inject=self.inject, unsynced=self.unsynced
         )
