@@ -75,7 +75,9 @@ class MooncakeSsdStore(Losing):
         try:
             self._root = Directory.named(url.path, writes=False)
         except OSError as error:
-            raise StoreUnavailable(failed(self.url, "open the directory", error)) from error
+            raise StoreUnavailable(
+                failed(self.url, "open the directory", error, "check the path")
+            ) from error
         try:
             self._current()
         except BaseException:

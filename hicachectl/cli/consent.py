@@ -49,5 +49,6 @@ def locked(path: Path | None) -> Iterator[bool]:
             held.callback(os.close, descriptor)
             is_ours = lock(descriptor)
         except OSError as error:
-            raise UsageError(failed(f"--lock {path}", "lock the file", error)) from error
+            next_step = "give a file in a directory that exists and that you can write to"
+            raise UsageError(failed(f"--lock {path}", "lock the file", error, next_step)) from error
         yield is_ours

@@ -199,7 +199,7 @@ def usage_errors(path: Path) -> Iterator[None]:
         if error.errno in NO_ROOM:
             next_step = "make room, then run the part again"
             raise UsageError(failed(path, "write", error, next_step)) from error
-        raise UsageError(failed(path, "use the run directory", error)) from error
+        raise UsageError(failed(path, "use the run directory", error, "check the path")) from error
 
 
 def _remove_tree(parent: Directory, name: str) -> None:

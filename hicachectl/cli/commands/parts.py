@@ -75,7 +75,7 @@ def is_on_cluster(
 
     parse_address(options["ray"])
     for _, name in _given(ctx, undivided):
-        raise click.UsageError(f"{name} cannot be combined with --ray")
+        raise click.UsageError(f"{name} cannot be combined with --ray; leave out one of them")
     return True
 
 

@@ -1,0 +1,152 @@
+"""Refused command lines: the message names the option or object, the value, and what to do."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.move.migrations import demo_store, profile_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.conftest import Invoke
+
+# A command line, and what its message says, in this order.
+REFUSED = """
+migrate STORE NEW --match TEXT --page ab          | --match | --page | leave out one of them
+migrate STORE STORE                               | STORE | give another destination
+migrate STORE NEW --to-tp 3                       | --to-tp | give --profile, --model-config
+migrate STORE NEW --profile PROFILE --to-profile PROFILE --to-tp 2 | --to-tp | --to-profile
+migrate STORE NEW --profile PROFILE --to-tp 3     | mamba | [8, 32, 32] | TP size 3 | `whole`
+migrate STORE NEW --profile PROFILE --to-layout x | layout | 'x' | layer_first
+migrate STORE NEW --bwlimit fast                  | --bwlimit | 'fast' | 200GiB
+migrate STORE NEW --jobs 0                        | --jobs | 0 | 1<=x<=256
+migrate STORE NEW --shard 9/8 --run RUN           | --shard 9/8 | part 9 of 8 | the last is 7
+migrate STORE NEW --shard 1/8                     | --shard | --run DIR
+migrate STORE NEW --shard /8 --run RUN            | --shard /8 | JOB_COMPLETION_INDEX | give I/8
+migrate STORE NEW --ray auto --move               | --move | --ray | leave out
+prewarm STORE --all                               | --from SRC | --through-server URL
+prewarm --trace TEXT --profile PROFILE            | --trace | --dry-run | --from SRC
+prewarm --trace TEXT --profile PROFILE --dry-run --format json | --format json | leave out --format
+prewarm NEW --all --from STORE --budget 1GiB      | profile | give --profile
+prewarm NEW --all --from STORE --pin-ttl 5m       | --pin-ttl | --pin
+prewarm NEW --through-server http://127.0.0.1:1 --pages TEXT | --through-server | give --prompts
+profile                                           | profile | give --profile, --model-config
+profile --print-probe STORE                       | --print-probe | no STORE | -o
+profile --model-config TEXT                       | TEXT | not JSON
+profile --server ftp://x                          | --server | 'ftp://x' | http://host:port
+quarantine list PACK                              | PACK | give the path of a quarantine
+quarantine list NONE                              | NONE | verify --repair
+quarantine purge NONE --before 1d --yes           | NONE | verify --repair
+restore PACK STORE --yes                          | PACK | give the path of a quarantine
+restore NONE STORE --yes                          | NONE | verify --repair
+verify STORE --profile PROFILE --repair delete --quarantine Q --yes | --repair delete | --quarantine
+verify STORE --yes                                | --yes | --repair
+verify STORE --repair quarantine --yes            | --repair | give --profile
+verify STORE --profile PROFILE --lock NONE/lock   | --lock | NONE/lock | No such file | give a file
+verify STORE --device gpu                         | --device | 'gpu' | cuda:0
+verify STORE --checks x                           | --checks | 'x' | names, groups, sizes
+verify STORE --checks digests                     | digests | --catalog FILE
+verify STORE --checks values                      | values | --profile
+verify STORE --sample 500%                        | --sample | 500% | at most 100%
+verify STORE --sample-slice 3                     | --sample-slice | --sample
+verify STORE --time-limit never                   | --time-limit | 'never' | 90s
+verify STORE --catalog TEXT                       | TEXT | --update-catalog
+verify STORE --update-catalog                     | --update-catalog | --catalog FILE
+verify STORE --fail-on often                      | --fail-on | 'often' | 'error'
+verify STORE --repair-code x                      | --repair-code | 'x' | 'missing-pool'
+rm STORE                                          | --model | --temporaries
+rm STORE --model x                                | --yes or --dry-run
+rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
+rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
+show STORE zz                                     | 'zz' | hexadecimal
+show STORE ab                                     | STORE | 'ab' | hicachectl ls
+explain x                                         | 'x' | missing-pool
+pack info TEXT                                    | TEXT | not a pack | check the path
+pack repair TEXT                                  | TEXT | not a pack | check the path
+merge NONE                                        | NONE | No such file | check the path
+merge STORE                                       | STORE | run.json | check the path
+completion tcsh                                   | 'tcsh' | 'bash', 'zsh', 'fish'
+demo STORE                                        | STORE | not empty | name a new directory
+ls STORE --sort-by x                              | --sort-by | 'x' | mtime
+ls STORE --limit 0                                | --limit | 0 | x>=1
+ls STORE --before 2026-13-01                      | --before | '2026-13-01' | ISO 8601
+ls STORE --state odd                              | --state | 'odd' | whole, partial
+ls STORE --page xyz                               | 'xyz' | hexadecimal
+ls STORE --objects --summary                      | --objects | --summary | leave out
+ls hf3fs:///x                                     | hf3fs:///x | server=http | snapshot=FILE
+ls mooncake://h:1?nope=1                          | 'nope' | known: admin
+ls mooncake://h:1?protocol=tcp&protocol=rdma      | 'protocol' | twice
+hits STORE                                        | --prompts, --token-ids and --pages
+hits STORE --token-ids IDS                        | page size | --page-size
+hits STORE --token-ids TEXT --page-size 64        | TEXT | line 1 | not JSON
+hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | x>=1
+hits STORE --token-ids IDS --profile PROFILE --model x | --model | leave out --profile
+""".strip().splitlines()
+UNREACHABLE = """
+ls NONE                       | NONE | No such file | check the path
+ls TEXT                       | TEXT | Not a directory | give the directory
+ls FIFO                       | FIFO | Not a directory | give the directory
+ls nixl:///none/at/all        | /none/at/all | No such file | check the path
+ls mooncake-ssd:///none       | /none | No such file | check the path
+ls PACK                       | a.hcpack | No such file | check the path
+pack info STORE               | STORE | not a regular file | give a pack
+profile --server http://127.0.0.1:1 | 127.0.0.1:1 | refused | check that this is the URL
+rm mooncake://127.0.0.1:1 --before 1d --yes | 127.0.0.1 | refused | --metrics_port
+""".strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return a function that puts the paths of a store and of files into a text."""
+    tmp_path = tmp_path_factory.mktemp("refused")
+    (tmp_path / "text").write_text("x")
+    (tmp_path / "ids").write_text("[1, 2, 3]\n")
+    os.mkfifo(tmp_path / "fifo")
+    places = {
+        "STORE": demo_store(tmp_path / "store"),
+        "PROFILE": profile_file(tmp_path / "profile.toml"),
+        "PACK": f"pack://{tmp_path}/a.hcpack",
+        "TEXT": tmp_path / "text",
+        "IDS": tmp_path / "ids",
+        "FIFO": tmp_path / "fifo",
+        "NONE": tmp_path / "none",
+        "NEW": tmp_path / "new",
+        "RUN": tmp_path / "run",
+        "Q": tmp_path / "q",
+    }
+
+    def fill(text: str) -> str:
+        head, slash, rest = text.partition("/")
+        return f"{places.get(head, head)}{slash}{rest}"
+
+    return fill
+
+
+def refuse(invoke: Invoke, fill: Callable[[str], str], case: str, exit_code: int) -> None:
+    words, *said = (text.strip() for text in case.split("|"))
+    outcome = invoke(*map(fill, words.split()), exit_code=exit_code)
+    assert outcome.stdout == ""
+    message = outcome.stderr.splitlines()[-1]
+    at = 0
+    for text in map(fill, said):
+        found = message.find(text, at)
+        assert found >= 0, f"{text!r} is not in {message[at:]!r}"
+        at = found + len(text)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_the_option_the_value_and_the_remedy(
+    invoke: Invoke, filled: Callable[[str], str], case: str
+) -> None:
+    refuse(invoke, filled, case, 2)
+
+
+@pytest.mark.parametrize("case", UNREACHABLE)
+def test_a_store_that_cannot_be_reached_is_named_with_the_remedy(
+    invoke: Invoke, filled: Callable[[str], str], case: str
+) -> None:
+    refuse(invoke, filled, case, 3)
