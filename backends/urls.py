@@ -122,10 +122,26 @@ class StoreUrl:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """URLs of the config file's named stores."""
+class NamedStore:
+    """A store of the config file: its URL, and the files that commands use with it.
 
-    stores: Mapping[str, str] = field(default_factory=dict)
+    The paths are absolute. They hold unless an option says otherwise.
+    """
+
+    url: str
+    profile: Path | None = None
+    catalog: Path | None = None
+    lock: Path | None = None
+
+
+_PATHS = ("profile", "catalog", "lock")  # members of NamedStore
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The named stores of the config file."""
+
+    stores: Mapping[str, NamedStore] = field(default_factory=dict)
     source: str = "the config file, by default ~/.config/hicachectl/config.toml"
 
 
@@ -177,11 +193,14 @@ def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FormatError(f"config {file}: not UTF-8 text; save the file as UTF-8") from error
-    return parse_config(text, source=str(file))
+    return parse_config(text, source=str(file), directory=file.parent)
 
 
-def parse_config(text: str, *, source: str = "config") -> Config:
-    """Parse a config from TOML text. Raises FormatError, which names the key."""
+def parse_config(text: str, *, source: str = "config", directory: str | Path = "") -> Config:
+    """Parse a config from TOML text. Raises FormatError, which names the key.
+
+    directory: where relative paths start, by default the current one.
+    """
     from hicachectl.formats.documents import parse_toml
 
     document = parse_toml(text, source)
@@ -189,9 +208,30 @@ def parse_config(text: str, *, source: str = "config") -> Config:
     stores = document.get("stores", {})
     if not isinstance(stores, dict):
         raise FormatError(f"{source}: stores: expected tables [stores.NAME]")
+    base = Path(directory).absolute()
     return Config(
-        {name: _config_url(name, table, source) for name, table in stores.items()}, source
+        {name: _named(name, table, source, base) for name, table in stores.items()}, source
     )
+
+
+def named_store(text: str, config: Config) -> NamedStore | None:
+    """Return what the config states for a STORE argument; None if that names no store of it.
+
+    If the URL of a store names another one, the other one's paths complete its own.
+    """
+    found: NamedStore | None = None
+    seen: set[str] = set()
+    while (match := _NAMED.fullmatch(text)) and not match[2] and match[1] not in seen:
+        seen.add(match[1])
+        if (store := config.stores.get(match[1])) is None:
+            break
+        text = store.url
+        if found is None:
+            found = store
+        else:
+            paths = {name: getattr(found, name) or getattr(store, name) for name in _PATHS}
+            found = NamedStore(url=text, **paths)
+    return found
 
 
 def _user_config(environ: Mapping[str, str]) -> Path | None:
@@ -206,17 +246,26 @@ def _user_config(environ: Mapping[str, str]) -> Path | None:
         return None
 
 
-def _config_url(name: str, table: Any, source: str) -> str:
+def _named(name: str, table: Any, source: str, base: Path) -> NamedStore:
     where = f"{source}: stores.{name}"
     if not name or {":", "/"} & set(name) or name in SCHEMES:
         raise FormatError(f'{where}: a store name must not contain ":" or "/", nor be a URL scheme')
     if not isinstance(table, dict):
         raise FormatError(f"{where}: expected a table with a url")
-    _refuse_unknown(table, {"url"}, where)
+    _refuse_unknown(table, {"url", *_PATHS}, where)
     url = table.get("url")
     if not isinstance(url, str) or not url:
         raise FormatError(f"{where}: url: expected a store URL as text")
-    return url
+    paths = {
+        key: _config_path(table[key], f"{where}: {key}", base) for key in table.keys() - {"url"}
+    }
+    return NamedStore(url, **paths)
+
+
+def _config_path(value: Any, where: str, base: Path) -> Path:
+    if not isinstance(value, str) or not value or "://" in value or "\0" in value:
+        raise FormatError(f"{where}: {value!r} is not the path of a file")
+    return base / value
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -227,7 +276,7 @@ def _refuse_unknown(table: Mapping[str, Any], known: set[str], where: str) -> No
 
 def _named_store(text: str, name: str, rest: str, config: Config) -> str:
     if name in config.stores and not rest:
-        return config.stores[name]
+        return config.stores[name].url
     if name in config.stores:
         raise UsageError(f"{text}: {name!r} is a named store; remove the text after its colon")
     schemes = ", ".join(sorted(SCHEMES))

@@ -56,8 +56,7 @@ settings.register_profile("quick", settings.get_profile("untimed"), max_examples
 settings.load_profile("untimed")
 
 _FOREIGN_SETTINGS = (
-    "HICACHECTL_CONFIG",
-    "HICACHECTL_API_KEY",
+    "HICACHECTL_",
     "SGLANG_",
     "MOONCAKE_",
     "NO_COLOR",
@@ -111,7 +110,7 @@ def _clean_environment(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     for name in list(os.environ):
-        if name.startswith(_FOREIGN_SETTINGS):
+        if name.startswith(_FOREIGN_SETTINGS) and not name.startswith("HICACHECTL_TEST_"):
             monkeypatch.delenv(name)
     # A folder for each of the thousands of tests that need none would take seconds. Nothing makes
     # this one, but SGLang's processes can.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import click
 
 from hicachectl import __version__
+from hicachectl.cli.command import Group
 from hicachectl.cli.session import Settings
 from hicachectl.text.terminal import MessageFormatter
 
@@ -44,7 +45,7 @@ class ClosedPipeError(Exception):
     """The reader of our output closed the pipe."""
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """A group that imports a command only when called."""
 
     def invoke(self, ctx: click.Context) -> object:

@@ -13,6 +13,18 @@ from typing import Any, TypeVar
 import click
 
 from hicachectl.checks.registry import page_codes, remedies
+from hicachectl.cli.command import (
+    FILTERS,
+    MOONCAKE,
+    OUTPUT,
+    PARTS,
+    PROFILE,
+    RESOURCES,
+    SERVERS,
+    TRANSFORM,
+    in_section,
+)
+from hicachectl.cli.environment import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
 
@@ -159,7 +171,40 @@ class RunPath(click.Path):
         return Path(text)
 
 
+class OutputFile(click.Path):
+    """A file to write; a bare word that is a format is refused."""
+
+    def __init__(self, formats: tuple[str, ...] = FORMATS) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+        self.formats = formats
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
+        """Check the text."""
+        name = os.fspath(value)
+        if name in self.formats:
+            raise UsageError(
+                f"-o {name}: is a format, not a file; use --format {name}, or -o ./{name} for a "
+                "file of that name"
+            )
+        super().convert(value, param, ctx)
+        return Path(name)
+
+
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+_filter = in_section(FILTERS)
+_output = in_section(OUTPUT)
+_transform = in_section(TRANSFORM)
+_parts = in_section(PARTS)
+_resources = in_section(RESOURCES)
+_mooncake = in_section(MOONCAKE)
+_profile = in_section(PROFILE)
+_server = in_section(SERVERS)
 
 store_argument = click.argument("store", metavar="STORE")
 
@@ -175,33 +220,33 @@ def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-output_option = click.option(
-    "-o", "--output", type=FILE, help="Write the result to FILE instead of stdout."
+output_option = _output(
+    "-o", "--output", type=OutputFile(), help="Write the result to FILE instead of stdout."
 )
 findings_options = stack(
-    click.option(
+    _output(
         "--limit",
         type=click.IntRange(1),
         metavar="N",
         help="In a table, show N groups of findings.  [default: 20]",
     ),
-    click.option(
+    _output(
         "--all-findings", is_flag=True, help="In a table, show every finding in a line of its own."
     ),
 )
 
 
-def refuse_without_table(output_format: str, *, limit: int | None, all_findings: bool) -> None:
+def refuse_without_table(ctx: click.Context, output_format: str) -> None:
     """Raise click.UsageError for `findings_options` of another format than table."""
-    name = "--limit" if limit is not None else "--all-findings" if all_findings else None
-    if name is not None and output_format != "table":
-        raise click.UsageError(
-            f"{name}: --format {output_format} has every finding; leave out {name}"
-        )
+    for parameter, name in (("limit", "--limit"), ("all_findings", "--all-findings")):
+        if output_format != "table" and on_command_line(ctx, parameter):
+            raise click.UsageError(
+                f"{name}: --format {output_format} has every finding; leave out {name}"
+            )
 
 
 output_options = stack(
-    click.option(
+    _output(
         "--format",
         "output_format",
         type=click.Choice(FORMATS),
@@ -212,159 +257,162 @@ output_options = stack(
     output_option,
 )
 
-allow_leases_option = click.option(
+allow_leases_option = _mooncake(
     "--allow-leases",
     is_flag=True,
     help="Mooncake: also use queries that grant leases, which delay eviction by some seconds.",
 )
-lease_wait_option = click.option(
+lease_wait_option = _mooncake(
     "--lease-wait",
     type=Duration(),
     help="Mooncake: wait this long for leases to end before a removal fails.  [default: 20s]",
 )
 
 profile_options = stack(
-    click.option(
+    _profile(
         "--profile",
         "profile_file",
         type=FILE,
         help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
     ),
-    click.option(
+    _profile(
         "--model-config",
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Build the profile from a Hugging Face config.json (or its directory) and the "
         "options below.",
     ),
-    click.option(
+    _profile(
         "--server",
         metavar="URL",
         help="Build the profile from the answers of a live SGLang server.",
     ),
-    click.option(
-        "--served-model-name",
-        metavar="NAME",
-        help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
-    ),
-    click.option(
-        "--sglang",
-        metavar="VERSION",
-        help="SGLang release that wrote the store; decides the key grammar.  [default: newest]",
-    ),
-    click.option("--page-size", type=click.IntRange(1), help="Tokens per page."),
-    click.option(
-        "--kv-cache-dtype",
-        metavar="DTYPE",
-        help="SGLang's --kv-cache-dtype.  [default: auto]",
-    ),
-    click.option("--layout", metavar="LAYOUT", help="SGLang's --hicache-mem-layout."),
-    click.option("--tp", type=click.IntRange(1), help="Tensor parallel size (--tp-size)."),
-    click.option("--dp", type=click.IntRange(1), help="Data parallel size (--dp-size)."),
-    click.option(
-        "--enable-dp-attention",
-        is_flag=True,
-        help="SGLang's --enable-dp-attention: attention TP is tp / dp.",
-    ),
-    click.option("--pp", type=click.IntRange(1), help="Pipeline parallel size."),
-    click.option("--pp-partition", metavar="N,N,…", help="Layers of each pipeline stage."),
-    click.option("--cp", type=click.IntRange(1), help="Attention context parallel size."),
-    click.option(
-        "--enable-dsa-cache-layer-split",
-        is_flag=True,
-        help="SGLang's option: context parallel ranks hold different layers.",
-    ),
-    click.option("--dcp", type=click.IntRange(1), help="Decode context parallel size."),
-    click.option(
-        "--tp-lcm-size",
-        type=click.IntRange(1),
-        help="Mooncake with split heads: tp_lcm_size, as given to SGLang.",
-    ),
-    click.option("--tag", metavar="TAG", help="Mooncake: extra_backend_tag, as given to SGLang."),
-    click.option(
-        "--speculative-algorithm",
-        metavar="NAME",
-        help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …",
-    ),
-    click.option(
-        "--speculative-num-steps",
-        type=click.IntRange(1),
-        help="SGLang's option; counts the layers of a draft with one layer for each step.",
-    ),
-    click.option(
-        "--dsa-prefill-backend",
-        metavar="NAME",
-        help="SGLang's option; decides the row format of fp8 DSA models.",
-    ),
-    click.option(
-        "--dsa-decode-backend",
-        metavar="NAME",
-        help="SGLang's option; see --dsa-prefill-backend.",
-    ),
-    click.option(
-        "--indexer-dtype",
-        metavar="NAME",
-        help="Index keys of MiniMax-M3 with fp8 KV, or SGLang's --qsa-indexer-dtype: bfloat16 or "
-        "fp8_e4m3. fp4: SGLang's --enable-deepseek-v4-fp4-indexer.",
-    ),
-    click.option(
-        "--dsv4-attn-backend",
-        metavar="NAME",
-        help="SGLang's option; decides the row format of DeepSeek-V4.",
-    ),
-    click.option(
-        "--dsv4-kv-layout",
-        metavar="NAME",
-        help="SGLANG_DSV4_KV_LAYOUT of the servers: v4, v41 or v41_new.",
-    ),
-    click.option(
-        "--dsv4-compressed-kv-layout",
-        metavar="NAME",
-        help="SGLANG_DSV4_COMPRESSED_KV_LAYOUT of the servers: auto, fp8 or fp4.",
-    ),
-    click.option(
-        "--dsv4-compress-state-dtype",
-        metavar="NAME",
-        help="SGLANG_DSV4_COMPRESS_STATE_DTYPE of the servers: float32 or bfloat16.",
-    ),
-    click.option(
-        "--draft-model-config",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="config.json of the draft model, or its directory.",
-    ),
-    click.option(
+    _profile(
         "--weights",
         metavar="DIR|TEXT",
         help="Name the model's weights in the profile: read them from DIR, or TEXT as printed by "
         "hicachectl profile.  [default: those of --server, if its model path is on this machine]",
     ),
-    click.option(
+    _profile(
         "--draft-weights",
         metavar="DIR|TEXT",
         help="Name the weights of a separate draft model.",
     ),
+    _server(
+        "--served-model-name",
+        metavar="NAME",
+        help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
+    ),
+    _server(
+        "--sglang",
+        metavar="VERSION",
+        help="SGLang release that wrote the store; decides the key grammar.  [default: newest]",
+    ),
+    _server("--page-size", type=click.IntRange(1), metavar="N", help="Tokens per page."),
+    _server(
+        "--kv-cache-dtype",
+        metavar="DTYPE",
+        help="SGLang's --kv-cache-dtype.  [default: auto]",
+    ),
+    _server("--layout", metavar="LAYOUT", help="SGLang's --hicache-mem-layout."),
+    _server("--tp", type=click.IntRange(1), metavar="N", help="Tensor parallel size (--tp-size)."),
+    _server("--dp", type=click.IntRange(1), metavar="N", help="Data parallel size (--dp-size)."),
+    _server(
+        "--enable-dp-attention",
+        is_flag=True,
+        help="SGLang's --enable-dp-attention: attention TP is tp / dp.",
+    ),
+    _server("--pp", type=click.IntRange(1), metavar="N", help="Pipeline parallel size."),
+    _server("--pp-partition", metavar="N,N,…", help="Layers of each pipeline stage."),
+    _server("--cp", type=click.IntRange(1), metavar="N", help="Attention context parallel size."),
+    _server(
+        "--enable-dsa-cache-layer-split",
+        is_flag=True,
+        help="SGLang's option: context parallel ranks hold different layers.",
+    ),
+    _server("--dcp", type=click.IntRange(1), metavar="N", help="Decode context parallel size."),
+    _server(
+        "--tp-lcm-size",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Mooncake with split heads: tp_lcm_size, as given to SGLang.",
+    ),
+    _server("--tag", metavar="TAG", help="Mooncake: extra_backend_tag, as given to SGLang."),
+    _server(
+        "--speculative-algorithm",
+        metavar="NAME",
+        help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …",
+    ),
+    _server(
+        "--speculative-num-steps",
+        type=click.IntRange(1),
+        metavar="N",
+        help="SGLang's option; counts the layers of a draft with one layer for each step.",
+    ),
+    _server(
+        "--dsa-prefill-backend",
+        metavar="NAME",
+        help="SGLang's option; decides the row format of fp8 DSA models.",
+    ),
+    _server(
+        "--dsa-decode-backend",
+        metavar="NAME",
+        help="SGLang's option; see --dsa-prefill-backend.",
+    ),
+    _server(
+        "--indexer-dtype",
+        metavar="NAME",
+        help="Index keys of MiniMax-M3 with fp8 KV, or SGLang's --qsa-indexer-dtype: bfloat16 or "
+        "fp8_e4m3. fp4: SGLang's --enable-deepseek-v4-fp4-indexer.",
+    ),
+    _server(
+        "--dsv4-attn-backend",
+        metavar="NAME",
+        help="SGLang's option; decides the row format of DeepSeek-V4.",
+    ),
+    _server(
+        "--dsv4-kv-layout",
+        metavar="NAME",
+        help="SGLANG_DSV4_KV_LAYOUT of the servers: v4, v41 or v41_new.",
+    ),
+    _server(
+        "--dsv4-compressed-kv-layout",
+        metavar="NAME",
+        help="SGLANG_DSV4_COMPRESSED_KV_LAYOUT of the servers: auto, fp8 or fp4.",
+    ),
+    _server(
+        "--dsv4-compress-state-dtype",
+        metavar="NAME",
+        help="SGLANG_DSV4_COMPRESS_STATE_DTYPE of the servers: float32 or bfloat16.",
+    ),
+    _server(
+        "--draft-model-config",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="config.json of the draft model, or its directory.",
+    ),
 )
 
 transform_options = stack(
-    click.option(
+    _transform(
         "--to-profile", type=FILE, help="Write the pages for the deployment of this profile."
     ),
-    click.option("--to-model", metavar="NAME", help="Served model name to write."),
-    click.option("--to-tag", metavar="TAG", help="Mooncake: extra_backend_tag to write."),
-    click.option("--to-tp", type=click.IntRange(1), help="Attention TP size to write."),
-    click.option("--to-pp", type=click.IntRange(1), help="Pipeline stages to write."),
-    click.option(
+    _transform("--to-model", metavar="NAME", help="Served model name to write."),
+    _transform("--to-tag", metavar="TAG", help="Mooncake: extra_backend_tag to write."),
+    _transform("--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."),
+    _transform("--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."),
+    _transform(
         "--to-pp-partition", metavar="N,N,…", help="Layers of each pipeline stage to write."
     ),
-    click.option(
+    _transform(
         "--to-tp-lcm-size",
         type=click.IntRange(1),
+        metavar="N",
         help="Mooncake with split heads: tp_lcm_size to write.",
     ),
-    click.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
-    click.option("--to-sglang", metavar="VERSION", help="Write the keys of this SGLang release."),
-    click.option(
+    _transform("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
+    _transform("--to-sglang", metavar="VERSION", help="Write the keys of this SGLang release."),
+    _transform(
         "--trailers",
         type=click.Choice(["auto", "write", "drop"]),
         default="auto",
@@ -374,34 +422,34 @@ transform_options = stack(
     ),
 )
 
-lock_option = click.option(
+lock_option = _resources(
     "--lock",
     type=FILE,
-    help="Lock FILE (flock) during the run, or do nothing if another process holds the lock; see "
+    help="Lock FILE (flock) during the run, or do nothing if another process holds the lock. See "
     "LOCKS in hicachectl(1).",
 )
-jobs_option = click.option(
+jobs_option = _resources(
     "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
 )
-buffer_option = click.option(
+buffer_option = _resources(
     "--buffer-bytes",
     type=Size(least=1),
     default="1GiB",
     show_default=True,
     help="Memory to read objects into.",
 )
-bwlimit_option = click.option(
+bwlimit_option = _resources(
     "--bwlimit", type=Size(), help="Read at most this many bytes per second."
 )
 
 parts_options = stack(
-    click.option(
+    _parts(
         "--shard",
         metavar="I/N",
         help="Do part I (from 0) of N of the run in --run; hicachectl merge joins the parts. /N "
         "takes I from Kubernetes (JOB_COMPLETION_INDEX) or Slurm (SLURM_ARRAY_TASK_ID).",
     ),
-    click.option(
+    _parts(
         "--run",
         "run_directory",
         type=RunPath(),
@@ -409,13 +457,13 @@ parts_options = stack(
         help="Directory of a run with --shard or --ray; created if it is missing. All parts of "
         "--shard share it. With --ray, only this host uses it, to continue an interrupted run.",
     ),
-    click.option(
+    _parts(
         "--ray",
         metavar="ADDRESS",
         help="Divide the run among the nodes of a Ray cluster: auto (the cluster of this host), "
         "HOST:PORT, or local (this host).",
     ),
-    click.option(
+    _parts(
         "--workers",
         type=click.IntRange(1, 10_000),
         metavar="N",
@@ -446,10 +494,10 @@ request_options = stack(
 )
 
 filter_options = stack(
-    click.option("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
-    click.option("--pool", metavar="POOL", help="Only pages that have this pool."),
-    click.option("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
-    click.option(
+    _filter("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
+    _filter("--pool", metavar="POOL", help="Only pages that have this pool."),
+    _filter("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
+    _filter(
         "--since",
         type=PointInTime(),
         help="Only pages written since TIME (ISO 8601, or an age such as 2h).",

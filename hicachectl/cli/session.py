@@ -81,7 +81,7 @@ def config_of(ctx: click.Context) -> Config:
     """Read the config file."""
     from hicachectl.backends.urls import load_config
 
-    path = ctx.obj.config
+    path = None if ctx.obj is None else ctx.obj.config
     return load_config(None if path is None else str(path))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,10 +16,12 @@ from hicachectl.backends.base import Store, open_store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.urls import (
     Config,
+    NamedStore,
     Scheme,
     StoreUrl,
     default_file_directory,
     load_config,
+    named_store,
     parse_config,
     parse_url,
     register_scheme,
@@ -27,9 +29,6 @@ from hicachectl.backends.urls import (
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from tests.skips import need_module
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OK = '[stores.prod]\nurl = "/data"\n'
 EXAMPLE = Scheme("nowhere:Nothing", frozenset({"admin", "metadata", "device"}), host=True)
@@ -151,6 +150,19 @@ def test_named_stores_resolve_one_another() -> None:
     assert parse_url("plain:", config).path == "/data"
 
 
+def test_a_named_store_has_the_paths_of_its_own_and_then_of_the_one_that_it_names() -> None:
+    config = parse_config(
+        '[stores.prod]\nurl = "/srv"\nprofile = "prod.toml"\nlock = "/run/l"\n'
+        '[stores.main]\nurl = "prod:"\nlock = "main.lock"\n',
+        directory="/etc/hicache",
+    )
+    assert named_store("main:", config) == NamedStore(
+        "/srv", profile=Path("/etc/hicache/prod.toml"), lock=Path("/etc/hicache/main.lock")
+    )
+    for text in ("none:", "/srv", "main:/sub", "file:///srv", ""):
+        assert named_store(text, config) is None
+
+
 def test_named_stores_that_go_in_circles_are_refused() -> None:
     config = parse_config('[stores.a]\nurl = "b:"\n[stores.b]\nurl = "a:"\n', source="c.toml")
     with pytest.raises(UsageError, match=r"c\.toml.*a -> b -> a"):
@@ -158,23 +170,26 @@ def test_named_stores_that_go_in_circles_are_refused() -> None:
 
 
 def test_nothing_follows_a_named_store() -> None:
-    config = Config({"prod": "/srv"})
+    config = Config({"prod": NamedStore("/srv")})
     with pytest.raises(UsageError, match="remove the text after its colon"):
         parse_url("prod:/sub", config)
 
 
 def test_a_named_directory_must_be_absolute() -> None:
     with pytest.raises(UsageError, match="must be absolute"):
-        parse_url("prod:", Config({"prod": "srv"}))
+        parse_url("prod:", Config({"prod": NamedStore("srv")}))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[store.prod]\nurl = '/a'", "unknown key 'store'; known: stores"),
-        ("[stores.prod]\nurl = '/a'\nuri = '/b'", "stores.prod: unknown key 'uri'; known: url"),
+        ("[stores.prod]\nurl = '/a'\nuri = '/b'", "stores.prod: unknown key 'uri'; known: .*url"),
         ("[stores.prod]\n", "stores.prod: url"),
         ("[stores.prod]\nurl = 3", "stores.prod: url"),
+        ("[stores.prod]\nurl = '/a'\nlock = 3", "stores.prod: lock: 3 is not the path of a file"),
+        ("[stores.prod]\nurl = '/a'\ncatalog = ''", "stores.prod: catalog: '' is not"),
+        ("[stores.prod]\nurl = '/a'\nprofile = 'http://h/p'", "stores.prod: profile: 'http://h/p'"),
         ("stores = 3", "stores: expected"),
         ("stores.prod = 3", "stores.prod: expected"),
         ("[stores.'a/b']\nurl = '/a'", "stores.a/b"),
@@ -198,14 +213,14 @@ def test_the_config_is_looked_for_in_order(tmp_path: Path) -> None:
     written("xdg")
     written("home/.config")
     environ = {"HOME": str(tmp_path / "home")}
-    assert load_config(None, environ).stores == {"here": "/home/.config"}
+    assert load_config(None, environ).stores == {"here": NamedStore("/home/.config")}
     environ["XDG_CONFIG_HOME"] = "relative"
-    assert load_config(None, environ).stores == {"here": "/home/.config"}
+    assert load_config(None, environ).stores == {"here": NamedStore("/home/.config")}
     environ["XDG_CONFIG_HOME"] = str(tmp_path / "xdg")
-    assert load_config(None, environ).stores == {"here": "/xdg"}
+    assert load_config(None, environ).stores == {"here": NamedStore("/xdg")}
     environ["HICACHECTL_CONFIG"] = variable
-    assert load_config(None, environ).stores == {"here": "/variable"}
-    assert load_config(asked, environ).stores == {"here": "/asked"}
+    assert load_config(None, environ).stores == {"here": NamedStore("/variable")}
+    assert load_config(asked, environ).stores == {"here": NamedStore("/asked")}
     assert load_config(asked, environ).source == asked
 
 
@@ -221,7 +236,7 @@ def test_a_config_is_needed_only_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_open_store_opens_what_is_named(tmp_path: Path) -> None:
-    with open_store("here:", config=Config({"here": str(tmp_path)})) as store:
+    with open_store("here:", config=Config({"here": NamedStore(str(tmp_path))})) as store:
         assert isinstance(store, FileStore)
         assert parse_url(store.url).path == str(tmp_path)
     with pytest.raises(StoreUnavailable, match="nothing-here: cannot use the store: No such file"):
@@ -268,7 +283,7 @@ def test_parsing_needs_neither_pyarrow_nor_numpy() -> None:
 def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(OK, encoding="utf-8-sig")
-    assert load_config(str(path)).stores == {"prod": "/data"}
+    assert load_config(str(path)).stores == {"prod": NamedStore("/data")}
 
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "9" * 5000])

@@ -111,10 +111,10 @@ def test_help_and_refusals_name_what_is_registered(invoke: Invoke, store: Path) 
     assert group_names() == OWN_GROUPS
     with registered():
         assert group_names() == (*OWN_GROUPS, "repeats")
-        text = invoke("verify", "--help").stdout
+        text = invoke("verify", "--help-all").stdout
         assert ",digests,repeats" in text
         assert f"  repeats  {REPEATS.summary}" in text
-    assert "repeats" not in invoke("verify", "--help").stdout
+    assert "repeats" not in invoke("verify", "--help-all").stdout
     refused = invoke("verify", store, "--checks", "repeats", exit_code=2).stderr
     assert "'repeats' is not one of names, groups, sizes, values, digests" in refused
     assert "repeated-byte" not in {code.name for code in codes()}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import click
 
+from hicachectl.cli.command import Command
+
 
 @click.command(
     "completion",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl completion bash > ~/.local/share/bash-completion/completions/hicachectl

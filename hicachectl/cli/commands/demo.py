@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.session import remark
 
 
 @click.command(
     "demo",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl demo /tmp/demo-store

@@ -9,6 +9,7 @@ import click
 
 from hicachectl.checks.codes import SEVERITIES, Code
 from hicachectl.checks.registry import codes
+from hicachectl.cli.command import Command
 from hicachectl.cli.options import output_options
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class FindingCode(click.ParamType[Code]):
 
 @click.command(
     "explain",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl explain

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import PROFILE, Command, in_section
 from hicachectl.cli.options import (
     allow_leases_option,
     output_options,
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
 
 _SOURCES = ("prompts", "token_ids", "pages")
 
+_choice = in_section(PROFILE)
+
 
 @click.command(
     "hits",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml
@@ -39,7 +43,7 @@ Examples:
 )
 @store_argument
 @request_options
-@click.option("--model", metavar="NAME", help="Choose one of several models in STORE.")
+@_choice("--model", metavar="NAME", help="Choose one of several models in STORE.")
 @allow_leases_option
 @output_options
 @profile_options

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     NameList,
     PointInTime,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "ls",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl ls /tmp/hicache

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import refuse_inside, write_catalog, write_merged
 from hicachectl.cli.options import (
     FILE,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "merge",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl merge /shared/nightly
@@ -58,7 +60,7 @@ def command(
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import merge_run
 
-    refuse_without_table(output_format, limit=limit, all_findings=all_findings)
+    refuse_without_table(ctx, output_format)
     refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
     with RunDirectory.existing(run) as opened:
         merged = merge_run(opened)

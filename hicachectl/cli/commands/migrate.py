@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -60,6 +61,7 @@ _WHOLE_ONLY = ("lock", "output", "output_format", "resume")
 
 @click.command(
     "migrate",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl migrate /mnt/hicache pack:///backup/monday.hcpack --profile prod.toml

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Group
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE
 from hicachectl.cli.session import bytes_progress, config_of, remark
@@ -26,6 +27,7 @@ _format_option = click.option(
 
 @click.group(
     "pack",
+    cls=Group,
     epilog="""\b
 Examples:
   hicachectl pack info archive.hcpack

@@ -8,8 +8,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
+from hicachectl.cli.environment import is_given, long_name, on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.session import bytes_progress, opened_store, progress, remark
 from hicachectl.formats.errors import StoreUnavailable, UsageError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
 
-_DEFAULTS = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 # Next step for parameters that a part cannot have; for all others, the option of `merge`.
 _INSTEAD = {
     "dry_run": "leave out --shard",
@@ -80,10 +79,16 @@ def is_on_cluster(
 
 
 def _given(ctx: click.Context, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the given parameters of these names, each with its option."""
+    """Yield the given parameters of these names, each with its option.
+
+    Of the environment, only a dry run counts: the others have no effect, and are not refused.
+    """
     for param in ctx.command.params:
-        if param.name in names and ctx.get_parameter_source(param.name) not in _DEFAULTS:
-            yield param.name, max(param.opts, key=len)
+        name = param.name
+        if name in names and (
+            on_command_line(ctx, name) or (name == "dry_run" and is_given(ctx, name))
+        ):
+            yield name, long_name(param)
 
 
 def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:

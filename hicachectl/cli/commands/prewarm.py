@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import MOONCAKE, OUTPUT, Command, in_section
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -20,6 +21,7 @@ from hicachectl.cli.commands.parts import (
 )
 from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
 from hicachectl.cli.consent import locked
+from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
@@ -67,9 +69,13 @@ _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
 _WHOLE_ONLY = ("dry_run", "lock", "metrics_file", "output", "output_format")
 
+_mooncake = in_section(MOONCAKE)
+_output = in_section(OUTPUT)
+
 
 @click.command(
     "prewarm",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl prewarm mooncake: --from pack:///backup/monday.hcpack --trace requests.jsonl \\
@@ -112,13 +118,13 @@ Examples:
     help="Exit with 4 if servers can restore less than this share of the requested tokens, such "
     "as 0.9.",
 )
-@click.option(
+@_mooncake(
     "--pin",
     is_flag=True,
     help="Mooncake: protect the copied pages from eviction by soft pins; pages already in DST are "
     "not pinned.",
 )
-@click.option(
+@_mooncake(
     "--pin-ttl",
     type=Duration(),
     help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
@@ -133,7 +139,7 @@ Examples:
     help="Make this live SGLang server load the prefixes from DST into its memory. Can be "
     "repeated.",
 )
-@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
+@_output("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @transform_options
 @lock_option
 @jobs_option
@@ -141,7 +147,7 @@ Examples:
 @bwlimit_option
 @lease_wait_option
 @parts_options
-@click.option(
+@_output(
     "--format",
     "output_format",
     type=click.Choice(FORMATS),
@@ -257,7 +263,7 @@ def _plan_trace(
     chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)  # refuses --shard and --run
     if not options["dry_run"]:
         raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
-    if output_format != "jsonl":
+    if output_format != "jsonl" and on_command_line(ctx, "output_format"):
         raise click.UsageError(
             f"--format {output_format}: a plan without stores is always jsonl; leave out --format"
         )

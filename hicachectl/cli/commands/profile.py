@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.options import FILE, profile_options
+from hicachectl.cli.command import PROFILE, Command, in_section
+from hicachectl.cli.environment import on_command_line
+from hicachectl.cli.options import OutputFile, profile_options
 from hicachectl.cli.session import opened, progress, remark, store_name
 
 if TYPE_CHECKING:
@@ -17,9 +19,14 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.profile import Profile
 
+_FORMATS = ("toml", "json")
+
+_choice = in_section(PROFILE)
+
 
 @click.command(
     "profile",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
@@ -29,11 +36,11 @@ Examples:
 """,
 )
 @click.argument("store", metavar="[STORE]", required=False)
-@click.option("--model", metavar="NAME", help="Choose one of several models in STORE.")
+@_choice("--model", metavar="NAME", help="Choose one of several models in STORE.")
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(["toml", "json"]),
+    type=click.Choice(_FORMATS),
     default="toml",
     show_default=True,
     help="Format of the profile.",
@@ -43,7 +50,9 @@ Examples:
     is_flag=True,
     help="Print a Python script that prints the profile in SGLang's own environment.",
 )
-@click.option("-o", "--output", type=FILE, help="Write the profile to FILE instead of stdout.")
+@click.option(
+    "-o", "--output", type=OutputFile(_FORMATS), help="Write the profile to FILE instead of stdout."
+)
 @profile_options
 @click.pass_context
 def command(
@@ -77,7 +86,8 @@ def command(
     from hicachectl.profiles.sources import profile_from_options, states_source
 
     if print_probe:
-        if store is not None or model is not None or any(options.values()):
+        given = [name for name in ctx.params if on_command_line(ctx, name)]
+        if set(given) - {"print_probe", "output"}:
             raise click.UsageError("--print-probe takes no STORE and no other option than -o")
         write_text(_probe_script(), output)
         return

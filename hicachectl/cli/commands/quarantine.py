@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Group
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import PointInTime, lock_option, output_options
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 @click.group(
     "quarantine",
+    cls=Group,
     epilog="""\b
 Examples:
   hicachectl quarantine list /tmp/hicache/.hicachectl/quarantine

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "restore",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run

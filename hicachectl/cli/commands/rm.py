@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.consent import locked, require_consent
+from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
@@ -41,6 +43,7 @@ _SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
 
 @click.command(
     "rm",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
@@ -53,9 +56,15 @@ Examples:
 @store_argument
 @click.option("--model", metavar="NAME", help="Pages of this model, as org/name or org-name.")
 @click.option("--tag", metavar="TAG", help="Pages with this Mooncake extra_backend_tag.")
-@click.option("--tp", type=click.IntRange(1), help="Pages of this TP size, as shown by ls.")
-@click.option("--pp", type=click.IntRange(1), help="Pages of this PP size, as shown by ls.")
-@click.option("--cp", type=click.IntRange(1), help="Pages of this CP size, as shown by ls.")
+@click.option(
+    "--tp", type=click.IntRange(1), metavar="N", help="Pages of this TP size, as shown by ls."
+)
+@click.option(
+    "--pp", type=click.IntRange(1), metavar="N", help="Pages of this PP size, as shown by ls."
+)
+@click.option(
+    "--cp", type=click.IntRange(1), metavar="N", help="Pages of this CP size, as shown by ls."
+)
 @click.option(
     "--pages",
     type=FILE,
@@ -123,7 +132,7 @@ def command(
     temporary files that are older than a minute, and objects that a server's clear made misses
     more than a minute ago. With --before, they must also be older than TIME.
     """
-    _refuse_contradictions(options)
+    _refuse_contradictions(ctx, options)
     require_consent(yes=yes, dry_run=dry_run)
     with locked(lock) as is_ours:
         if not is_ours:
@@ -152,12 +161,16 @@ def command(
         ctx.exit(FINDINGS)
 
 
-def _refuse_contradictions(options: dict[str, Any]) -> None:
+def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     given = [name for name in _SELECTORS if options[name] is not None]
     if options["temporaries"]:
         others = [
             *given,
-            *(n for n in ("all_deployments", "token_ids", "profile_file") if options[n]),
+            *(
+                n
+                for n in ("all_deployments", "token_ids", "profile_file")
+                if on_command_line(ctx, n)
+            ),
         ]
         if set(others) - {"before"}:
             name = next(n for n in others if n != "before").removesuffix("_file").replace("_", "-")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     Duration,
     allow_leases_option,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 @click.command(
     "show",
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl show /tmp/hicache 4ebfa8a1f3c3

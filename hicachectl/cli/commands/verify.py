@@ -13,6 +13,7 @@ import click
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
+from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, Command, in_section
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -31,6 +32,7 @@ from hicachectl.cli.commands.verify_repair import (
     repaired,
 )
 from hicachectl.cli.consent import locked
+from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
@@ -58,6 +60,7 @@ from hicachectl.cli.session import (
     store_name,
     whole_url,
 )
+from hicachectl.cli.store_settings import is_of_config
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.text.vocabulary import NEVER
 
@@ -91,7 +94,7 @@ _NOT_NEXT = {
 _WORDS = "hicachectl.words"  # in the context's meta: the arguments of the command
 
 
-class _Command(click.Command):
+class _Command(Command):
     """The verify command; its help lists the registered checks in place of CHECKS."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -106,6 +109,11 @@ class _Command(click.Command):
     @help.setter
     def help(self, text: str | None) -> None:
         self._help = cleandoc(text or "")
+
+
+_records = in_section(RECORDS)
+_output = in_section(OUTPUT)
+_resources = in_section(RESOURCES)
 
 
 @click.command(
@@ -147,21 +155,21 @@ Examples:
     show_default=True,
     help="Ignore page groups younger than this; servers may still be writing them.",
 )
-@click.option("--catalog", type=FILE, help="Compare objects with the digests recorded in FILE.")
-@click.option(
+@_records("--catalog", type=FILE, help="Compare objects with the digests recorded in FILE.")
+@_records(
     "--update-catalog", is_flag=True, help="Record digests in the catalog; create a missing one."
 )
-@click.option(
+@_records(
     "--identity",
     type=NameList(),
     help="Fields whose change since the catalog means that a server rewrote the object, such as "
     "inode,mtime. For an unknown field, the error lists the fields of the store.  [default: all "
     "fields]",
 )
-@click.option(
+@_records(
     "--stamp", is_flag=True, help="Record the profile and the weights version beside the store."
 )
-@click.option(
+@_records(
     "--weights-version",
     metavar="TEXT",
     help="Weights version to record with --stamp, or to compare with the stamp.",
@@ -173,7 +181,7 @@ Examples:
     show_default=True,
     help="Exit with 4 if there are findings at least this severe.",
 )
-@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
+@_output("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @click.option(
     "--device",
     default="cpu",
@@ -181,7 +189,7 @@ Examples:
     metavar="cpu|cuda|auto",
     help="Check and digest objects on this device; cuda:0,cuda:1 share the work.",
 )
-@click.option(
+@_resources(
     "--device-bytes",
     type=Size(),
     default="2GiB",
@@ -190,7 +198,7 @@ Examples:
 )
 @repair_options
 @lock_option
-@click.option(
+@_resources(
     "--jobs",
     type=click.IntRange(1, 256),
     metavar="N",
@@ -245,10 +253,8 @@ def command(
     from hicachectl.verification.report_text import DEFAULT_LIMIT, Shown, report_lines
     from hicachectl.verification.verify import check_store
 
-    _refuse_contradictions(options)
-    refuse_without_table(
-        output_format, limit=options["limit"], all_findings=options["all_findings"]
-    )
+    _refuse_contradictions(ctx, options)
+    refuse_without_table(ctx, output_format)
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
     refuse_early(options)
@@ -404,14 +410,20 @@ def _write_lock_held(
     )
 
 
-def _refuse_contradictions(options: dict[str, Any]) -> None:
+def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.device.devices import parse_devices
 
     parse_devices(options["device"])
     if options["update_catalog"] and not options["catalog"]:
         raise click.UsageError("--update-catalog needs --catalog FILE")
     if options["catalog"] and DIGESTS.name not in options["checks"]:
-        raise click.UsageError("--catalog needs the check digests; add digests to --checks")
+        if on_command_line(ctx, "catalog") or options["update_catalog"]:
+            raise click.UsageError("--catalog needs the check digests; add digests to --checks")
+        options["catalog"] = None
+    path = options["catalog"]
+    if path and is_of_config(ctx, "catalog") and not (options["update_catalog"] or path.exists()):
+        remark(ctx, f"{path}: the catalog does not exist yet; record it with --update-catalog")
+        options["catalog"] = None
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.command import REPAIR, in_section
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.consent import require_consent
 from hicachectl.cli.options import FILE, RepairCode, stack
@@ -22,39 +23,41 @@ if TYPE_CHECKING:
     from hicachectl.verification.part import PartCheck
     from hicachectl.verification.request import VerifyRequest
 
+_repair = in_section(REPAIR)
+
 repair_options = stack(
-    click.option(
+    _repair(
         "--repair",
         type=click.Choice(["none", "quarantine", "delete"]),
         default="none",
         show_default=True,
         help="Move page groups with an error to the quarantine, or delete them.",
     ),
-    click.option(
+    _repair(
         "--repair-code",
         "repair_codes",
         type=RepairCode(),
         multiple=True,
         help="Also repair findings of this code, such as a warning. Can be repeated.",
     ),
-    click.option(
+    _repair(
         "--quarantine",
         metavar="DIR",
         help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store]",
     ),
-    click.option(
+    _repair(
         "--token-ids",
         type=FILE,
         help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
         "removed page in a prompt, because servers can no longer reach them.",
     ),
-    click.option(
+    _repair(
         "--writers-stopped",
         is_flag=True,
         help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
     ),
-    click.option("--yes", is_flag=True, help="Do not ask before a repair."),
-    click.option("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
+    _repair("--yes", is_flag=True, help="Do not ask before a repair."),
+    _repair("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
 )
 
 

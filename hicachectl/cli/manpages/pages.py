@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hicachectl.checks.registry import codes
+from hicachectl.cli.command import OWN, sections
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.command_texts import BACKGROUND, PROFILE_EXAMPLE
 from hicachectl.cli.manpages.mdoc import (
@@ -23,7 +24,9 @@ from hicachectl.cli.manpages.mdoc import (
     text_line,
 )
 from hicachectl.cli.manpages.texts import (
+    CONFIG,
     CONFIG_EXAMPLE,
+    CONFIG_MEMBERS,
     DRAFT_FORMS,
     ENVIRONMENT,
     EXIT_STATUS,
@@ -37,6 +40,7 @@ from hicachectl.cli.manpages.texts import (
     MOONCAKE_SSD,
     NIXL,
     NIXL_PARAMETERS,
+    OPTION_VARIABLES,
     OUTPUT,
     STATES,
     STORES,
@@ -90,13 +94,17 @@ def main_page() -> str:
     lines += [".Pp", "Parameters of the URL:", *tagged_list(NIXL_PARAMETERS)]
     lines += [".Sh TRUST", *paragraphs(TRUST), ".Sh LOCKS", *paragraphs(LOCKS)]
     lines += [".Sh PAGE STATES", *tagged_list(STATES)]
-    lines += [".Sh ENVIRONMENT", *tagged_list(ENVIRONMENT)]
+    lines += [".Sh ENVIRONMENT", *paragraphs(OPTION_VARIABLES)]
+    lines += [".Pp", "Further variables:", *tagged_list(ENVIRONMENT)]
     lines += [
         ".Sh FILES",
         ".Bl -tag -width Ds",
         ".It Pa ~/.config/hicachectl/config.toml",
-        "Named stores:",
+        "Named stores.",
         ".El",
+        ".Pp",
+        *paragraphs(CONFIG),
+        *tagged_list(CONFIG_MEMBERS),
         ".Bd -literal -offset indent",
         *map(literal_line, CONFIG_EXAMPLE),
         ".Ed",
@@ -222,15 +230,17 @@ def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
 
 
 def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
-    yield ".Bl -tag -width Ds"
-    for parameter in command.get_params(ctx):
-        record = parameter.get_help_record(ctx)
-        if record is None or isinstance(parameter, click.Argument):
-            continue  # the synopsis and the description have the arguments
-        names, text = record
-        yield f".It {flag_macros(names)}"
-        yield from sentence_lines(text)
-    yield ".El"
+    """Yield the options by section; the synopsis and the description have the arguments."""
+    for title, options in sections(command.get_params(ctx)).items():
+        if title != OWN:
+            yield f".Ss {title}"
+        yield ".Bl -tag -width Ds"
+        for option in options:
+            record = option.get_help_record(ctx)
+            assert record is not None  # no option is hidden
+            yield f".It {flag_macros(record[0])}"
+            yield from sentence_lines(record[1])
+        yield ".El"
 
 
 def _background(name: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hicachectl.cli.environment import FILTERS, NEVER, OF_REMOVERS
 from hicachectl.formats.models.architectures import ARCHITECTURES
 from hicachectl.formats.profile import NEWEST_SGLANG
 
@@ -200,6 +201,20 @@ MOONCAKE_SSD = (
     "verify does not read them, and says so. Objects that had not been offloaded are not in the "
     "files: a client writes a bucket once it has 500 objects or 256 MB.",
 )
+OPTION_VARIABLES = (
+    "Every option has a variable of its name, for all commands that have the option: "
+    "HICACHECTL_PROFILE stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. An empty "
+    "variable counts as not set. A flag takes 1 or 0; an option that can be repeated takes values "
+    "separated by spaces. The command line beats the environment, which beats the config file. "
+    "HICACHECTL_PROFILE stands for a whole profile: the variables of its other options "
+    "then have no effect.",
+    f"Never read from the environment: {', '.join(NEVER)}. What rm and "
+    "quarantine purge remove is chosen on the command line only: they read just "
+    f"{', '.join(OF_REMOVERS)}, and refuse to run if the variable of another filter "
+    f"({', '.join(FILTERS)}) is set and the command line lacks it. verify does not read "
+    "--token-ids; profile and pack do not read --format.",
+    "A variable that begins with HICACHECTL_ and is not read by any command gets a remark.",
+)
 ENVIRONMENT = (
     ("HICACHECTL_CONFIG", "The config file, if --config is not given."),
     ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
@@ -255,7 +270,32 @@ LOCKS = (
     "Earlier versions of hicachectl took POSIX locks (fcntl), which flock does not see on a local "
     "file system. Do not run both versions at once.",
 )
-CONFIG_EXAMPLE = ("[stores.prod]", 'url = "file:///mnt/hicache"')
+CONFIG = (
+    "A store has a url, and optionally what it is always used with. Relative paths start at the "
+    "directory of the config file. Each holds unless the command line or the environment says "
+    "otherwise:",
+)
+CONFIG_MEMBERS = (
+    ("url", "The store, in one of the forms above, or the NAME: of another store."),
+    (
+        "profile",
+        "As --profile, for all commands with that option. migrate and prewarm take the profile of "
+        "SRC; prewarm without --from that of DST.",
+    ),
+    ("catalog", "As --catalog of verify, if digests are checked."),
+    (
+        "lock",
+        "As --lock, for commands that write to the store: of migrate and prewarm, to DST. Not for "
+        "dry runs, verify without --repair, --stamp and --update-catalog, and parts of a run.",
+    ),
+)
+CONFIG_EXAMPLE = (
+    "[stores.prod]",
+    'url = "file:///mnt/hicache"',
+    'profile = "prod.toml"',
+    'catalog = "prod.parquet"',
+    'lock = "/run/hicachectl-prod.lock"',
+)
 STATES = (
     (
         "whole",

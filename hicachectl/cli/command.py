@@ -1,0 +1,230 @@
+"""Commands and groups of our own on click: help in sections, and options from the environment."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import click
+
+from hicachectl.cli.environment import (
+    give_way,
+    long_name,
+    named_by_variable,
+    read_environment,
+    unused_variables,
+)
+from hicachectl.cli.session import remark
+from hicachectl.cli.store_settings import use_store_settings
+from hicachectl.formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+OWN = "Options"
+FILTERS = "Filters"
+REPAIR = "Repair"
+RECORDS = "Catalogs and stamps"
+OUTPUT = "Output"
+TRANSFORM = "Another deployment"
+PARTS = "Parts of a run"
+RESOURCES = "Resources"
+MOONCAKE = "Mooncake"
+PROFILE = "Profile"
+SERVERS = "Server flags"  # with which --model-config and --server build a profile
+_SCREEN = 40  # lines of --help
+_NAMED = 3  # options of a section that --help only names
+_COLUMN = 24  # characters of an option's names, else its text is on the next line
+_HELP = ("--help", "--help-all")
+
+
+class Option(click.Option):
+    """An option of a section of the help; click's own options belong to the section `OWN`."""
+
+    def __init__(self, *args: Any, section: str, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.section = section
+
+
+class OptionOfSection(Protocol):
+    """`click.option` for the options of a section."""
+
+    def __call__(self, *names: str, **attributes: Any) -> Callable[[F], F]:
+        """Return the decorator of an option."""
+
+
+def in_section(title: str) -> OptionOfSection:
+    """Return `click.option` for the options of a section."""
+
+    def option(*names: str, **attributes: Any) -> Callable[[F], F]:
+        return click.option(*names, cls=Option, section=title, **attributes)
+
+    return option
+
+
+def section_of(parameter: click.Parameter) -> str:
+    """Return the section of an option."""
+    return parameter.section if isinstance(parameter, Option) else OWN
+
+
+def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Option]]:
+    """Return the options that help shows by section: `OWN` first, then as declared."""
+    found: dict[str, list[click.Option]] = {OWN: []}
+    for parameter in parameters:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            found.setdefault(section_of(parameter), []).append(parameter)
+    return found
+
+
+class Command(click.Command):
+    """A command whose --help fits a screen if it can; --help-all shows everything.
+
+    --help has the first paragraph of the description, the options of `OWN` and the examples, then
+    other sections while there is room. The rest are named.
+    """
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help="Show the whole description and all options, and exit.",
+            )
+        )
+        read_environment(self)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; the environment has the options that are not among them."""
+        with named_by_variable(ctx):
+            rest = super().parse_args(ctx, args)
+        give_way(ctx, self._profile_options())
+        return rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; the config file has what is given nowhere else."""
+        for text in unused_variables(ctx):
+            remark(ctx, text)
+        use_store_settings(ctx, self._profile_options())
+        return super().invoke(ctx)
+
+    def _profile_options(self) -> frozenset[str]:
+        """Return the parameters of which each says otherwise than a profile file."""
+        chosen = (o.name for o in self.params if section_of(o) in (PROFILE, SERVERS))
+        return frozenset(name for name in chosen if name) - {"weights", "draft_weights"}
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help that fits a screen."""
+        own, *others = sections(self.get_params(ctx)).items()
+        self.format_usage(ctx, formatter)
+        _write_paragraph(formatter, cleandoc(self.help or "").split("\n\n")[0])
+        described = [option for option in own[1] if long_name(option) not in _HELP]
+        _write_section(ctx, formatter, own[0], described, brief=True)
+        self.format_epilog(ctx, formatter)
+        free = _SCREEN - formatter.getvalue().count("\n") - len(others) - 2
+        named = []
+        for title, options in others:
+            part = click.HelpFormatter(width=formatter.width)
+            _write_section(ctx, part, title, options, brief=True)
+            lines = part.getvalue().count("\n")  # and an empty one, but none among the named
+            if lines <= free:
+                free -= lines
+                formatter.write_paragraph()
+                formatter.write(part.getvalue())
+            else:
+                named.append((title, _names(options)))
+        rest = f"{ctx.command_path} --help-all describes"
+        formatter.write_paragraph()
+        formatter.write_text(f"{rest} {'these, too:' if named else 'more.'}")
+        with formatter.indentation():
+            if named:
+                formatter.write_dl(named)
+
+    def format_whole_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the whole description and all options by section."""
+        own, *others = sections(self.get_params(ctx)).items()
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        _write_section(ctx, formatter, *own)
+        self.format_epilog(ctx, formatter)
+        for title, options in others:
+            _write_section(ctx, formatter, title, options)
+
+
+class Group(click.Group):
+    """A group whose options the environment can have, and which suggests commands."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        read_environment(self)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; the environment has the options that are not among them."""
+        with named_by_variable(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return a command with its arguments. Raises UsageError, which names close commands."""
+        name = args[0]
+        if name.startswith("-") or ctx.resilient_parsing or self.get_command(ctx, name):
+            return super().resolve_command(ctx, args)
+        close = get_close_matches(name, self.list_commands(ctx), n=3, cutoff=0.5)
+        instead = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} -h"
+        raise UsageError(f"No such command {name!r}; {instead}")
+
+
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    formatter = ctx.make_formatter()
+    assert isinstance(ctx.command, Command)  # which alone has the option
+    ctx.command.format_whole_help(ctx, formatter)
+    click.echo(formatter.getvalue().rstrip("\n"), color=ctx.color)
+    ctx.exit()
+
+
+def _write_paragraph(formatter: click.HelpFormatter, text: str) -> None:
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text(text)
+
+
+def _write_section(
+    ctx: click.Context,
+    formatter: click.HelpFormatter,
+    title: str,
+    options: list[click.Option],
+    *,
+    brief: bool = False,
+) -> None:
+    """Write the options of a section; nothing without options. brief: only first sentences."""
+    records = [record for option in options if (record := option.get_help_record(ctx))]
+    if records:
+        with formatter.section(title):
+            if brief:
+                short = [(names, _first_sentence(text)) for names, text in records]
+                formatter.write_dl(short, col_max=_COLUMN)
+            else:
+                formatter.write_dl(records)
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of an option's help, with the defaults and bounds at its end."""
+    match = re.fullmatch(r"(.*?\.)(?:\s+[A-Z].*?)?(\s+\[[^\[\]]*\])?", text)
+    return text if match is None else match[1] + (match[2] or "")
+
+
+def _names(options: list[click.Option]) -> str:
+    names = list(map(long_name, options))
+    return ", ".join([*names[:_NAMED], *(["…"] if len(names) > _NAMED else [])])

@@ -1,0 +1,135 @@
+"""Help: own options and examples on one screen, everything with --help-all; close names."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from hicachectl.cli.command import Command, Group, sections
+from hicachectl.cli.group import COMMANDS, cli
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+_LINES = {"verify": 43, "migrate": 43, "prewarm": 48}  # of commands with many options of their own
+
+
+def every_command() -> Iterator[tuple[list[str], click.Command]]:
+    """Yield the words of each command with the command, subcommands included."""
+    ctx = click.Context(cli)
+    for name in COMMANDS:
+        command = cli.get_command(ctx, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from (([name, part], command.commands[part]) for part in command.commands)
+        else:
+            yield [name], command
+
+
+def command_of(words: list[str]) -> click.Command:
+    """Return the command of some words."""
+    return next(command for own, command in every_command() if own == words)
+
+
+COMMAND_WORDS = [pytest.param(words, id=" ".join(words)) for words, _ in every_command()]
+
+
+def test_all_commands_are_of_our_classes() -> None:
+    for words, command in every_command():
+        assert isinstance(command, Command), words
+    for name in COMMANDS:
+        assert isinstance(cli.get_command(click.Context(cli), name), Command | Group), name
+
+
+@pytest.mark.parametrize("words", COMMAND_WORDS)
+def test_help_fits_a_screen_and_names_the_sections_that_it_leaves_out(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke(*words, "--help").stdout
+    assert len(shown.splitlines()) <= _LINES.get(words[0], 40), shown
+    command = command_of(words)
+    for title, options in sections(command.params).items():
+        first = max(options[0].opts, key=len)
+        if first != "--help-all":  # a command without options of its own
+            assert title in shown
+            assert first in shown, title
+    if command.epilog:
+        assert command.epilog.replace("\b\n", "").splitlines()[1].strip() in shown
+
+
+@pytest.mark.parametrize("words", COMMAND_WORDS)
+def test_help_all_has_every_option_once_and_the_whole_description(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke(*words, "--help-all").stdout
+    command = command_of(words)
+    options = [max(o.opts, key=len) for o in command.params if isinstance(o, click.Option)]
+    described = shown[shown.index("\nOptions:") :]
+    for option in [*options, "--help"]:
+        lines = re.findall(rf"^  (?:-\w, )?{option}\b(?!-)", described, re.MULTILINE)
+        assert len(lines) == 1, option
+    last = " ".join((command.help or "").split("\n\n")[-1].split()[-4:])
+    assert last in " ".join(shown.split())
+
+
+def test_own_options_and_examples_come_before_the_profile_options(invoke: Invoke) -> None:
+    shown = invoke("ls", "--help-all").stdout
+    places = [shown.index(f"\n{title}") for title in ("Options:", "  Examples:", "Profile:")]
+    assert places == sorted(places)
+    assert "--sort-by" in shown[places[0] : places[1]]
+    assert "--kv-cache-dtype" in shown[places[2] :]
+
+
+def test_help_all_needs_no_argument_and_runs_nothing(invoke: Invoke) -> None:
+    assert invoke("rm", "--yes", "--help-all").stdout.startswith("Usage: hicachectl rm ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["verfy", "/x"], "hicachectl: No such command 'verfy'; did you mean verify?"),
+        (["migrat"], "hicachectl: No such command 'migrat'; did you mean migrate?"),
+        (["quarantine", "lst"], "hicachectl: No such command 'lst'; did you mean list?"),
+        (["zzz"], "hicachectl: No such command 'zzz'; see hicachectl -h"),
+        (["pack", "zzz"], "hicachectl: No such command 'zzz'; see hicachectl pack -h"),
+    ],
+)
+def test_a_mistyped_command_names_close_ones_in_one_line(
+    invoke: Invoke, words: list[str], said: str
+) -> None:
+    assert invoke(*words, exit_code=2).stderr == said + "\n"
+
+
+def test_a_mistyped_option_names_close_ones(invoke: Invoke) -> None:
+    stderr = invoke("ls", "/x", "--sort", "size", exit_code=2).stderr
+    assert "--sort-by" in stderr
+
+
+@pytest.mark.parametrize("name", ["json", "jsonl", "csv", "parquet", "table", "arrow"])
+def test_a_format_as_the_output_file_is_refused(invoke: Invoke, name: str) -> None:
+    for words in (["ls", "/x"], ["verify", "/x"], ["rm", "/x"], ["prewarm"]):
+        assert invoke(*words, "-o", name, exit_code=2).stderr == (
+            f"hicachectl: -o {name}: is a format, not a file; use --format {name}, or -o ./{name} "
+            "for a file of that name\n"
+        )
+
+
+def test_a_profile_is_not_written_to_a_file_named_as_its_format(invoke: Invoke) -> None:
+    assert "use --format toml" in invoke("profile", "-o", "toml", exit_code=2).stderr
+
+
+def test_a_file_can_have_the_name_of_a_format(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "store").mkdir()
+    invoke("ls", "store", "--format", "csv", "-o", "./json")
+    assert (tmp_path / "json").read_text().startswith('"page"')

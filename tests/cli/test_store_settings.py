@@ -1,0 +1,162 @@
+"""Profile, catalog and lock of a store in the config file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.test_lock_held import content, held
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+@pytest.fixture
+def config(tmp_path: Path, source: Path, profile: Path) -> Path:
+    """A config with the stores prod (profile, catalog, lock) and new (a lock)."""
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f'[stores.prod]\nurl = "{source}"\nprofile = "{profile.name}"\n'
+        'catalog = "prod.parquet"\nlock = "prod.lock"\n'
+        f'[stores.new]\nurl = "{tmp_path / "new"}"\nlock = "new.lock"\n'
+    )
+    return path
+
+
+def test_the_profile_holds_for_every_command_unless_one_is_given(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    call = ["--config", config]
+    assert invoke(*call, "profile", "prod:").stdout == (
+        invoke("profile", "--profile", tmp_path / "profile.toml").stdout
+    )
+    assert "No --profile" not in invoke(*call, "ls", "prod:").stderr
+    assert invoke(*call, "verify", "prod:", "--format", "json").document["profile"]
+    bad = tmp_path / "bad.toml"
+    bad.write_text("model = 3")
+    assert "bad.toml" in invoke(*call, "ls", "prod:", "--profile", bad, exit_code=2).stderr
+    said = invoke(*call, "ls", "prod:", "--tp", 4, exit_code=2).stderr
+    assert "--tp needs --model-config or --server" in said
+
+
+def test_a_variable_beats_the_config(
+    invoke: Invoke, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HICACHECTL_PROFILE", "/none.toml")
+    assert "/none.toml" in invoke("--config", config, "ls", "prod:", exit_code=2).stderr
+
+
+def test_a_store_named_by_its_directory_has_no_settings(
+    invoke: Invoke, config: Path, source: Path
+) -> None:
+    assert "No --profile" in invoke("--config", config, "ls", source).stderr
+
+
+def test_the_model_that_hits_and_profile_choose_says_otherwise(
+    invoke: Invoke, config: Path, source: Path
+) -> None:
+    (row, *_) = invoke("ls", source, "--format", "jsonl").rows
+    said = invoke("--config", config, "profile", "prod:", "--model", row["model"]).stderr
+    assert "inferred" in said
+
+
+def test_migrate_takes_the_profile_of_the_source_and_the_lock_of_the_destination(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    call = ["--config", config, "migrate", "prod:", "new:", "--format", "json"]
+    with held(tmp_path / "new.lock"):
+        before = content(tmp_path / "source")
+        document = invoke(*call, "--to-tp", 1).document
+        assert (document["stopped_by"], document["complete"]) == ("lock", False)
+        assert not (tmp_path / "new").exists()
+        assert invoke(*call, "--to-tp", 1, "--dry-run").document["stopped_by"] is None
+        other = invoke(*call, "--to-tp", 1, "--lock", tmp_path / "other.lock").document
+        assert other["complete"] is True
+        assert content(tmp_path / "source") == before
+    with held(tmp_path / "prod.lock"):
+        assert invoke(*call, "--to-tp", 1).document["complete"] is True
+    with held(tmp_path / "new.lock"):
+        invoke("--config", config, "migrate", "prod:", "new:", "--shard", "0/1", "--run",
+               tmp_path / "run")  # fmt: skip
+
+
+def test_prewarm_takes_the_profile_of_from_and_the_lock_of_the_destination(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    call = ["--config", config, "prewarm", "new:", "--from", "prod:", "--all"]
+    with held(tmp_path / "new.lock"):
+        assert invoke(*call).document["stopped_by"] == "lock"
+    assert invoke(*call).document["copied_pages"] > 0
+
+
+def test_removals_and_repairs_take_the_lock_but_looking_does_not(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    call = ["--config", config]
+    with held(tmp_path / "prod.lock"):
+        rm = invoke(*call, "rm", "prod:", "--before", "0s", "--yes", "--format", "json").document
+        assert rm["stopped_by"] == "lock"
+        repair = ["--repair", "delete", "--yes", "--format", "json"]
+        assert invoke(*call, "verify", "prod:", *repair).document["stopped_by"] == "lock"
+        assert invoke(*call, "verify", "prod:", "--format", "json").document["complete"] is True
+    assert invoke(*call, "rm", "prod:", "--temporaries", "--yes").stdout  # needs no profile
+
+
+def test_verify_compares_with_the_catalog_once_there_is_one(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    call = ["--config", config, "verify", "prod:"]
+    said = invoke(*call).stderr
+    assert f"{tmp_path / 'prod.parquet'}: the catalog does not exist yet" in said
+    invoke(*call, "--update-catalog")
+    assert (tmp_path / "prod.parquet").exists()
+    assert "does not exist yet" not in invoke(*call).stderr
+    victim = max((tmp_path / "source").glob("*.bin"))
+    data = bytearray(victim.read_bytes())
+    data[:4] = bytes(x ^ 1 for x in data[:4])
+    victim.write_bytes(data)
+    found = invoke(*call, "--checks", "digests", "--identity", "size", "--grace", "0s",
+                   "--format", "json", exit_code=4)  # fmt: skip
+    assert found.document["counts"] == {"digest-mismatch": 1}
+    invoke(*call, "--checks", "names")  # reads no digest, so the catalog has no part in it
+
+
+def test_restore_takes_profile_and_lock_of_the_store(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    quarantine = tmp_path / "quarantine"
+    quarantine.mkdir()
+    call = ["--config", config, "restore", quarantine, "prod:", "--yes", "--format", "json"]
+    with held(tmp_path / "prod.lock"):
+        assert invoke(*call).document["stopped_by"] == "lock"
+    assert invoke(*call).document["complete"] is True
+
+
+def test_a_wrong_member_is_refused_by_name_with_the_file(
+    invoke: Invoke, tmp_path: Path, source: Path
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f'[stores.prod]\nurl = "{source}"\nprofil = "prod.toml"\n')
+    assert f"{path}: stores.prod: unknown key 'profil'; known: catalog, lock, profile, url" in (
+        invoke("--config", path, "ls", "prod:", exit_code=2).stderr
+    )
+    path.write_text(f'[stores.prod]\nurl = "{source}"\nlock = ["a"]\n')
+    assert f"{path}: stores.prod: lock: ['a'] is not the path of a file" in (
+        invoke("--config", path, "ls", "prod:", exit_code=2).stderr
+    )
+    path.write_text(f'[stores.prod]\nurl = "{source}"\nprofile = "gone.toml"\n')
+    assert (
+        str(tmp_path / "gone.toml") in invoke("--config", path, "ls", "prod:", exit_code=2).stderr
+    )
+
+
+def test_next_commands_of_findings_name_the_store_and_not_its_settings(
+    invoke: Invoke, config: Path, tmp_path: Path
+) -> None:
+    next(iter(sorted((tmp_path / "source").glob("*.bin")))).unlink()
+    shown = invoke("--config", config, "verify", "prod:", exit_code=4).stdout
+    assert f"hicachectl --config {config} verify prod:" in shown
+    assert "profile.toml" not in shown
