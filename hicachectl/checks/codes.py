@@ -257,10 +257,26 @@ MIXED_SIZES = Code(
     "(dtype, page size, layers) wrote to the store under the same keys.",
     effect="Servers read the pages of the other setting as their own: wrong values, failed reads "
     "or misses.",
+    advice="The detail has the time at which the size changed: compare it with the last change of "
+    "the servers' flags.",
     remedy="give --profile: the profile shows which of the sizes is wrong; {command} then repairs "
     "the others",
     cost="One computation of each page of the wrong size.",
     command=_REPAIR,
+)
+OTHER_DEPLOYMENT = Code(
+    "other-deployment",
+    "info",
+    meaning="The store has pages of the profile's model with other sizes (tp, pp, cp, dcp) or "
+    "another tag: servers with other settings wrote them.",
+    effect="Keys name the sizes and the tag. Servers of the profile never ask for these keys, so "
+    "the pages give them no hits. Only servers with the other settings use the pages.",
+    advice="If such servers still run, nothing is wrong. If they were replaced, hicachectl migrate "
+    "with the profile of the old servers and --to-tp, --to-pp or --to-profile keeps the hits.",
+    remedy="if no server has these sizes any more, remove the pages with {command}",
+    cost="Nothing for servers of the profile. Servers with the other settings compute the pages "
+    "again.",
+    command=f"hicachectl rm {STORE} --model MODEL --tp SIZE",
 )
 UNREADABLE = Code(
     "unreadable",

@@ -73,6 +73,32 @@ def object_findings(
     )
 
 
+def deployment_findings(
+    code: str,
+    *,
+    groups: list[str],
+    written: list[int | None],
+    pools: list[str | None] | None = None,
+    parts: list[str | None] | None = None,
+    detail: list[str],
+) -> pa.Table:
+    """Return one finding of a code for each deployment: PLACED_SCHEMA.
+
+    groups: labels, as `ls` shows them. written: last writes, in Unix seconds.
+    Raises ValueError as `findings` does.
+    """
+    none = [None] * len(groups)
+    table = findings(
+        code,
+        keys=pa.nulls(len(groups), pa.string()),
+        pools=pa.array(pools or none, pa.string()),
+        parts=pa.array(parts or none, pa.string()),
+        detail=pa.array(detail, pa.string()),
+    )
+    placed = pa.array(groups, pa.string()), pa.array(written, pa.int64())
+    return pa.table([*table.columns, *placed], schema=PLACED_SCHEMA)
+
+
 def reasons(code: str, *, pages: pa.Array, detail: str) -> pa.Table:
     """Return rows that give the reason for removing pages without a finding."""
     return _table(len(pages), code, "info", pages, None, None, None, detail)
@@ -90,16 +116,25 @@ def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
 
 
 def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str = "") -> pa.Table:
-    """Return findings with the names of their checks: NAMED_SCHEMA. pool: only of this pool."""
+    """Return findings with the names of their checks: NAMED_SCHEMA.
+
+    found: tables of SCHEMA or PLACED_SCHEMA, by check. pool: only findings about this pool.
+    """
     tables = [
-        table.append_column("group", pa.nulls(len(table), pa.string()))
-        .append_column("written", pa.nulls(len(table), pa.int64()))
-        .append_column("check", pa.repeat(pa.scalar(name), len(table)))
+        _with_place(table).append_column("check", pa.repeat(pa.scalar(name), len(table)))
         for name, tables in found
         for table in tables
     ]
     table = pa.concat_tables([NAMED_SCHEMA.empty_table(), *tables])
     return table.filter(pc.equal(table.column("pool"), pool)) if pool else table
+
+
+def _with_place(table: pa.Table) -> pa.Table:
+    """Return findings in PLACED_SCHEMA."""
+    for field in PLACED_SCHEMA:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table
 
 
 def combine_named(tables: Iterable[pa.Table]) -> pa.Table:

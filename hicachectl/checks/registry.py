@@ -374,6 +374,14 @@ for _check in (
         function="hicachectl.checks.sizes:check_mixed_sizes",
     ),
     Check(
+        name="other-deployments",
+        group=GROUPS,
+        codes=(known.OTHER_DEPLOYMENT,),
+        needs=frozenset({Need.PROFILE}),
+        scope=Scope.SUMS,
+        function="hicachectl.checks.deployments:check_other_deployments",
+    ),
+    Check(
         name=READING,  # noted in `verify.reading`, for any check that reads
         group=None,
         codes=(known.TRUNCATED, known.OVERSIZED, known.UNREADABLE),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -11,14 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import REFUSED_WHOLE
-from hicachectl.checks.findings import findings, object_findings
+from hicachectl.checks.findings import deployment_findings, object_findings
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
+from hicachectl.text.units import minute, written_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput, CheckSums
-    from hicachectl.pages.deployments import AffixTable, SizeMix
+    from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
     from hicachectl.pages.inventory import IntArray
 
 _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
@@ -50,49 +51,99 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
 
 def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
     """Yield mixed-sizes for each kind of object with several common sizes."""
-    objects = given.tally.objects
-    mixes = [mix for mix in given.table.mixes if objects[list(mix.affix_ids)].any()]
-    yield findings(
+    table, objects = given.table, given.tally.objects
+    mixes = [mix for mix in table.mixes if objects[list(mix.affix_ids)].any()]
+    newest = [max(size.newest_ns or 0 for size in mix.sizes) for mix in mixes]
+    yield deployment_findings(
         "mixed-sizes",
-        keys=pa.nulls(len(mixes), pa.string()),
-        pools=pa.array([mix.coordinate.pool for mix in mixes], pa.string()),
-        parts=pa.array([mix.coordinate.part for mix in mixes], pa.string()),
-        detail=pa.array([_described(mix) for mix in mixes], pa.string()),
+        groups=[_deployment_of(mix, table).label(table.codec) for mix in mixes],
+        written=[ns // 10**9 or None for ns in newest],
+        pools=[mix.coordinate.pool for mix in mixes],
+        parts=[mix.coordinate.part for mix in mixes],
+        detail=[_described(mix, table) for mix in mixes],
     )
 
 
-def _described(mix: SizeMix) -> str:
+def _deployment_of(mix: SizeMix, table: AffixTable) -> Deployment:
+    return table.deployments[table.deployment_ids[mix.affix_ids[0]]]
+
+
+def _described(mix: SizeMix, table: AffixTable) -> str:
     model, shard = mix.coordinate.model, mix.coordinate.shard
     texts = [
-        f"{size.nbytes} bytes on {size.pages} pages ({size.pages / mix.pages:.0%})"
-        + _written(size.oldest_ns, size.newest_ns)
+        f"{size.nbytes} bytes on {size.pages} pages ({size.pages / mix.pages:.0%})" + _written(size)
         for size in mix.sizes
     ]
+    facts = "; ".join([*texts, *filter(None, [_change(mix)]), _likely_reason(mix, table)])
     return (
-        f"model {model!r} {shard.sizes_text()}: {'; '.join(texts)}; {_likely_reason(mix)}; "
+        f"model {model!r} {shard.sizes_text()}: {facts}; "
         "give --profile of the running servers to see which size is right"
     )
 
 
-def _written(oldest_ns: int | None, newest_ns: int | None) -> str:
-    if oldest_ns is None or newest_ns is None:
+def _written(size: SeenSize) -> str:
+    if size.oldest_ns is None or size.newest_ns is None:
         return ""
-    oldest, newest = (
-        datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
-        for ns in (oldest_ns, newest_ns)
+    return f", {written_between(size.oldest_ns, size.newest_ns)}"
+
+
+def _change(mix: SizeMix) -> str:
+    """Return when the size changed, of the two most common ones; "" if the store keeps no times."""
+    one, two = sorted(mix.sizes[:2], key=lambda size: size.oldest_ns or 0)
+    if one.newest_ns is None or two.oldest_ns is None:
+        return ""
+    if one.newest_ns > two.oldest_ns:
+        return "both sizes were written in the same time, so servers with both settings may run"
+    ends = dict.fromkeys((minute(one.newest_ns), minute(two.oldest_ns)))
+    when = " and ".join(ends)
+    return (
+        f"the size changed from {one.nbytes} to {two.nbytes} bytes "
+        f"{'between' if len(ends) > 1 else 'at'} {when} UTC"
     )
-    return f", written {oldest} to {newest} UTC" if oldest != newest else f", written {oldest} UTC"
 
 
-def _likely_reason(mix: SizeMix) -> str:
-    one, two = (size.nbytes for size in mix.sizes[:2])
-    ratio = Fraction(max(one, two), min(one, two))
-    if ratio == 2:
-        return "the ratio 2 suggests different KV cache dtypes or page sizes"
+def _likely_reason(mix: SizeMix, table: AffixTable) -> str:
+    ratio = _ratio(mix)
     if ratio == _SCALED_ROWS:
         return "the ratio suggests MLA rows in bfloat16 and in fp8 with scales"
-    text = f"{float(ratio):.4g}"
-    return f"the ratio {text} suggests different page sizes, layer counts or head counts"
+    others = _ratios_beside(mix, table)
+    if others == {ratio}:
+        seen, settings = ", the same in every pool,", ["page sizes"]
+    else:  # a page of another size would change every pool alike
+        seen = ", not the same in every pool," if others else ""
+        settings = ["KV cache dtypes"] if ratio == 2 else ["layer counts", "head counts"]
+        settings += [] if others else ["page sizes"]
+    shard = mix.coordinate.shard
+    if shard.tp_rank is not None and shard.tp_size is None:  # keys do not tell TP sizes apart
+        settings.append("TP sizes")
+    first = ", ".join(settings[:-1])
+    text = f"{first} or {settings[-1]}" if first else settings[-1]
+    return f"the ratio {float(ratio):.4g}{seen} suggests different {text}"
+
+
+def _ratio(mix: SizeMix) -> Fraction:
+    one, two = (size.nbytes for size in mix.sizes[:2])
+    return Fraction(max(one, two), min(one, two))
+
+
+def _ratios_beside(mix: SizeMix, table: AffixTable) -> set[Fraction]:
+    """Return the ratios of the two sizes of the deployment's other pools; 1 for one size.
+
+    States of Mamba do not count: their size does not depend on the page size.
+    """
+    number = table.deployment_ids[mix.affix_ids[0]]
+    mixed = {affix: other for other in table.mixes for affix in other.affix_ids}
+    return {
+        _ratio(mixed[affix]) if affix in mixed else Fraction(1)
+        for affix, (deployment, spec) in enumerate(
+            zip(table.deployment_ids, table.specs, strict=True)
+        )
+        if deployment == number
+        and spec is not None
+        and spec.pool != mix.coordinate.pool
+        and not pool_name(spec.pool).states
+        and (affix in mixed or spec.nbytes > 0)
+    }
 
 
 def oversized_rule(grammar: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -12,12 +12,18 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.census import Census
+from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
+
+NEVER = 0  # write time of a store without times
+_LATEST = np.iinfo(np.int64).max
+_Time = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,6 +32,9 @@ class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_keys: list[tuple[Count, bytes]]
     pages: Count
     states: list[list[Count]]
+    nbytes: list[Count]
+    oldest_ns: list[_Time]
+    newest_ns: list[_Time]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +44,8 @@ class Tally:
     objects, unsized: [affixes + 1] objects of each affix, and those without a listed size; the last
     entry is for foreign keys. first_keys: the smallest key of each ambiguous affix. pages: distinct
     pages. states: [deployments + 1, 4] groups by state; the last row is for groups of ambiguous
-    keys.
+    keys. nbytes: [deployments + 1] listed bytes. oldest_ns, newest_ns: [deployments + 1] first and
+    last write, Unix nanoseconds; NEVER if not known.
     """
 
     objects: IntArray
@@ -43,6 +53,9 @@ class Tally:
     first_keys: dict[int, bytes]
     pages: int
     states: IntArray
+    nbytes: IntArray
+    oldest_ns: IntArray
+    newest_ns: IntArray
 
     def __add__(self, other: Tally) -> Tally:
         first_keys = dict(self.first_keys)
@@ -54,6 +67,9 @@ class Tally:
             first_keys=first_keys,
             pages=self.pages + other.pages,
             states=self.states + other.states,
+            nbytes=self.nbytes + other.nbytes,
+            oldest_ns=_earlier(self.oldest_ns, other.oldest_ns),
+            newest_ns=np.maximum(self.newest_ns, other.newest_ns),
         )
 
     @classmethod
@@ -61,7 +77,8 @@ class Tally:
         """Return the counts of no objects."""
         of_affixes = np.zeros(len(table.affixes) + 1, dtype=np.int64)
         states = np.zeros((len(table.deployments) + 1, len(STATES)), dtype=np.int64)
-        return cls(of_affixes, of_affixes, {}, 0, states)
+        zeros = np.zeros(len(states), dtype=np.int64)
+        return cls(of_affixes, of_affixes, {}, 0, states, zeros, zeros + NEVER, zeros + NEVER)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the counts for JSON."""
@@ -71,6 +88,9 @@ class Tally:
             first_keys=list(self.first_keys.items()),
             pages=self.pages,
             states=self.states.tolist(),
+            nbytes=self.nbytes.tolist(),
+            oldest_ns=self.oldest_ns.tolist(),
+            newest_ns=self.newest_ns.tolist(),
         )
         mapping: dict[str, Any] = msgspec.to_builtins(form)
         return mapping
@@ -81,8 +101,9 @@ class Tally:
         form = convert(mapping, _TallyForm, source)
         columns = [np.array(column, np.int64) for column in (form.objects, form.unsized)]
         none = cls.nothing(table)
+        sums = [np.array(sums, np.int64) for sums in (form.nbytes, form.oldest_ns, form.newest_ns)]
         if any(len(row) != len(STATES) for row in form.states) or (
-            [*map(len, columns), len(form.states)]
+            [*map(len, columns), *{len(form.states), *map(len, sums)}]
             != [*map(len, (none.objects, none.unsized, none.states))]
         ):
             raise FormatError(f"{source}: has counts of other affixes or deployments")
@@ -93,7 +114,7 @@ class Tally:
         if sorted(first_keys := dict(form.first_keys)) != ambiguous:
             raise FormatError(f"{source}: has the first keys of other affixes")
         states = np.array(form.states, np.int64)
-        return cls(columns[0], columns[1], first_keys, form.pages, states)
+        return cls(columns[0], columns[1], first_keys, form.pages, states, *sums)
 
     @property
     def groups(self) -> int:
@@ -119,7 +140,35 @@ def tally_of(inventory: Inventory, groups: PageGroups) -> Tally:
         first_keys=_first_keys(inventory, objects),
         pages=int(np.count_nonzero(np.bincount(groups.page_ids))),
         states=counts.reshape(deployments, len(STATES)),
+        **_sums(inventory),
     )
+
+
+def _sums(inventory: Inventory) -> dict[str, IntArray]:
+    """Return the bytes and the write times of each deployment, [deployments + 1]."""
+    table = inventory.table
+    of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)
+    census = Census.of(inventory.objects, inventory.affix_ids)
+    which = of_affix[census.affixes]
+    nothing = Tally.nothing(table)
+    nbytes, oldest_ns, newest_ns = (
+        array.copy() for array in (nothing.nbytes, nothing.oldest_ns, nothing.newest_ns)
+    )
+    np.add.at(nbytes, which, np.maximum(census.sizes, 0) * census.objects)
+    oldest, newest = (
+        census.counts.column(name).fill_null(NEVER).to_numpy()
+        for name in ("oldest_ns", "newest_ns")
+    )
+    oldest_ns[:] = _LATEST
+    np.minimum.at(oldest_ns, which, np.where(oldest == NEVER, _LATEST, oldest))
+    oldest_ns[oldest_ns == _LATEST] = NEVER
+    np.maximum.at(newest_ns, which, newest)
+    return {"nbytes": nbytes, "oldest_ns": oldest_ns, "newest_ns": newest_ns}
+
+
+def _earlier(one: IntArray, other: IntArray) -> IntArray:
+    """Return the earlier of two times, of which each can be NEVER."""
+    return np.where(one == NEVER, other, np.where(other == NEVER, one, np.minimum(one, other)))
 
 
 def _by_affix(inventory: Inventory, affix_ids: np.ndarray) -> IntArray:

@@ -13,8 +13,9 @@ from hicachectl.backends.capabilities import Touch
 from hicachectl.move.batches import Action
 from hicachectl.move.destination import survey_destination
 from hicachectl.move.survey import decide
+from hicachectl.pages.naming import profile_document
 from hicachectl.prewarming.outcome import FinishFacts
-from hicachectl.requests.restorable import count_usable, deployment_document, stamp_remarks
+from hicachectl.requests.restorable import count_usable, stamp_remarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +74,7 @@ def finish_facts(
     page_size = request.target.page_size
     usable = np.zeros(0 if request.chains is None else len(request.chains), dtype=np.int64)
     facts = FinishFacts(
-        deployment=deployment_document(request.target),
+        deployment=profile_document(request.target),
         remarks=stamp_remarks(destination, request.target),
     )
 
@@ -92,7 +93,7 @@ def finish_facts(
             held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
             facts.usable_tokens = int(usable.sum()) * page_size
             facts.only_there = int(pc.invert(pc.is_in(held, value_set=names)).true_count)
-            facts.deployment = deployment_document(found.deployment)
+            facts.deployment = profile_document(found.deployment)
             facts.remarks += found.remarks
     except TimeoutError:
         facts.remarks.append(

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
-from hicachectl.requests.restorable import deployment_text
+from hicachectl.pages.naming import deployment_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
@@ -74,7 +74,7 @@ class FinishFacts(msgspec.Struct, kw_only=True):
     """What servers can restore from the destination afterwards.
 
     usable_tokens: of all chains, or of the pages. only_there: requested pages that only the
-    destination has. deployment: for which tokens are counted, as `deployment_document`.
+    destination has. deployment: for which tokens are counted, as `profile_document`.
     """
 
     usable_tokens: Count = 0

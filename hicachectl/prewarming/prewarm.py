@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.temporaries import mark_writes
+from hicachectl.pages.naming import profile_document
 from hicachectl.prewarming.finish import after, finish_facts, touch_pages
 from hicachectl.prewarming.outcome import (
     FinishFacts,
@@ -19,7 +20,7 @@ from hicachectl.prewarming.outcome import (
 )
 from hicachectl.prewarming.slice_copy import SliceCopy
 from hicachectl.prewarming.warming import Warming, plan_prewarm
-from hicachectl.requests.restorable import count_usable, deployment_document, stamp_remarks
+from hicachectl.requests.restorable import count_usable, stamp_remarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +110,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     )
     finish = FinishFacts(
         usable_tokens=int(found.pages.sum()) * page_size,
-        deployment=deployment_document(found.deployment),
+        deployment=profile_document(found.deployment),
         remarks=[*found.remarks, *stamp_remarks(store, request.target)],
     )
     outcome = outcome_of(plan, [], finish, None, store.url, time.monotonic() - started)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.kinds import kind_of
-from hicachectl.formats.objects import AXES
+from hicachectl.pages.naming import deployment_text, profile_document
 from hicachectl.profiles.stamps import stamp_differences
 from hicachectl.requests.hits import hits_of_store
 
@@ -85,30 +85,6 @@ def count_usable(
     return Usable(pages, deployment, hits, tuple(remarks))
 
 
-def deployment_document(profile: Profile) -> dict[str, Any]:
-    """Return the deployment of a profile in JSON types."""
-    return {
-        "model": profile.model,
-        "tag": profile.tag,
-        "tp_size": profile.tp,
-        "pp_size": profile.pp,
-        "cp_size": profile.cp,
-        "dcp_size": profile.dcp,
-        "page_size": profile.page_size,
-        "layout": profile.layout,
-    }
-
-
-def deployment_text(document: Mapping[str, Any]) -> str:
-    """Return the readable form of a `deployment_document`: `org/model tp 8`."""
-    sizes = [
-        f"{axis} {document[f'{axis}_size']}"
-        for axis in AXES
-        if axis == "tp" or document[f"{axis}_size"] > 1
-    ]
-    return " ".join([document["model"], *sizes])
-
-
 def stamp_remarks(store: Store, target: Profile) -> list[str]:
     """Return a remark if a store's stamp names another deployment than the target."""
     try:
@@ -119,7 +95,7 @@ def stamp_remarks(store: Store, target: Profile) -> list[str]:
         return []
     return [
         f"{store.url}: the stamp names another deployment ({'; '.join(found)}), but usable tokens "
-        f"are counted for {deployment_text(deployment_document(target))}; if the store's servers "
+        f"are counted for {deployment_text(profile_document(target))}; if the store's servers "
         "match the stamp, give --to-profile"
     ]
 

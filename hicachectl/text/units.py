@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -34,6 +35,17 @@ def human_age(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length)}{unit}"
     return f"{max(0, int(seconds))}s"
+
+
+def minute(ns: int) -> str:
+    """Return a time, Unix nanoseconds, to the minute: `2023-11-14 22:13`; UTC."""
+    return datetime.fromtimestamp(ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def written_between(oldest_ns: int, newest_ns: int) -> str:
+    """Return when objects were written: `written 2023-11-14 22:13 to 2023-11-15 08:00 UTC`."""
+    ends = dict.fromkeys((minute(oldest_ns), minute(newest_ns)))
+    return f"written {' to '.join(ends)} UTC"
 
 
 def counted(number: int, noun: str) -> str:

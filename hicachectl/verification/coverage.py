@@ -20,6 +20,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.formats.wording import GIVE_PROFILE, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.group_table import UNKNOWN
+from hicachectl.pages.naming import deployment_document, deployment_text, listed
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.text.units import counted
 
@@ -199,8 +200,12 @@ def unjudged(
         yield "ambiguous-groups", f"{counted(ambiguous, 'page group')} with ambiguous keys: {why}"
     profiled = bool(table.deployments) and table.deployments[0].profile is not None
     if profiled and tally.states[1:-1].any():
-        others = sorted({deployment.model for deployment in table.deployments[1:]})
-        why = f"objects of {', '.join(others)} that the profile does not describe: "
+        others = (
+            deployment_text(deployment_document(deployment))
+            for deployment, states in zip(table.deployments[1:], tally.states[1:-1], strict=True)
+            if states.any()
+        )
+        why = f"objects of {listed(others)} that the profile does not describe: "
         yield "other-deployments", why + "they were only compared with each other"
     unlisted = {s.pool for d in table.deployments for s in d.specs if not s.listed}
     if unlisted:

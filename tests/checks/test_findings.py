@@ -36,7 +36,7 @@ SEVERITIES = {
         "page-count-mismatch", "no-replica", "stale-temporary", "snapshot-stale", "ambiguous-key",
         "mixed-sizes", "misplaced-object", "lost-objects",
     },
-    "info": {"foreign-object", "re-recorded", "disk-only"},
+    "info": {"foreign-object", "re-recorded", "disk-only", "other-deployment"},
 }  # fmt: skip
 CHANGED = {
     ("missing-pool", "costs-hits-only"): "warning",  # a draft, or part of a trailing pool

@@ -47,7 +47,9 @@ def test_pages_of_two_sizes_are_one_finding_and_none_is_called_truncated(
     }  # fmt: skip
     assert "16384 bytes on 12 pages (60%), written 2023-11-14 22:13 UTC" in finding["detail"]
     assert "8192 bytes on 8 pages (40%), written 2023-12-14 22:13 UTC" in finding["detail"]
-    assert "different KV cache dtypes" in finding["detail"]
+    assert "the ratio 2 suggests different KV cache dtypes or page sizes" in finding["detail"]
+    changed = "between 2023-11-14 22:13 and 2023-12-14 22:13 UTC"
+    assert f"the size changed from 16384 to 8192 bytes {changed}" in finding["detail"]
     assert "sizes" not in document["skipped_checks"]
     assert verify(invoke, store, "--fail-on", "error")["counts"] == {"mixed-sizes": 1}
     assert "1 mixed-sizes" in invoke("verify", store, exit_code=4).stdout
@@ -90,10 +92,41 @@ def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     by_pool = {f["pool"]: f for f in found}
     assert {f["code"] for f in found} == {"mixed-sizes"}
     assert sorted(f["pool"] for f in found) == ["draft", "kv"]
-    assert "the ratio 3 suggests different page sizes" in by_pool["draft"]["detail"]
+    settings = "not the same in every pool, suggests different layer counts or head counts"
+    assert f"the ratio 3, {settings}" in by_pool["draft"]["detail"]
     draft = verify(invoke, store, "--pool", "draft", exit_code=4)
     assert draft["counts"] == {"mixed-sizes": 1}
     assert verify(invoke, store, "--model", "n")["counts"] == {}
+
+
+def test_a_size_that_changes_alike_in_every_pool_suggests_the_page_size(
+    invoke: Invoke, store: Path
+) -> None:
+    """States do not count: a state belongs to a request, whatever the size of its pages."""
+    put_pages(store, range(12), ".indexer_m_0_2", ".indexer_m_1_2", nbytes=400)
+    put_pages(store, range(12, 20), ".indexer_m_0_2", ".indexer_m_1_2", nbytes=200)
+    put_pages(store, range(20), ".mamba_m_0_2", ".mamba_m_1_2", nbytes=90)
+    found = verify(invoke, store, exit_code=4)["findings"]
+    assert sorted(finding["pool"] for finding in found) == ["indexer", "kv"]
+    for finding in found:
+        reason = "the ratio 2, the same in every pool, suggests different page sizes;"
+        assert reason in finding["detail"]
+
+
+def test_sizes_written_in_the_same_time_are_of_servers_that_run_together(
+    invoke: Invoke, store: Path
+) -> None:
+    put_pages(store, range(12, 14), *RANKS, nbytes=16384, mtime=OLD + 40 * DAY)
+    (finding,) = verify(invoke, store, exit_code=4)["findings"]
+    assert "servers with both settings may run" in finding["detail"]
+    assert "the size changed" not in finding["detail"]
+
+
+def test_the_table_names_the_deployment_of_a_mix_and_its_age(invoke: Invoke, store: Path) -> None:
+    lines = invoke("verify", store, exit_code=4).stdout.splitlines()
+    (row,) = [line for line in lines if line.startswith("warning")]
+    assert row.split()[1:4] == ["mixed-sizes", "m", "tp2"]
+    assert row.split()[-2].endswith("d")
 
 
 def test_pipeline_stages_of_unequal_size_are_no_mix(invoke: Invoke, tmp_path: Path) -> None:

@@ -251,7 +251,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             Without a profile, the objects of one kind are compared with each other. If at least 3
             pages, and at least 5% of the pages, have another size than the rest, all these sizes
             count as correct. One mixed-sizes warning for each kind of object then states their
-            counts, dates and the likely reason: servers with two settings wrote to the store.
+            counts, when the size changed, and the likely reason: servers with two settings wrote
+            to the store.
             Rarer sizes are reported object by object. Only a profile shows which size the servers
             use now. --repair never repairs a mix.
         """,
