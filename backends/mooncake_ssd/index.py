@@ -130,7 +130,7 @@ class Index:
             places = as_table(rows).column("locator").fill_null(-1).to_numpy()
             near = np.clip(places, 0, len(self.keys) - 1)
             same = pc.equal(self.keys.take(pa.array(near)), keys).to_numpy(zero_copy_only=False)
-            found = np.where(same & (near == places), near, -1).astype(np.int64)
+            found = np.where(same, near, -1).astype(np.int64)
         rest = np.flatnonzero(found < 0)
         if len(rest):
             wanted = pc.index_in(keys.take(pa.array(rest)), value_set=self.keys)

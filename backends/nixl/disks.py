@@ -17,6 +17,12 @@ import numpy as np
 
 from hicachectl.backends.disk.durable import make_directories
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.object_files.listing import (
+    LeftOut,
+    SkippedEntries,
+    held_names,
+    names_in,
+)
 from hicachectl.backends.object_files.tree import FOLDER_NAMES, FolderedDirectory, ObjectTree, Place
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.nixl import hashes_of, route, routes
@@ -25,14 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
 
-    import numpy.typing as npt
-
     from hicachectl.backends.disk.directory import Directory
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # The last four digits of a temporary file's name are its directory and folder.
 _TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
 _SAMPLE = 64  # objects; by chance, all lie in one of two directories once in 2**63 stores
+_LOOKED = 1024  # files of a directory
 MAX_DIRECTORIES = 256  # temporary names have two digits for the directory
 
 
@@ -40,6 +45,7 @@ class NixlDisks(ObjectTree):
     """The open directories of a store, in order.
 
     high_watermark: percentage of a disk in use at which servers begin to remove objects.
+    sample: what some files of each directory have shown.
     """
 
     folders = True
@@ -50,10 +56,11 @@ class NixlDisks(ObjectTree):
     )
 
     def __init__(self, disks: Sequence[FolderedDirectory], *, high_watermark: float) -> None:
-        """Take over open directories; `close` closes them."""
+        """Take over open directories; `close` closes them. Raises as `open`."""
         self.path = ",".join(disk.path for disk in disks)
         self.high_watermark = high_watermark
         self._disks = tuple(disks)
+        self.sample = self._sampled()
 
     @classmethod
     def open(
@@ -62,10 +69,11 @@ class NixlDisks(ObjectTree):
         """Open directories; create those that are missing if `made` is given.
 
         made: gets the paths of new directories, innermost first. Raises OSError, and UsageError
-        for a directory that is given twice.
+        for a directory that is given twice, and if directories of the servers are missing.
         """
         _allow_descriptors(len(paths) * len(FOLDER_NAMES))
         with ExitStack() as opened:
+            opened.callback(_remove_empty, [] if made is None else made)
             disks = []
             for path in paths:
                 if made is not None:
@@ -75,8 +83,9 @@ class NixlDisks(ObjectTree):
             facts = [os.fstat(disk.descriptor) for disk in disks]
             if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):
                 raise UsageError(f"nixl://{','.join(paths)}: names a directory twice")
+            tree = cls(disks, high_watermark=high_watermark)
             opened.pop_all()
-        return cls(disks, high_watermark=high_watermark)
+        return tree
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -127,26 +136,55 @@ class NixlDisks(ObjectTree):
             yield from disk.existing_folders(left_alone)
 
     def places(self, left_alone: list[str]) -> Iterator[Place]:
-        """Yield the folders, and the directories, where no file belongs.
-
-        Their `holds` raise UsageError if directories of the servers are missing.
-        """
+        """Yield the folders, and the directories, where no file belongs."""
         for number, disk in enumerate(self._disks):
-            sample = _Sample(disk.path, len(self._disks))
             yield Place(disk.descriptor, disk.path, lambda names: [False] * len(names))
-            for folder, descriptor in disk.existing_folders(left_alone):
-                path = f"{disk.path}/{folder.decode()}"
-                yield Place(descriptor, path, partial(self._holds, number, folder, sample))
+            yield from self._folders(number, left_alone)
 
-    def _holds(self, number: int, folder: bytes, sample: _Sample, names: list[str]) -> list[bool]:
+    def _folders(self, number: int, left_alone: list[str]) -> Iterator[Place]:
+        disk = self._disks[number]
+        for folder, descriptor in disk.existing_folders(left_alone):
+            holds = partial(self._holds, number, folder)
+            yield Place(descriptor, f"{disk.path}/{folder.decode()}", holds)
+
+    def _holds(self, number: int, folder: bytes, names: list[str]) -> list[bool]:
         keys = [os.fsencode(name) for name in names]
-        hashes = hashes_of(keys)
-        disks, folders = routes(hashes, len(self._disks))
+        disks, folders = routes(hashes_of(keys), len(self._disks))
         held = (disks == number) & (folders == int(folder, 16))
-        sample.add(hashes[held])
         for at in np.flatnonzero([key.startswith(OWN_PREFIX) for key in keys]):
             held[at] = self._route(keys[at]) == (number, folder)
         found: list[bool] = held.tolist()
+        return found
+
+    def _sampled(self) -> LeftOut:
+        """Look at some files of each directory; return which lie outside the folders of their keys.
+
+        With n of k * n directories given, all files can lie where n directories would have them,
+        and pages only look incomplete. Raises UsageError if so, OSError.
+        """
+        left_out, given = LeftOut(), len(self._disks)
+        for number, disk in enumerate(self._disks):
+            turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
+            for times in range(2, MAX_DIRECTORIES // given + 1):
+                if len(turns) >= _SAMPLE and len({turn % times for turn in turns}) == 1:
+                    raise UsageError(
+                        f"{disk.path}: has the objects of one of {times * given} directories, but "
+                        f"{given} given; give all directories of its servers, in their order, and "
+                        "an empty one for each that is lost"
+                    )
+        return LeftOut(misplaced=left_out.misplaced, sampled=True)
+
+    def _some_objects(self, number: int, left_out: LeftOut) -> list[int]:
+        """Return the hashes of objects in a directory, at least _SAMPLE if they are soon found."""
+        found: list[int] = []
+        looked = 0
+        for place in self._folders(number, []):
+            for names in names_in(place.descriptor, SkippedEntries()):
+                some = [os.fsencode(name) for name in held_names(names[:_LOOKED], place, left_out)]
+                found += hashes_of(key for key in some if not key.startswith(OWN_PREFIX)).tolist()
+                looked += len(names)
+                if len(found) >= _SAMPLE or looked >= _LOOKED:
+                    return found
         return found
 
     def _route(self, name: bytes) -> tuple[int, bytes]:
@@ -171,34 +209,10 @@ class NixlDisks(ObjectTree):
         return int(free - total * (1 - self.high_watermark / 100))
 
 
-class _Sample:
-    """Objects of one directory, which tell whether some of the store's directories are missing.
-
-    With n of k * n directories given, all files can lie where n directories would have them, and
-    pages only look incomplete.
-    """
-
-    def __init__(self, path: str, directories: int) -> None:
-        self._path = path
-        self._directories = directories
-        self._hashes: list[int] = []
-
-    def add(self, hashes: npt.NDArray[np.uint64]) -> None:
-        """Add objects until there are enough. Raises UsageError if directories are missing."""
-        missing = _SAMPLE - len(self._hashes)
-        if missing <= 0:
-            return
-        self._hashes += hashes[:missing].tolist()
-        if len(self._hashes) < _SAMPLE:
-            return
-        turns = [(number >> 16) // self._directories for number in self._hashes]
-        for times in range(2, MAX_DIRECTORIES // self._directories + 1):
-            if len({turn % times for turn in turns}) == 1:
-                raise UsageError(
-                    f"{self._path}: has the objects of one of {times * self._directories} "
-                    f"directories, but {self._directories} given; give all directories of its "
-                    "servers, in their order, and an empty one for each that is lost"
-                )
+def _remove_empty(directories: Sequence[str]) -> None:
+    with suppress(OSError):
+        for directory in directories:
+            os.rmdir(directory)  # noqa: PTH106 - names that are not UTF-8
 
 
 def _allow_descriptors(more: int) -> None:

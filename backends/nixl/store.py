@@ -47,7 +47,7 @@ class NixlStore(ObjectFiles, Emptied):
             raise StoreUnavailable(
                 failed(url.path, "create the directories", error, next_step)
             ) from error
-        super().__init__(objects, objects.path, str(url))
+        super().__init__(objects, objects.path, str(url), objects.sample)
         self._made = made or []
 
     @property

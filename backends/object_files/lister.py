@@ -31,12 +31,13 @@ class FileLister:
     """Lists the objects of one store, with sizes without trailers, and without stale objects.
 
     Only with the column `cleared_ns`, stale objects are listed. Raises StoreUnavailable.
+    left_out: what is reported before the first scan.
     """
 
-    def __init__(self, objects: ObjectTree, sizes: MarkedSizes) -> None:
+    def __init__(self, objects: ObjectTree, sizes: MarkedSizes, left_out: LeftOut) -> None:
         self._objects = objects
         self._sizes = sizes
-        self._left_out = LeftOut()
+        self._left_out = left_out
 
     def scan(self, columns: Collection[str]) -> Generator[Any, None, None]:
         """Yield batches of all objects as `Store.scan` does."""
@@ -96,8 +97,9 @@ class FileLister:
         misplaced = self._left_out.misplaced
         if not misplaced.count:
             return ()
+        least = "at least " if self._left_out.sampled else ""
         what = (
-            f"ignored {misplaced.count} files outside the folders of their keys, such as "
+            f"ignored {least}{misplaced.count} files outside the folders of their keys, such as "
             f"{misplaced.first}; {self._objects.elsewhere}"
         )
         return (Loss("misplaced-object", self._objects.path, what),)

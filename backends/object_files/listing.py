@@ -50,7 +50,8 @@ class LeftOut:
     """What listings left out. others: links, FIFOs, sockets and devices named like objects.
 
     misplaced: files named like objects, outside the folders of their names. strangers: other files
-    there. cleared: numbers of objects from before a `clear`. folders: messages.
+    there. cleared: numbers of objects from before a `clear`. folders: messages. sampled: this is of
+    some files only.
     """
 
     others: SkippedEntries = field(default_factory=SkippedEntries)
@@ -58,6 +59,7 @@ class LeftOut:
     strangers: SkippedEntries = field(default_factory=SkippedEntries)
     cleared: list[int] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+    sampled: bool = False
 
 
 def scan_places(
@@ -76,7 +78,7 @@ def scan_places(
             links = place.holds is None
             read = batch_reader(place.descriptor, place.path, schema, links=links)
             for found in names_in(place.descriptor, left_out.others):
-                names = _held(found, place, left_out)
+                names = held_names(found, place, left_out)
                 if not names:
                     continue
                 pending.append(pool.submit(_finished, read, names, finish))
@@ -92,7 +94,8 @@ def _finished(read: Callable[[list[str]], Any], names: list[str], finish: Any) -
     return finish(read(names))
 
 
-def _held(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
+def held_names(names: list[str], place: Place, left_out: LeftOut) -> list[str]:
+    """Return the names that belong in a directory; note the others."""
     if place.holds is None:
         return names
     held = place.holds(names)

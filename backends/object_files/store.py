@@ -38,6 +38,7 @@ from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
 from hicachectl.backends.object_files.faults import Faults, unavailable
 from hicachectl.backends.object_files.lister import FileLister
+from hicachectl.backends.object_files.listing import LeftOut
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import FileReader
 from hicachectl.backends.object_files.sizes import MarkedSizes
@@ -73,8 +74,13 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
         lists_temporaries=True,
     )
 
-    def __init__(self, objects: ObjectTree, path: str, url: str) -> None:
-        """Use an open tree, which `close` closes. path: of the store, for messages."""
+    def __init__(
+        self, objects: ObjectTree, path: str, url: str, left_out: LeftOut | None = None
+    ) -> None:
+        """Use an open tree, which `close` closes.
+
+        path: of the store, for messages. left_out: files that `remarks` reports before a listing.
+        """
         self.path = path
         self.url = url
         self.objects = objects
@@ -82,7 +88,7 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
         self._faults = Faults(objects)
         self._sizes = MarkedSizes(objects, self._faults)
         self._checks = TrailerChecks(self._sizes.facts)
-        self._lister = FileLister(objects, self._sizes)
+        self._lister = FileLister(objects, self._sizes, left_out or LeftOut())
         self._reader = FileReader(objects, self._faults, self._sizes, self._checks)
         self._writer = FileWriter(objects, self._faults, self._sizes)
 

@@ -95,7 +95,7 @@ class Migration:
         self.options = replace(request.options, keeps_trailers=self.trailers.keeps)
         # A move needs versions: objects rewritten since the listing must stay.
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
-        self.remarks = [*filter(None, [self.trailers.remark])]
+        self.remarks = [*self.stores.remarks, *filter(None, [self.trailers.remark])]
         self._identity = {
             "source": source.url,
             "destination": destination.url,

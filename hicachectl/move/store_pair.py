@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Archive, Profiled
+from hicachectl.backends.capabilities import Archive, Losing, Profiled
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.formats.wording import inferred_refused
@@ -61,6 +61,12 @@ class StorePair:
         Raises ProfileError if the destination has pages of another one, StoreUnavailable.
         """
         refuse_other_owner(self.destination, self.target, claims=True)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Report objects of the destination that lie where no server looks for them."""
+        destination = self.destination
+        return [str(loss) for loss in destination.losses] if isinstance(destination, Losing) else []
 
     @property
     def unchanged(self) -> bool:

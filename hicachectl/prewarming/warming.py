@@ -102,7 +102,7 @@ def plan_prewarm(
     plan.facts.failed, plan.facts.problems = len(problems), problems[:MOST_PROBLEMS]
     if request.options.pin and not request.dry_run:
         plan.facts.not_pinned = plan.facts.there
-    plan.facts.remarks += filter(None, [trailers.remark])
+    plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark])]
     if request.chains is None and not len(groups):
         plan.facts.remarks.append(explain_selection(source, inventory, EVERYTHING))
     return plan

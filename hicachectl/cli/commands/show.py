@@ -76,6 +76,8 @@ def command(
     ):
         profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
         report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
+        for text in source.remarks:
+            remark(ctx, text)
     if profile is None:
         remark(ctx, f"{collision or 'No --profile'}: {PAGES_COMPARED}")
     write_document(

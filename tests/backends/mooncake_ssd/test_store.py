@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import Status, Store, open_store
+from hicachectl.backends.base import ReadResult, Status, Store, open_store
 from hicachectl.backends.testing import PAGE_HASHES, StoreSuite, listing, read, scanned_rows
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UnsupportedByBackend
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
+from tests.stores import OLD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 KEYS = tuple(f"m_{page}_0_k".encode() for page in PAGE_HASHES)
 SLOT_BYTES = 1 << 16
@@ -243,6 +246,109 @@ def test_a_record_cut_off_by_the_end_of_the_file_is_damage(tmp_path: Path) -> No
     with open_store(url_of(tmp_path)) as store:
         assert listing(store) == {A: 5000, C: 20}
     assert [status for status, _ in read_all(tmp_path).values()] == [Status.OK, Status.ERROR]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An open store that was listed, and the rows of A."""
+
+    store: Store
+    rows: Any
+    path: Path
+
+    def read(self) -> ReadResult:
+        return read(self.store, self.rows, [len(VALUES[A])])[0]
+
+
+@pytest.fixture(params=["bucket", "record"])
+def listed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listed]:
+    path = (
+        put_bucket(tmp_path, 1, {A: VALUES[A]})
+        if request.param == "bucket"
+        else put_offset_files(tmp_path, [Record(TENANT + A, VALUES[A], 0, 1)])
+    )
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        yield Listed(store, scanned_rows(store, [A]), path)
+
+
+def alter(path: Path, at: int, content: bytes) -> None:
+    """Write into a file; its time is then another one."""
+    with path.open("r+b") as file:
+        os.pwrite(file.fileno(), content, at)
+    os.utime(path, (OLD, OLD))
+
+
+def test_a_place_that_was_used_again_since_the_listing_is_gone(listed: Listed) -> None:
+    """A running client took it for another object: no damage."""
+    at = listed.path.read_bytes().index(TENANT + A)
+    alter(listed.path, at, b"another")
+    result = listed.read()
+    assert (result.statuses.tolist(), result.nbytes.tolist()) == ([Status.GONE], [-1])
+    assert result.errors == {}
+
+
+def test_a_wrong_crc_is_damage_in_a_file_that_changed_since_the_listing(tmp_path: Path) -> None:
+    """Proves that a bit that flips while a verification runs is not taken for a new object."""
+    path = put_offset_files(tmp_path, [Record(TENANT + A, VALUES[A], 0, 1)])
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        rows = scanned_rows(store, [A])
+        alter(path, 4096 + 17, b"?")
+        assert read(store, rows, [5000])[0].statuses.tolist() == [Status.DAMAGED]
+
+
+def test_a_read_that_ends_early_names_the_last_byte(
+    listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process truncates the file while it is read."""
+    value = listed.path.read_bytes().index(VALUES[A])
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    monkeypatch.setattr("os.preadv", lambda *_: 0)
+    result = listed.read()
+    assert result.statuses.tolist() == [Status.ERROR]
+    assert result.errors[0].endswith(f"{listed.path.name} ends before byte {value + 5000}")
+    assert len(list(descriptors.iterdir())) == before
+
+
+@pytest.mark.parametrize(("keeps", "left"), [(30, 0), (4999, 4999)])
+def test_a_truncated_object_says_how_much_is_left(listed: Listed, keeps: int, left: int) -> None:
+    value = listed.path.read_bytes().index(VALUES[A])
+    os.truncate(listed.path, keeps if not left else value + left)
+    result = listed.read()
+    assert (result.statuses.tolist(), result.nbytes.tolist()) == ([Status.ERROR], [left])
+    assert result.errors[0].endswith(f"{listed.path.name} ends before byte {value + 5000}")
+
+
+def test_a_bad_sector_fails_one_object_and_a_lost_disk_all(
+    listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("os.preadv", fails)
+    code = errno.EINVAL
+    result = listed.read()
+    assert result.statuses.tolist() == [Status.ERROR]
+    assert f"{listed.path}: cannot read" in result.errors[0]
+    code = errno.ESTALE
+    with pytest.raises(StoreUnavailable, match="check that the file system is mounted"):
+        listed.read()
+
+
+def test_rows_of_an_older_listing_are_found_by_their_keys(tmp_path: Path) -> None:
+    """Their places in the listing are of other objects, or of none, by now."""
+    for number, key in enumerate((A, B, C)):
+        put_bucket(tmp_path, number + 1, {key: VALUES[key]})
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        rows = scanned_rows(store, [A, B, C])
+        (tmp_path / "1.bucket").unlink()
+        assert set(listing(store)) == {B, C}
+        result, values = read(store, rows, [len(VALUES[key]) for key in (A, B, C)])
+        assert result.statuses.tolist() == [Status.GONE, Status.OK, Status.OK]
+        assert values[1:] == [VALUES[B], VALUES[C]]
 
 
 def put_version_1(directory: Path) -> None:

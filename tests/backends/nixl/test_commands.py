@@ -10,7 +10,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import fill
-from tests.backends.nixl.test_store import url_of
+from tests.backends.nixl.test_store import put_many, url_of
 from tests.move.migrations import PAGES, profile_file
 from tests.stores import OLD
 
@@ -87,6 +87,50 @@ def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: 
     assert {path: facts[:2] for path, facts in files.items()} == {
         path: before[path][:2] for path in files
     }
+
+
+def test_every_command_refuses_a_part_of_the_directories(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that commands that look up single keys, or only write, refuse them too."""
+    put_many(tmp_path, "abc")
+    pages, files = tmp_path / "pages", tmp_path / "files"
+    pages.write_text(f'["{"0" * 64}"]\n')
+    part, profile = url_of(tmp_path, "a"), ("--profile", demo.profile)
+    before = demo.traces()
+    for command in (
+        ("ls", part),
+        ("show", part, demo.short.name[:64], *profile),
+        ("verify", part, *profile),
+        ("hits", part, *profile, "--pages", pages),
+        ("rm", part, "--pages", pages, "--yes"),
+        ("migrate", part, files, *profile),
+        ("migrate", demo.url, part, *profile),
+        ("prewarm", part, "--from", demo.url, *profile, "--pages", pages),
+    ):
+        said = invoke(*command, exit_code=2).stderr
+        assert f"{tmp_path}/a: has the objects of one of 3 directories" in said
+    assert demo.traces() == before
+
+
+def test_directories_in_the_wrong_order_are_named_without_a_listing(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    pages = tmp_path / "pages"
+    pages.write_text(f'["{demo.short.name[:64]}"]\n')
+    wrong, profile = url_of(tmp_path, "acb"), ("--profile", demo.profile)
+    source = tmp_path / "source"
+    with open_store(str(source), create=True) as store:
+        fill(store, PAGES)
+    for code, command in (
+        (0, ("show", wrong, demo.short.name[:64], *profile)),
+        (0, ("hits", wrong, *profile, "--pages", pages)),
+        # The object that was cut short is a conflict.
+        (4, ("migrate", source, wrong, *profile, "--grace", "0s", "--dry-run")),
+        (0, ("prewarm", wrong, "--from", source, *profile, "--pages", pages, "--dry-run")),
+    ):
+        said = invoke(*command, exit_code=code).stderr
+        assert "files outside the folders of their keys" in said
 
 
 @pytest.mark.parametrize("axis", ["pp", "cp"])

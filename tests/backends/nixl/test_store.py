@@ -92,22 +92,44 @@ def test_directories_are_part_of_the_address(store: Store, tmp_path: Path) -> No
         assert other.exists(rows_of(KEYS)).sum() == len(found) < len(KEYS)
 
 
+def put_many(folder: Path, made: str, count: int = 600) -> None:
+    """Put small objects into a store's directories."""
+    with open_store(url_of(folder, made), create=True) as store:
+        for at in range(count):
+            path = file_of(store, f"{at:064x}_m_0_1".encode())
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"abc")
+
+
 @pytest.mark.parametrize(("made", "given"), [("abc", "a"), ("abc", "c"), ("abcd", "ac")])
 def test_missing_directories_are_refused_where_no_file_seems_misplaced(
     tmp_path: Path, made: str, given: str
 ) -> None:
-    """Proves that a repair cannot take pages for incomplete that have objects in them."""
-    with open_store(url_of(tmp_path, made), create=True) as store:
-        for at in range(600):
-            key = f"{at:064x}_m_0_1".encode()
-            if str(file_of(store, key).parents[1])[-1] in given:
-                path = file_of(store, key)
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(b"abc")
-        assert len(listing(store)) > 100
-    with open_store(url_of(tmp_path, given)) as other, pytest.raises(UsageError) as refused:
-        listing(other)
+    """Proves that no command takes pages for incomplete that have objects elsewhere."""
+    put_many(tmp_path, made)
+    with pytest.raises(UsageError) as refused:
+        open_store(url_of(tmp_path, given))
     assert f"has the objects of one of {len(made)} directories" in str(refused.value)
+
+
+def test_a_refused_destination_leaves_no_new_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names a directory twice"):
+        open_store(url_of(tmp_path, "nn"), create=True)
+    put_many(tmp_path, "abcd")
+    with pytest.raises(UsageError, match="has the objects of one of 4 directories"):
+        open_store(url_of(tmp_path, "ac"), create=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == list("abcd")
+
+
+def test_directories_in_the_wrong_order_are_remarked_before_a_listing(tmp_path: Path) -> None:
+    put_many(tmp_path, "abc", count=60)
+    with open_store(url_of(tmp_path)) as right, open_store(url_of(tmp_path, "cab")) as wrong:
+        assert right.remarks == ()
+        (remark,) = wrong.remarks
+        assert "ignored at least 60 files outside the folders of their keys" in remark
+        assert "the number and order of the directories decide" in remark
+        list(wrong.scan())
+        assert "ignored 60 files" in wrong.remarks[0]
 
 
 def test_what_is_no_object_is_named_and_left_alone(store: Store, tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""A file is removed only if it is the one that was looked at."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files import removing
+from hicachectl.backends.object_files.removing import remove_seen
+from tests.stores import OLD, page, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+NAME = f"{page(0)}_m.bin"
+TEMPORARY = b".hicachectl-0"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[ObjectDirectory]:
+    with ObjectDirectory.open(str(tmp_path)) as opened:
+        yield opened
+
+
+def removed(directory: ObjectDirectory, seen: os.stat_result, *, used_since: bool = True) -> bool:
+    return remove_seen(directory, NAME.encode(), seen, TEMPORARY, used_since=used_since)
+
+
+def replace(path: Path) -> None:
+    """Put another file of the same size and time in its place."""
+    put(path.parent, "new").rename(path)
+
+
+def lengthen(path: Path) -> None:
+    facts = path.stat()
+    os.truncate(path, facts.st_size + 1)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def write_again(path: Path) -> None:
+    """Write the file itself, as a server does, with as many bytes."""
+    path.write_bytes(path.read_bytes())
+
+
+def link(path: Path) -> None:
+    """Leave a link in its place to the file, which went elsewhere."""
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("change", [replace, lengthen, write_again, link])
+def test_what_changed_since_stays(
+    directory: ObjectDirectory, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    path = put(tmp_path, NAME)
+    seen = path.stat()
+    change(path)
+    before = path.read_bytes(), path.lstat().st_ino
+    assert not removed(directory, seen)
+    assert (path.read_bytes(), path.lstat().st_ino) == before
+    assert not (tmp_path / os.fsdecode(TEMPORARY)).exists()
+
+
+@pytest.mark.parametrize("used_since", [True, False])
+def test_a_file_that_was_read_since_stays_unless_it_is_stale(
+    directory: ObjectDirectory, tmp_path: Path, used_since: bool
+) -> None:
+    path = put(tmp_path, NAME)
+    seen = path.stat()
+    os.utime(path, (OLD + 1, OLD))
+    assert removed(directory, seen, used_since=used_since) == used_since
+    assert path.exists() != used_since
+
+
+def test_an_unchanged_file_goes_once(directory: ObjectDirectory, tmp_path: Path) -> None:
+    seen = put(tmp_path, NAME).stat()
+    assert removed(directory, seen, used_since=False)
+    assert not removed(directory, seen, used_since=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_of_two_replacements_stays(
+    directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer replaces the file, and once more while it is away."""
+    path = put(tmp_path, NAME)
+    seen = path.stat()
+    replace(path)
+    put_back = removing.move_noreplace
+
+    def late(*names: object) -> None:
+        path.write_bytes(b"newest")
+        put_back(*names)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(removing, "move_noreplace", late)
+    assert not removed(directory, seen)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"newest"]
