@@ -37,6 +37,8 @@ SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),
     "nbytes": pa.field("nbytes", pa.int64()),
     "mtime_ns": pa.field("mtime_ns", pa.int64()),
+    # Last read, as far as the store notes reads; never later than it was.
+    "atime_ns": pa.field("atime_ns", pa.int64()),
     # Meaningful only to the store, such as a 3FS page index or a pack entry.
     "locator": pa.field("locator", pa.int64()),
     # Opaque bytes that change whenever the data of the object may have changed.

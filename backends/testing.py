@@ -198,7 +198,7 @@ class StoreSuite(ABC):
     def test_the_traits_say_which_columns_are_known(self, store: Store) -> None:
         self.raw_put(store, self.keys[0], self.value(0))
         row = scanned_rows(store, self.keys[:1]).to_pylist()[0]
-        for name in ("mtime_ns", "version", "locator", "replicas"):
+        for name in ("mtime_ns", "atime_ns", "version", "locator", "replicas"):
             assert (row[name] is not None) == (name in store.traits.columns)
         fields = store.traits.version_fields
         assert len(row["version"] or b"") == 8 * len(fields)

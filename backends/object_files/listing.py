@@ -30,6 +30,8 @@ SCAN_ROWS = 16384
 _OBJECT = re.compile(r"[0-9a-f]{64}_|.*\.bin$", re.DOTALL)  # names of HiCacheNixl, HiCacheFile
 # Arrow's stat releases the GIL: two workers keep up with the thread that reads names.
 SCAN_WORKERS = 2
+_OF_ARROW = {"nbytes", "mtime_ns"}
+_OF_PYTHON = {"atime_ns", "version"}  # Arrow returns no inode and no time of reads
 
 
 @dataclass(slots=True)
@@ -70,8 +72,8 @@ def scan_places(
     left_out: counts skipped entries. finish: changes each batch. Raises OSError.
     """
     pending: deque[Any] = deque()
-    # Versions need Python's stat: a second thread would only compete for the GIL.
-    workers = 1 if "version" in schema.names else SCAN_WORKERS
+    # A second thread that calls Python's stat would only compete for the GIL.
+    workers = 1 if _OF_PYTHON & set(schema.names) else SCAN_WORKERS
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hicachectl-scan")
     try:
         for place in places:
@@ -141,8 +143,8 @@ def batch_reader(
     def only_names(names: list[str]) -> Any:
         return scan_batch(schema, {"key": _key_array(names)}, len(names))
 
-    # Arrow accepts only UTF-8 names and returns no inode.
-    fast = path.isascii() and "version" not in schema.names
+    # Arrow accepts only UTF-8 names.
+    fast = path.isascii() and not _OF_PYTHON & set(schema.names)
 
     def read(names: list[str]) -> Any:
         if fast and "".join(names).isascii():
@@ -152,7 +154,7 @@ def batch_reader(
                     return batch
         return ask_each(zip(repeat(directory), names), schema)
 
-    return read if {"nbytes", "mtime_ns", "version"} & set(schema.names) else only_names
+    return read if (_OF_ARROW | _OF_PYTHON) & set(schema.names) else only_names
 
 
 def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
@@ -179,8 +181,8 @@ def ask_each(files: Iterable[tuple[int, str]], schema: Any) -> Any:
     files: descriptor of the directory, and name. Raises OSError if the file system is unreachable.
     """
     found: list[str] = []
-    facts: list[tuple[int | None, int | None, bytes | None]] = []
-    fact: tuple[int | None, int | None, bytes | None]
+    facts: list[tuple[int | None, int | None, int | None, bytes | None]] = []
+    fact: tuple[int | None, int | None, int | None, bytes | None]
     for directory, name in files:
         try:
             s = os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -189,18 +191,19 @@ def ask_each(files: Iterable[tuple[int, str]], schema: Any) -> Any:
         except OSError as error:
             if error.errno in LOST:
                 raise
-            fact = (None, None, None)
+            fact = (None, None, None, None)
         else:
             if not stat.S_ISREG(s.st_mode):
                 continue
-            fact = s.st_size, s.st_mtime_ns, version_of(s)
+            fact = s.st_size, s.st_mtime_ns, s.st_atime_ns, version_of(s)
         found.append(name)
         facts.append(fact)
-    sizes, times, versions = zip(*facts, strict=True) if facts else ((), (), ())
+    sizes, times, reads, versions = zip(*facts, strict=True) if facts else ((), (), (), ())
     columns = {
         "key": _key_array(found),
         "nbytes": pa.array(sizes, pa.int64()),
         "mtime_ns": pa.array(times, pa.int64()),
+        "atime_ns": pa.array(reads, pa.int64()),
         "version": pa.array(versions, pa.binary()),
     }
     return scan_batch(schema, columns, len(found))

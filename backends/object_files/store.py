@@ -67,7 +67,7 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
         forkable=True,  # reading needs only descriptors
     )
     traits: ClassVar[Traits] = Traits(
-        columns=frozenset({"nbytes", "mtime_ns", "version"}),
+        columns=frozenset({"nbytes", "mtime_ns", "atime_ns", "version"}),
         version_fields=("inode", "mtime", "ctime", "size"),
         writes=True,
         deletes=True,

@@ -183,6 +183,13 @@ class PageGroups:
             return np.zeros(len(self), dtype=np.int64)
         return self._reduce(np.maximum, "mtime_ns")
 
+    @cached_property
+    def used_ns(self) -> IntArray:
+        """Last known use of each group, a write or a read, Unix nanoseconds; 0 without times."""
+        if "atime_ns" not in self._inventory.objects.column_names:
+            return self.newest_ns
+        return np.maximum(self.newest_ns, self._reduce(np.maximum, "atime_ns"))
+
     @property
     def has_times(self) -> bool:
         """Whether the store keeps write times."""

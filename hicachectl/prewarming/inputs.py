@@ -107,10 +107,15 @@ def _read_chains(profile: Profile, options: Mapping[str, Any]) -> WarmingInputs:
     return wanted_of_trace(options["trace"], profile)
 
 
-def wanted_of_trace(path: Path, profile: Profile) -> WarmingInputs:
+def wanted_of_trace(
+    path: Path,
+    profile: Profile,
+    *,
+    instead: str = "record token ids, or give --dry-run without DST and --from",
+) -> WarmingInputs:
     """Read the chains of a trace. Raises UsageError and FormatError.
 
-    profile: must not be inferred.
+    profile: must not be inferred. instead: the remedy for a trace of block ids.
     """
     from hicachectl.prewarming.ranking import Ranker, chains_of_trace
     from hicachectl.prewarming.trace import read_trace
@@ -118,10 +123,7 @@ def wanted_of_trace(path: Path, profile: Profile) -> WarmingInputs:
 
     trace = read_trace(path, profile)
     if not trace.forest.hashed:
-        raise UsageError(
-            f"{path}: has block ids, which do not give the keys to copy; record token "
-            "ids, or give --dry-run without DST and --from"
-        )
+        raise UsageError(f"{path}: has block ids, which do not give the keys of pages; {instead}")
     ranker = Ranker(trace.times, trace.output_tokens)
     return WarmingInputs(chains_of_trace(trace, Hashing.of(profile)), ranker, starts=trace.starts)
 

@@ -80,6 +80,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Pat
         "complete",
         "stopped_by",
         "dry_run",
+        "free",
         "failures",
         "groups",
     ]

@@ -170,7 +170,7 @@ def test_a_trace_of_tokens_warms_and_one_of_block_ids_is_refused(
     assert warmed(invoke, *stores, "--trace", trace)["usable_tokens"] == PAGES * SIZE
     blocks.write_text(json.dumps({"timestamp": 1, "hash_ids": [1, 2, 3]}) + "\n")
     refused = invoke("prewarm", *stores, "--trace", blocks, exit_code=2)
-    assert "blocks.jsonl: has block ids, which do not give the keys to copy" in refused.stderr
+    assert "blocks.jsonl: has block ids, which do not give the keys of pages" in refused.stderr
     plan = tmp_path / "plan.jsonl"
     said = invoke("prewarm", "--trace", blocks, "--dry-run", "-o", plan).stderr
     assert "the plan cannot be executed" in said

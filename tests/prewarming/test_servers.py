@@ -245,7 +245,7 @@ def test_a_trace_of_block_ids_has_nothing_that_servers_could_be_asked(
     with serving(server) as place:
         refused = invoke("prewarm", source, *profile, "--trace", trace, "--through-server",
                          f"http://{place}", exit_code=2)  # fmt: skip
-    assert "has block ids, which do not give the keys to copy" in refused.stderr
+    assert "has block ids, which do not give the keys of pages" in refused.stderr
     assert not server.asked
 
 

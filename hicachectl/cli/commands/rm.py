@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -16,12 +16,14 @@ from hicachectl.cli.options import (
     FILE,
     NameList,
     PointInTime,
+    Size,
     lease_wait_option,
     lock_option,
     output_options,
     store_argument,
 )
 from hicachectl.cli.session import opened, progress, remark, store_name
+from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK, STATES
 
@@ -30,15 +32,34 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
     from hicachectl.move.planning import Criteria, RepairPlan
     from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.prewarming.freeing import Freeing, Worth
 
-    # The question before a removal (None: nothing to remove), and the removal, given dry_run.
-    Removal = tuple[str | None, Callable[[bool], GroupReport]]
+
+class _Removal(NamedTuple):
+    """A planned removal.
+
+    question: before it; None: nothing to remove. remove: takes dry_run. freeing: with --free.
+    """
+
+    question: str | None
+    remove: Callable[[bool], GroupReport]
+    freeing: Freeing | None = None
+
+
+class _Planned(NamedTuple):
+    inventory: Inventory
+    groups: PageGroups
+    plan: RepairPlan
+    freeing: Freeing | None
+
 
 _SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
+_OF_PAGES = ("free", "trace", "keep_plan", "all_deployments", "token_ids", "profile_file")
 
 
 @click.command(
@@ -49,6 +70,7 @@ Examples:
   hicachectl rm /tmp/hicache --model Qwen/Qwen3-32B --dry-run
   hicachectl rm prod: --before 7d --yes --lock /run/hicachectl.lock
   hicachectl rm prod: --state orphan
+  hicachectl rm prod: --free 200GiB --trace day.jsonl --profile prod.toml --dry-run
   hicachectl rm prod: --temporaries --before 1d
   hicachectl rm prod: --pages bad-pages.txt --profile prod.toml --token-ids prompts.jsonl
 """,
@@ -82,6 +104,25 @@ Examples:
     help="Pages last written before TIME (ISO 8601, or an age such as 7d).",
 )
 @click.option("--state", type=NameList(STATES), help="Pages in these states.")
+@click.option(
+    "--free",
+    type=Size(1),
+    metavar="SIZE",
+    help="Of the pages that match, remove the least useful until SIZE (200GiB) is free: without "
+    "--trace or --keep-plan, the longest unused.",
+)
+@click.option(
+    "--trace",
+    type=FILE,
+    help="With --free: remove pages that the requests of FILE do not use, then those of least "
+    "value to them. Needs --profile. hicachectl-prewarm(1) describes traces.",
+)
+@click.option(
+    "--keep-plan",
+    type=FILE,
+    help="With --free: remove pages that a plan of hicachectl prewarm --dry-run does not name, "
+    "then its last.",
+)
 @click.option(
     "--temporaries",
     is_flag=True,
@@ -119,10 +160,13 @@ def command(
 ) -> None:
     """Remove pages from a store for good.
 
-    Give at least one filter: --model, --tag, --tp, --pp, --cp, --pages, --before or --state. Pages
-    that match all filters are removed with all their objects, the kv objects first, so servers
-    never see half a page. Objects that a server rewrites during the run stay. The exit status is 4
-    if something could not be removed.
+    Give at least one filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or
+    --free. Pages that match all filters are removed with all their objects, the kv objects first,
+    so servers never see half a page. Objects that a server rewrites during the run stay. The exit
+    status is 4 if something could not be removed, or if --free did not reach its size.
+
+    --free removes pages, the least useful first, until their objects have SIZE. With --trace or
+    --keep-plan, tails leave before the prefixes they hang on. --dry-run shows what is lost.
 
     One page can have objects of several deployments. A row of ls in --pages removes the group of
     one deployment. A bare hash that several deployments have is refused, unless --all-deployments
@@ -143,53 +187,67 @@ def command(
             earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
             earlier.begin()
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
-            question, remove = plan(ctx, source, options)
+            removal = plan(ctx, source, options)
             started = time.monotonic()
-            if not earlier.agreed(question):
+            if not earlier.agreed(removal.question):
                 remark(ctx, "Nothing was removed")
                 return
-            outcome = remove(dry_run)
+            outcome = removal.remove(dry_run)
         _write(
-            _document(source.url, outcome, time.monotonic() - started, dry_run),
+            _document(source.url, outcome, time.monotonic() - started, dry_run, removal.freeing),
             outcome,
             output_format=output_format,
             output=output,
         )
     if dry_run:
         remark(ctx, "Dry run: nothing was removed")
-    if outcome.failures or outcome.remaining:
+    short = removal.freeing is not None and removal.freeing.lacking > 0
+    if outcome.failures or outcome.remaining or short:
         ctx.exit(FINDINGS)
 
 
 def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     given = [name for name in _SELECTORS if options[name] is not None]
     if options["temporaries"]:
-        others = [
-            *given,
-            *(
-                n
-                for n in ("all_deployments", "token_ids", "profile_file")
-                if on_command_line(ctx, n)
-            ),
-        ]
-        if set(others) - {"before"}:
-            name = next(n for n in others if n != "before").removesuffix("_file").replace("_", "-")
+        others = [*given, *(name for name in _OF_PAGES if on_command_line(ctx, name))]
+        others = [name for name in others if name != "before"]
+        if others:
+            name = others[0].removesuffix("_file").replace("_", "-")
             raise click.UsageError(
                 f"--temporaries removes files that belong to no page; leave out --{name}"
             )
         return
-    if not given:
+    if not given and options["free"] is None:
         raise click.UsageError(
-            "Give a filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or "
-            "--temporaries. To wipe the whole store, use SGLang's clear_hicache_storage_backend."
+            "Give a filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state, --free "
+            "or --temporaries. To wipe the whole store, use SGLang's "
+            "clear_hicache_storage_backend."
         )
+    _refuse_about_free(options)
     if options["all_deployments"] and options["pages"] is None:
         raise click.UsageError("--all-deployments needs --pages")
     if options["token_ids"] and not options["profile_file"]:
         raise click.UsageError("--token-ids needs --profile, which states the page size")
 
 
-def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
+def _refuse_about_free(options: dict[str, Any]) -> None:
+    values = [name for name in ("trace", "keep_plan") if options[name]]
+    if options["free"] is None:
+        if values:
+            raise click.UsageError(f"--{values[0].replace('_', '-')} needs --free SIZE")
+        return
+    if len(values) > 1:
+        raise click.UsageError("--trace cannot be combined with --keep-plan; leave out one of them")
+    if options["token_ids"]:
+        raise click.UsageError(
+            "--free chooses as few pages as have its size; leave out --token-ids, or give the "
+            "requests by --trace"
+        )
+    if options["trace"] and not options["profile_file"]:
+        raise click.UsageError("--trace needs --profile, which states the page size")
+
+
+def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
     from hicachectl.move.reports import total
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
     from hicachectl.text.units import counted, human_size
@@ -211,13 +269,13 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     what = {"temporary file": len(stale) - cleared, "cleared object": cleared}
     named = " and ".join(counted(count, noun) for noun, count in what.items() if count)
     question = f"remove {named} ({nbytes}) from {store.url}"
-    return question if len(stale) else None, remove
+    return _Removal(question if len(stale) else None, remove)
 
 
-def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> Removal:
+def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
     from hicachectl.move.withdrawal import remove_groups
 
-    inventory, groups, plan = _plan(ctx, store, options)
+    inventory, groups, plan, freeing = _plan(ctx, store, options)
 
     def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " pages") as advance:
@@ -231,12 +289,11 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> Re
                 on_progress=advance,
             )
 
-    return _question(store, groups, plan) if len(plan.groups) else None, remove
+    question = _question(store, groups, plan) if len(plan.groups) else None
+    return _Removal(question, remove, freeing)
 
 
-def _plan(
-    ctx: click.Context, store: Store, options: dict[str, Any]
-) -> tuple[Inventory, PageGroups, RepairPlan]:
+def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned:
     from hicachectl.move.planning import plan_removal, with_descendants
     from hicachectl.pages.ambiguity import ambiguity_remark
     from hicachectl.pages.group_table import UNKNOWN
@@ -244,6 +301,7 @@ def _plan(
     from hicachectl.pages.inventory import take_inventory
     from hicachectl.pages.tally import object_counts
     from hicachectl.pages.unmatched import explain_nothing
+    from hicachectl.prewarming.freeing import choose_groups
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.chains import Hashing, hex_chains
     from hicachectl.requests.files import read_token_ids
@@ -252,17 +310,29 @@ def _plan(
 
     criteria = _criteria(store, options)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
-    columns = ("version",) if "version" in store.traits.columns else ()
+    worth = _worth(options, profile)
+    wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
+    columns = tuple(wanted & store.traits.columns)
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
     for text in store.remarks:
         remark(ctx, text)
     groups = PageGroups(inventory)
-    plan = plan_removal(groups, criteria.chosen(groups, store.url), _why(options))
+    chosen = criteria.chosen(groups, store.url)
+    freeing = None
+    if options["free"] is not None:
+        freeing = choose_groups(
+            store, inventory, groups, chosen, options["free"], worth=worth, profile=profile
+        )
+        _refuse_to_empty(store, groups, freeing, options)
+        for text in freeing.remarks:
+            remark(ctx, text)
+        chosen = freeing.groups
+    plan = plan_removal(groups, chosen, _why(options))
     ambiguous = int((groups.states == UNKNOWN).sum())
-    chosen = int((groups.states[plan.groups] == UNKNOWN).sum())
-    if chosen or (ambiguous and criteria.filters):
-        verb, count = ("selected for removal", chosen) if chosen else ("left alone", ambiguous)
+    unclear = int((groups.states[plan.groups] == UNKNOWN).sum())
+    if unclear or (ambiguous and criteria.filters):
+        verb, count = ("selected for removal", unclear) if unclear else ("left alone", ambiguous)
         text = ambiguity_remark(inventory.table, object_counts(inventory))
         remark(ctx, f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}")
     if criteria.pages is not None:
@@ -275,7 +345,31 @@ def _plan(
     if options["token_ids"] and profile is not None:
         chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
         plan = with_descendants(plan, groups, chains)
-    return inventory, groups, plan
+    return _Planned(inventory, groups, plan, freeing)
+
+
+def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
+    """Read the value of pages that --trace or --keep-plan gives."""
+    from hicachectl.prewarming.freeing import worth_of_plan, worth_of_trace
+
+    if options["trace"]:
+        assert profile is not None  # checked with the options
+        return worth_of_trace(options["trace"], profile)
+    return worth_of_plan(options["keep_plan"]) if options["keep_plan"] else None
+
+
+def _refuse_to_empty(
+    store: Store, groups: PageGroups, freeing: Freeing, options: dict[str, Any]
+) -> None:
+    """Raise if --free without a filter would remove every page."""
+    from hicachectl.text.units import human_size
+
+    filtered = any(options[name] is not None for name in _SELECTORS)
+    if not filtered and len(groups) and len(freeing.groups) == len(groups):
+        raise UsageError(
+            f"--free: {store.url} has only {human_size(freeing.facts['bytes'])} in pages, so "
+            f"{human_size(options['free'])} would empty it; give a smaller SIZE, or a filter too"
+        )
 
 
 def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
@@ -332,7 +426,7 @@ def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
 
 
 def _why(options: dict[str, Any]) -> str:
-    given = (f"--{name}" for name in _SELECTORS if options[name] is not None)
+    given = (f"--{name}" for name in (*_SELECTORS, "free") if options[name] is not None)
     return f"rm {' '.join(given)}"
 
 
@@ -352,7 +446,13 @@ def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path
     _write(document, outcome, output_format=output_format, output=output)
 
 
-def _document(store: str, outcome: GroupReport, seconds: float, dry_run: bool) -> dict[str, Any]:
+def _document(
+    store: str,
+    outcome: GroupReport,
+    seconds: float,
+    dry_run: bool,
+    freeing: Freeing | None = None,
+) -> dict[str, Any]:
     return {
         "store": store,
         "pages": outcome.groups,
@@ -366,6 +466,7 @@ def _document(store: str, outcome: GroupReport, seconds: float, dry_run: bool) -
         "complete": True,
         "stopped_by": None,
         "dry_run": dry_run,
+        "free": None if freeing is None else freeing.facts,
         "failures": [{"key": key, "detail": detail} for key, detail in outcome.failures],
         "groups": None,
     }
@@ -405,4 +506,8 @@ def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iter
     )
     would = "would be " if document["dry_run"] else ""
     stopped = f"; stopped: {document['stopped_by']}" if document["stopped_by"] else ""
+    if document["free"] is not None:
+        from hicachectl.prewarming.freeing import freeing_lines
+
+        yield from freeing_lines(document["free"], time.time())
     yield f"{count}, {human_size(document['bytes'])} {would}removed{remaining}{stopped}"

@@ -98,7 +98,39 @@ _CLUSTER = """
 BACKGROUND: dict[str, dict[str, str]] = {
     "merge": {"PARTS": _PARTS},
     "ls": {"GROUPS": _GROUPS},
-    "rm": {"GROUPS": _GROUPS, "INTERRUPTED RUNS": _UNFINISHED},
+    "rm": {
+        "FREE SPACE": """
+            --free counts the bytes of objects. Copies of an object on several Mooncake segments
+            free as much each. A file with further hard links frees its space with the last link.
+            3FS hands freed pages out again; its files keep their size. Groups with an object of
+            unknown size stay.
+
+            Without --trace or --keep-plan, the pages whose last use is oldest are removed first.
+            The last use is the later of write and read, as far as the file system notes reads:
+            HiCacheFile does not mark them, the SGLang plug-in of hicachectl does. The prefix that a
+            page hangs on is unknown then. Servers use the pages of a request within seconds, so at
+            most the requests at the limit keep a tail without its prefix. A prefix that many
+            requests share is old on a file system that notes no reads, so prefer --trace there.
+            Mooncake and 3FS keep no times, and need --trace or --keep-plan.
+
+            With --trace, the value of a page is that of hicachectl-prewarm(1): the chance that a
+            request uses the page again. A page is worth at least as much as the pages after it, so
+            tails are removed before their prefixes. Pages that no request of the trace uses are
+            removed before all others, the longest unused first. Only pages of the profile's
+            deployment are removed. A trace should cover the requests of at least a day.
+
+            With --keep-plan, the pages outside the plan are removed first, then the plan's, from
+            its last page to its first.
+
+            The member free of the JSON document has what is lost and kept: the pages that the trace
+            or plan names and those of them that are removed, and, with a trace, how many tokens
+            servers can restore before and after.
+
+            --free without another filter never removes every page of a store.
+        """,
+        "GROUPS": _GROUPS,
+        "INTERRUPTED RUNS": _UNFINISHED,
+    },
     "restore": {
         "INTERRUPTED RUNS": """
             To complete an interrupted restore, run the same command again. If a removal by verify

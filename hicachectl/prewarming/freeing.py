@@ -1,0 +1,264 @@
+"""Choose the page groups to remove from a store to make room: the least useful first.
+
+A trace or a plan gives the value of pages, as for `prewarm`: no page ranks before its prefix, so
+tails are removed first. Pages that it lacks are removed before, the longest unused first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.formats.restorable import leading_runs
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.groups import UNKNOWN_BYTES
+from hicachectl.prewarming.inputs import wanted_of_trace
+from hicachectl.prewarming.plan_file import read_plan
+from hicachectl.profiles.acceptance import acceptance_of
+from hicachectl.requests.chains import hex_pages
+from hicachectl.requests.hits import find_hits
+from hicachectl.text.units import counted, human_age, human_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+    from hicachectl.requests.chains import Chains
+
+    IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Worth:
+    """Pages of known value.
+
+    source: "trace" or "plan". pages: distinct, best first. chains: of the trace's requests; None
+    for a plan.
+    """
+
+    source: str
+    pages: pa.StringArray
+    chains: Chains | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Freeing:
+    """Groups to remove, and what is known of the loss.
+
+    groups: numbers, the least useful first. facts: the member "free" of the JSON document.
+    remarks: about groups that were no candidates.
+    """
+
+    groups: IntArray
+    facts: dict[str, Any]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def lacking(self) -> int:
+        """Bytes asked for beyond those of the groups."""
+        return max(0, int(self.facts["asked_bytes"]) - int(self.facts["bytes"]))
+
+
+def worth_of_trace(path: Path, profile: Profile) -> Worth:
+    """Rank the pages of a trace as `prewarm` does. Raises UsageError and FormatError."""
+    wanted = wanted_of_trace(path, profile, instead="record token ids, or give --keep-plan")
+    assert wanted.chains is not None
+    assert wanted.rank is not None
+    names, page_of = wanted.chains.distinct_pages()
+    best_first = np.argsort(wanted.rank(wanted.chains, names, page_of), kind="stable")
+    return Worth("trace", names.take(pa.array(best_first)), wanted.chains)
+
+
+def worth_of_plan(path: Path) -> Worth:
+    """Read the pages of a plan of `prewarm`. Raises UsageError and FormatError."""
+    return Worth("plan", hex_pages(read_plan(path).hashes))
+
+
+def choose_groups(
+    store: Store,
+    inventory: Inventory,
+    groups: PageGroups,
+    candidates: IntArray,
+    asked: int,
+    *,
+    worth: Worth | None = None,
+    profile: Profile | None = None,
+) -> Freeing:
+    """Choose groups to remove, so that their objects have at least `asked` bytes.
+
+    candidates: numbers. If they have less, all are chosen. With worth and a profile, groups of
+    other deployments are no candidates; groups with an object of unknown size never are.
+    inventory: with `atime_ns` if the store has it. Raises UsageError, and UnsupportedByBackend if
+    the order or all sizes are unknown.
+    """
+    _refuse_unordered(store, groups, candidates, worth, profile)
+    sizes = _sizes(inventory, groups)
+    own, remarks = candidates, []
+    if worth is not None and profile is not None:
+        own = candidates[groups.deployment_ids[candidates] == 0]
+        if left := len(candidates) - len(own):
+            remarks.append(
+                f"{counted(left, 'page')} of other deployments than the profile's left alone; "
+                "choose them by --model, --tp, --pp or --cp, without a profile"
+            )
+    sized = own[sizes[own] != UNKNOWN_BYTES]
+    if unsized := len(own) - len(sized):
+        if not len(sized):
+            raise UnsupportedByBackend(
+                f"--free: {store.url} does not tell the sizes of its objects; give --profile with "
+                "--trace or --keep-plan, or choose pages by another filter than --free"
+            )
+        remarks.append(f"{counted(unsized, 'page')} with objects of unknown size left alone")
+    known = _places(groups, sized, worth)
+    order = _least_useful_first(groups.used_ns[sized], known)
+    ends = np.cumsum(sizes[sized[order]])
+    taken = order[: int(np.searchsorted(ends, asked)) + 1]
+    chosen = sized[taken]
+    nbytes = int(sizes[chosen].sum())
+    last_use = None
+    if worth is None and len(chosen):
+        last_use = float(groups.used_ns[chosen].max()) / 1e9
+    facts = {
+        "asked_bytes": asked,
+        "bytes": nbytes,
+        "order": "last-use" if worth is None else worth.source,
+        "last_use": last_use,
+        "kept_pages": len(own) - len(chosen),
+        "kept_bytes": None if unsized else int(ends[-1:].sum()) - nbytes,
+        "valued_pages": None if worth is None else int((known >= 0).sum()),
+        "valued_pages_removed": None if worth is None else int((known[taken] >= 0).sum()),
+        **_tokens(store, inventory, groups, chosen, worth, profile),
+    }
+    return Freeing(chosen, facts, tuple(remarks))
+
+
+def freeing_lines(facts: dict[str, Any], now: float) -> list[str]:
+    """Return what is lost and kept, in words. now: Unix seconds."""
+    lines = []
+    if facts["bytes"] < facts["asked_bytes"]:
+        lines.append(
+            f"--free: the matching pages have only {human_size(facts['bytes'])} of "
+            f"{human_size(facts['asked_bytes'])}"
+        )
+    lines.append(f"Kept: {counted(facts['kept_pages'], 'page')}, {human_size(facts['kept_bytes'])}")
+    if facts["last_use"] is not None:
+        unused = human_age(now - facts["last_use"])
+        lines.append(f"The chosen pages are unused for at least {unused}")
+    if facts["valued_pages"] is not None:
+        lines.append(
+            f"Of {counted(facts['valued_pages'], 'page')} in the {facts['order']}, "
+            f"{facts['valued_pages_removed']} chosen"
+        )
+    if facts["requested_tokens"]:
+        before, after = (
+            f"{facts[name] / facts['requested_tokens']:.1%}"
+            for name in ("usable_tokens_before", "usable_tokens_after")
+        )
+        lines.append(f"Usable tokens of the trace: {before} before, {after} after")
+    return lines
+
+
+def _refuse_unordered(
+    store: Store,
+    groups: PageGroups,
+    candidates: IntArray,
+    worth: Worth | None,
+    profile: Profile | None,
+) -> None:
+    """Raise if nothing tells which groups are the least useful."""
+    if worth is None:
+        if "mtime_ns" not in store.traits.columns:
+            raise UnsupportedByBackend(
+                f"--free: {store.url} keeps no timestamps, so the oldest pages are unknown; give "
+                "--trace or --keep-plan"
+            )
+    elif profile is None:
+        labels = sorted(
+            {groups.labels[n] for n in np.unique(groups.label_ids[candidates]).tolist()}
+        )
+        if len(labels) > 1:
+            raise UsageError(
+                f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
+                f"({', '.join(labels[:4])}{', …' * (len(labels) > 4)}), but a plan is of one; give "
+                "--profile, or choose one by --model, --tp, --pp or --cp"
+            )
+
+
+def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
+    """Return the bytes of each group: from the listing, else as the specs state.
+
+    UNKNOWN_BYTES if neither tells the size of an object.
+    """
+    column = inventory.objects.column("nbytes")
+    if not column.null_count:
+        return groups.nbytes
+    specs = inventory.table.specs
+    stated = inventory.by_affix(
+        [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in specs], UNKNOWN_SIZE
+    )
+    nbytes = np.where(column.is_null().to_numpy(), stated, column.fill_null(0).to_numpy())
+    grouped = groups.of_object >= 0
+    owners, nbytes = groups.of_object[grouped], nbytes[grouped]
+    sizes = np.zeros(len(groups), dtype=np.int64)
+    np.add.at(sizes, owners, nbytes)
+    sizes[owners[nbytes == UNKNOWN_SIZE]] = UNKNOWN_BYTES
+    return sizes
+
+
+def _places(groups: PageGroups, numbers: IntArray, worth: Worth | None) -> IntArray:
+    """Return the place of each group's page in `worth`; -1 if it has none, or is ambiguous."""
+    if worth is None:
+        return np.full(len(numbers), -1, dtype=np.int64)
+    pages = groups.pages_at(numbers).cast(worth.pages.type)
+    found = pc.index_in(pages, value_set=worth.pages)
+    places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
+    places[groups.deployment_ids[numbers] == UNRESOLVED] = -1
+    return places
+
+
+def _least_useful_first(used_ns: IntArray, places: IntArray) -> IntArray:
+    """Return the order of removal: [n].
+
+    Pages without a value by their last use, in the order of SGLang's evictor and our plug-in; then
+    the others, the worst first. Without chains, the prefix of a page is unknown. Servers use the
+    pages of a request within seconds, so only requests at the limit lose a prefix before its tail.
+    """
+    order: IntArray = np.lexsort((np.where(places < 0, used_ns, 0), -places, places >= 0))
+    return order
+
+
+def _tokens(
+    store: Store,
+    inventory: Inventory,
+    groups: PageGroups,
+    chosen: IntArray,
+    worth: Worth | None,
+    profile: Profile | None,
+) -> dict[str, int | None]:
+    """Count the tokens of a trace's requests that servers can restore, before and after."""
+    names = ("requested_tokens", "usable_tokens_before", "usable_tokens_after")
+    if worth is None or worth.chains is None or profile is None:
+        return dict.fromkeys(names)
+    hits = find_hits(
+        inventory, 0, worth.chains, acceptance=acceptance_of(store, inventory, profile)
+    )
+    removed = groups.pages_at(chosen[groups.deployment_ids[chosen] == 0])
+    leaves = pc.is_in(hits.page_names, value_set=removed.cast(hits.page_names.type))
+    stays = ~leaves.to_numpy(zero_copy_only=False)[hits.page_of]
+    after = hits.usable_within(leading_runs(stays, hits.chains.offsets))
+    counts = (hits.chains.reach, hits.usable_pages, after)
+    return {
+        name: int(pages.sum()) * profile.page_size
+        for name, pages in zip(names, counts, strict=True)
+    }

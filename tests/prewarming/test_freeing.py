@@ -1,0 +1,274 @@
+"""`rm --free`: the least useful pages leave, tails before prefixes; what is lost is said."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+
+from hicachectl.backends.file.store import FileStore
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.hashing import page_hashes_hex
+from hicachectl.formats.spec import object_specs
+from tests.move.test_migrate_stores import place_of, settle
+from tests.prewarming.test_prewarm import HASHES, tokens
+from tests.speed import slow
+from tests.stores import OLD, contents, page, put, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+SIZE = PROFILE.page_size
+NBYTES = 100
+
+
+def freed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+    return invoke("rm", *arguments, "--format", "json", exit_code=exit_code).document
+
+
+def pages_of(store: Path) -> set[str]:
+    return {name[:64] for name in contents(store)}
+
+
+def trace_file(path: Path, prompts: list[list[int]]) -> Path:
+    rows = (
+        {"timestamp": at, "token_ids": prompt, "output_length": 5}
+        for at, prompt in enumerate(prompts)
+    )
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def aged(tmp_path: Path) -> Path:
+    """Make a store of six pages of two objects; page n was written at OLD + 1000 n."""
+    store = tmp_path / "aged"
+    store.mkdir()
+    for n in range(6):
+        put_pages(store, range(n, n + 1), "_m_0_2", "_m_1_2", nbytes=NBYTES, mtime=OLD + 1000 * n)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"), [(1, 5), (2 * NBYTES, 5), (2 * NBYTES + 1, 4), (7 * NBYTES, 2)]
+)
+def test_the_longest_unused_pages_leave(invoke: Invoke, aged: Path, asked: int, left: int) -> None:
+    document = freed(invoke, aged, "--free", asked, "--yes")
+    assert pages_of(aged) == {page(n) for n in range(6 - left, 6)}
+    facts = document["free"]
+    assert (document["pages"], facts["kept_pages"]) == (6 - left, left)
+    assert (facts["bytes"], facts["kept_bytes"]) == (document["bytes"], 2 * NBYTES * left)
+    assert (facts["asked_bytes"], facts["order"]) == (asked, "last-use")
+    assert facts["last_use"] == OLD + 1000 * (5 - left)
+    assert facts["requested_tokens"] is facts["valued_pages"] is None
+
+
+def test_a_read_is_a_use(invoke: Invoke, aged: Path) -> None:
+    os.utime(aged / f"{page(0)}_m_1_2.bin", (OLD + 9000, OLD))
+    freed(invoke, aged, "--free", 1, "--yes")
+    assert pages_of(aged) == {page(n) for n in (0, 2, 3, 4, 5)}
+
+
+def test_other_filters_limit_what_leaves(invoke: Invoke, aged: Path) -> None:
+    put_pages(aged, range(10, 12), "_other_0_1", nbytes=NBYTES, mtime=OLD - 5)
+    freed(invoke, aged, "--free", 1, "--model", "m", "--yes")
+    assert pages_of(aged) == {page(n) for n in (1, 2, 3, 4, 5, 10, 11)}
+
+
+def test_too_little_that_matches_is_all_removed_and_said(invoke: Invoke, aged: Path) -> None:
+    before = datetime.fromtimestamp(OLD + 2500, UTC).isoformat()
+    output = invoke("rm", aged, "--free", "1GiB", "--before", before, "--yes", exit_code=4)
+    assert "--free: the matching pages have only 600 B of 1.0 GiB" in output.stdout
+    assert pages_of(aged) == {page(n) for n in (3, 4, 5)}
+
+
+def test_a_store_is_never_emptied(invoke: Invoke, aged: Path) -> None:
+    before = contents(aged)
+    said = invoke("rm", aged, "--free", 1101, "--yes", exit_code=2).stderr
+    assert f"--free: file://{aged} has only 1.2 KiB in pages" in said
+    assert "give a smaller SIZE, or a filter too" in said
+    assert contents(aged) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--free", "0"], "--free"),
+        (["--free", "10 %"], "--free"),
+        (["--model", "m", "--trace", "t"], "--trace needs --free SIZE"),
+        (["--model", "m", "--keep-plan", "t"], "--keep-plan needs --free SIZE"),
+        (["--free", "1", "--trace", "t"], "--trace needs --profile"),
+        (["--free", "1", "--trace", "t", "--keep-plan", "p", "--profile", "x"],
+         "--trace cannot be combined with --keep-plan"),
+        (["--free", "1", "--token-ids", "t", "--profile", "x"], "leave out --token-ids"),
+        (["--free", "1", "--temporaries"], "leave out --free"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(
+    invoke: Invoke, aged: Path, options: list[str], said: str
+) -> None:
+    assert said in invoke("rm", aged, *options, "--yes", exit_code=2).stderr
+
+
+def test_a_dry_run_tells_people_what_is_lost(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    before = contents(source)
+    trace = trace_file(tmp_path / "trace.jsonl", [[*tokens(), 1]])
+    text = invoke("rm", source, "--free", 1, "--trace", trace, "--profile", profile,
+                  "--dry-run").stdout  # fmt: skip
+    assert "Kept: 7 pages, " in text
+    assert "Of 8 pages in the trace, 1 chosen" in text
+    assert "Usable tokens of the trace: 66.7% before, 33.3% after" in text
+    assert contents(source) == before
+
+
+def forest(random: np.random.Generator, requests: int) -> list[list[int]]:
+    """Draw prompts, many of which continue a part of an earlier one."""
+    prompts: list[list[int]] = []
+    for _ in range(requests):
+        start: list[int] = []
+        if prompts and random.random() < 0.7:
+            earlier = prompts[int(random.integers(len(prompts)))]
+            start = earlier[: SIZE * int(random.integers(1, len(earlier) // SIZE + 1))]
+        fresh = random.integers(0, 1 << 17, SIZE * int(random.integers(1, 4)) + 1).tolist()
+        prompts.append([*start, *fresh])
+    return prompts
+
+
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
+def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
+    invoke: Invoke, tmp_path: Path, profile: Path, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    prompts = forest(random, 12)
+    store = tmp_path / "store"
+    store.mkdir()
+    chains = [page_hashes_hex(prompt, SIZE) for prompt in prompts]
+    for chain in chains:
+        for spec in object_specs(PROFILE, "file"):
+            for name in chain[-1:] if spec.trailing else chain:
+                put(store, name.join(spec.affix), spec.nbytes, OLD + float(random.random()))
+    put_pages(store, range(3), "_demo-hybrid-1b_0_2", "_demo-hybrid-1b_1_2", mtime=OLD + 9e6)
+    put_pages(store, range(3, 5), "_other_0_1", mtime=OLD - 9e6)
+    trace = trace_file(tmp_path / "trace.jsonl", prompts)
+    used = {name for chain in chains for name in chain}
+    total = sum(len(data) for name, (data, _) in contents(store).items() if name[:64] in used)
+    options = ("--trace", trace, "--profile", profile)
+    asked = int(total * random.uniform(0.2, 0.8))
+    foretold = freed(invoke, store, "--free", asked, *options, "--dry-run")["free"]
+    said = invoke("rm", store, "--free", asked, *options, "--yes").stderr
+    left = pages_of(store)
+    assert "2 pages of other deployments than the profile's left alone" in said
+    assert {page(n) for n in range(5)} & left == {page(3), page(4)}  # unused by the trace
+    for chain in chains:  # what is left of each chain is a prefix of it
+        kept = [name in left for name in chain]
+        assert kept == sorted(kept, reverse=True)
+    assert foretold["valued_pages"] == len(used)
+    assert foretold["valued_pages_removed"] == len(used - left)
+    token_ids = tmp_path / "ids.jsonl"
+    token_ids.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    rows = invoke("hits", store, "--token-ids", token_ids, "--profile", profile, "--format",
+                  "json").document["chains"]  # fmt: skip
+    assert foretold["usable_tokens_after"] == sum(row["usable_tokens"] for row in rows)
+    assert foretold["requested_tokens"] == SIZE * sum(map(len, chains))
+    assert foretold["usable_tokens_before"] == foretold["requested_tokens"]
+
+
+def test_a_plan_says_what_is_kept(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    held = sorted(pages_of(source), key=HASHES.index)
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text("".join(f"{json.dumps({'page': name})}\n" for name in held[:5]))
+    put_pages(source, range(1), "_demo-hybrid-1b_0_2", "_demo-hybrid-1b_1_2", nbytes=10)
+    document = freed(invoke, source, "--free", "21", "--keep-plan", plan, "--yes")
+    assert len({*held[5:]} - pages_of(source)) == 1
+    assert {*held[:5]} < pages_of(source)
+    assert document["free"]["order"] == "plan"
+    assert (document["free"]["valued_pages"], document["free"]["valued_pages_removed"]) == (5, 0)
+    most = sum(len(data) for name, (data, _) in contents(source).items()
+               if name[:64] in held[5:]) + 1  # fmt: skip
+    freed(invoke, source, "--free", most, "--keep-plan", plan, "--yes")
+    assert pages_of(source) == {*held[:4]}
+
+
+def test_a_plan_is_of_one_deployment(invoke: Invoke, aged: Path, tmp_path: Path) -> None:
+    put_pages(aged, range(2), *(f"_m_{rank}_4" for rank in range(4)), nbytes=NBYTES)
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text(json.dumps({"page": page(0)}))
+    arguments = ("rm", aged, "--free", 1, "--keep-plan", plan, "--yes")
+    said = invoke(*arguments, exit_code=2).stderr
+    assert "has pages of 2 deployments (m tp2, m tp4), but a plan is of one" in said
+    assert "give --profile, or choose one by --model, --tp, --pp or --cp" in said
+    invoke(*arguments, "--tp", 2)
+    assert {name for name in contents(aged) if "_2.bin" in name and page(0) in name}
+
+
+@pytest.mark.parametrize("kind", ["file", slow("hf3fs"), slow("mooncake"), "nixl"])
+def test_every_store_makes_room_by_a_trace(
+    invoke: Invoke,
+    source: Path,
+    profile: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    kind: str,
+) -> None:
+    place = place_of(kind, tmp_path, request)
+    invoke("migrate", source, place, "--profile", profile)
+    settle(kind, request)
+    trace = trace_file(tmp_path / "trace.jsonl", [[*tokens(), 1]])
+    kv = sum(spec.nbytes for spec in object_specs(PROFILE, "file") if spec.pool == "kv")
+    # The demo's last page has states too.
+    document = freed(invoke, place, "--free", kv + 1, "--trace", trace, "--profile", profile,
+                     "--yes")  # fmt: skip
+    assert document["pages"] == 1
+    settle(kind, request)
+    document = freed(invoke, place, "--free", kv + 1, "--trace", trace, "--profile", profile,
+                     "--yes")  # fmt: skip
+    assert {row["page"] for row in document["groups"]} == {*HASHES[5:7]}
+    assert document["free"]["usable_tokens_after"] == 4 * SIZE
+    assert document["free"]["kept_pages"] == 5
+    if kind in ("hf3fs", "mooncake"):
+        said = invoke("rm", place, "--free", 1, "--yes", exit_code=2).stderr
+        assert "keeps no timestamps, so the oldest pages are unknown; give --trace or" in said
+
+
+def test_a_trace_of_block_ids_is_refused(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 1, "hash_ids": [1], "input_length": 5}))
+    said = invoke("rm", source, "--free", 1, "--trace", trace, "--profile", profile, "--yes",
+                  exit_code=2).stderr  # fmt: skip
+    assert "do not give the keys of pages; record token ids, or give --keep-plan" in said
+
+
+def test_pages_of_unknown_size_stay(
+    invoke: Invoke, aged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_pages(aged, range(7, 9), "_other_0_1", mtime=OLD - 9)
+    scan = FileStore.scan
+
+    def without_sizes(store: FileStore, *arguments: Any, **options: Any) -> Any:
+        """Scan; sizes of the other model are unknown."""
+        for batch in scan(store, *arguments, **options):
+            other = pc.match_substring(batch.column("key"), b"other")
+            at = batch.schema.get_field_index("nbytes")
+            yield batch.set_column(at, "nbytes", pc.if_else(other, None, batch.column("nbytes")))
+
+    monkeypatch.setattr(FileStore, "scan", without_sizes)
+    said = invoke("rm", aged, "--free", 1, "--model", "other", "--yes", exit_code=2).stderr
+    assert "does not tell the sizes of its objects" in said
+    output = invoke("rm", aged, "--free", 1, "--dry-run", "--format", "json")
+    assert "2 pages with objects of unknown size left alone" in output.stderr
+    assert [row["page"] for row in output.document["groups"]] == [page(0)]
+    facts = output.document["free"]
+    assert (facts["kept_pages"], facts["kept_bytes"]) == (7, None)
