@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.backends.disk.durable import whole_file
@@ -13,30 +13,53 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    Gauge = tuple[str, list[tuple[dict[str, str], float]]]  # help text, (labels, value) pairs
+    Samples = list[tuple[dict[str, str], float]]  # (labels other than store, value)
 
+
+class Metric(NamedTuple):
+    """Help text of a gauge, and its label beside store."""
+
+    text: str
+    label: str = ""
+
+
+# By command; the name of a gauge is hicachectl_COMMAND_NAME. Names that are members of the
+# command's document have its values.
+METRICS = {
+    "verify": {
+        "objects": Metric("Objects in the store."),
+        "pages": Metric("Pages in the store."),
+        "bytes": Metric("Bytes in the store."),
+        "gone": Metric("Objects that vanished during the run."),
+        "in_flight": Metric("Page groups that were being written, and so were not judged."),
+        "seconds": Metric("Duration of the run in seconds."),
+        "objects_read": Metric("Objects read, including failed reads."),
+        "complete": Metric("1 if all selected objects were read, 0 if --time-limit ended the run."),
+        "skipped": Metric("Checks, or parts of checks, that did not run.", "check"),
+        "findings": Metric("Findings by code.", "code"),
+        "last_success_timestamp_seconds": Metric(
+            "Time when a run last ended without failing findings; 0 if never."
+        ),
+        "last_run_timestamp_seconds": Metric("Time when a run last ended."),
+    },
+    "prewarm": {
+        "requested_pages": Metric("Requested pages."),
+        "copied_pages": Metric("Copied pages."),
+        "missing_pages": Metric("Requested pages that the source does not have."),
+        "bytes": Metric("Bytes written."),
+        "requested_tokens": Metric(
+            "Requested tokens that a store can serve: whole pages, without the last token of each "
+            "request."
+        ),
+        "usable_tokens": Metric("Requested tokens that servers can restore."),
+        "failed": Metric("Pages that failed or are in conflict."),
+        "seconds": Metric("Duration of the run in seconds."),
+        "succeeded": Metric("1 if the last run succeeded, else 0."),
+        "complete": Metric("1 if the last run was not cut short, else 0."),
+        "last_run_timestamp_seconds": Metric("Time when a run last ended."),
+    },
+}
 _MAX_BYTES = 1 << 20  # of a replaced file; our files have about 10 KB
-_VERIFY = {
-    "objects": "Objects in the store.",
-    "pages": "Pages in the store.",
-    "bytes": "Bytes in the store.",
-    "gone": "Objects that vanished during the run.",
-    "in_flight": "Page groups that were being written, and so were not judged.",
-    "seconds": "Duration of the run in seconds.",
-    "objects_read": "Objects read, including failed reads.",
-    "complete": "1 if all selected objects were read, 0 if --time-limit ended the run.",
-}
-_PREWARM = {
-    "requested_pages": "Requested pages.",
-    "copied_pages": "Copied pages.",
-    "missing_pages": "Requested pages that the source does not have.",
-    "bytes": "Bytes written.",
-    "requested_tokens": "Requested tokens that a store can serve: whole pages, without "
-    "the last token of each request.",
-    "usable_tokens": "Requested tokens that servers can restore.",
-    "failed": "Pages that failed or are in conflict.",
-    "seconds": "Duration of the run in seconds.",
-}
 
 
 def write_metrics_of(
@@ -55,19 +78,13 @@ def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> 
     succeeded: whether the run ended without failing findings; if not, the time of the last success
     is taken from the replaced file. Raises UsageError if the file cannot be written.
     """
-    store = {"store": report["store"]}
     last = time.time() if succeeded else _last_success(path)
-    found = {name: (text, [(store, report[name])]) for name, text in _VERIFY.items()}
-    found = {name: gauge for name, gauge in found.items() if report[name] is not None}
-    skipped = [({**store, "check": name}, 1) for name in report["skipped_checks"]]
-    found["skipped"] = "Checks, or parts of checks, that did not run.", skipped
-    counts = [({**store, "code": code}, count) for code, count in report["counts"].items()]
-    found["findings"] = "Findings by code.", counts
-    found["last_success_timestamp_seconds"] = (
-        "Time when a run last ended without failing findings; 0 if never.",
-        [(store, last)],
-    )
-    _write(path, "hicachectl_verify", store, found)
+    samples = _from_document("verify", report) | {
+        "skipped": [({"check": name}, 1) for name in report["skipped_checks"]],
+        "findings": [({"code": code}, count) for code, count in report["counts"].items()],
+        "last_success_timestamp_seconds": [({}, last)],
+    }
+    _write(path, "verify", report["store"], samples)
 
 
 def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
@@ -75,25 +92,29 @@ def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: b
 
     Raises UsageError if the file cannot be written.
     """
-    store = {"store": report["destination"]}
-    found = {name: (text, [(store, report[name])]) for name, text in _PREWARM.items()}
-    found["succeeded"] = "1 if the last run succeeded, else 0.", [(store, succeeded)]
-    complete = [(store, report["complete"])]
-    found["complete"] = "1 if the last run was not cut short, else 0.", complete
-    _write(path, "hicachectl_prewarm", store, found)
+    samples = _from_document("prewarm", report) | {"succeeded": [({}, succeeded)]}
+    _write(path, "prewarm", report["destination"], samples)
 
 
-def _write(path: Path, prefix: str, store: dict[str, str], found: dict[str, Gauge]) -> None:
+def _from_document(command: str, report: Mapping[str, Any]) -> dict[str, Samples]:
+    """Return the gauges whose values are members of the document."""
+    known = (name for name in METRICS[command] if report.get(name) is not None)
+    return {name: [({}, report[name])] for name in known}
+
+
+def _write(path: Path, command: str, store: str, samples: dict[str, Samples]) -> None:
     """Write the gauges and the run's end time."""
-    ended = "Time when a run last ended.", [(store, time.time())]
-    found["last_run_timestamp_seconds"] = ended
+    samples = {**samples, "last_run_timestamp_seconds": [({}, time.time())]}
     with whole_file(path, "w", permissions=0o644) as stream:  # the collector runs as another user
-        for name, (text, samples) in found.items():
-            stream.write(f"# HELP {prefix}_{name} {text}\n# TYPE {prefix}_{name} gauge\n")
-            for labels, value in samples:
-                said = ",".join(f'{label}="{_escaped(to)}"' for label, to in labels.items())
+        for short, values in samples.items():
+            name = f"hicachectl_{command}_{short}"
+            text = METRICS[command][short].text
+            stream.write(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
+            for labels, value in values:
+                all_labels = {"store": store, **labels}
+                said = ",".join(f'{label}="{_escaped(to)}"' for label, to in all_labels.items())
                 number = int(value) if isinstance(value, bool) else value
-                stream.write(f"{prefix}_{name}{{{said}}} {number}\n")
+                stream.write(f"{name}{{{said}}} {number}\n")
 
 
 def _escaped(value: str) -> str:

@@ -12,6 +12,7 @@ from hicachectl.cli.command import OWN, sections
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.command_texts import BACKGROUND, PROFILE_EXAMPLE
 from hicachectl.cli.manpages.mdoc import (
+    escaped,
     example_section,
     flag_macros,
     help_text,
@@ -23,10 +24,12 @@ from hicachectl.cli.manpages.mdoc import (
     tagged_list,
     text_line,
 )
+from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
 from hicachectl.cli.manpages.texts import (
     CONFIG,
     CONFIG_EXAMPLE,
     CONFIG_MEMBERS,
+    DOCUMENT_MEMBERS,
     DRAFT_FORMS,
     ENVIRONMENT,
     EXIT_STATUS,
@@ -34,6 +37,7 @@ from hicachectl.cli.manpages.texts import (
     HF3FS,
     HF3FS_PARAMETERS,
     LOCKS,
+    METRICS_FILES,
     MODELS,
     MOONCAKE,
     MOONCAKE_PARAMETERS,
@@ -42,11 +46,14 @@ from hicachectl.cli.manpages.texts import (
     NIXL_PARAMETERS,
     OPTION_VARIABLES,
     OUTPUT,
+    PLAN_ROWS,
+    PROFILE_DOCUMENT,
     STATES,
     STORES,
     TRUST,
     UNVERIFIED_MODELS,
 )
+from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
 from hicachectl.formats.models.drafts import OWN_DRAFTS
@@ -62,6 +69,7 @@ def build(directory: Path) -> None:
     (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
     (directory / "hicachectl-models.7").write_text(models_page(), encoding="utf-8")
     (directory / "hicachectl-findings.7").write_text(findings_page(), encoding="utf-8")
+    (directory / "hicachectl-output.7").write_text(output_page(), encoding="utf-8")
     for name in COMMANDS:
         (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
 
@@ -205,6 +213,55 @@ def findings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def output_page() -> str:
+    """Return the page with the members of every document and the metrics."""
+    lines = [
+        *page_head("hicachectl-output", "members of JSON documents, and metrics", section=7)[:-1],
+        ".Sh DESCRIPTION",
+        *paragraphs(DOCUMENT_MEMBERS),
+        ".Sh DOCUMENTS",
+    ]
+    for document in DOCUMENTS:
+        lines += [f".Ss {escaped(document.title)}", *_document_text(document)]
+        lines += _members(document.members)
+    lines += [".Ss profile", *sentence_lines(PROFILE_DOCUMENT)]
+    lines += [".Ss prewarm without stores", *sentence_lines(PLAN_ROWS), *_members(PLAN)]
+    lines += [".Sh METRICS", *paragraphs(METRICS_FILES)]
+    for command, metrics in METRICS.items():
+        lines += [f".Ss {command}", ".Bl -tag -width Ds"]
+        for name, metric in metrics.items():
+            lines += [
+                f".It {escaped(f'hicachectl_{command}_{name}')}",
+                *sentence_lines(metric.text),
+            ]
+            if metric.label:
+                lines.append(f"Label: {metric.label}.")
+        lines.append(".El")
+    lines += [".Sh SEE ALSO", ".Xr hicachectl 1 ,", ".Xr hicachectl-profile 1 ,"]
+    lines += [".Xr hicachectl-findings 7 ,", ".Xr hicachectl-scheduling 7"]
+    return "\n".join(lines) + "\n"
+
+
+def _document_text(document: Document) -> Iterator[str]:
+    if document.rows:
+        yield from sentence_lines(f"Rows: {document.rows}.")
+    if document.text:
+        yield from sentence_lines(document.text)
+
+
+def _members(members: tuple[Member, ...]) -> Iterator[str]:
+    yield ".Bl -tag -width Ds -compact"
+    for member in members:
+        kind = f"{member.kind} or null" if member.null else member.kind
+        yield f".It {escaped(member.path)} Pq {kind}"
+        yield from sentence_lines(member.text)
+        if member.null:
+            yield from sentence_lines(f"Null: {member.null}.")
+        if member.when:
+            yield from sentence_lines(f"Only with: {member.when}.")
+    yield ".El"
+
+
 def _group_context() -> click.Context:
     # With the group's settings: click keeps the first help option that it makes.
     return click.Context(cli, info_name="hicachectl", **cli.context_settings)
@@ -287,6 +344,8 @@ def _see_also(page: str) -> list[str]:
         pages.append("hicachectl-findings 7")
     if page in ("hicachectl", "hicachectl-profile"):
         pages.append("hicachectl-models 7")
+    if page == "hicachectl":
+        pages.append("hicachectl-output 7")
     if page in ("hicachectl", "hicachectl-hits", "hicachectl-migrate", "hicachectl-prewarm",
                 "hicachectl-verify"):  # fmt: skip
         pages.append("hicachectl-python 7")

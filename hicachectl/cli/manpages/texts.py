@@ -318,3 +318,29 @@ FINDINGS = (
     "hicachectl-profile(1). Commands that remove something ask first; --dry-run only shows what "
     "they would do.",
 )
+DOCUMENT_MEMBERS = (
+    "With --format json, a command prints one document: an object with the members below, and with "
+    "schema (integer, 1) and version (text, the release of hicachectl). The formats jsonl, csv, "
+    "parquet and arrow have only the rows of the document, with the same members; csv has nested "
+    "ones as JSON.",
+    "Names do not change within a schema, and members are only added: a program should ignore "
+    "those that it does not know.",
+    "A member of a member is written with a dot, an entry of a list with [], and a name that "
+    "varies as NAME. Sizes are bytes, and times are seconds since 1970 in UTC. A pool, a name or a "
+    "member of a nested object may be absent where it does not apply; members of rows are always "
+    "present, and null if nothing is known.",
+    "merge prints the document of the command of the run.",
+)
+PROFILE_DOCUMENT = (
+    "The members of a profile file, which hicachectl-profile(1) describes, without schema and "
+    "version."
+)
+PLAN_ROWS = (
+    "prewarm --trace FILE --dry-run without stores prints lines of JSON, the most valuable page "
+    "first. page and parent are block numbers if the trace has no token ids."
+)
+METRICS_FILES = (
+    "--metrics-file FILE writes gauges for the textfile collector of the Prometheus node exporter. "
+    "Each has the label store: the URL of the store, for prewarm of DST. A gauge whose value is "
+    "not known is left out. hicachectl merge --metrics-file writes those of the whole run.",
+)

@@ -1,0 +1,325 @@
+"""hicachectl-output(7): the documents and metrics of the commands have exactly its members."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.cli.manpages.members import (
+    BOOLEAN,
+    DOCUMENTS,
+    INTEGER,
+    INTEGERS,
+    NUMBER,
+    OBJECT,
+    PLAN,
+    ROWS,
+    TEXT,
+    TEXTS,
+    Member,
+)
+from hicachectl.cli.metrics import METRICS
+from hicachectl.formats.profile import parse_profile
+from tests.backends.http_scripts import serving
+from tests.move.migrations import damaged_stores, demo_store, profile_file
+from tests.parts.runs import CommandRun
+from tests.prewarming.test_cli import prompts
+from tests.prewarming.test_servers import Server, answer
+from tests.served_stores import HYBRID, age, served_store
+from tests.stores import DSA, page, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+    Documents = Iterator[dict[str, Any]]
+
+ENTRIES: dict[str, tuple[type, ...]] = {INTEGERS: (int,), ROWS: (dict,), TEXTS: (str,)}
+KINDS: dict[str, tuple[type, ...]] = {
+    BOOLEAN: (bool,),
+    INTEGER: (int,),
+    NUMBER: (int, float),
+    OBJECT: (dict,),
+    TEXT: (str,),
+}
+
+
+class Seen:
+    """Members of documents, compared with declared ones."""
+
+    def __init__(self, members: tuple[Member, ...]) -> None:
+        self.declared = {member.path: member for member in members}
+        assert len(self.declared) == len(members)
+        self.paths: set[str] = set()
+
+    def add(self, members: dict[str, Any], path: str = "") -> None:
+        """Compare the members of a document, or of an object or a row of it."""
+        above = f"{path}." if path else ""
+        varies = f"{above}NAME" in self.declared or any(
+            name.startswith(f"{above}NAME.") for name in self.declared
+        )
+        for name, value in members.items():
+            self._compare(f"{above}NAME" if varies else f"{above}{name}", value)
+        if path.endswith("[]"):
+            self._compare_names(path, members)
+
+    def _compare(self, path: str, value: Any) -> None:
+        member = self.declared.get(path)
+        if member is None:  # of an object by names
+            assert path.endswith(".NAME"), f"{path}: not in hicachectl-output(7)"
+            self.add(value, path)
+            return
+        self.paths.add(path)
+        if value is None:
+            assert member.null, f"{path}: is null"
+        elif member.kind in ENTRIES:
+            assert all(type(one) in ENTRIES[member.kind] for one in value), (path, value)
+            for row in value if member.kind == ROWS else ():
+                self.add(row, f"{path}[]")
+        else:
+            assert type(value) in KINDS[member.kind], (path, value)
+            if member.kind == OBJECT:
+                self.add(value, path)
+
+    def _compare_names(self, path: str, row: dict[str, Any]) -> None:
+        """Find the names that each row must have."""
+        below = re.compile(re.escape(path) + r"\.\w+")
+        for name, member in self.declared.items():
+            if below.fullmatch(name) and not member.when:
+                assert name.removeprefix(f"{path}.") in row, name
+
+
+class Stores:
+    """Stores of the demo, whole and damaged, and the command line."""
+
+    def __init__(self, invoke: Invoke, folder: Path) -> None:
+        self.invoke = invoke
+        self.folder = folder
+        self.whole = demo_store(folder / "whole")
+        self.damaged, self.target = damaged_stores(folder / "damaged")
+        age(self.damaged)
+        self.profile = ("--profile", profile_file(folder / "profile.toml"))
+
+    def run(self, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
+        """Return the document of a command, after a look at its head."""
+        document = self.invoke(*arguments, "--format", "json", exit_code=exit_code).document
+        head = document.pop("schema"), document.pop("version")
+        assert [type(one) for one in head] == [int, str]
+        return document
+
+    def quarantined(self) -> Path:
+        """Return the quarantine of a store from which verify removed a page."""
+        self.run("verify", self.damaged, *self.profile, "--repair", "quarantine", "--yes",
+                 exit_code=4)  # fmt: skip
+        return self.damaged / ".hicachectl" / "quarantine"
+
+    def held(self, *arguments: object) -> dict[str, Any]:
+        """Return the document of a command whose lock another process holds."""
+        lock = self.folder / "lock"
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return self.run(*arguments, "--lock", lock)
+
+
+def ls(stores: Stores) -> Documents:
+    yield stores.run("ls", stores.damaged)
+    yield stores.run("ls", stores.damaged, *stores.profile)
+
+
+def ls_objects(stores: Stores) -> Documents:
+    yield stores.run("ls", stores.damaged, "--objects")
+
+
+def ls_summary(stores: Stores) -> Documents:
+    yield stores.run("ls", stores.damaged, "--summary")
+    yield stores.run("ls", stores.damaged, "--summary", *stores.profile)
+
+
+def show(stores: Stores) -> Documents:
+    pages = stores.run("ls", stores.damaged)["pages"]
+    for row in [row for row in pages if row["state"] != "whole"]:
+        yield stores.run("show", stores.damaged, row["page"], *stores.profile)
+    served = stores.folder / "served"
+    (whole,) = served_store(served, HYBRID, range(1))
+    yield stores.run("show", served, whole)
+
+
+def verify(stores: Stores) -> Documents:
+    yield stores.run("verify", stores.whole, *stores.profile)
+    yield stores.run("verify", stores.damaged, *stores.profile, exit_code=4)
+    yield stores.run("verify", stores.damaged, exit_code=4)
+    yield stores.run("verify", stores.damaged, *stores.profile, "--repair", "quarantine",
+                     "--dry-run", exit_code=4)  # fmt: skip
+    yield stores.held("verify", stores.whole)
+    run = CommandRun(stores.invoke, stores.folder / "run", "verify", stores.whole, *stores.profile)
+    run.part(0, 2)
+    yield stores.run("merge", run.path, exit_code=4)
+
+
+def hits(stores: Stores) -> Documents:
+    requests = prompts(stores.folder / "requests.jsonl", 8, 3)
+    pages = stores.folder / "pages.jsonl"
+    pages.write_text(json.dumps([page(1)]))
+    empty, unified = stores.folder / "empty", stores.folder / "unified"
+    for folder in (empty, unified):
+        folder.mkdir()
+    latent = parse_profile(DSA)
+    latent = replace(latent, pools=latent.pools[:1])
+    put(unified, f"{page(2)}_ukv1-8d19308ec7f4a608_L0-16_H3.bin")
+    yield stores.run("hits", stores.damaged, *stores.profile, "--token-ids", requests)
+    yield stores.run("hits", stores.whole, "--pages", pages)
+    yield stores.run("hits", unified, "--pages", pages)
+    yield stores.run("hits", empty, "--pages", pages)
+    for sizes in ({"pp": 2}, {"cp": 2}, {"tp": 2, "dcp": 2}):
+        profile = profile_file(stores.folder / "ranks.toml", replace(latent, **sizes))
+        yield stores.run("hits", empty, "--pages", pages, "--profile", profile)
+
+
+def migrate(stores: Stores) -> Documents:
+    command = ("migrate", stores.damaged, stores.target, *stores.profile)
+    yield stores.run(*command, "--dry-run", exit_code=4)
+    yield stores.held(*command)
+    yield stores.run(*command, exit_code=4)
+    run = CommandRun(stores.invoke, stores.folder / "run", "migrate", stores.whole,
+                     stores.folder / "copy", *stores.profile)  # fmt: skip
+    run.all(2)
+    yield stores.run("merge", run.path)
+
+
+def prewarm(stores: Stores) -> Documents:
+    requests = prompts(stores.folder / "requests.jsonl", 8, 3)
+    command = ("prewarm", stores.folder / "warm", "--from", stores.whole, *stores.profile)
+    yield stores.run(*command, "--token-ids", requests, "--dry-run")
+    yield stores.held(*command, "--token-ids", requests)
+    with serving(Server(answer)) as place:
+        pull = ("--token-ids", requests, "--through-server", f"http://{place}")
+        yield stores.run(*command, *pull)
+        yield stores.run("prewarm", stores.folder / "warm", *stores.profile, *pull)
+    run = CommandRun(stores.invoke, stores.folder / "run", *command, "--token-ids", requests)
+    run.all(2)
+    yield stores.run("merge", run.path)
+
+
+def rm(stores: Stores) -> Documents:
+    def stuck(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    put(stores.whole, "." + "0a" * 16 + ".tmp")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hicachectl.backends.file.store.os.unlink", stuck)
+        yield stores.run("rm", stores.whole, "--temporaries", "--yes", exit_code=4)
+    yield stores.run("rm", stores.damaged, "--state", "partial", "--dry-run")
+    yield stores.held("rm", stores.damaged, "--state", "partial", "--yes")
+    yield stores.run("rm", stores.damaged, "--before", "0s", "--yes")
+    yield stores.run("rm", stores.whole, "--temporaries", "--yes")
+
+
+def restore(stores: Stores) -> Documents:
+    quarantine = stores.quarantined()
+    yield stores.run("restore", quarantine, stores.damaged, "--dry-run")
+    yield stores.run("restore", quarantine, stores.damaged, "--yes")
+
+
+def quarantine_list(stores: Stores) -> Documents:
+    yield stores.run("quarantine", "list", stores.quarantined())
+
+
+def quarantine_purge(stores: Stores) -> Documents:
+    quarantine = stores.quarantined()
+    yield stores.held("quarantine", "purge", quarantine, "--before", "0s", "--yes")
+    yield stores.run("quarantine", "purge", quarantine, "--before", "0s", "--yes")
+
+
+def pack(stores: Stores) -> Path:
+    path = stores.folder / "archive.hcpack"
+    stores.run("migrate", stores.whole, f"pack://{path}", *stores.profile)
+    return path
+
+
+def pack_info(stores: Stores) -> Documents:
+    yield stores.run("pack", "info", pack(stores))
+
+
+def pack_repair(stores: Stores) -> Documents:
+    path = pack(stores)
+    yield stores.run("pack", "repair", path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1000)
+    yield stores.run("pack", "repair", path, "--dry-run")
+
+
+def explain(stores: Stores) -> Documents:
+    yield stores.run("explain")
+
+
+SCENES: dict[str, Callable[[Stores], Documents]] = {
+    "ls": ls,
+    "ls --objects": ls_objects,
+    "ls --summary": ls_summary,
+    "show": show,
+    "verify": verify,
+    "hits": hits,
+    "migrate": migrate,
+    "prewarm": prewarm,
+    "rm": rm,
+    "restore": restore,
+    "quarantine list": quarantine_list,
+    "quarantine purge": quarantine_purge,
+    "pack info": pack_info,
+    "pack repair": pack_repair,
+    "explain": explain,
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.title)
+def test_a_document_has_the_members_of_the_page(
+    invoke: Invoke, tmp_path: Path, document: Any
+) -> None:
+    seen = Seen(document.members)
+    for printed in SCENES[document.title](Stores(invoke, tmp_path)):
+        seen.add(printed)
+        always = {m.path for m in document.members if not m.when and re.fullmatch(r"\w+", m.path)}
+        assert always <= set(printed)
+        assert not document.rows or document.rows in printed
+    assert seen.paths == set(seen.declared)
+
+
+def test_a_plan_without_stores_has_the_members_of_the_page(invoke: Invoke, tmp_path: Path) -> None:
+    requests = [
+        {"timestamp": number, "token_ids": list(range(number, number + 2 * PROFILE.page_size + 1))}
+        for number in (1, 1, 2)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(one)}\n" for one in requests))
+    profile = profile_file(tmp_path / "profile.toml")
+    rows = invoke("prewarm", "--trace", trace, "--profile", profile, "--dry-run").rows
+    seen = Seen(tuple(member._replace(path=f"[].{member.path}") for member in PLAN))
+    for row in rows:
+        seen.add(row, "[]")
+    assert seen.paths == set(seen.declared)
+
+
+@pytest.mark.parametrize("command", list(METRICS))
+def test_a_metrics_file_has_the_metrics_of_the_page(
+    invoke: Invoke, tmp_path: Path, command: str
+) -> None:
+    stores = Stores(invoke, tmp_path)
+    path = tmp_path / "metrics.prom"
+    if command == "verify":
+        stores.run("verify", stores.damaged, "--metrics-file", path, exit_code=4)
+    else:
+        copy = ("--from", stores.whole, *stores.profile, "--all")
+        stores.run("prewarm", tmp_path / "copy", *copy, "--metrics-file", path)
+    samples = re.findall(r"^hicachectl_(\w+?)_(\w+)\{(.*?)\} \S+$", path.read_text(), re.MULTILINE)
+    assert {name for of, name, _ in samples if of == command} == set(METRICS[command])
+    for _, name, labels in samples:
+        extra = METRICS[command][name].label
+        assert re.findall(r"(\w+)=", labels) == ["store", *filter(None, [extra])]
