@@ -218,6 +218,12 @@ def rm(stores: Stores) -> Documents:
         yield stores.run("rm", stores.whole, "--temporaries", "--yes", exit_code=4)
     yield stores.run("rm", stores.damaged, "--state", "partial", "--dry-run")
     yield stores.held("rm", stores.damaged, "--state", "partial", "--yes")
+    yield stores.run("rm", stores.whole, "--free", "1", "--dry-run")
+    trace = stores.folder / "requests.jsonl"
+    trace.write_text(json.dumps({"timestamp": 1, "token_ids": list(range(200))}))
+    yield stores.run(
+        "rm", stores.whole, "--free", "1", "--trace", trace, *stores.profile, "--dry-run"
+    )
     yield stores.run("rm", stores.damaged, "--before", "0s", "--yes")
     yield stores.run("rm", stores.whole, "--temporaries", "--yes")
 

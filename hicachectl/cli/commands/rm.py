@@ -108,26 +108,26 @@ Examples:
     "--free",
     type=Size(1),
     metavar="SIZE",
-    help="Of the pages that match, remove the least useful until SIZE (200GiB) is free: without "
-    "--trace or --keep-plan, the longest unused.",
+    help="Of these pages, only the least useful, up to SIZE (200GiB). Without --trace or "
+    "--keep-plan: the longest unused.",
 )
 @click.option(
     "--trace",
     type=FILE,
-    help="With --free: remove pages that the requests of FILE do not use, then those of least "
-    "value to them. Needs --profile. hicachectl-prewarm(1) describes traces.",
+    help="With --free: keep what the requests of FILE use. First other pages are removed, then "
+    "those of least value. Needs --profile. hicachectl-prewarm(1) describes traces.",
 )
 @click.option(
     "--keep-plan",
     type=FILE,
-    help="With --free: remove pages that a plan of hicachectl prewarm --dry-run does not name, "
-    "then its last.",
+    help="With --free: keep the pages of a prewarm plan. First other pages are removed, then the "
+    "plan's, from its last.",
 )
 @click.option(
     "--temporaries",
     is_flag=True,
-    help="Remove temporary files of unfinished writes and what a server's clear left, if older "
-    "than a minute.",
+    help="Remove temporary files instead. They are of unfinished writes, or a server's clear left "
+    "them, and are older than a minute.",
 )
 @click.option(
     "--token-ids",

@@ -146,6 +146,22 @@ _RUN_COUNTS = (
     Member("bytes", INTEGER, "Bytes in them."),
 )
 
+_UNVALUED = "without --trace and --keep-plan"
+_UNCOUNTED = "without --trace"
+_FREE = (
+    Member("asked_bytes", INTEGER, "Bytes of --free."),
+    Member("bytes", INTEGER, "Bytes of the chosen groups."),
+    Member("order", TEXT, "What decides which groups stay: last-use, trace or plan."),
+    Member("last_use", NUMBER, "Latest use of a chosen group.", "with --trace or --keep-plan"),
+    Member("kept_pages", INTEGER, "Page groups that match and stay."),
+    Member("kept_bytes", INTEGER, "Bytes of these groups.", _UNKNOWN_SIZE),
+    Member("valued_pages", INTEGER, "Groups that the trace or plan names.", _UNVALUED),
+    Member("valued_pages_removed", INTEGER, "Chosen groups among them.", _UNVALUED),
+    Member("requested_tokens", INTEGER, "Tokens of the trace's requests.", _UNCOUNTED),
+    Member("usable_tokens_before", INTEGER, "Of these, what servers can restore.", _UNCOUNTED),
+    Member("usable_tokens_after", INTEGER, "The same after the removal.", _UNCOUNTED),
+)
+
 DOCUMENTS = (
     Document(
         "ls",
@@ -495,6 +511,8 @@ DOCUMENTS = (
             _COMPLETE,
             _LOCKED,
             _DRY_RUN,
+            Member("free", OBJECT, "What is lost and kept.", "without --free"),
+            *_below("free", _FREE),
             Member("failures", ROWS, "What could not be removed."),
             *_below(
                 "failures[]",
