@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files import removing
 from hicachectl.backends.object_files.removing import remove_seen
@@ -90,11 +91,10 @@ def test_the_newest_of_two_replacements_stays(
     path = put(tmp_path, NAME)
     seen = path.stat()
     replace(path)
-    put_back = removing.move_noreplace
 
     def late(*names: object) -> None:
         path.write_bytes(b"newest")
-        put_back(*names)  # type: ignore[arg-type]
+        move_noreplace(*names)  # type: ignore[arg-type]
 
     monkeypatch.setattr(removing, "move_noreplace", late)
     assert not removed(directory, seen)
