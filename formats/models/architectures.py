@@ -21,10 +21,19 @@ from hicachectl.formats.models.families.attention import (
     mla,
     no_kv,
 )
-from hicachectl.formats.models.families.base import NEXTN, Family, mtp_of, one_token_pages
+from hicachectl.formats.models.families.base import (
+    NEXTN,
+    Family,
+    all_layers,
+    mtp_of,
+    one_layer,
+    one_token_pages,
+)
 from hicachectl.formats.models.families.compressed import (
     deepseek_v4,
+    deepseek_v4_dspark,
     deepseek_v4_page_size,
+    dspark_stages,
     glm5_next,
     minimax_sparse,
     qwen4,
@@ -32,6 +41,7 @@ from hicachectl.formats.models.families.compressed import (
 )
 from hicachectl.formats.models.families.states import (
     bailing_delta,
+    bailing_draft_layers,
     bailing_lightning,
     falcon_h1,
     gdn,
@@ -45,6 +55,7 @@ from hicachectl.formats.models.families.states import (
 from hicachectl.formats.models.families.windows import (
     gemma4,
     iquest,
+    iquest_mtp,
     llama4,
     mimo_v2,
     swa,
@@ -102,7 +113,11 @@ _ONLY_WINDOWS = Refusal(
     "is not supported: all its layers have a window, so objects of the pool by which HiCache "
     "finds pages have no bytes, which a profile cannot describe"
 )
-_DRAFT = Refusal(f"is a draft whose pool hicachectl does not know; {_PROFILE_FILE}")
+# speculative/base_spec_worker.py :: _build_hicache_draft_plan, mtp_draft_mamba_pools
+_DRAFT_STATES = Refusal(
+    "is a draft whose convolution states SGLang stores behind its target's, which hicachectl does "
+    f"not read from a config; {_PROFILE_FILE}"
+)
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
 _SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
@@ -372,7 +387,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Qwen3MoeForCausalLMMTP",
     ),
     **_each(
-        Family(mha, stated=(*_ROWS, NEXTN), draft_only=True, one_layer=True),
+        Family(mha, stated=(*_ROWS, NEXTN), draft_only=True, draft_layers=one_layer),
         "Qwen3NextForCausalLMMTP",
         "Qwen3_5ForCausalLMMTP",
     ),
@@ -381,7 +396,12 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "HYV3ForCausalLMNextN",
         "NemotronHForCausalLMMTP",
     ),
-    "BailingMoeForCausalLMNextN": Family(mha_or_mla, stated=(*_HEADS, NEXTN), draft_only=True),
+    "BailingMoeForCausalLMNextN": Family(
+        mha_or_mla,
+        stated=(*_HEADS, NEXTN),
+        draft_only=True,
+        draft_layers=bailing_draft_layers,
+    ),
     **_each(
         Family(mla, stated=(NEXTN,), draft_only=True),
         "DeepseekV3ForCausalLMNextN",
@@ -390,26 +410,34 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "GlmMoeDsaForCausalLMNextN",
         "HYV4ForCausalLMNextN",
         "LongcatFlashForCausalLMNextN",
-        "MistralLarge3ForCausalLMEagle",
+    ),
+    "MistralLarge3ForCausalLMEagle": Family(
+        mla, stated=(NEXTN,), draft_only=True, draft_layers=all_layers
+    ),
+    "DeepseekV4ForCausalLMDSpark": Family(
+        deepseek_v4_dspark, draft_only=True, draft_layers=dspark_stages
     ),
     "DeepseekV4ForCausalLMNextN": Family(
-        mtp_of(deepseek_v4, "swa"), draft_only=True, one_layer=True
+        mtp_of(deepseek_v4, "swa"), draft_only=True, draft_layers=one_layer
     ),
     "GigaChat35ForCausalLMNextN": Family(
         mtp_of(gigachat, "kv"),
         stated=("kv_lora_rank", "qk_rope_head_dim", NEXTN),
         draft_only=True,
-        one_layer=True,
+        draft_layers=one_layer,
     ),
     "Glm5NextForConditionalGenerationNextN": Family(
-        mtp_of(glm5_next, "kv", "indexer"), draft_only=True, one_layer=True
+        mtp_of(glm5_next, "kv", "indexer"), draft_only=True, draft_layers=one_layer
     ),
-    "MiMoV2MTP": Family(mtp_of(mimo_v2, "swa"), draft_only=True, one_layer=True),
+    "IQuestQ1MTP": Family(
+        iquest_mtp, stated=(*_ROWS, "sliding_window"), draft_only=True, draft_layers=one_layer
+    ),
+    "MiMoV2MTP": Family(mtp_of(mimo_v2, "swa"), draft_only=True, draft_layers=one_layer),
     "Qwen4ExpForCausalLMMTP": Family(
-        mtp_of(qwen4, "kv", "indexer"), stated=_ROWS, draft_only=True, one_layer=True
+        mtp_of(qwen4, "kv", "indexer"), stated=_ROWS, draft_only=True, draft_layers=one_layer
     ),
     "Step3p5MTP": Family(
-        mha, stated=("head_dim", "num_attention_groups"), draft_only=True, one_layer=True
+        mha, stated=("head_dim", "num_attention_groups"), draft_only=True, draft_layers=one_layer
     ),
     # Drafts with checkpoints of their own.
     **_each(
@@ -417,23 +445,23 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "LlamaForCausalLMEagle",
         "LlamaForCausalLMEagle3",
     ),
-    **_each(
-        Family(mha, stated=_HEADS, draft_only=True),
-        "MistralForCausalLMEagle",
-        "Qwen2ForCausalLMEagle",
-    ),
+    "Qwen2ForCausalLMEagle": Family(mha, stated=_HEADS, draft_only=True),
+    "MistralForCausalLMEagle": Family(mha, stated=_HEADS, draft_only=True, draft_layers=all_layers),
     **_each(
         Family(mha, stated=_ROWS, draft_only=True),
         "DFlash2BeamDraftModel",
         "DFlash2DraftModel",
         "DFlashDraftModel",
         "DFlashLagunaForCausalLM",
-        "DSparkDraftModel",
-        "Lfm2DSparkDraftModel",
         "LiLiCorrDraftModel",
-        "LingDSparkModel",
         "MiniMaxDFlash2DraftModel",
         "MuseGlimmerAssistantModel",
+    ),
+    **_each(
+        Family(mha, stated=_ROWS, draft_only=True, draft_layers=all_layers),
+        "DSparkDraftModel",
+        "Lfm2DSparkDraftModel",
+        "LingDSparkModel",
         "Qwen3DSparkModel",
     ),
     "DSparkMiniMaxDraftModel": Family(minimax_dspark, stated=_ROWS, draft_only=True),
@@ -443,13 +471,10 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Gemma4AssistantForCausalLM",
         "Gemma4UnifiedAssistantForCausalLM",
     ),
-    **_each(
-        _DRAFT,
-        "DeepseekV4ForCausalLMDSpark",
-        "Dots3NoteForCausalLMNextN",
-        "IQuestQ1MTP",
-        "InklingForConditionalGenerationMTP",
+    "Dots3NoteForCausalLMNextN": Refusal(
+        "is a draft of Dots3NoteForCausalLM, which SGLang's HiCache refuses"
     ),
+    "InklingForConditionalGenerationMTP": _DRAFT_STATES,
     **_each(
         _SCORES,
         "BertForSequenceClassification",

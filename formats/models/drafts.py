@@ -16,6 +16,7 @@ from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.families.base import NEXTN, Context, Family
 from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm
 from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.models.stages import states_its_layers
 from hicachectl.formats.pools import pp_ranges
 
 if TYPE_CHECKING:
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 # Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _DFLASH_FAMILY = ("DFLASH", "DSPARK")
-_ALGORITHMS_OF = {"DeepseekV4ForCausalLM": ("EAGLE", "DSPARK")}  # deepseek_v4_hook.py
+_ALGORITHMS_OF = {
+    "DeepseekV4ForCausalLM": ("EAGLE", "DSPARK"),  # deepseek_v4_hook.py
+    "IQuestQ1ForCausalLM": ("EAGLE",),  # model_overrides/iquest_q1.py
+}
+DSPARK_V4 = "DeepseekV4ForCausalLMDSpark"
+# The only draft of a target: _handle_iquest_q1_mtp_draft.
+_ONLY_DRAFTS = {"IQuestQ1ForCausalLM": "IQuestQ1MTP"}
 # arg_groups/model_overrides/mimo_v2.py, gigachat35.py, overrides.py :: _step3p_overrides
 _MULTI_LAYER_TARGETS = frozenset(
     {
@@ -71,7 +78,7 @@ def algorithm_of(flags: DeploymentFlags) -> str:
     algorithm = canonical_algorithm(flags)
     if algorithm in _DRAFTLESS_ALGORITHMS or flags.draft_model_config is None:
         return algorithm
-    draft = _as_draft(open_config(flags.draft_model_config, source="draft config"))
+    draft = _as_draft(open_config(flags.draft_model_config, source="draft config"), algorithm)
     if not family_of(draft).frozen_kv:
         return algorithm
     if algorithm != "EAGLE":
@@ -98,17 +105,29 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
     }
     if "mamba" in rows:
         raise draft.error("architectures", "drafts with recurrent states are not supported")
-    if algorithm == "EAGLE" and draft.optional_integer(NEXTN):  # _can_pack_hicache_mtp
-        _check_packed(target, draft, family, rows)
+    if draft.architecture == DSPARK_V4:  # _can_pack_hicache_mtp
+        _check_same_rows(target, draft, rows)
+        return _packed(target, rows, _runner_layers(draft, family, rows))
+    if algorithm == "EAGLE" and draft.optional_integer(NEXTN):
+        _check_one_layer(draft, family, rows)
+        _check_same_rows(target, draft, rows)
         return _packed(target, rows, _steps(target.flags) if multi_layer else 1)
     return (*target.pools, *_sidecars(target, draft, family, rows))
 
 
 def _draft_config(target: Target, algorithm: str) -> HfConfig:
     """Return the config that SGLang makes of the draft's (ModelConfig._config_draft_model)."""
+    only = _ONLY_DRAFTS.get(target.model.architecture)
     if target.flags.draft_model_config is not None:
-        return _as_draft(open_config(target.flags.draft_model_config, source="draft config"))
-    draft = _as_draft(target.model)
+        draft = _as_draft(
+            open_config(target.flags.draft_model_config, source="draft config"), algorithm
+        )
+        if only not in (None, draft.architecture):
+            raise draft.error("architectures", f"SGLang serves this target only with {only}")
+        return draft
+    draft = _as_draft(target.model, algorithm)
+    if algorithm == "DSPARK" and draft.architecture == DSPARK_V4:  # _handle_dspark
+        return draft
     if algorithm == "EAGLE" and draft.architecture != target.model.architecture:
         if NEXTN in family_of(draft).stated:
             draft.required(NEXTN)
@@ -120,12 +139,20 @@ def _draft_config(target: Target, algorithm: str) -> HfConfig:
     )
 
 
-def _as_draft(config: HfConfig) -> HfConfig:
+def _as_draft(config: HfConfig, algorithm: str) -> HfConfig:
     own = OWN_DRAFTS.get(config.architecture)
     if own is None:
         return config
+    if own is _V4_DRAFT and algorithm == "DSPARK" and _has_dspark(config):
+        own = OwnDraft(DSPARK_V4)
     fields = {} if own.nextn is None else {NEXTN: own.nextn}
     return HfConfig(own.architecture, config.outer, {**config.text, **fields}, config.source)
+
+
+def _has_dspark(config: HfConfig) -> bool:
+    """Return whether a checkpoint has a DSpark draft (checkpoint_bundles_dspark_draft)."""
+    names = ("block_size", "markov_rank", "noise_token_id", "target_layer_ids")
+    return any(config.text.get(f"dspark_{name}") is not None for name in names)
 
 
 def _is_multi_layer(target: Target, algorithm: str) -> bool:
@@ -163,13 +190,28 @@ def _steps(flags: DeploymentFlags) -> int:
     return flags.speculative_num_steps
 
 
-def _check_packed(target: Target, draft: HfConfig, family: Family, rows: dict[str, Pool]) -> None:
-    """Refuse drafts that SGLang cannot append to the target's objects."""
-    layers = draft.optional_integer(NEXTN)
-    if layers != 1 and not family.one_layer:
+def _runner_layers(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> int:
+    """Return the layers of a draft's runner with attention over all tokens, or of its window pool.
+
+    Source: layer_setup.py :: _compute_model_num_layers, _resolve_pp_layer_range.
+    """
+    if family.draft_layers:
+        return family.draft_layers(draft)
+    own = 0 if states_its_layers(draft) else draft.optional_integer(NEXTN)
+    return own or len(rows["kv" if "kv" in rows else "swa"].layer_numbers)
+
+
+def _check_one_layer(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> None:
+    layers = _runner_layers(draft, family, rows)
+    if layers != 1:
         raise draft.error(
-            NEXTN, f"a draft of {layers} layers cannot be packed; SGLang packs drafts of one layer"
+            NEXTN if layers == draft.optional_integer(NEXTN) else "num_hidden_layers",
+            f"a draft of {layers} layers cannot be packed; SGLang packs drafts of one layer",
         )
+
+
+def _check_same_rows(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> None:
+    """Refuse drafts that SGLang cannot append to the target's objects."""
     ours = {pool.name: pool for pool in target.pools}
     # host_pool_config.py :: _validate_packed_draft_pools, build_hybrid_swa_stack
     for name in ("indexer", "swa"):
@@ -210,11 +252,12 @@ def _sidecars(
 
     A draft with one runner for each step has the first runner's only.
     """
+    if not rows:
+        return ()
     if "swa" in rows:  # of such a draft, SGLang stores the window layers only
         return (_window_sidecar(target, draft, rows["swa"]),)
     kv = rows["kv"]
-    # ModelRunner's num_effective_layers (_compute_model_num_layers)
-    layers = 1 if family.one_layer else draft.optional_integer(NEXTN) or len(kv.layer_numbers)
+    layers = _runner_layers(draft, family, rows)
     most = _last_stage_layers(target)
     if layers > most:
         raise draft.error(
@@ -250,6 +293,8 @@ def _last_stage_layers(target: Target) -> int:
     return end - start
 
 
+_V4_DRAFT = OwnDraft("DeepseekV4ForCausalLMNextN", nextn=1)  # or DSpark's: _as_draft
+
 OWN_DRAFTS: Mapping[str, OwnDraft] = {
     **dict.fromkeys(
         (
@@ -263,7 +308,7 @@ OWN_DRAFTS: Mapping[str, OwnDraft] = {
     "DSparkMiniMaxDraftModel": OwnDraft("DSparkMiniMaxDraftModel", nextn=0),
     "DeepseekV32ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
     "DeepseekV3ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
-    "DeepseekV4ForCausalLM": OwnDraft("DeepseekV4ForCausalLMNextN", nextn=1),
+    "DeepseekV4ForCausalLM": _V4_DRAFT,
     "Ernie4_5_MoeForCausalLM": OwnDraft("Ernie4_5_MoeForCausalLMMTP"),
     "ExaoneMoEForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
     "ExaoneMoeForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),

@@ -140,13 +140,18 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
         return document
     if document.get("model_type") == "dots_vlm":  # DotsVLMConfig makes it from the whole document
         return document
+    if document.get("model_type") == "iquest_q1_mtp":  # IQuestQ1MTPConfig, of one layer
+        target = document.get("target_config")
+        of_target = target if isinstance(target, Mapping) else {}
+        return {**of_target, "num_hidden_layers": 1, **document}
     thinker = document.get("thinker_config")
     if isinstance(thinker, Mapping):
         return _text({**thinker, "architectures": document["architectures"]})
     for name in ("llm_config", "language_config", "text_config"):
         section = document.get(name)
         if isinstance(section, Mapping):
-            return section
+            flat = document.get("model_type") == "deepseek_v41"  # normalize_deepseek_v41_config
+            return {**section, **document} if flat else section
     return document
 
 

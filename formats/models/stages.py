@@ -22,7 +22,7 @@ def check_stages(config: HfConfig, stages: int) -> None:
             "pp", "a stage of this model numbers the layers of its later passes beyond the layers "
             "of its pool"
         )  # fmt: skip
-    if config.architecture in _DIVIDED:
+    if states_its_layers(config):
         return
     if config.architecture in _UNDIVIDED_POOLS:
         raise config.error(
@@ -31,6 +31,11 @@ def check_stages(config: HfConfig, stages: int) -> None:
         )  # fmt: skip
     words = _REFUSALS.get(config.architecture, _REFUSAL)
     raise config.error("pp", f"SGLang refuses: {words!r}")
+
+
+def states_its_layers(config: HfConfig) -> bool:
+    """Return whether a model of this kind tells its runner the layers that it has."""
+    return config.architecture in _DIVIDED
 
 
 _REFUSAL = "Pipeline Parallel is not compatible with this model."  # ModelRunner
@@ -92,7 +97,6 @@ _DIVIDED = frozenset(
         "MistralLarge3ForCausalLM",
         "MixtralForCausalLM",
         "NanbeigeForCausalLM",
-        "OPTForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
@@ -136,6 +140,7 @@ _UNDIVIDED_POOLS = frozenset(
         "MossVLForConditionalGeneration",
         "NemotronHForCausalLM",
         "NemotronHPuzzleForCausalLM",
+        "OPTForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "SolarForCausalLM",
     }

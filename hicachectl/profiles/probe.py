@@ -31,6 +31,7 @@ RELEASE = "0.5.23"
 STATE_SLOTS = 4
 _PAGES = 4
 _MOST_LAYERS = 1024
+_STATED_LAYERS = re.compile(r"self\.start_layer\b[^=\n]*=[^=]")
 
 
 class Rank(NamedTuple):
@@ -369,14 +370,30 @@ def _draft_host_pools(
 
 
 def _draft_stand_in(config: Any) -> Any:
-    """Return what SGLang asks of a draft before it allocates."""
-    from sglang.srt.models.registry import ModelRegistry
-
-    model_class = ModelRegistry.models.get(config.hf_config.architectures[0])
-    depth = getattr(model_class, "mtp_layer_id_is_depth", False)
+    """Return what SGLang asks of a draft before it allocates: its layers and quantisation."""
+    model_class, sources = _model_class(config.hf_config.architectures[0])
     return SimpleNamespace(
-        mtp_layer_id_is_depth=depth, quant_config=_quant_config(config, model_class)
+        mtp_layer_id_is_depth="mtp_layer_id_is_depth = True" in sources,
+        quant_config=_quant_config(config, model_class),
+        **_draft_layers(config, model_class),
     )
+
+
+def _draft_layers(config: Any, model_class: type | None) -> dict[str, int]:
+    """Return the attributes by which a draft tells its layers; none of most (layer_setup.py)."""
+    from sglang.srt.models.dspark import DSparkDraftMixin
+    from sglang.srt.speculative.dspark_components.dspark_config import parse_dspark_draft_config
+
+    if config.hf_config.architectures[0] == "DeepseekV4ForCausalLMDSpark":
+        found = parse_dspark_draft_config(draft_hf_config=config.hf_config).target_layer_ids
+        stages = len(found) if found is not None else config.num_nextn_predict_layers or 1
+        return {"num_stages": stages, "start_layer": 0, "end_layer": stages}
+    if model_class and issubclass(model_class, DSparkDraftMixin):
+        return {"num_stages": config.num_hidden_layers}
+    if model_class and _states_its_layers(model_class):
+        one = "config.num_hidden_layers = 1" in _sources(model_class)
+        return {"start_layer": 0, "end_layer": 1 if one else config.num_hidden_layers}
+    return {}
 
 
 @contextlib.contextmanager
@@ -408,12 +425,11 @@ def _as_rank(rank: Rank) -> Iterator[None]:
 def _stand_in(config: Any, rank: Rank) -> Any:
     """Return what SGLang asks of a model: stages, the window and the quantisation."""
     from sglang.srt.distributed.utils import get_pp_indices
-    from sglang.srt.models.registry import ModelRegistry
 
-    name = config.hf_config.architectures[0]
-    model_class = ModelRegistry.models.get(name)
+    model_class, sources = _model_class(config.hf_config.architectures[0])
     model = SimpleNamespace(quant_config=_quant_config(config, model_class))
-    if rank.pp > 1 and _states_its_layers(name):
+    states = _states_its_layers(model_class) if model_class else _STATED_LAYERS.search(sources)
+    if rank.pp > 1 and states:
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
     # Models without a pool of their own for window layers have the method too.
@@ -476,14 +492,22 @@ def _words_on_stages() -> str:
     return found[1]
 
 
-def _states_its_layers(architecture: str) -> bool:
-    """Return whether a model tells its runner the layers of its stage.
+def _states_its_layers(model_class: type) -> bool:
+    """Return whether a model tells its runner the layers that it has.
 
-    Where only a module inside knows them, resolve_layer_indices takes all layers for each stage.
+    Where only a module deeper inside knows them, resolve_layer_indices takes all layers for each
+    stage, and NEXTN layers for a draft. A NextN model derives from its target's class, but the
+    module inside is another.
     """
-    model_class, sources = _model_class(architecture)
-    own = re.search(r"self\.start_layer\b[^=\n]*=[^=]", sources)
-    return hasattr(model_class, "start_layer") or bool(own)
+    tells = hasattr(model_class, "start_layer")
+    for base in _bases(model_class):
+        own = inspect.getsource(vars(base)["__init__"]) if "__init__" in vars(base) else ""
+        if _STATED_LAYERS.search(own):
+            return True
+        found = re.search(r"self\.model = (\w+)\(", own)
+        if inner := found and getattr(sys.modules[base.__module__], found[1], None):
+            return tells and bool(_STATED_LAYERS.search(_sources(inner)))
+    return tells
 
 
 def _model_class(architecture: str) -> tuple[Any, str]:
@@ -496,8 +520,16 @@ def _model_class(architecture: str) -> tuple[Any, str]:
     if model_class is None:
         files = [path.read_text() for path in Path(package.__path__[0]).rglob("*.py")]
         return None, "".join(x for x in files if f"class {architecture}(" in x)
-    own = [x for x in inspect.getmro(model_class) if x.__module__.startswith("sglang.")]
-    return model_class, "".join(inspect.getsource(x) for x in own)
+    return model_class, _sources(model_class)
+
+
+def _sources(model_class: type) -> str:
+    return "".join(inspect.getsource(x) for x in _bases(model_class))
+
+
+def _bases(model_class: type) -> list[type]:
+    """Return a class and those of its bases that are SGLang's."""
+    return [x for x in inspect.getmro(model_class) if x.__module__.startswith("sglang.")]
 
 
 class Refused(Exception):

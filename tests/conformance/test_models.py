@@ -34,6 +34,10 @@ _KINDS = (
     "GptOssForCausalLM GptOssForCausalLM",
     "MiMoV2FlashForCausalLM MiMoV2MTP",
     "Qwen3ForCausalLM DFlashDraftModel",
+    "Qwen3ForCausalLM DSparkDraftModel inherited",
+    "MistralLarge3ForCausalLM MistralLarge3ForCausalLMEagle refused",
+    "DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark",
+    "IQuestQ1ForCausalLM IQuestQ1MTP",
     "ct-kv",
     "beside-fp8",
 )

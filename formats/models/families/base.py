@@ -43,8 +43,8 @@ class Family:
     stated: fields that a config must state, because SGLang's config class has a number of its own
         for configs without them.
     draft_only: served only as a draft.
-    one_layer: a draft of which each runner has one layer, regardless of the config
-        (_compute_model_num_layers, _build_hybrid_linear_kv_pool).
+    draft_layers: the layers of a draft's runner; None: those that NEXTN counts, else all
+        (_compute_model_num_layers).
     frozen_kv: a draft that reads the target's KV and has none (FROZEN_KV_MTP).
     page_size: the page size that SGLang forces on CUDA, 0 if none; None: as for DSA models.
     """
@@ -52,7 +52,7 @@ class Family:
     build: PoolBuilder
     stated: tuple[str, ...] = ()
     draft_only: bool = False
-    one_layer: bool = False
+    draft_layers: Callable[[HfConfig], int] | None = None
     frozen_kv: bool = False
     page_size: Callable[[HfConfig], int] | None = None
 
@@ -61,6 +61,17 @@ class Family:
         for name in self.stated:
             config.required(name)
         return self.build(config, context)
+
+
+def one_layer(config: HfConfig) -> int:
+    """Return 1, the layers of a runner of an MTP draft, whatever its config counts."""
+    del config
+    return 1
+
+
+def all_layers(config: HfConfig) -> int:
+    """Return the layers of a draft that tells its runner how many it has."""
+    return config.integer("num_hidden_layers")
 
 
 def mtp_of(build: PoolBuilder, *names: str) -> PoolBuilder:

@@ -6,6 +6,7 @@ srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py; each rule names its symbol.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from hicachectl.formats.models.dtypes import (
 )
 from hicachectl.formats.models.families.attention import mla
 from hicachectl.formats.models.families.base import (
+    NEXTN,
     Context,
     count_or_numbers,
     mha_pool,
@@ -96,6 +98,31 @@ def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         if ratio == 4:
             pools += _states(config, context.flags, layers, pages)
     return tuple(pools)
+
+
+def deepseek_v4_dspark(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return the window rows of all stages of a DSpark draft (DeepseekV4ForCausalLMDSpark)."""
+    pools = deepseek_v4(config, context)
+    layers = dspark_stages(config)
+    return tuple(replace(pool, layers=layers) for pool in pools if pool.name == "swa")
+
+
+def dspark_stages(config: HfConfig) -> int:
+    """Return the stages of a DSpark draft: one for each layer of the target that it reads.
+
+    Source: parse_dspark_draft_config. Where no layers are named, NEXTN counts the stages.
+    """
+    section, name = config, "dspark_target_layer_ids"
+    if config.text.get(name) is None:
+        name, nested = "target_layer_ids", config.text.get("dflash_config")
+        if isinstance(nested, Mapping) and name in nested:
+            section = config.section("dflash_config")
+    if section.text.get(name) is None:
+        return config.optional_integer(NEXTN) or 1
+    layers = section.integers(name)
+    if not layers:
+        raise section.error(name, "names no layer")
+    return len(layers)
 
 
 def deepseek_v4_page_size(config: HfConfig) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import state_dtypes
 from hicachectl.formats.models.families.base import (
+    NEXTN,
     Context,
     count_or_numbers,
     head_dim_of,
@@ -101,6 +102,13 @@ def bailing_delta(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     heads = config.integer("num_attention_heads")
     mamba = delta_pool(context, linear, heads, head_dim_of(config), kernel)
     return (mla_pool(config, context, full, dsa=False), mamba)
+
+
+def bailing_draft_layers(config: HfConfig) -> int:
+    """Return 1 for a draft of a hybrid model, whatever it counts (_build_hybrid_linear_kv_pool)."""
+    if config.outer.get("model_type") == "bailing_hybrid":
+        return 1
+    return config.optional_integer(NEXTN) or config.integer("num_hidden_layers")
 
 
 def delta_pool(

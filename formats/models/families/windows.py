@@ -65,6 +65,20 @@ def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     )
 
 
+def iquest_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return the window rows of a draft of one layer (IQuestQ1MTPConfig).
+
+    Without a window there are none: HiCache stores only the window layers of such a draft.
+    """
+    if config.integer("num_hidden_layers") != 1:
+        raise config.error("num_hidden_layers", "MTP supports one physical draft layer.")
+    if context.flags.disable_hybrid_swa_memory:
+        return mha(config, context)
+    if not config.optional_integer("sliding_window"):
+        return ()
+    return (mha_pool("swa", config, context, range(1)),)
+
+
 def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types."""
     chunk = config.integer("attention_chunk_size")

@@ -56,7 +56,7 @@ from hicachectl.cli.manpages.texts import (
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
-from hicachectl.formats.models.drafts import OWN_DRAFTS
+from hicachectl.formats.models.drafts import DSPARK_V4, OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ def _drafts(names: Set[str]) -> Iterator[str]:
     """Yield the drafts by the form of their KV."""
     families = {name: x for name in names if isinstance(x := ARCHITECTURES[name], Family)}
     frozen = {name for name, family in families.items() if family.frozen_kv}
-    mtp = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} & set(families)
+    own = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} | {DSPARK_V4}
+    mtp = own & set(families)
     for words, group in zip(DRAFT_FORMS, (mtp, set(families) - mtp - frozen, frozen), strict=True):
         title, text = words
         yield f".Ss {text_line(title)}"

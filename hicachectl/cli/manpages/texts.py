@@ -66,14 +66,15 @@ UNVERIFIED_MODELS = (
 DRAFT_FORMS = (
     (
         "MTP layers",
-        "With EAGLE, a page object of the target ends with the layers of the draft. Without "
+        "With EAGLE, a page object of the target ends with the layers of the draft; with DSPARK, "
+        "the window objects of DeepSeek-V4 end with all stages of its draft. Without "
         "--draft-model-config, they are those of the target's own config. If the draft's config "
         "counts num_nextn_predict_layers as 0, the draft has pools like those below.",
     ),
     (
         "Models",
         "The pool draft has all layers; index keys are in draft_indexer. Of a draft with sliding "
-        "windows, there is only draft_swa, with the window layers. If the config counts "
+        "windows, there is only draft_swa, with the window layers, if any. If the config counts "
         "num_nextn_predict_layers, EAGLE appends the draft like an MTP layer.",
     ),
     ("Readers of the target's KV", "These drafts have no KV, so no objects."),

@@ -55,7 +55,8 @@ def test_profiles_are_what_sglang_allocates(name: str) -> None:
             assert stored(profile_of(DRAFTS[name], row), row) == allocated(row)
             continue
         flag = refusal["where"] in ("arguments", "stages")
-        field = r"(.*\): )?(pp|speculative_algorithm): " if flag else "draft config "
+        source = "draft config " if "draft" in DRAFTS[name] else r"config\.json \("
+        field = r"(.*\): )?(pp|speculative_algorithm): " if flag else source
         staged = r"|config\.json .*: pp: " if row["pp"] > 1 else ""  # the target's own refusal
         with pytest.raises(ProfileError, match=f"^({field}{staged})"):
             profile_of(DRAFTS[name], row)
@@ -94,3 +95,36 @@ def test_fp8_of_a_block_draft_depends_on_its_attention_backend() -> None:
     flags = {**model["flags"], "kv_cache_dtype": "fp8_e4m3"}
     with pytest.raises(ProfileError, match="kv_cache_dtype: fp8_e4m3 for a DFLASH draft"):
         profile_of({**model, "flags": flags}, _ONE)
+
+
+def test_dspark_of_deepseek_v4_needs_a_checkpoint_with_its_stages() -> None:
+    model = DRAFTS["DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark"]
+    plain = MODELS["DeepseekV4ForCausalLM"]["config"]
+    with pytest.raises(ProfileError, match="draft_model_config: missing; DSPARK needs"):
+        profile_of({**model, "config": plain}, _ONE)
+    empty = {**model["config"], "dspark_target_layer_ids": []}
+    with pytest.raises(ProfileError, match="dspark_target_layer_ids: names no layer"):
+        profile_of({**model, "config": empty}, _ONE)
+
+
+def test_dspark_reads_its_target_layers_where_sglang_does() -> None:
+    """One stage for each layer; a nested list comes before NEXTN (parse_dspark_draft_config)."""
+    model = DRAFTS["DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark counted"]
+    draft = {**model["draft"], "dflash_config": {"target_layer_ids": [1, 2, 3, 4]}}
+    profile = profile_of({**model, "draft": draft}, _ONE)
+    assert {
+        pool.name: pool.packed_draft_layers for pool in profile.pools if pool.name == "swa"
+    } == {"swa": 4}
+
+
+def test_iquest_has_only_its_own_draft() -> None:
+    model = DRAFTS["IQuestQ1ForCausalLM IQuestQ1MTP"]
+    other = DRAFTS["LlamaForCausalLM LlamaForCausalLMEagle"]["draft"]
+    with pytest.raises(ProfileError, match="SGLang serves this target only with IQuestQ1MTP"):
+        profile_of({**model, "draft": other}, _ONE)
+    flags = {**model["flags"], "speculative_algorithm": "EAGLE3"}
+    with pytest.raises(ProfileError, match="SGLang does not support EAGLE3 for this model"):
+        profile_of({**model, "flags": flags}, _ONE)
+    two = {**model["draft"], "num_hidden_layers": 2}
+    with pytest.raises(ProfileError, match="MTP supports one physical draft layer"):
+        profile_of({**model, "draft": two}, _ONE)
