@@ -139,7 +139,9 @@ def test_an_impossible_checkpoint_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parse", "whole"), [(parse_bucket_meta, WHOLE), (parse_offset_meta, OFFSETS)]
+    ("parse", "whole"),
+    [(parse_bucket_meta, WHOLE), (parse_offset_meta, OFFSETS)],
+    ids=["bucket", "offset"],
 )
 @given(data=st.data())
 def test_damaged_metadata_is_refused_or_stays_within_bounds(

@@ -10,6 +10,13 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.identity import Identity
 from tests.move.repairs import dsa_store, indexer, kv
 from tests.power.crash_states import Kind
+from tests.power.nixl_writers import (
+    OnNixl,
+    nixl_directories,
+    nixl_files,
+    nixl_objects,
+    nixl_url,
+)
 from tests.power.writers import (
     BUFFER,
     PAGES,
@@ -45,7 +52,7 @@ class Migration(Writer):
         return [self.store.parent, self.folder / "other"]
 
     def arguments(self) -> list[object]:
-        arguments = ["migrate", self.store, self.destination, "--profile", self.profile]
+        arguments = ["migrate", self.place, self.destination, "--profile", self.profile]
         move = ["--move", "--yes"] if self.moves else []
         # A buffer for a few objects gives several batches and several lines of the journal.
         return [*arguments, *move, "--buffer-bytes", "64KiB", "--format", "json"]
@@ -73,7 +80,7 @@ class FileMigration(Migration):
     }
 
     def source_wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        if state.directly_in(self.store) != {n: data for n, (data, _) in self.original.items()}:
+        if self.present_in(state) != {n: data for n, (data, _) in self.original.items()}:
             yield "the source changed"
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
@@ -163,37 +170,43 @@ class TrailedMigration(FileMigration):
 
 
 class NixlMigration(FileMigration):
-    """From a file store to two directories of the NIXL backend, under other names."""
+    """From a file store to two disks of the NIXL backend, under other names."""
 
     kinds: ClassVar[dict[str, Kind]] = {
-        "publish-data": Kind("syncfs", "*/new/store/???"),
+        "data-of-one": Kind("syncfs", "*/new/store/one"),
+        "data-of-two": Kind("syncfs", "*/new/store/two"),
         "publish-names": Kind("fsync", "*/new/store/???/??"),
     }
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.destination = (
-            f"nixl://{self.target}/one,{self.target}/two?direct_io=off&high_watermark=100"
-        )
+        self.destination = nixl_url(self.target)
+
+    @property
+    def roots(self) -> list[Path]:
+        return [self.store.parent, *nixl_directories(self.target)]
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        files = ((name.rpartition("/")[2], data) for name, data in state.below(self.target).items())
-        there = {_name_in_files(name): data for name, data in files}
-        yield from self.published_wrong(state, there, document)
+        yield from self.published_wrong(state, nixl_files(state, self.target), document)
 
-    def objects(self, directory: Path | None = None) -> Contents:
-        if directory != self.target:
-            return super().objects(directory)
-        held = [contents(folder) for folder in self.target.glob("*/[0-9a-f][0-9a-f]")]
-        return {_name_in_files(n): value for one in held for n, value in one.items() if n[0] != "."}
+    def present(self, directory: Path | None = None) -> Contents:
+        return nixl_objects(self.target) if directory == self.target else super().present(directory)
 
 
-def _name_in_files(key: str) -> str:
-    """Return the file store's name of a NIXL object of the DSA model; other names unchanged."""
-    if key.startswith("."):
-        return key
-    pool = ".indexer" if key.endswith("_indexer") else ""
-    return f"{key[:64]}{pool}{key[64:].removesuffix('_indexer').removesuffix('_k')}.bin"
+class NixlMigrationWithoutSyncfs(NixlMigration):
+    """The same on a system without syncfs, into new directories."""
+
+    inject: ClassVar[str | None] = "syncfs:error=ENOSYS"
+    kinds: ClassVar[dict[str, Kind]] = {
+        "publish-each": Kind("fsync", "*/new/store/???/??/.hicachectl-*.tmp"),
+        "publish-names": Kind("fsync", "*/new/store/???/??"),
+        "folders": Kind("fsync", "*/new/store/???"),
+        "new-directories": Kind("fsync", "*/new/store"),
+    }
+
+    @property
+    def roots(self) -> list[Path]:
+        return [self.store.parent, self.folder / "other"]
 
 
 def _is_marker(name: str) -> bool:
@@ -212,7 +225,7 @@ class Move(FileMigration):
     }
 
     def source_wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        here = state.directly_in(self.store)
+        here = self.present_in(state)
         yield from wrong_bytes(here, self.original)
         there = state.directly_in(self.target)
         for name in self.original.keys() - here.keys() - there.keys():
@@ -228,6 +241,15 @@ class Move(FileMigration):
         yield from super().recover(state)
         if left := self.objects():
             yield f"the move was run again, and {len(left)} objects are still in the source"
+
+
+class MoveFromNixl(Move, OnNixl):
+    """A move out of two directories of the NIXL backend."""
+
+    kinds: ClassVar[dict[str, Kind]] = {
+        **Move.kinds,
+        "delete": Kind("fsync", "*/disk/store/???/??"),
+    }
 
 
 class _ToCopies(Migration):
@@ -297,6 +319,8 @@ WRITERS = (
     FileMigration,
     FileMigrationWithoutSyncfs,
     NixlMigration,
+    NixlMigrationWithoutSyncfs,
+    MoveFromNixl,
     TrailedMigration,
     Move,
     MigrationToCopies,

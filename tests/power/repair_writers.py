@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.move.repairs import indexer, kv, shorten
 from tests.power.crash_states import Kind
+from tests.power.nixl_writers import OnNixl, name_in_files
 from tests.power.writers import BUFFER, Writer, document_of, half_pages, run_here, wrong_bytes
 from tests.quotas import limited
-from tests.stores import contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 
 
 class _Repair(Writer):
-    """A command on a store with two damaged pages. sidecars: some may have no anchor."""
+    """A command on a store with two damaged pages.
 
-    sidecars: ClassVar[bool] = False
+    leaves_orphans: sidecars may be left without their anchor.
+    """
+
+    leaves_orphans: ClassVar[bool] = False
 
     def prepare(self) -> None:
         super().prepare()
         for number in (1, 2):
-            shorten(self.store / indexer(number))
-        self.original = contents(self.store)
+            shorten(self.file(indexer(number)))
+        self.original = self.present()
         self.bad = {kv(1), indexer(1), kv(2), indexer(2)}
 
     @property
@@ -36,7 +39,7 @@ class _Repair(Writer):
         return self.store / ".hicachectl" / "quarantine"
 
     def arguments(self) -> list[object]:
-        command = ["verify", self.store, "--profile", self.profile, "--checks", "groups,sizes"]
+        command = ["verify", self.place, "--profile", self.profile, "--checks", "groups,sizes"]
         options = ["--repair", "quarantine", "--quarantine", self.quarantine, "--yes"]
         return [*command, *options, "--fail-on", "never", *BUFFER, "--format", "json"]
 
@@ -51,10 +54,14 @@ class _Repair(Writer):
         records = (found for _, found in self.records(state, ".begun"))
         return {group["page"] for found in records if found for group in found["groups"]}
 
+    def name_of(self, key: str) -> str:
+        """Return a file store's name of one of the store's keys."""
+        return key
+
     def held(self, state: State) -> dict[str, bytes]:
         """Return the quarantined objects by key, as the records list them."""
         return {
-            taken["key"]: state.files[f"{folder}/{taken['file']}"]
+            self.name_of(taken["key"]): state.files[f"{folder}/{taken['file']}"]
             for suffix in (".begun", ".json")
             for folder, found in self.records(state, suffix)
             for group in (found or {}).get("groups", ())
@@ -63,13 +70,13 @@ class _Repair(Writer):
         }
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        here = state.directly_in(self.store)
+        here = self.present_in(state)
         yield from wrong_bytes(here, self.original)
         for suffix in (".begun", ".json"):
             for folder, found in self.records(state, suffix):
                 if found is None:
                     yield f"the record {folder}{suffix} is torn"
-        half = half_pages(set(here), orphans=not self.sidecars)
+        half = half_pages(set(here), orphans=not self.leaves_orphans)
         for name in sorted(half - self.named(state)):
             yield f"page {name[:8]} is not whole, and no record names it"
         yield from self.lost(state, here)
@@ -92,7 +99,7 @@ class _Repair(Writer):
         yield from self.run(*self.arguments())
         if set(self.objects()) != self.original.keys() - self.bad:
             yield "the repair was run again, and damaged pages are still there"
-        yield from self.run("restore", self.quarantine, self.store, "--yes")
+        yield from self.run("restore", self.quarantine, self.place, "--yes")
         if self.objects() != self.original:
             yield "what was quarantined does not come back"
 
@@ -142,7 +149,7 @@ class Remove(_Repair):
     }
 
     def arguments(self) -> list[object]:
-        return ["rm", self.store, "--model", "x/dsa", "--yes", "--format", "json"]
+        return ["rm", self.place, "--model", "x/dsa", "--yes", "--format", "json"]
 
     def lost(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
         yield from ()
@@ -163,7 +170,7 @@ class Remove(_Repair):
 class RemoveWithoutRoom(Remove):
     """Pages are removed for good from a full disk, without records: anchors durably first."""
 
-    sidecars: ClassVar[bool] = True  # a power failure may leave sidecars
+    leaves_orphans: ClassVar[bool] = True  # a power failure may leave sidecars
     kinds: ClassVar[dict[str, Kind]] = {"lost-names": Kind("fsync", "*/disk/store")}
 
     @property
@@ -174,7 +181,7 @@ class RemoveWithoutRoom(Remove):
 class Restore(_Repair):
     """Quarantined objects come back by rename."""
 
-    sidecars: ClassVar[bool] = True
+    leaves_orphans: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
         "gained-names": Kind("fsync", "*/disk/store"),
     }
@@ -185,7 +192,7 @@ class Restore(_Repair):
         assert code == 0, text
 
     def arguments(self) -> list[object]:
-        return ["restore", self.quarantine, self.store, "--yes", "--format", "json"]
+        return ["restore", self.quarantine, self.place, "--yes", "--format", "json"]
 
     def undone(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
         if self.original.keys() - here.keys():
@@ -239,12 +246,53 @@ class RestoreAgain(RestoreByCopy):
                 yield f"the restore was run again, and {name} is nowhere"
 
 
+class _NixlRepair(_Repair, OnNixl):
+    """The store is one of the NIXL backend, in which nothing of ours can lie."""
+
+    @property
+    def quarantine(self) -> Path:
+        return self.store.parent / "quarantine"
+
+    def name_of(self, key: str) -> str:
+        return name_in_files(key)
+
+
+class NixlQuarantine(_NixlRepair, Quarantine):
+    """Objects are moved out of two directories by rename."""
+
+    # The syncfs of the store also makes the names in the quarantine durable.
+    kinds: ClassVar[dict[str, Kind]] = {
+        "record": Kind("fsync", "*.begun.tmp"),
+        "record-name": Kind("fsync", "*/quarantine/*Z-??????"),
+        "lost-names": Kind("syncfs", "*/disk/store/???"),
+    }
+
+
+class NixlRemove(_NixlRepair, Remove):
+    """Pages are removed for good, without a record: there is no place for one."""
+
+    leaves_orphans: ClassVar[bool] = True
+    kinds: ClassVar[dict[str, Kind]] = {"lost-names": Kind("fsync", "*/disk/store/???/??")}
+
+    def arguments(self) -> list[object]:
+        # Keys of sidecars alone may be of several pools.
+        return [*super().arguments(), "--profile", self.profile]
+
+
+class NixlRestore(_NixlRepair, Restore):
+    """Quarantined objects come back to two directories by rename."""
+
+    kinds: ClassVar[dict[str, Kind]] = {"gained-names": Kind("syncfs", "*/disk/store/???")}
+
+
 WRITERS = (
     Quarantine,
     QuarantineByCopy,
     Remove,
-    RemoveWithoutRoom,
     Restore,
     RestoreByCopy,
     RestoreAgain,
+    NixlQuarantine,
+    NixlRemove,
+    NixlRestore,
 )

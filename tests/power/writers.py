@@ -52,6 +52,11 @@ class Writer(ABC):
         return [self.store.parent]
 
     @property
+    def place(self) -> object:
+        """Return the STORE argument of the store."""
+        return self.store
+
+    @property
     def unsynced(self) -> list[Path]:
         """Return directories with files that another process has just written and never synced."""
         return []
@@ -95,10 +100,22 @@ class Writer(ABC):
     def recover(self, state: State) -> Iterator[str]:
         """Run an operator's next command on the files of a state; yield what is wrong then."""
 
+    def file(self, name: str) -> Path:
+        """Return where the store has an object."""
+        return self.store / name
+
+    def present(self, directory: Path | None = None) -> Contents:
+        """Return the files of a store, by default of the command's."""
+        directory = directory or self.store
+        return contents(directory) if directory.is_dir() else {}
+
+    def present_in(self, state: State) -> dict[str, bytes]:
+        """Return the files of the command's store in a state."""
+        return state.directly_in(self.store)
+
     def objects(self, directory: Path | None = None) -> Contents:
         """Return the objects of a store, without unfinished files of other names."""
-        directory = directory or self.store
-        there = contents(directory) if directory.is_dir() else {}
+        there = self.present(directory)
         return {name: value for name, value in there.items() if name in self.original}
 
     def run(self, *arguments: object, codes: tuple[int, ...] = (0,)) -> Iterator[str]:
