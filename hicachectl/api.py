@@ -7,7 +7,6 @@ the command of its name writes as JSON. Messages of a run are in the result's `r
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from hicachectl.io.interrupts import deferred
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.pages.selection import Selection
 from hicachectl.requests.files import Request
+from hicachectl.requests.measuring import HitsReport, measure_hits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,18 +70,6 @@ __all__ = [
     "retargeted",
     "verify",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class HitsReport:
-    """How much of each request a store can serve.
-
-    rows: a row per request, with the members of `hits --format json`. remarks: what the rows do not
-    show.
-    """
-
-    rows: pa.Table
-    remarks: tuple[str, ...]
 
 
 @contextmanager
@@ -217,20 +205,12 @@ def hits(
     profile: of the servers; None: what a pack records. Raises UsageError without either,
     FormatError naming the request, ProfileError and StoreUnavailable.
     """
-    from hicachectl.profiles.acceptance import acceptance_of
-    from hicachectl.profiles.identities import expected_identities
     from hicachectl.requests.chains import Hashing, chains_of
-    from hicachectl.requests.hit_rows import hit_remarks, hit_rows
-    from hicachectl.requests.hits import find_hits, inventory_of_chains
 
     agreed = _agreed(store, profile, "hits")
-    chains = chains_of(_requests(requests), Hashing.of(agreed))
-    inventory = inventory_of_chains(store, agreed, chains, on_batch=on_listed)
-    found = find_hits(
-        inventory, 0, chains, acceptance=acceptance_of(store, inventory, agreed)
-    )  # the profile's deployment comes first
-    said = hit_remarks(found, inventory, expected_identities(store, agreed))
-    return HitsReport(hit_rows(found, agreed.page_size), (*store.remarks, *said))
+    hashing = Hashing.of(agreed)
+    chains = chains_of(_requests(requests), hashing)
+    return measure_hits(store, agreed, chains, hashing, on_listed=on_listed)
 
 
 def migrate(

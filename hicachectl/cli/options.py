@@ -493,6 +493,14 @@ request_options = stack(
     ),
 )
 
+min_usable_option = click.option(
+    "--min-usable",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Exit with 4 if servers can restore less than this share of the requested tokens, such "
+    "as 0.9.",
+)
+
 filter_options = stack(
     _filter("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
     _filter("--pool", metavar="POOL", help="Only pages that have this pool."),

@@ -137,10 +137,11 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
 def hits_for_people(rows: pa.Table) -> pa.Table:
     """Return the text columns of `hits`."""
     stops = rows.column("stopped_by").combine_chunks()
-    page, pool, part, shard, _ = stops.flatten()
+    page, pool, part, shard, _, place = stops.flatten()
     ranks = _ranks_text(pa.Table.from_struct_array(shard))
     page = pc.binary_join_element_wise("page ", _short(page), "")
-    stopped = join_present([pool, part, ranks, page], " ")
+    place = pc.binary_join_element_wise("(exists at ", place, ")", "")
+    stopped = join_present([pool, part, ranks, page, place], " ")
     counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
     return pa.table(
         {

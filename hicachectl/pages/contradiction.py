@@ -19,11 +19,11 @@ _PAGES = 3
 _NEARLY_ALL = 0.9
 
 
-def refuse_contradiction(table: AffixTable, census: Census) -> None:
+def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool = False) -> None:
     """Raise ProfileError, with both numbers, if a profile contradicts the store.
 
-    A profile contradicts the store if the store has no object of the profile, or has another size
-    for all objects of a pool.
+    A profile contradicts the store if the store has only objects of other deployments, or has
+    another size for all objects of a pool. only_others: accept the former.
     """
     profiled = table.deployments[:1] if table.deployments else ()
     if not profiled or profiled[0].profile is None:
@@ -34,7 +34,7 @@ def refuse_contradiction(table: AffixTable, census: Census) -> None:
         specs = np.array([*table.spec_ids, UNRESOLVED])[census.affixes[own]]
         for pool in dict.fromkeys(spec.pool for spec in profiled[0].specs):
             _refuse_sizes(profiled[0], pool, specs, census.sizes[own], census.objects[own])
-    elif len(table.deployments) > 1:
+    elif len(table.deployments) > 1 and not only_others:
         wanted = _describe(profiled[0].specs[0])
         found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
         raise ProfileError(

@@ -42,11 +42,13 @@ class Inventory:
     objects: columns key binary, nbytes and mtime_ns int64, and the requested columns, all in
              many chunks: use `take`. The column cleared_ns is missing if no object was cleared.
     affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign object.
+    partial: whether only some keys were looked up.
     """
 
     objects: pa.Table
     affix_ids: npt.NDArray[np.int32]
     table: AffixTable
+    partial: bool = False
 
     def without_unused_columns(self) -> Inventory:
         """Return the inventory without the column cleared_ns if no object was cleared."""
@@ -119,16 +121,19 @@ def take_inventory(
     profile: Profile | None = None,
     *,
     columns: Collection[str] = (),
+    only_others: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Scan a store and parse its keys.
 
-    columns: of the scan, besides key, nbytes and mtime_ns. on_batch: takes the number of objects of
-    each batch. Memory: about 120 bytes per object. Raises StoreUnavailable, and ProfileError if the
-    profile contradicts the store.
+    columns: of the scan, besides key, nbytes and mtime_ns. only_others: accept a store with pages
+    of other deployments only. on_batch: takes the number of objects of each batch. Memory: about
+    120 bytes per object. Raises StoreUnavailable, and ProfileError if the profile contradicts the
+    store.
     """
     wanted = scan_columns(store, columns)
-    return _inventory(store.scan(wanted), scan_schema(wanted), store, profile, on_batch)
+    scanned = store.scan(wanted)
+    return _inventory(scanned, scan_schema(wanted), store, profile, only_others, on_batch)
 
 
 def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
@@ -137,16 +142,23 @@ def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
     return ["key", *sorted({*_columns(store), *locator, *columns} - {"key"})]
 
 
-def look_up(store: Store, keys: pa.BinaryArray, profile: Profile | None = None) -> Inventory:
-    """Return the inventory of some keys, without a scan. Raises like `take_inventory`.
+def look_up(
+    store: Store,
+    keys: pa.BinaryArray,
+    profile: Profile | None = None,
+    *,
+    only_others: bool = False,
+) -> Inventory:
+    """Return the inventory of some keys, without a scan; see `take_inventory`.
 
     For few keys, or a store whose listing is out of date.
     """
     some = (keys.slice(start, _ASKED_AT_ONCE) for start in range(0, len(keys), _ASKED_AT_ONCE))
     columns = _columns(store)
-    found = (store.look(pa.table({"key": part}), columns) for part in some)
-    batches = (batch for table in found for batch in table.combine_chunks().to_batches())
-    return _inventory(batches, scan_schema(columns), store, profile)
+    tables = (store.look(pa.table({"key": part}), columns) for part in some)
+    batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
+    found = _inventory(batches, scan_schema(columns), store, profile, only_others)
+    return replace(found, partial=True)
 
 
 def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
@@ -161,23 +173,24 @@ def _inventory(
     schema: pa.Schema,
     store: Store,
     profile: Profile | None,
+    only_others: bool,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     spool = Spool(schema)
     spool.fill(scanned, on_batch)
-    (inventory,) = understood(spool, store.grammar, profile)[1]
+    (inventory,) = understood(spool, store.grammar, profile, only_others=only_others)[1]
     pa.default_memory_pool().release_unused()
     return inventory.without_unused_columns()
 
 
 def understood(
-    spool: Spool, grammar: str, profile: Profile | None
+    spool: Spool, grammar: str, profile: Profile | None, *, only_others: bool = False
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
     Decides what only all objects show: shared keys, and sizes that no profile states. Counts decide
-    most of it; pieces are read only where they do not. Raises ProfileError if the profile
-    contradicts the store, OSError.
+    most of it; pieces are read only where they do not. only_others: see `take_inventory`. Raises
+    ProfileError if the profile contradicts the store, OSError.
     """
     census = spool.census()
     scanned = assign_affixes(spool.affixes, codec_for(grammar), profile)
@@ -190,7 +203,7 @@ def understood(
         found = pieces(table, affix_ids)
         census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
     table = with_seen_sizes(table, census, lambda: map(_objects, pieces(table, affix_ids)))
-    refuse_contradiction(table, census)
+    refuse_contradiction(table, census, only_others=only_others)
     return table, pieces(table, affix_ids)
 
 

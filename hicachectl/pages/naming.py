@@ -56,29 +56,40 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 
 def place_text(deployment: Deployment, own: Deployment) -> str:
     """Return where pages of another deployment are, seen from one's own: `tp 4`, `model b tp 4`."""
-    shard, ours = deployment.shard, own.shard
-    names = [
-        f"{what} {theirs}"
-        for what, theirs, mine in (
-            ("model", deployment.model, own.model),
-            ("tag", deployment.tag, own.tag),
-        )
-        if theirs and theirs != mine
-    ]
-    sizes = [
-        f"{axis} {size}" if size is not None else f"no {axis} ranks"
-        for axis, size, mine in zip((*AXES, "page"), shard.sizes, ours.sizes, strict=True)
-        if size != mine or (names and size is not None)
-    ]
-    return " ".join([*names, *sizes]) or _ranks_text(deployment, own)
+    texts = []
+    if deployment.model != own.model:
+        texts.append(f"model {deployment.model}")
+    if deployment.tag != own.tag:
+        texts.append(f"tag {deployment.tag}" if deployment.tag else "no tag")
+    named = bool(texts)
+    ranks = zip(deployment.shard.axes, own.shard.axes, strict=True)
+    for (axis, rank, size), (_, our_rank, ours) in ranks:
+        if size is None and rank is not None:
+            continue  # keys state the rank, but not of how many
+        if axis == "tp" and rank is None and size is None:
+            texts += ["no tp ranks"] if our_rank is not None else []
+        elif (size or 1) != (ours or 1) or (named and size is not None):
+            texts.append(f"{axis} {size or 1}")
+    tokens = deployment.shard.dcp_page_size
+    if tokens is not None and tokens != own.shard.dcp_page_size:
+        texts.append(f"page size {tokens}")
+    return " ".join(texts) or _ranks_text(deployment, own)
 
 
 def _ranks_text(deployment: Deployment, own: Deployment) -> str:
-    """Return the TP ranks that one's own deployment does not have; keys do not state its size."""
-    ours = {spec.coordinate.shard.tp_rank for spec in own.specs}
-    ranks = {spec.coordinate.shard.tp_rank for spec in deployment.specs} - ours - {None}
-    found = ", ".join(str(rank) for rank in sorted(rank for rank in ranks if rank is not None))
-    return f"tp ranks {found}" if found else "other keys"
+    """Return the ranks that one's own deployment does not have; keys do not state its sizes."""
+    found = []
+    for axis in AXES:
+        theirs, ours = (
+            {getattr(spec.coordinate.shard, f"{axis}_rank") for spec in one.specs}
+            for one in (deployment, own)
+        )
+        ranks = sorted(theirs - ours - {None})
+        if ranks:
+            found.append(f"{axis} ranks {', '.join(map(str, ranks))}")
+        elif theirs - ours:
+            found.append(f"no {axis} ranks")
+    return " ".join(found) or "other keys"
 
 
 def same_model(deployment: Deployment, own: Deployment, scheme: str) -> bool:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hicachectl.parts.job import PartCount, PartInput, Tables
     from hicachectl.parts.manifest import Manifest
     from hicachectl.parts.records import Record
+    from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
 
 
@@ -78,10 +79,15 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         document=outcome.document,
         rows=outcome.rows(),
         rows_name="plan",
-        remarks=[*outcome.messages, outcome.summary()],
+        remarks=[*outcome.messages, outcome.summary(), *_gate(outcome, finish, options)],
         failed=finish is None or outcome.failed(options.min_usable),
         lines=lambda colour, shown: outcome.lines(),
     )
+
+
+def _gate(outcome: PrewarmOutcome, finish: Record | None, options: _Options) -> list[str]:
+    """Return why --min-usable fails; nothing before the usable tokens are counted."""
+    return [] if finish is None else outcome.gate(options.min_usable)
 
 
 KIND = Kind("prewarm", {}, merge, finishes=True)

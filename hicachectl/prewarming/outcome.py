@@ -12,6 +12,7 @@ import pyarrow as pa
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.naming import deployment_text
+from hicachectl.requests.gate import failed_text, passes, usable_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
@@ -118,23 +119,24 @@ class PrewarmOutcome:
         document = self.document
         failed = bool(document["failed"]) or document["stopped_by"] == FULL
         failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
-        if min_usable is not None:
-            failed |= document["usable_tokens"] < min_usable * document["requested_tokens"]
-        return failed
+        return failed or not passes(document, min_usable)
+
+    def gate(self, min_usable: float | None) -> list[str]:
+        """Return the message that less than this share of tokens is usable, if so."""
+        if min_usable is None or passes(self.document, min_usable):
+            return []
+        next_step = "look for the missing pages in another source, or give a lower share"
+        return [failed_text(self.document, min_usable, next_step)]
 
     def summary(self, *, dry_run: bool = False) -> str:
         """Return the outcome in one line."""
         document = self.document
-        wanted = document["requested_tokens"]
-        share = document["usable_tokens"] / wanted if wanted else 1.0
-        by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
         parts = [
             f"{counted(document['copied_pages'], 'page')} {'to copy' if dry_run else 'copied'}, "
             f"{human_size(document['bytes'])}",
             f"{document['already_there']} already in the destination",
             f"{document['missing_pages']} not found in the source",
-            f"{share:.0%} of {counted(wanted, 'token')} usable{' now' if dry_run else ''}"
-            f"{by or ''}",
+            usable_text(document, now=dry_run),
         ]
         if document["stopped_by"]:
             parts.append(f"stopped: {document['stopped_by']}")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.profiles.acceptance import Acceptance
     from hicachectl.requests.chains import Chains
+    from hicachectl.requests.hits import Hits
 
 
 _MINUTE_NS = 60 * 10**9
@@ -114,7 +115,7 @@ class PagePlan:
     """Pages to copy, best first.
 
     parents, depths: of each item of `pages` in its chain; null and 0 if unknown.
-    names: pages that servers could restore from the source.
+    names: pages that servers could restore from the source. hits: of the chains in the source.
     """
 
     pages: WantedPages
@@ -122,6 +123,7 @@ class PagePlan:
     depths: IntArray
     names: pa.StringArray
     facts: PlanFacts
+    hits: Hits | None = None
 
     def rows(self) -> pa.Table:
         """Return the pages to copy, best first."""
@@ -191,6 +193,7 @@ def plan_chains(
             requested_tokens=int(request.chains.reach.sum()) * request.target.page_size,
             cut=cut,
         ),
+        hits=hits,
     )
 
 

@@ -98,7 +98,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     if request.chains is None:
         raise UsageError("--all needs a store to copy from; give --from SRC")
     started = time.monotonic()
-    found = count_usable(store, request.target, request.served, request.chains)
+    found = count_usable(store, request.target, request.served, request.chains, explains=True)
     requested = len(found.target.page_names)
     held = int(found.target.needed().any(axis=1).sum())
     page_size = request.target.page_size

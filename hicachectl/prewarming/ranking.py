@@ -69,7 +69,8 @@ def chains_of_trace(trace: Trace, hashing: Hashing) -> Chains:
     names = trace.forest.names.reshape(-1, HASH_BYTES).astype(np.uint8, copy=False)
     tokens = trace.input_tokens.astype(np.int64)
     reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens.tolist()]
-    return Chains(names[trace.blocks], trace.offsets, tokens, np.array(reach, dtype=np.int64))
+    pages = names[trace.blocks]
+    return Chains(pages, trace.offsets, tokens, np.array(reach, np.int64), trace.sample)
 
 
 def prefixes_worth_asking(

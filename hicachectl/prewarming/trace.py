@@ -21,6 +21,7 @@ from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
 from hicachectl.formats.wording import failed, needs_profile
 from hicachectl.prewarming.forest import Forest, grow_forest
+from hicachectl.requests.chains import RequestSample
 from hicachectl.requests.files import Request
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Trace:
     input_tokens, output_tokens: [requests] int64, -1 if unknown.
     block_tokens: tokens of a full block; 0 if unknown.
     starts:  [requests] int64, byte offset of each line; None without a file.
+    sample:  of the requests, as in `Chains`.
     """
 
     times: npt.NDArray[np.float64] | None
@@ -54,6 +56,7 @@ class Trace:
     block_tokens: int
     forest: Forest
     starts: npt.NDArray[np.int64] | None = None
+    sample: tuple[Request, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -73,6 +76,11 @@ class _TraceLine(msgspec.Struct):
     def tokens(self) -> list[int] | None:
         return self.token_ids if self.input_ids is None else self.input_ids
 
+    @property
+    def namespace(self) -> tuple[str | None, str | None]:
+        """Extra key and cache salt; servers treat empty ones as none (managers/io_struct.py)."""
+        return self.extra_key or None, self.cache_salt or None
+
 
 class _Lines:
     def __init__(self, profile: Profile | None) -> None:
@@ -84,6 +92,7 @@ class _Lines:
         self.ids = array("q")
         self.starts = array("q")
         self.hashes: list[npt.NDArray[np.uint8]] = []
+        self.sample = RequestSample()
         self.hashed: bool | None = None
         self.timed: bool | None = None
 
@@ -113,13 +122,13 @@ class _Lines:
     def _hash(self, request: _TraceLine) -> int:
         if self._profile is None:
             raise UsageError(needs_profile("A trace of token ids"))
-        # Servers treat empty values as none: SGLang managers/io_struct.py.
-        seed = namespace_seed(request.extra_key or None, request.cache_salt or None)
+        seed = namespace_seed(*request.namespace)
         bigram = self._profile.hash_unit == "bigram"
-        hashes = page_hashes(
-            request.tokens or [], self._profile.page_size, bigram=bigram, prior=seed
-        )
+        tokens = request.tokens or []
+        hashes = page_hashes(tokens, self._profile.page_size, bigram=bigram, prior=seed)
         self.hashes.append(hashes)
+        if not self.sample.full:
+            self.sample.add(Request("", tokens, *request.namespace))
         return len(hashes)
 
 
@@ -160,8 +169,7 @@ def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request
                 file.seek(start)
                 found = decode(_REQUEST, file.readline(MAX_LINE_BYTES))
                 where = f"{path}: byte {start}"
-                salts = found.extra_key or None, found.cache_salt or None
-                yield Request(where, found.tokens or [], *salts)
+                yield Request(where, found.tokens or [], *found.namespace)
     except FormatError as error:
         raise FormatError(f"{path}: changed since it was read; run again") from error
     except OSError as error:
@@ -188,7 +196,8 @@ def _trace(lines: _Lines, profile: Profile | None) -> Trace:
     if lines.hashed and profile is not None:
         block_tokens = profile.page_size
     forest = grow_forest(names, blocks, offsets)
-    return Trace(times, offsets, blocks, inputs, outputs, block_tokens, forest, starts)
+    sample = lines.sample.requests
+    return Trace(times, offsets, blocks, inputs, outputs, block_tokens, forest, starts, sample)
 
 
 def _id_index(

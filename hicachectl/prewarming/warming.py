@@ -19,6 +19,8 @@ from hicachectl.pages.selection import EVERYTHING
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.prewarming.choice import leave_misfits, leave_too_large
 from hicachectl.prewarming.page_plan import conflicts, plan_chains, plan_pages
+from hicachectl.requests.chains import Hashing
+from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hits import inventory_of_chains
 
 if TYPE_CHECKING:
@@ -105,6 +107,10 @@ def plan_prewarm(
     plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark])]
     if request.chains is None and not len(groups):
         plan.facts.remarks.append(explain_selection(source, inventory, EVERYTHING))
+    if plan.hits is not None:
+        elsewhere = find_elsewhere(source, inventory, plan.hits)
+        hashing = Hashing.of(request.profile)
+        plan.facts.remarks += miss_remarks(source, inventory, plan.hits, elsewhere, hashing)
     return plan
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import Request
 
     IntArray = npt.NDArray[np.int64]
+
+_SAMPLE_REQUESTS, _SAMPLE_TOKENS = 8, 1026  # tokens of a page of 1024, the next, and a bigram
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
 _DIGITS = np.zeros(256, np.uint8)
@@ -60,12 +62,14 @@ class Chains:
     tokens:  [chains] int64, tokens of each request; -1 if only hashes are known
     reach:   [chains] int64, pages that a server can take from a store: not the page of the last
         token, which it always computes; all pages if only hashes are known
+    sample:  the first tokens of the first requests; empty if only hashes are known
     """
 
     pages: npt.NDArray[np.uint8]
     offsets: IntArray
     tokens: IntArray
     reach: IntArray
+    sample: tuple[Request, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,7 +82,7 @@ class Chains:
         offsets = np.concatenate([[0], np.cumsum(self.reach)])
         shift = np.repeat(self.offsets[:-1] - offsets[:-1], self.reach)
         taken = self.pages[np.arange(offsets[-1]) + shift]
-        return Chains(taken, offsets, self.tokens, self.reach)
+        return replace(self, pages=taken, offsets=offsets)
 
     def distinct_pages(self) -> tuple[pa.StringArray, IntArray]:
         """Return the distinct pages in hex [distinct], and each page's index among them."""
@@ -95,11 +99,36 @@ def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
     """Return the chains of requests, without tokens. Raises FormatError naming the line."""
     hashed: list[npt.NDArray[np.uint8]] = []
     tokens: list[int] = []
+    sample = RequestSample()
     for request in requests:
         hashed.append(hashing.hashes(request))
         tokens.append(len(request.token_ids))
+        sample.add(request)
     reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens]
-    return _chains(hashed, tokens, reach)
+    return replace(_chains(hashed, tokens, reach), sample=sample.requests)
+
+
+class RequestSample:
+    """The first tokens of the first requests."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Keep the beginning of a request, if it is one of the first."""
+        if not self.full:
+            beginning = request.token_ids[:_SAMPLE_TOKENS]
+            self._requests.append(replace(request, token_ids=beginning))
+
+    @property
+    def full(self) -> bool:
+        """Whether no further request is kept."""
+        return len(self._requests) == _SAMPLE_REQUESTS
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The requests."""
+        return tuple(self._requests)
 
 
 def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chains:

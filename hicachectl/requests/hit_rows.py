@@ -20,7 +20,9 @@ from hicachectl.text.jsontext import WRITE_NULL
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    import numpy.typing as npt
 
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
@@ -40,12 +42,16 @@ _STOP_FIELDS = [
         ("part", pa.string()),
         ("shard", _SHARD),
         ("key", pa.string()),
+        ("exists_at", pa.string()),
     )
 ]
 
 
-def hit_rows(hits: Hits, page_size: int | None) -> pa.Table:
-    """Return a row per chain, in the columns of `hits`. page_size: None if unknown."""
+def hit_rows(hits: Hits, page_size: int | None, places: Mapping[int, str]) -> pa.Table:
+    """Return a row per chain, in the columns of `hits`.
+
+    page_size: None if unknown. places: where else a page exists, by index in the page names.
+    """
     tokens = hits.chains.tokens
     usable = hits.usable_pages * (page_size or 0)
     unknown = np.full(len(usable), page_size is None)
@@ -56,7 +62,7 @@ def hit_rows(hits: Hits, page_size: int | None) -> pa.Table:
             "kv_pages": pa.array(hits.kv_pages),
             "usable_pages": pa.array(hits.usable_pages),
             "usable_tokens": pa.array(usable, mask=unknown),
-            "stopped_by": _stopped_by(hits),
+            "stopped_by": _stopped_by(hits, places),
         }
     )
 
@@ -92,7 +98,7 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
             yield f"Objects {what.format(counted(count, 'chain'))}"
 
 
-def _stopped_by(hits: Hits) -> pa.StructArray:
+def _stopped_by(hits: Hits, places: Mapping[int, str]) -> pa.StructArray:
     stopped = hits.stop_pages >= 0
     positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
     spread = np.full(len(stopped), -1, dtype=np.int64)
@@ -107,5 +113,14 @@ def _stopped_by(hits: Hits) -> pa.StructArray:
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
     return pa.StructArray.from_arrays(
-        [pages, pools, parts, shards, key_text(keys)], fields=_STOP_FIELDS, mask=pa.array(~stopped)
+        [pages, pools, parts, shards, key_text(keys), _places(spread, places)],
+        fields=_STOP_FIELDS,
+        mask=pa.array(~stopped),
     )
+
+
+def _places(pages: npt.NDArray[np.int64], places: Mapping[int, str]) -> pa.StringArray:
+    """Return the place of each page, by index in the page names; null without one."""
+    known = pa.array(sorted(places), pa.int64())
+    texts = pa.array([places[page] for page in sorted(places)], pa.string())
+    return texts.take(pc.index_in(pa.array(pages), value_set=known))

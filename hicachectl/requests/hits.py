@@ -90,6 +90,19 @@ class Hits:
         """Return the longest usable prefix of each chain within `lengths` pages: [chains]."""
         return longest(self.allowed, self.chains.offsets, lengths)
 
+    @property
+    def found(self) -> bool:
+        """Whether the store has an object of any requested page."""
+        return any(len(block.groups) for block in self.needs)
+
+    @property
+    def lacking(self) -> BoolArray:
+        """Whether a page is beyond the usable prefix of a chain: [page_names]."""
+        usable = np.repeat(self.usable_pages, np.diff(self.chains.offsets))
+        lacking = np.zeros(len(self.page_names), dtype=np.bool_)
+        lacking[self.page_of[positions_of(self.chains.offsets) >= usable]] = True
+        return lacking
+
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
         """Return whether restoring prefixes needs each object set of a page: [page_names, needs].
 
@@ -114,12 +127,13 @@ def inventory_of_chains(
     profile: Profile,
     chains: Chains,
     *,
+    only_others: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Return an inventory with at least the pages of chains.
 
     Looks up single keys if few, or if listings lack recent writes. If no key exists, lists the
-    store, whose other keys may show why. Raises like `take_inventory`.
+    store, whose other keys may show why. Arguments and errors as of `take_inventory`.
     """
     names, _ = chains.within_reach().distinct_pages()
     codec = codec_for(store.grammar)
@@ -127,10 +141,10 @@ def inventory_of_chains(
     if store.traits.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
         asked = [*affixes, *other_ranks(affixes, codec)]
         keys = [join_keys(asked, pa.repeat(n, len(names)), names) for n in range(len(asked))]
-        found = look_up(store, pa.concat_arrays(keys), profile)
+        found = look_up(store, pa.concat_arrays(keys), profile, only_others=only_others)
         if len(found.objects):
             return found
-    return take_inventory(store, profile, on_batch=on_batch)
+    return take_inventory(store, profile, only_others=only_others, on_batch=on_batch)
 
 
 def hits_of_store(
@@ -139,15 +153,17 @@ def hits_of_store(
     chains: Chains,
     *,
     on_batch: Callable[[int], None] = lambda objects: None,
-) -> Hits:
+) -> tuple[Inventory, Hits]:
     """Return the part of each chain that servers of a profile can restore from a store.
 
-    If the profile names no weights, they are those that the store's markers agree on. Raises like
+    Also what the store has of the chains. If the profile names no weights, they are those that the
+    store's markers agree on. A store with pages of other deployments only has no hits. Raises like
     `take_inventory`.
     """
     profile = with_marked_weights(profile, store)
-    inventory = inventory_of_chains(store, profile, chains, on_batch=on_batch)
-    return find_hits(inventory, 0, chains, acceptance=acceptance_of(store, inventory, profile))
+    inventory = inventory_of_chains(store, profile, chains, only_others=True, on_batch=on_batch)
+    acceptance = acceptance_of(store, inventory, profile)
+    return inventory, find_hits(inventory, 0, chains, acceptance=acceptance)
 
 
 def find_hits(

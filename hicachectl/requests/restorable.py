@@ -11,6 +11,8 @@ from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailabl
 from hicachectl.formats.kinds import kind_of
 from hicachectl.pages.naming import deployment_text, profile_document
 from hicachectl.profiles.stamps import stamp_differences
+from hicachectl.requests.chains import Hashing
+from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hits import hits_of_store
 
 if TYPE_CHECKING:
@@ -59,15 +61,17 @@ def count_usable(
     served: Mapping[str, Profile],
     chains: Chains,
     *,
+    explains: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
     target: the deployment that pages are written for; counted if no server is known. served: the
     deployment of each live server, by URL; the pages of the server that can restore the fewest are
-    returned. Raises StoreUnavailable, and ProfileError if the target contradicts the store.
+    returned. explains: with remarks about pages that the target misses. Raises StoreUnavailable,
+    and ProfileError if the target contradicts the store.
     """
-    hits = hits_of_store(store, target, chains, on_batch=on_batch)
+    inventory, hits = hits_of_store(store, target, chains, on_batch=on_batch)
     counted = [] if served else [(hits.usable_pages, target)]
     remarks = []
     for url, profile in served.items():
@@ -82,6 +86,9 @@ def count_usable(
             )
         counted.append((usable, profile if differing else target))
     pages, deployment = min(counted, key=lambda one: int(one[0].sum()))
+    if explains and deployment is target:
+        elsewhere = find_elsewhere(store, inventory, hits)
+        remarks += miss_remarks(store, inventory, hits, elsewhere, Hashing.of(target))
     return Usable(pages, deployment, hits, tuple(remarks))
 
 
@@ -104,8 +111,8 @@ def _restorable(
     store: Store, profile: Profile, chains: Chains, on_batch: Callable[[int], None]
 ) -> IntArray:
     try:
-        return hits_of_store(store, profile, chains, on_batch=on_batch).usable_pages
-    except ProfileError:  # the store has only pages of other deployments
+        return hits_of_store(store, profile, chains, on_batch=on_batch)[1].usable_pages
+    except ProfileError:  # the store's objects have other sizes
         return np.zeros(len(chains), dtype=np.int64)
 
 

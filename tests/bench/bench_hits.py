@@ -126,7 +126,7 @@ def main() -> None:
         )
     inventory, listed = timed("list the store", lambda: take_inventory(store, profile))
     hits, found = timed("find hits", lambda: find_hits(inventory, 0, chains))
-    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE))
+    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE, {}))
     check(chains, hits)
     print(f"find hits / list {found / listed:5.2f}   find hits / hash {found / hashing:5.2f}")
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")

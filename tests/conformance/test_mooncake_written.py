@@ -260,9 +260,11 @@ def test_verify_is_clean_and_takes_warm_up_keys_for_what_they_are(
     deployments = written.profiles(tmp_path)
     for profile in deployments.values():
         document = verified(invoke, written.cluster.url, "--profile", profile)
-        assert {found["code"] for found in document["findings"]} == {"foreign-object"}
+        others = {"other-deployment"} if any(tag for _, tag in deployments) else set()
+        assert {found["code"] for found in document["findings"]} == {"foreign-object"} | others
         assert {found["severity"] for found in document["findings"]} == {"info"}
-        assert {found["key"] for found in document["findings"]} == written.warm_up_keys
+        keys = {found["key"] for found in document["findings"]}
+        assert keys - {None} == written.warm_up_keys
         assert document["objects"] == len(written.objects) + len(written.warm_up_keys)
         assert document["pages"] == len(written.manifest["pages"])
         checks = ["names", "groups", "sizes", "values"]

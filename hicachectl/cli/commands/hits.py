@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import PROFILE, Command, in_section
+from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     allow_leases_option,
+    min_usable_option,
     output_options,
     profile_options,
     request_options,
@@ -20,11 +22,11 @@ from hicachectl.formats.objects import AXES
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.inventory import Inventory
 
 _SOURCES = ("prompts", "token_ids", "pages")
 
@@ -38,12 +40,14 @@ _choice = in_section(PROFILE)
 Examples:
   hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml
   hicachectl hits prod: --prompts chats.jsonl --model-config /models/qwen3 --tp 8 --page-size 64
+  hicachectl hits prod: --token-ids requests.jsonl --profile prod.toml --min-usable 0.9
   hicachectl hits /tmp/hicache --pages chain.jsonl --format json
 """,
 )
 @store_argument
 @request_options
 @_choice("--model", metavar="NAME", help="Choose one of several models in STORE.")
+@min_usable_option
 @allow_leases_option
 @output_options
 @profile_options
@@ -63,6 +67,9 @@ def command(
     A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
     sliding windows) are needed only at the end of a prefix.
 
+    The last line names the deployment that was measured. Pages that only another deployment has
+    are shown as "exists at tp 4". With --min-usable, the exit status is 4 if less is usable.
+
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
     hashed, and --model, --tp, --pp, --cp and --dcp choose one of several deployments. Pages are
     then compared with each other, so a pool missing everywhere goes unnoticed.
@@ -70,13 +77,12 @@ def command(
     hicachectl-hits(1) describes request files.
     """
     _refuse_contradictions(options)
-    from hicachectl.cli.output import write_rows
+    from hicachectl.cli.output import write_document
     from hicachectl.cli.text_tables import hits_for_people
-    from hicachectl.pages.inventory import take_inventory
-    from hicachectl.profiles.acceptance import acceptance_of
-    from hicachectl.profiles.identities import expected_identities
-    from hicachectl.requests.hit_rows import hit_remarks, hit_rows
-    from hicachectl.requests.hits import find_hits, inventory_of_chains
+    from hicachectl.profiles.inference import PoolGuess
+    from hicachectl.requests.gate import failed_text, passes, usable_text
+    from hicachectl.requests.measuring import measure_hits
+    from hicachectl.text.tables import table_lines
 
     with (
         opened(ctx, store, allow_leases=options["allow_leases"]) as source,
@@ -85,27 +91,28 @@ def command(
         profile = _profile(ctx, source, options)
         hashing = asked_hashing(profile, options)
         chains = asked_chains(options, hashing)
-        if profile is None:
-            inventory = take_inventory(source, on_batch=advance)
-        else:
-            inventory = inventory_of_chains(source, profile, chains, on_batch=advance)
-        for text in source.remarks:
-            remark(ctx, text)
-        acceptance = acceptance_of(source, inventory, profile)
-        hits = find_hits(
-            inventory, _deployment(inventory, profile, options), chains, acceptance=acceptance
-        )
-        said = hit_remarks(hits, inventory, expected_identities(source, profile))
-    page_size = None if hashing is None else hashing.page_size
-    for text in said:
+        choice = PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES})
+        report = measure_hits(source, profile, chains, hashing, choice=choice, on_listed=advance)
+    for text in report.remarks:
         remark(ctx, text)
-    write_rows(
-        hit_rows(hits, page_size),
+
+    def lines(colour: bool) -> Iterator[str]:
+        yield from table_lines(hits_for_people(report.rows), colour=colour)
+        yield usable_text(report.document)
+
+    write_document(
+        {"chains": report.rows, **report.document},
+        rows=report.rows,
         name="chains",
-        human=hits_for_people,
         output_format=output_format,
         output=output,
+        text=lines,
     )
+    least = options["min_usable"]
+    if least is not None and not passes(report.document, least):
+        next_step = "copy pages with hicachectl prewarm, or give a lower share"
+        remark(ctx, failed_text(report.document, least, next_step))
+        ctx.exit(FINDINGS)
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
@@ -130,20 +137,3 @@ def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profi
         for_us = ("page_size", "speculative_algorithm", *AXES)
         options = {**options, **dict.fromkeys(for_us)}
     return profile_from_options(options, store, warn=partial(remark, ctx))
-
-
-def _deployment(
-    inventory: Inventory, profile: Profile | None, options: dict[str, Any]
-) -> int | None:
-    """Return the index of the deployment whose hits are counted; None if the store has no pages.
-
-    The profile's deployment, or else the one that --model and the sizes choose.
-    """
-    from hicachectl.profiles.inference import PoolGuess, choose_deployment
-
-    if profile is not None:
-        return 0  # assign_affixes puts the profile's deployment first
-    if not inventory.table.deployments and not any(r.readings for r in inventory.table.resolved):
-        return None
-    sizes = {axis: options[axis] for axis in AXES}
-    return choose_deployment(inventory, PoolGuess(model=options["model"], **sizes))

@@ -33,6 +33,7 @@ from hicachectl.cli.options import (
     jobs_option,
     lease_wait_option,
     lock_option,
+    min_usable_option,
     output_option,
     parts_options,
     profile_options,
@@ -111,13 +112,7 @@ Examples:
 @click.option("--budget", type=Size(), help="Copy at most this many bytes.")
 @click.option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
 @click.option("--deadline", type=Duration(), help="Start no further copy after this duration.")
-@click.option(
-    "--min-usable",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Exit with 4 if servers can restore less than this share of the requested tokens, such "
-    "as 0.9.",
-)
+@min_usable_option
 @_mooncake(
     "--pin",
     is_flag=True,

@@ -210,6 +210,23 @@ BACKGROUND: dict[str, dict[str, str]] = {
     },
     "hits": {
         "REQUEST FILES": _REQUEST_FILES,
+        "OTHER DEPLOYMENTS": """
+            Keys name the model and, in files, the TP and PP sizes. So servers never find pages of
+            another deployment, and a change of --tp-size loses all hits. Where STORE has requested
+            pages of another deployment, the row says "exists at tp 4", and a remark on stderr says
+            how many pages. In JSON, deployment is the measured one, elsewhere has the number of
+            pages by deployment, and exists_at in stopped_by is that of the page. hicachectl migrate
+            converts pages.
+
+            If only a few pages are asked for, STORE is not listed, but the usual TP and PP sizes
+            are looked up.
+        """,
+        "WRONG PAGE SIZES": """
+            The page size and the hash unit decide the names of pages. If STORE has pages, but none
+            of the requested ones, other page sizes (1 to 1024) and the other hash unit (tokens or
+            token pairs, for EAGLE) are tried on the first requests. A remark on stderr says which
+            of them finds pages.
+        """,
         "TOKENS THAT ARE NOT RESTORED": """
             Servers always compute the last token of a request. They skip prefixes below their
             prefetch threshold (256 tokens by default).
@@ -383,8 +400,13 @@ BACKGROUND: dict[str, dict[str, str]] = {
             deployment for which the pages are written: --to-profile, the other --to options, or
             else the profile of SRC.
 
+            Below --min-usable, the exit status is 4, and a line on stderr names the deployment and
+            the share.
+
             A server cannot use pages that were written for another topology, because it never asks
-            for their keys. If the stamp of DST names another deployment, a remark on stderr says
+            for their keys. If SRC has requested pages of another deployment, a remark on stderr
+            says so, and likewise if requests seem to be hashed with another page size than the
+            pages of SRC. If the stamp of DST names another deployment, a remark on stderr says
             so.
         """,
     },

@@ -1,0 +1,56 @@
+"""The share of tokens that servers can restore, and the gate that it must pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.pages.naming import deployment_text
+from hicachectl.text.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def usable_share(document: Mapping[str, Any]) -> float:
+    """Return the share of the requested tokens that is usable; 1 if none is requested.
+
+    document: of `hits` or `prewarm`.
+    """
+    share, requested = document.get("usable_share"), document["requested_tokens"]
+    if share is None:
+        share = document["usable_tokens"] / requested if requested else 1.0
+    return float(share)
+
+
+def usable_text(document: Mapping[str, Any], *, now: bool = False) -> str:
+    """Return the share as a text: `89% of 1152 tokens usable by org/model tp 2`.
+
+    now: whether it will change.
+    """
+    requested = document["requested_tokens"]
+    of = "the requested pages" if requested is None else counted(requested, "token")
+    by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
+    return f"{usable_share(document):.0%} of {of} usable{' now' if now else ''}{by or ''}"
+
+
+def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:
+    """Return whether the share is at least --min-usable."""
+    if min_usable is None:
+        return True
+    requested = document["requested_tokens"]
+    if requested is None:
+        return usable_share(document) >= min_usable
+    return bool(document["usable_tokens"] >= min_usable * requested)
+
+
+def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) -> str:
+    """Return why a gate failed, in one line."""
+    deployment = document["deployment"]
+    by = f"servers of {deployment_text(deployment)}" if deployment else "servers"
+    share, requested = usable_share(document), document["requested_tokens"]
+    what = (
+        "of the requested pages"
+        if requested is None
+        else f"of the requested tokens ({document['usable_tokens']} of {requested})"
+    )
+    return f"--min-usable {min_usable:g}: {by} can restore {share:.1%} {what}; {next_step}"

@@ -1,0 +1,103 @@
+"""Measure how far a store serves requests: what `hits` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.naming import deployment_document
+from hicachectl.profiles.acceptance import acceptance_of
+from hicachectl.profiles.identities import expected_identities
+from hicachectl.profiles.inference import PoolGuess, choose_deployment
+from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks, places_of
+from hicachectl.requests.hit_rows import hit_remarks, hit_rows
+from hicachectl.requests.hits import find_hits, inventory_of_chains
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pyarrow as pa
+
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.pages.inventory import Inventory
+    from hicachectl.requests.chains import Chains, Hashing
+    from hicachectl.requests.elsewhere import Elsewhere
+    from hicachectl.requests.hits import Hits
+
+
+@dataclass(frozen=True, slots=True)
+class HitsReport:
+    """How much of each request a store can serve.
+
+    rows: a row per request, with the members of a chain in `hits --format json`. document: the
+    members beside the chains. remarks: what these do not show.
+    """
+
+    rows: pa.Table
+    document: dict[str, Any]
+    remarks: tuple[str, ...]
+
+
+def measure_hits(
+    store: Store,
+    profile: Profile | None,
+    chains: Chains,
+    hashing: Hashing | None,
+    *,
+    choice: PoolGuess | None = None,
+    on_listed: Callable[[int], None] = lambda objects: None,
+) -> HitsReport:
+    """Return how far servers can restore each chain, and what else the store has of them.
+
+    profile: of the servers; None: the one deployment of the store that `choice` fits. hashing: of
+    the chains; None if unknown. Raises ProfileError if the profile contradicts the store, or
+    `choice` fits several deployments; StoreUnavailable.
+    """
+    inventory = (
+        take_inventory(store, on_batch=on_listed)
+        if profile is None
+        else inventory_of_chains(store, profile, chains, only_others=True, on_batch=on_listed)
+    )
+    hits = find_hits(
+        inventory,
+        _deployment(inventory, profile, choice),
+        chains,
+        acceptance=acceptance_of(store, inventory, profile),
+    )
+    elsewhere = find_elsewhere(store, inventory, hits)
+    remarks = [
+        *store.remarks,
+        *hit_remarks(hits, inventory, expected_identities(store, profile)),
+        *miss_remarks(store, inventory, hits, elsewhere, hashing),
+    ]
+    page_size = None if hashing is None else hashing.page_size
+    return HitsReport(
+        rows=hit_rows(hits, page_size, places_of(elsewhere, hits)),
+        document=_document(hits, page_size, elsewhere),
+        remarks=tuple(remarks),
+    )
+
+
+def _deployment(
+    inventory: Inventory, profile: Profile | None, choice: PoolGuess | None
+) -> int | None:
+    """Return the index of the measured deployment; None if the store has no pages."""
+    if profile is not None:
+        return 0  # assign_affixes puts the profile's deployment first
+    if not inventory.table.deployments and not any(r.readings for r in inventory.table.resolved):
+        return None
+    return choose_deployment(inventory, choice or PoolGuess())
+
+
+def _document(hits: Hits, page_size: int | None, elsewhere: list[Elsewhere]) -> dict[str, Any]:
+    requested, usable = int(hits.chains.reach.sum()), int(hits.usable_pages.sum())
+    own = hits.deployment
+    return {
+        "deployment": None if own is None else deployment_document(own, page_size),
+        "requested_tokens": None if page_size is None else requested * page_size,
+        "usable_tokens": None if page_size is None else usable * page_size,
+        "usable_share": usable / requested if requested else None,
+        "elsewhere": [one.document for one in elsewhere],
+    }
