@@ -218,6 +218,7 @@ def rm(stores: Stores) -> Documents:
         yield stores.run("rm", stores.whole, "--temporaries", "--yes", exit_code=4)
     yield stores.run("rm", stores.damaged, "--state", "partial", "--dry-run")
     yield stores.held("rm", stores.damaged, "--state", "partial", "--yes")
+    yield stores.run("rm", stores.whole, "--free", "1KiB", "--dry-run")
     yield stores.run("rm", stores.damaged, "--before", "0s", "--yes")
     yield stores.run("rm", stores.whole, "--temporaries", "--yes")
 

@@ -495,6 +495,32 @@ DOCUMENTS = (
             _COMPLETE,
             _LOCKED,
             _DRY_RUN,
+            Member("free", OBJECT, "The choice of --free.", "no --free"),
+            *_below(
+                "free",
+                (
+                    Member("asked_bytes", INTEGER, "SIZE of --free."),
+                    Member("bytes", INTEGER, "Bytes of the chosen groups."),
+                    Member("order", TEXT, "What ranks the pages: trace, plan or last-use."),
+                    Member(
+                        "last_use",
+                        NUMBER,
+                        "Latest use or write of a chosen group, in Unix seconds.",
+                        "nothing chosen, or the store keeps no times",
+                    ),
+                    Member("kept_pages", INTEGER, "Page groups that stay."),
+                    Member("kept_bytes", INTEGER, "Bytes of these groups.", _UNKNOWN_SIZE),
+                    Member("valued_pages", INTEGER, "Pages of the trace or plan.", "neither"),
+                    Member("valued_pages_removed", INTEGER, "Those that are chosen.", "neither"),
+                    Member("requested_tokens", INTEGER, "Tokens of the trace.", "no trace"),
+                    Member(
+                        "usable_tokens_before", INTEGER, "Usable tokens of the trace.", "no trace"
+                    ),
+                    Member(
+                        "usable_tokens_after", INTEGER, "The same after the removal.", "no trace"
+                    ),
+                ),
+            ),
             Member("failures", ROWS, "What could not be removed."),
             *_below(
                 "failures[]",
