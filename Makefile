@@ -75,6 +75,9 @@ lint: .venv/.dev
 
 man: .venv/.runtime
 	$(BIN)/python -m hicachectl.cli.manpages man
+	$(BIN)/hicachectl completion bash > hicachectl/packaging/completions/hicachectl
+	$(BIN)/hicachectl completion zsh > hicachectl/packaging/completions/_hicachectl
+	$(BIN)/hicachectl completion fish > hicachectl/packaging/completions/hicachectl.fish
 
 clean:
 	rm -rf .venv .venv-sglang $(DEMO) $(DAMAGED)

@@ -1,22 +1,17 @@
-"""Examples in README.md and hicachectl-scheduling(7): commands parse, files are valid."""
+"""Examples in README.md and hicachectl-scheduling(7): command lines parse."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import click
-import kubernetes_validate
 import pytest
-import yaml
 
 from hicachectl.cli.group import cli
-from tests.skips import need_tool
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,12 +32,6 @@ def manual_blocks(page: str = "hicachectl-scheduling.7") -> list[str]:
     source = (ROOT / "man" / page).read_text()
     found = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", source, re.MULTILINE | re.DOTALL)
     return [text.replace("\\-", "-").replace("\\e", "\\") for text in found]
-
-
-def block_with(text: str) -> str:
-    """Return the only block of the manual page that contains a text."""
-    (block,) = [block for block in manual_blocks() if text in block]
-    return block
 
 
 def crontab_lines() -> list[str]:
@@ -89,36 +78,3 @@ def test_a_crontab_line_is_understood(line: str) -> None:
     assert len(fields) == 6
     assert "%" not in fields[5].replace("\\%", "")  # cron makes an unescaped one a line end
     check_arguments(shlex.split(fields[5])[1:])
-
-
-def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
-    service, timer = block_with("ExecStart="), block_with("OnCalendar=")
-    (line,) = [line for line in service.splitlines() if line.startswith("ExecStart=")]
-    check_arguments(shlex.split(line.removeprefix("ExecStart="))[1:])
-    tool = need_tool("systemd-analyze", "systemd")
-    (tmp_path / "hicachectl-prewarm.service").write_text(
-        service.replace("/usr/local/bin/hicachectl", "/bin/true")
-    )
-    (tmp_path / "hicachectl-prewarm.timer").write_text(timer)
-    done = subprocess.run(
-        [tool, "verify", *map(str, tmp_path.iterdir())],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    ours = [line for line in done.stderr.splitlines() if "hicachectl-prewarm" in line]
-    assert not ours, done.stderr
-
-
-def test_the_cron_job_of_kubernetes_is_valid() -> None:
-    job: dict[str, Any] = yaml.safe_load(block_with("kind: CronJob"))
-    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
-    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    check_arguments(container["args"])
-
-
-def test_a_cron_job_that_is_wrong_would_be_noticed() -> None:
-    job = yaml.safe_load(block_with("kind: CronJob"))
-    job["spec"]["jobTemplate"]["spec"]["restartPolicy"] = "Never"
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)

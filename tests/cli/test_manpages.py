@@ -14,6 +14,7 @@ from hicachectl.checks.registry import codes
 from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.command_texts import PROFILE_EXAMPLE
+from hicachectl.cli.manpages.mdoc import with_listings
 from hicachectl.cli.manpages.pages import build
 from hicachectl.formats.profile import parse_profile
 from tests.model_records import CLASSES
@@ -22,7 +23,10 @@ from tests.skips import need_tool
 MAN = Path(__file__).parents[2] / "man"
 BY_HAND = {
     "hcpack.5",
-    *(f"hicachectl-{name}.7" for name in ("plugin", "python", "scaling", "scheduling")),
+    *(
+        f"hicachectl-{name}.7"
+        for name in ("kubernetes", "plugin", "python", "scaling", "scheduling")
+    ),
 }
 SYSTEM_PAGES = {("crontab", "5"), ("systemd.timer", "5")}
 
@@ -32,6 +36,12 @@ def test_the_committed_pages_are_those_that_would_be_built(tmp_path: Path) -> No
     built = {path.name: path.read_text() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_text() for path in MAN.iterdir() if path.name not in BY_HAND}
     assert committed == built, "run `make man`"
+
+
+@pytest.mark.parametrize("path", sorted(MAN.glob("*.7")), ids=lambda path: path.name)
+def test_a_page_lists_files_as_they_are(path: Path) -> None:
+    page = path.read_text()
+    assert page == with_listings(page), "run `make man`"
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from importlib.resources import files
 from inspect import cleandoc
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,21 @@ RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
 
 # A line before its escapes; a break within --to-profile would show as a space.
 _WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=False)
+
+
+# A file of hicachectl/packaging in a page written by hand: the comment, then the listing.
+_LISTING = re.compile(r'^\.\\" file (\S+)\n\.Bd -literal\n.*?^\.Ed$', re.MULTILINE | re.DOTALL)
+
+
+def with_listings(page: str) -> str:
+    """Return a page with the present text of each file that it lists."""
+
+    def listing(found: re.Match[str]) -> str:
+        text = files("hicachectl").joinpath("packaging", found[1]).read_text(encoding="utf-8")
+        lines = map(literal_line, text.splitlines())
+        return "\n".join([f'.\\" file {found[1]}', ".Bd -literal", *lines, ".Ed"])
+
+    return _LISTING.sub(listing, page)
 
 
 def name_list(names: Set[str]) -> Iterator[str]:

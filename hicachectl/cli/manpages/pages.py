@@ -23,6 +23,7 @@ from hicachectl.cli.manpages.mdoc import (
     sentence_lines,
     tagged_list,
     text_line,
+    with_listings,
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
 from hicachectl.cli.manpages.texts import (
@@ -65,13 +66,18 @@ if TYPE_CHECKING:
 
 
 def build(directory: Path) -> None:
-    """Write hicachectl.1, one page per command, and the pages of section 7."""
+    """Write hicachectl.1, one page per command, and pages of section 7.
+
+    Pages written by hand that are there get the present listings of files.
+    """
     (directory / "hicachectl.1").write_text(main_page(), encoding="utf-8")
     (directory / "hicachectl-models.7").write_text(models_page(), encoding="utf-8")
     (directory / "hicachectl-findings.7").write_text(findings_page(), encoding="utf-8")
     (directory / "hicachectl-output.7").write_text(output_page(), encoding="utf-8")
     for name in COMMANDS:
         (directory / f"hicachectl-{name}.1").write_text(command_page(name), encoding="utf-8")
+    for path in directory.glob("*.7"):
+        path.write_text(with_listings(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main_page() -> str:
@@ -343,6 +349,8 @@ def _see_also(page: str) -> list[str]:
         pages.append("hcpack 5")
     if page in ("hicachectl", "hicachectl-explain", "hicachectl-show", "hicachectl-verify"):
         pages.append("hicachectl-findings 7")
+    if page == "hicachectl":
+        pages.append("hicachectl-kubernetes 7")
     if page in ("hicachectl", "hicachectl-profile"):
         pages.append("hicachectl-models 7")
     if page == "hicachectl":

@@ -1,0 +1,257 @@
+"""Completions, manifests, units, alerts and the dashboard in hicachectl/packaging."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from hicachectl.checks.registry import codes
+from hicachectl.cli.metrics import METRICS
+from tests.skips import need_tool
+from tests.test_readme import check_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Invoke
+
+FOLDER = Path(__file__).parents[2] / "hicachectl" / "packaging"
+COMPLETIONS = {"bash": "hicachectl", "zsh": "_hicachectl", "fish": "hicachectl.fish"}
+MANIFESTS = sorted((FOLDER / "kubernetes").iterdir())
+UNITS = sorted((FOLDER / "systemd").iterdir())
+RULES = FOLDER / "prometheus" / "hicachectl.rules.yml"
+DASHBOARD = json.loads((FOLDER / "grafana" / "hicachectl.json").read_text())
+OURS = {f"hicachectl_{command}_{name}" for command in METRICS for name in METRICS[command]}
+# Metrics of SGLang, as a conformance test finds them in its code.
+THEIRS = {
+    "sglang:backup_bandwidth",
+    "sglang:backuped_tokens_total",
+    "sglang:cached_tokens_total",
+    "sglang:prefetch_bandwidth",
+    "sglang:prefetched_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:storage_prefetch_hit_tokens_total",
+    "sglang:storage_prefetch_unfulfilled_tokens_total",
+}
+
+
+def containers(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the containers with our image, at any depth of a manifest."""
+    if isinstance(value, dict):
+        if value.get("image", "").startswith("registry.example/hicachectl"):
+            yield value
+        value = list(value.values())
+    for one in value if isinstance(value, list) else ():
+        yield from containers(one)
+
+
+def expressions() -> list[str]:
+    """Return the queries of the dashboard."""
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    """Return the panels of the dashboard, without the titles of rows."""
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def metrics_in(text: str) -> set[str]:
+    """Return the names of metrics in a query."""
+    found = re.findall(r"\b(?:hicachectl_|sglang:)\w+", text)
+    return {name.removesuffix("_bucket") for name in found}
+
+
+@pytest.mark.parametrize("shell", COMPLETIONS)
+def test_completions_are_those_that_the_command_prints(invoke: Invoke, shell: str) -> None:
+    script = (FOLDER / "completions" / COMPLETIONS[shell]).read_text()
+    assert script == invoke("completion", shell).stdout, "run `make man`"
+
+
+def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+    program = tmp_path / "hicachectl"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m hicachectl "$@"\n')
+    program.chmod(0o755)
+    script = (
+        f". {shlex.quote(str(FOLDER / 'completions' / 'hicachectl'))}; COMP_WORDS=(hicachectl ver);"
+        ' COMP_CWORD=1; _hicachectl_completion hicachectl; echo "${COMPREPLY[@]}"'
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["verify"]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_is_valid(path: Path) -> None:
+    manifest = yaml.safe_load(path.read_text())
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    found = list(containers(manifest))
+    assert found
+    for container in found:
+        check_arguments(container["args"])
+    text = path.read_text()
+    mounts = set(re.findall(r"name: (\w+), mountPath", text))
+    volumes = re.findall(r"^ +- name: (\w+)\n +(?:persistent|hostPath|configMap)", text, re.M)
+    assert mounts == set(volumes)
+
+
+def test_a_manifest_that_is_wrong_would_be_noticed() -> None:
+    manifest = yaml.safe_load((FOLDER / "kubernetes" / "verify-cronjob.yaml").read_text())
+    manifest["spec"]["jobTemplate"]["spec"]["restartPolicy"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_a_server_waits_for_its_store() -> None:
+    manifest = yaml.safe_load((FOLDER / "kubernetes" / "server.yaml").read_text())
+    (gate,) = manifest["spec"]["template"]["spec"]["initContainers"]
+    assert gate["args"][0] == "prewarm"
+    assert any(text.startswith("--min-usable=") for text in gate["args"])
+
+
+def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
+    tool = need_tool("systemd-analyze", "systemd")
+    for path in UNITS:
+        text = path.read_text()
+        for line in re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE):
+            assert "%" not in line.replace("%%", "")  # systemd expands a single one
+            check_arguments(shlex.split(line.replace("%%", "%"))[1:])
+        (tmp_path / path.name).write_text(text.replace("/usr/local/bin/hicachectl", "/bin/true"))
+    units = [str(tmp_path / path.name) for path in UNITS]
+    done = subprocess.run([tool, "verify", *units], capture_output=True, text=True, check=False)
+    assert "hicachectl" not in done.stderr
+
+
+def test_each_timer_has_its_service() -> None:
+    names = {path.name for path in UNITS}
+    assert len(names) == 4
+    assert {name.removesuffix(".timer") + ".service" for name in names if "timer" in name} < names
+
+
+def test_alerts_are_about_metrics_and_codes_that_exist() -> None:
+    text = RULES.read_text()
+    (group,) = yaml.safe_load(text)["groups"]
+    used = set().union(*(metrics_in(rule["expr"]) for rule in group["rules"]))
+    assert used
+    assert used <= OURS
+    (listed,) = re.findall(r'code=~"(.*?)"', text)
+    assert listed.split("|") == [code.name for code in codes() if code.severity == "error"]
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    used = set().union(*map(metrics_in, expressions()))
+    assert used <= OURS | THEIRS
+    assert used >= THEIRS
+    labels = {metric.label for of in METRICS.values() for metric in of.values()} | {"store"}
+    stated = {name for text in expressions() for name in re.findall(r"(\w+)=~", text)}
+    assert stated <= labels
+
+
+def test_the_panels_of_the_dashboard_lie_side_by_side() -> None:
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(numbers) == len(set(numbers))
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not taken & cells, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+
+
+def test_prometheus_accepts_the_rules_and_the_queries(tmp_path: Path) -> None:
+    tool = need_tool("promtool", "prometheus")
+    queries = {
+        "groups": [
+            {
+                "name": "dashboard",
+                "rules": [
+                    {"record": f"query:{number}", "expr": text.replace("$store", ".*")}
+                    for number, text in enumerate(expressions())
+                ],
+            }
+        ]
+    }
+    recorded = tmp_path / "queries.yml"
+    recorded.write_text(yaml.safe_dump(queries))
+    subprocess.run([tool, "check", "rules", RULES, recorded], check=True, capture_output=True)
+
+
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    tool = need_tool("promtool", "prometheus")
+    day = 24 * 60
+    series = {
+        'hicachectl_verify_findings{store="a",code="truncated"}': "3x20",
+        'hicachectl_verify_findings{store="b",code="foreign-object"}': "3x20",
+        'hicachectl_verify_last_run_timestamp_seconds{store="a"}': "0x20",
+        'hicachectl_verify_complete{store="a"}': "1x20",
+        'hicachectl_verify_complete{store="b"}': "0x20",
+        'hicachectl_prewarm_succeeded{store="a"}': "1x20",
+        'hicachectl_prewarm_succeeded{store="b"}': "0x20",
+        'hicachectl_prewarm_usable_tokens{store="a"}': "95x20",
+        'hicachectl_prewarm_usable_tokens{store="b"}': "50x20",
+        'hicachectl_prewarm_usable_tokens{store="c"}': "0x20",
+        'hicachectl_prewarm_requested_tokens{store="a"}': "100x20",
+        'hicachectl_prewarm_requested_tokens{store="b"}': "100x20",
+        'hicachectl_prewarm_requested_tokens{store="c"}': "0x20",
+    }
+    fired = {
+        "HicacheDamaged": {"store": "a", "code": "truncated"},
+        "HicacheVerifyNotRun": {"store": "a"},
+        "HicacheVerifyIncomplete": {"store": "b"},
+        "HicachePrewarmFailed": {"store": "b"},
+        "HicacheColdAfterPrewarm": {"store": "b"},
+    }
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    assert {rule["alert"] for rule in group["rules"]} == set(fired)
+    at = f"{4 * day}m"
+    queries = [
+        {
+            "expr": f'ALERTS{{alertname="{name}",alertstate="firing"}}',
+            "eval_time": at,
+            "exp_samples": [{"labels": _alert(name, labels, group["rules"]), "value": 1}],
+        }
+        for name, labels in fired.items()
+    ]
+    document = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "6h",
+        "tests": [
+            {
+                "interval": "6h",
+                "input_series": [
+                    {"series": name, "values": values} for name, values in series.items()
+                ],
+                "promql_expr_test": queries,
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(yaml.safe_dump(document))
+    done = subprocess.run(
+        [tool, "test", "rules", path], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stdout + done.stderr
+
+
+def _alert(name: str, labels: dict[str, str], rules: list[dict[str, Any]]) -> str:
+    """Return the series of a firing alert."""
+    (severity,) = [rule["labels"]["severity"] for rule in rules if rule["alert"] == name]
+    named = {"alertname": name, "alertstate": "firing", "severity": severity, **labels}
+    text = ",".join(f'{label}="{value}"' for label, value in named.items())
+    return f"ALERTS{{{text}}}"
