@@ -181,6 +181,10 @@ def hits(stores: Stores) -> Documents:
     for sizes in ({"pp": 2}, {"cp": 2}, {"tp": 2, "dcp": 2}):
         profile = profile_file(stores.folder / "ranks.toml", replace(latent, **sizes))
         yield stores.run("hits", empty, "--pages", pages, "--profile", profile)
+    wider = profile_file(stores.folder / "tp4.toml", replace(PROFILE, tp=4))
+    yield stores.run("hits", stores.whole, "--profile", wider, "--token-ids", requests)
+    pages.write_text("[]\n")
+    yield stores.run("hits", stores.whole, "--pages", pages)
 
 
 def migrate(stores: Stores) -> Documents:

@@ -56,6 +56,13 @@ _UNKNOWN_SIZE = "a size is not known"
 
 _AXES = (("tp", "Attention TP"), ("pp", "PP"), ("cp", "Attention CP"), ("dcp", "DCP"))
 _SIZES = tuple(Member(f"{x}_size", INTEGER, f"{name} size.", _NOT_SHOWN) for x, name in _AXES)
+_DEPLOYMENT = (
+    Member("model", TEXT, "Served model name, or as in the keys."),
+    Member("tag", TEXT, 'extra_backend_tag, or "".'),
+    *_SIZES,
+    Member("page_size", INTEGER, "Tokens of a page.", "not known"),
+    Member("layout", TEXT, "Memory layout.", "not known"),
+)
 _PAGE = Member("page", TEXT, "Page hash: 64 hexadecimal digits.")
 _MODEL = Member("model", TEXT, "Model name, as in the keys.", "not in the keys, or ambiguous")
 _TAG = Member("tag", TEXT, "extra_backend_tag of Mooncake.", "none")
@@ -349,8 +356,45 @@ DOCUMENTS = (
                                 ),
                             ),
                             Member("key", TEXT, "Key.", "the store has no pages"),
+                            Member(
+                                "exists_at",
+                                TEXT,
+                                "Another deployment that has the page, such as tp 4.",
+                                "none has it",
+                            ),
                         ),
                     ),
+                ),
+            ),
+            Member(
+                "deployment", OBJECT, "The servers that were measured.", "the store has no pages"
+            ),
+            *_below("deployment", _DEPLOYMENT),
+            Member(
+                "requested_tokens",
+                INTEGER,
+                "Tokens of the whole pages of the requests, without the last token of each.",
+                "page size not known",
+            ),
+            Member(
+                "usable_tokens",
+                INTEGER,
+                "Of these, tokens that servers can restore.",
+                "page size not known",
+            ),
+            Member("usable_share", NUMBER, "Their share.", "nothing is requested"),
+            Member(
+                "elsewhere",
+                ROWS,
+                "Other deployments that have pages which the measured servers cannot restore.",
+            ),
+            *_below(
+                "elsewhere[]",
+                (
+                    Member("place", TEXT, "What differs from the measured one, such as tp 4."),
+                    Member("pages", INTEGER, "Such pages."),
+                    Member("deployment", OBJECT, "The deployment."),
+                    *_below("deployment", _DEPLOYMENT),
                 ),
             ),
         ),
