@@ -14,11 +14,12 @@ from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.spec import ObjectSpec
 from hicachectl.pages.deployments import UNRESOLVED, Deployment
 from hicachectl.pages.naming import deployment_document, deployment_text, place_text
+from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.suspicion import suspect_hashing
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     import numpy.typing as npt
 
@@ -105,17 +106,6 @@ def _elsewhere_remark(url: str, own: Deployment, found: list[Elsewhere]) -> str:
     )
 
 
-def places_of(found: Iterable[Elsewhere], hits: Hits) -> dict[int, str]:
-    """Return the place of each page at which a chain stops, by index in the page names."""
-    stopped = np.flatnonzero(hits.stop_pages >= 0)
-    pages = hits.page_of[hits.chains.offsets[:-1][stopped] + hits.stop_pages[stopped]]
-    places: dict[int, str] = {}
-    for one in found:
-        for page in np.intersect1d(pages, one.pages).tolist():
-            places.setdefault(page, one.place)
-    return places
-
-
 def _listed(inventory: Inventory, hits: Hits, lacking: IntArray) -> Iterator[Elsewhere]:
     """Yield the other deployments of an inventory that have lacking pages, by their anchors."""
     own = hits.deployment
@@ -127,13 +117,17 @@ def _listed(inventory: Inventory, hits: Hits, lacking: IntArray) -> Iterator[Els
         for deployment, spec in zip(table.deployment_ids, table.specs, strict=True)
     ]
     of_objects = inventory.by_affix(others, UNRESOLVED)
-    rows = np.flatnonzero(of_objects != UNRESOLVED)
-    if not len(rows) or not len(lacking):
+    chosen = of_objects != UNRESOLVED
+    if not chosen.any() or not len(lacking):
         return
-    names = hits.page_names.take(pa.array(lacking))
-    at = pc.index_in(inventory.pages(rows).cast(names.type), value_set=names)
-    at = at.fill_null(-1).to_numpy()
-    codes = np.unique(of_objects[rows][at >= 0] * len(lacking) + at[at >= 0])
+    # 64 bits distinguish the pages of a store.
+    words = pa.array(inventory.page_words(chosen, 0))
+    raw = raw_pages(hits.page_names.take(pa.array(lacking)))
+    wanted = np.ascontiguousarray(raw[:, :8]).view(">u8").ravel().astype(np.uint64)
+    at = pc.index_in(words, value_set=pa.array(wanted)).fill_null(-1).to_numpy()
+    codes = of_objects[chosen][at >= 0] * len(lacking) + at[at >= 0]
+    codes.sort()
+    codes = codes[np.diff(codes, prepend=-1) != 0]
     numbers, starts = np.unique(codes // len(lacking), return_index=True)
     for number, some in zip(numbers.tolist(), np.split(codes, starts[1:]), strict=False):
         deployment = table.deployments[number]

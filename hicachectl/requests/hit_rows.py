@@ -20,12 +20,11 @@ from hicachectl.text.jsontext import WRITE_NULL
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import numpy.typing as npt
+    from collections.abc import Iterator, Sequence
 
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
+    from hicachectl.requests.elsewhere import Elsewhere
     from hicachectl.requests.hits import Hits
 
 _SHARD = pa.struct(
@@ -47,10 +46,11 @@ _STOP_FIELDS = [
 ]
 
 
-def hit_rows(hits: Hits, page_size: int | None, places: Mapping[int, str]) -> pa.Table:
+def hit_rows(hits: Hits, page_size: int | None, elsewhere: Sequence[Elsewhere] = ()) -> pa.Table:
     """Return a row per chain, in the columns of `hits`.
 
-    page_size: None if unknown. places: where else a page exists, by index in the page names.
+    page_size: None if unknown. elsewhere: other deployments with requested pages; of several that
+    have a page, the first is named.
     """
     tokens = hits.chains.tokens
     usable = hits.usable_pages * (page_size or 0)
@@ -62,7 +62,7 @@ def hit_rows(hits: Hits, page_size: int | None, places: Mapping[int, str]) -> pa
             "kv_pages": pa.array(hits.kv_pages),
             "usable_pages": pa.array(hits.usable_pages),
             "usable_tokens": pa.array(usable, mask=unknown),
-            "stopped_by": _stopped_by(hits, places),
+            "stopped_by": _stopped_by(hits, elsewhere),
         }
     )
 
@@ -98,12 +98,13 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
             yield f"Objects {what.format(counted(count, 'chain'))}"
 
 
-def _stopped_by(hits: Hits, places: Mapping[int, str]) -> pa.StructArray:
+def _stopped_by(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StructArray:
     stopped = hits.stop_pages >= 0
     positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
     spread = np.full(len(stopped), -1, dtype=np.int64)
     spread[stopped] = hits.page_of[positions]
-    pages = hits.page_names.take(pa.array(spread, mask=~stopped)).cast(pa.string())
+    numbers = pa.array(spread, mask=~stopped)
+    pages = hits.page_names.take(numbers).cast(pa.string())
     which = pa.array(hits.stop_specs, mask=hits.stop_specs < 0)
     specs = () if hits.deployment is None else hits.deployment.specs
     coordinates = [spec.coordinate for spec in specs]
@@ -113,14 +114,16 @@ def _stopped_by(hits: Hits, places: Mapping[int, str]) -> pa.StructArray:
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
     return pa.StructArray.from_arrays(
-        [pages, pools, parts, shards, key_text(keys), _places(spread, places)],
+        [pages, pools, parts, shards, key_text(keys), _places(hits, elsewhere).take(numbers)],
         fields=_STOP_FIELDS,
         mask=pa.array(~stopped),
     )
 
 
-def _places(pages: npt.NDArray[np.int64], places: Mapping[int, str]) -> pa.StringArray:
-    """Return the place of each page, by index in the page names; null without one."""
-    known = pa.array(sorted(places), pa.int64())
-    texts = pa.array([places[page] for page in sorted(places)], pa.string())
-    return texts.take(pc.index_in(pa.array(pages), value_set=known))
+def _places(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StringArray:
+    """Return where else each page exists, or null: [page_names]."""
+    numbers = np.full(len(hits.page_names), -1, dtype=np.int64)
+    for number in reversed(range(len(elsewhere))):
+        numbers[elsewhere[number].pages] = number
+    texts = pa.array([one.place for one in elsewhere], pa.string())
+    return texts.take(pa.array(numbers, mask=numbers < 0))

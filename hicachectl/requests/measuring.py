@@ -10,7 +10,7 @@ from hicachectl.pages.naming import deployment_document
 from hicachectl.profiles.acceptance import acceptance_of
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.profiles.inference import PoolGuess, choose_deployment
-from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks, places_of
+from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hit_rows import hit_remarks, hit_rows
 from hicachectl.requests.hits import find_hits, inventory_of_chains
 
@@ -74,7 +74,7 @@ def measure_hits(
     ]
     page_size = None if hashing is None else hashing.page_size
     return HitsReport(
-        rows=hit_rows(hits, page_size, places_of(elsewhere, hits)),
+        rows=hit_rows(hits, page_size, elsewhere),
         document=_document(hits, page_size, elsewhere),
         remarks=tuple(remarks),
     )

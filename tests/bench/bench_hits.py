@@ -4,7 +4,9 @@
 
 The store is a listing in memory of a TP=2 model with an indexer, with some objects missing.
 Requests are a file of token ids. Prints seconds, and the time to find hits as a share of listing
-the same objects, as `ls` does, and of hashing the same requests.
+the same objects, as `ls` does, and of hashing the same requests. Then the same for a store with all
+pages at TP 1: finding the pages that are missing at TP 2 there, and suspecting the hashing of other
+requests.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from hicachectl.formats.hashing import page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.requests.chains import Chains, Hashing, chains_of, hex_pages
-from hicachectl.requests.files import read_token_ids
+from hicachectl.requests.elsewhere import find_elsewhere
+from hicachectl.requests.files import Request, read_token_ids
 from hicachectl.requests.hit_rows import hit_rows
 from hicachectl.requests.hits import find_hits
+from hicachectl.requests.suspicion import suspect_hashing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
 
 PAGE_SIZE = 16
 SUFFIXES = ("_m_0_2.bin", "_m_1_2.bin", ".mamba_m_0_2.bin", ".mamba_m_1_2.bin")
+OTHER_SUFFIXES = ("_m_0_1.bin", ".mamba_m_0_1.bin")
 PROFILE = f"""
 model = "m"
 page_size = {PAGE_SIZE}
@@ -75,11 +80,13 @@ class Listing(Store):
         raise NotImplementedError
 
 
-def listing(pages: np.ndarray[Any, Any], gone: float) -> Listing:
+def listing(
+    pages: np.ndarray[Any, Any], gone: float, suffixes: tuple[str, ...] = SUFFIXES
+) -> Listing:
     """Return every page with all objects except a share `gone`."""
     chance = np.random.default_rng(0)
     batches = []
-    for suffix in SUFFIXES:
+    for suffix in suffixes:
         there = pages[chance.random(len(pages)) >= gone]
         for start in range(0, len(there), 65_536):
             names = hex_pages(np.ascontiguousarray(there[start : start + 65_536]))
@@ -126,8 +133,21 @@ def main() -> None:
         )
     inventory, listed = timed("list the store", lambda: take_inventory(store, profile))
     hits, found = timed("find hits", lambda: find_hits(inventory, 0, chains))
-    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE, {}))
+    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE))
     check(chains, hits)
+    wide = take_inventory(listing(stored, 0.0, OTHER_SUFFIXES), profile, only_others=True)
+    missed = find_hits(wide, 0, chains)
+    elsewhere, _ = timed(
+        "find missing pages elsewhere", lambda: find_elsewhere(store, wide, missed)
+    )
+    assert len(elsewhere[0].pages) == len(missed.page_names)
+    strange = chains_of(
+        [Request("", list(range(PAGE_SIZE * options.pages)))], Hashing(2 * PAGE_SIZE)
+    )
+    said, _ = timed(
+        "suspect the hashing", lambda: suspect_hashing("x", wide, strange, Hashing(2 * PAGE_SIZE))
+    )
+    assert "no other usual page size" in said
     print(f"find hits / list {found / listed:5.2f}   find hits / hash {found / hashing:5.2f}")
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
