@@ -19,6 +19,7 @@ from hicachectl.formats.models.families.attention import (
     mha_or_mla,
     minimax_dspark,
     mla,
+    nemotron_nas,
     no_kv,
 )
 from hicachectl.formats.models.families.base import NEXTN, Family, mtp_of, one_token_pages
@@ -30,6 +31,7 @@ from hicachectl.formats.models.families.compressed import (
     qwen4,
     qwen4_page_size,
 )
+from hicachectl.formats.models.families.convolutions import inkling, lfm2, zaya
 from hicachectl.formats.models.families.states import (
     bailing_delta,
     bailing_lightning,
@@ -39,7 +41,6 @@ from hicachectl.formats.models.families.states import (
     granite_hybrid,
     jet,
     kimi_linear,
-    lfm2,
     nemotron_h,
 )
 from hicachectl.formats.models.families.windows import (
@@ -47,6 +48,7 @@ from hicachectl.formats.models.families.windows import (
     iquest,
     llama4,
     mimo_v2,
+    only_windows,
     swa,
     swa_or_mha,
 )
@@ -87,21 +89,6 @@ _CHOSEN = Refusal(
 )
 # arg_groups/dllm_hook.py :: handle_dllm_inference
 _DIFFUSION = Refusal("is not supported: SGLang disables HiCache for diffusion language models")
-# configs/model_config.py :: get_total_num_kv_heads
-_BLOCKS = Refusal(
-    "is not supported: hicachectl does not read the numbers of heads in `block_configs`; "
-    + _PROFILE_FILE
-)
-# configs/inkling.py, configs/zaya.py :: mamba2_cache_params
-_MIXED_STATES = Refusal(
-    "is not supported: of the convolution states of a layer, SGLang divides some by TP and repeats "
-    "others, which hicachectl does not read from a config"
-)
-# configs/model_config.py :: get_hybrid_layer_ids
-_ONLY_WINDOWS = Refusal(
-    "is not supported: all its layers have a window, so objects of the pool by which HiCache "
-    "finds pages have no bytes, which a profile cannot describe"
-)
 _DRAFT = Refusal(f"is a draft whose pool hicachectl does not know; {_PROFILE_FILE}")
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
@@ -262,6 +249,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
     ),
+    "DeciLMForCausalLM": Family(nemotron_nas),
     "HrmTextForCausalLM": Family(hrm_text, stated=("head_dim",)),
     "NanbeigeForCausalLM": Family(looped("num_loops"), stated=("num_loops",)),
     "IQuestLoopCoderForCausalLM": Family(looped("loop_num")),
@@ -305,6 +293,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "MuseGlimmerForConditionalGeneration": Family(swa, stated=_ROWS),
     "MuseSparkForConditionalGeneration": Family(swa_or_mha, stated=_ROWS),
     "Llama4ForConditionalGeneration": Family(llama4, stated=_ROWS),
+    "UnlimitedOCRForCausalLM": Family(only_windows, stated=_HEADS),
     # Recurrent states beside K and V, or beside latent rows.
     **_each(
         Family(gdn, stated=_ROWS),
@@ -331,6 +320,8 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Lfm2MoeForCausalLM",
         "Lfm2VlForConditionalGeneration",
     ),
+    "ZayaForCausalLM": Family(one_token_pages(zaya), stated=_ROWS),
+    "InklingForConditionalGeneration": Family(inkling, stated=_HEADS),
     "JetNemotronForCausalLM": Family(one_token_pages(jet)),
     "JetVLMForConditionalGeneration": Family(one_token_pages(jet)),
     **_each(
@@ -501,10 +492,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         *(f"Transformers{x}ForCausalLM" for x in ("", "MoE", "MultiModal", "MultiModalMoE")),
     ),
     "DiffusionGemmaForBlockDiffusion": _DIFFUSION,
-    "DeciLMForCausalLM": _BLOCKS,
-    "InklingForConditionalGeneration": _MIXED_STATES,
-    "ZayaForCausalLM": _MIXED_STATES,
-    "UnlimitedOCRForCausalLM": _ONLY_WINDOWS,
 }
 
 # Compared with SGLang only by a config written by hand: no published one was at hand.
@@ -519,6 +506,7 @@ UNVERIFIED = frozenset(
         "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
         "BailingMoeV3VLForConditionalGeneration",
+        "DeciLMForCausalLM",
         "DeepseekForCausalLM",
         "DeepseekOCRForCausalLM",
         "ExaoneForCausalLM",
@@ -527,6 +515,7 @@ UNVERIFIED = frozenset(
         "Grok1ForCausalLM",
         "Grok1ModelForCausalLM",
         "IQuestLoopCoderForCausalLM",
+        "InklingForConditionalGeneration",
         "InternLM2ForCausalLM",
         "InternS1ForConditionalGeneration",
         "InternS1ProForConditionalGeneration",
@@ -575,6 +564,7 @@ UNVERIFIED = frozenset(
         "SolarForCausalLM",
         "Spark2_5ForCausalLM",
         "Step3p5ForCausalLM",
+        "UnlimitedOCRForCausalLM",
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
     }

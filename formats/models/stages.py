@@ -122,6 +122,7 @@ _UNDIVIDED_POOLS = frozenset(
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
         "BailingMoeV3VLForConditionalGeneration",
+        "DeciLMForCausalLM",
         "DotsVLMForCausalLM",
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
@@ -138,5 +139,6 @@ _UNDIVIDED_POOLS = frozenset(
         "NemotronHPuzzleForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "SolarForCausalLM",
+        "ZayaForCausalLM",
     }
 )
