@@ -457,8 +457,10 @@ MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
 # Cases that SGLang can write to 3FS: no second MHA pool, PP stage, CP rank or model.
 HF3FS_CASES: dict[str, Case] = {
     name: CASES[name]
-    for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha", "side_states")
-}
+    for name in (
+        "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha", "side_states", "zaya",
+    )
+}  # fmt: skip
 # (case, layout): K and V are separate in page_first layouts, one flat page in layer_first.
 HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
     *((name, DEFAULT_LAYOUT) for name in HF3FS_CASES),
@@ -473,7 +475,7 @@ NIXL_CASES: dict[str, Case] = {
     **{
         name: CASES[name]
         for name in (*HF3FS_CASES, "mha_draft", "mla_fp8_indexer", "swa")
-        if name != "side_states"
+        if name not in ("side_states", "zaya")
     },
     # K or V of a page are no multiple of 4 KiB, so direct I/O writes them together.
     "short_pages": Case((Deployment(_profile("Qwen/Qwen3-Short", [_mha("kv", 2, kv_heads=1)])),)),
@@ -483,6 +485,7 @@ NIXL_CASES: dict[str, Case] = {
     "mla_fp8_blocks": Case(
         (Deployment(_dsa("z-ai/GLM-Tiny", [_mla(16, "fp8_scaled"), _indexer(16)], tp=2)),)
     ),
+    "zaya": CASES["zaya"],
     "stages": Case((Deployment(_profile("Qwen/Qwen3-Stages", [_mha("kv", 4)], pp=2)),)),
     "mla_fp8": Case((Deployment(_dsa("moonshotai/Kimi-Tiny", [_mla(3, "fp8")], tp=2)),)),
 }
@@ -491,7 +494,7 @@ NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
     *(
         ("nixl", name, DEFAULT_LAYOUT)
         for name in NIXL_CASES
-        if name not in ("mla_fp8_indexer", "mla_indexer", "mla_mamba", "stages")
+        if name not in ("mla_fp8_indexer", "mla_indexer", "mla_mamba", "stages", "zaya")
     ),
     ("nixl", "gqa_tp2", "layer_first"),
     ("nixl", "mha_draft", "page_head"),
