@@ -295,6 +295,13 @@ def _state_problems(state: StateTensor) -> Iterator[str]:
         yield f"whole: {list(state.whole)} must name groups from 0 to {len(state.lengths) - 1}"
     elif any(b <= a for a, b in pairwise(state.whole)):
         yield f"whole: {list(state.whole)} must be strictly ascending"
+    elif state.least < 0 or (state.least and state.shape[state.shard_axis] % state.least):
+        yield (
+            f"least: {state.least} must be a divisor of the length of the sharded axis, "
+            f"{state.shape[state.shard_axis]}"
+        )
+    elif state.least and (state.groups or state.whole):
+        yield "least: only for a state without groups and whole"
 
 
 def _choice(name: str, value: str, known: tuple[str, ...]) -> Iterator[str]:

@@ -472,6 +472,7 @@ def _nixl_direct_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Conte
     if profile.layout in _nixl_part_layouts(piece.pool):
         parts = tuple(_nixl_parts(profile, piece))
         if parts and not any(_nbytes(tensors) % _NIXL_ALIGNMENT for _, tensors in parts):
+            _check_nixl_states(piece)
             yield from parts
             return
     for part, tensors in _flat_contents(profile, piece):
@@ -489,6 +490,7 @@ def _nixl_buffered_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Con
     pool = piece.pool
     layouts = _nixl_part_layouts(pool)
     if piece.tensors and profile.layout in layouts:
+        _check_nixl_states(piece)
         yield from _nixl_parts(profile, piece)
     elif pool.name == "kv" or not layouts or not piece.tensors:
         yield from _flat_contents(profile, piece)
@@ -507,6 +509,20 @@ def _nixl_part_layouts(pool: Pool) -> tuple[str, ...]:
     if pool.name == "kv":
         return PAGE_FIRST_LAYOUTS
     return kind_of(pool).nixl_layouts
+
+
+def _check_nixl_states(piece: PoolPiece) -> None:
+    """Refuse parts that SGLang writes under names that it does not ask for.
+
+    Source: HiCacheNixl._get_hybrid_zero_copy_buffers and batch_exists_v2, which counts a temporal
+    state that models with convolutions only do not have.
+    """
+    if pool_name(piece.pool.name).states and piece.tensors[0].name != "temporal":
+        raise UnsupportedByBackend(
+            f"pools[{piece.pool.name}]: SGLang's NIXL backend never finds states without a "
+            "temporal one again, because it looks for one more object than it writes; use a file "
+            "store"
+        )
 
 
 def _nixl_parts(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:

@@ -2,7 +2,7 @@
 
 `tests/data/models.json` has `classes`, the architectures that SGLang registers, and `models` by
 architecture: origin (of the config), config (absent where origin is a file of this repository),
-flags, env and gpu (of the server), profile (fields of DeploymentFlags) and rows
+code, flags, env and gpu (of the server), profile (fields of DeploymentFlags) and rows
 (tests/conformance/model_pools.py). record_models.py writes the rows. Several models of one
 architecture have longer names: the architecture, then what differs. Those with fields that the
 published config lacks have `target`, that model's name, and `fields` instead of origin and config.

@@ -28,27 +28,30 @@ MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, moon
 def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...]:
     """Return the shape of one rank's shard of a state. place: names the state in the error.
 
-    Each group of the sharded axis is divided by tp, unless it is whole. Raises ProfileError if a
-    divided group is not a multiple of tp.
+    Each group of the sharded axis is divided by tp, or by its heads if they are fewer, unless it is
+    whole. Raises ProfileError if a divided group is not a multiple of tp.
     """
     held = 0
     for number, group in enumerate(state.lengths):
+        heads = group // (state.least or 1)
         if number in state.whole:
             held += group
-        elif group % tp:
+        elif heads % tp == 0:
+            held += group // tp
+        elif state.least and tp % heads == 0:
+            held += state.least
+        else:
             raise ProfileError(
                 f"{place}: {group} along axis {state.shard_axis} of {list(state.shape)} is not a "
                 f"multiple of the linear TP size {tp}; if every rank holds group {number} whole, "
                 "add its number to `whole`"
             )
-        else:
-            held += group // tp
     shape = list(state.shape)
     shape[state.shard_axis] = held
     return tuple(shape)
 
 
-def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
+def state_spans(state: StateTensor, rank: int, tp: int, held: int) -> list[Span]:
     """Return a rank's span in each group (q, k and v channels of a convolution).
 
     held: length of the sharded axis in the object.
@@ -56,14 +59,15 @@ def state_spans(state: StateTensor, rank: int, held: int) -> list[Span]:
     groups = state.lengths
     repeated = sum(groups[number] for number in state.whole)
     divided = sum(groups) - repeated
-    ranks = divided // (held - repeated) if divided else 1
+    parts = divided // (held - repeated) if divided else 1
+    part = rank * parts // tp  # ranks that outnumber the heads share one
     shares = [
-        group if number in state.whole else group // ranks for number, group in enumerate(groups)
+        group if number in state.whole else group // parts for number, group in enumerate(groups)
     ]
     starts = accumulate(groups, initial=0)
     places = accumulate(shares, initial=0)
     return [
-        (at, start if number in state.whole else start + rank * share, share)
+        (at, start if number in state.whole else start + part * share, share)
         for number, (at, start, share) in enumerate(zip(places, starts, shares, strict=False))
     ]
 
@@ -106,7 +110,8 @@ class Mamba(PoolKind):
         state = self.states(pool)[tensor.name]
         axis = f"state_{state.shard_axis}"
         rank = 0 if pool.replicated else holder(shard)
-        return {axis: state_spans(state, rank, tensor.shape[tensor.axes.index(axis)])}
+        held = tensor.shape[tensor.axes.index(axis)]
+        return {axis: state_spans(state, rank, tp, held)}
 
 
 MAMBA = Mamba()

@@ -76,6 +76,8 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     shape[shard_axis]. Empty for one group.
     whole: indices of the groups that every rank holds whole (B and C of Mamba2 with one group);
     (0,) without `groups` means the whole state. Ascending.
+    least: length of the shortest share, a head; 0 if none is stated. More TP ranks than heads hold
+    copies: neighbours share one. Only for a state of one group.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +85,7 @@ class StateTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     shard_axis: int = 0
     groups: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+    least: int = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from hicachectl.formats.models.families.attention import (
     mha_or_mla,
     minimax_dspark,
     mla,
+    nemotron_nas,
     no_kv,
 )
 from hicachectl.formats.models.families.base import (
@@ -39,6 +40,7 @@ from hicachectl.formats.models.families.compressed import (
     qwen4,
     qwen4_page_size,
 )
+from hicachectl.formats.models.families.convolutions import inkling, lfm2, zaya
 from hicachectl.formats.models.families.states import (
     bailing_delta,
     bailing_draft_layers,
@@ -49,7 +51,6 @@ from hicachectl.formats.models.families.states import (
     granite_hybrid,
     jet,
     kimi_linear,
-    lfm2,
     nemotron_h,
 )
 from hicachectl.formats.models.families.windows import (
@@ -58,6 +59,7 @@ from hicachectl.formats.models.families.windows import (
     iquest_mtp,
     llama4,
     mimo_v2,
+    only_windows,
     swa,
     swa_or_mha,
 )
@@ -98,21 +100,6 @@ _CHOSEN = Refusal(
 )
 # arg_groups/dllm_hook.py :: handle_dllm_inference
 _DIFFUSION = Refusal("is not supported: SGLang disables HiCache for diffusion language models")
-# configs/model_config.py :: get_total_num_kv_heads
-_BLOCKS = Refusal(
-    "is not supported: hicachectl does not read the numbers of heads in `block_configs`; "
-    + _PROFILE_FILE
-)
-# configs/inkling.py, configs/zaya.py :: mamba2_cache_params
-_MIXED_STATES = Refusal(
-    "is not supported: of the convolution states of a layer, SGLang divides some by TP and repeats "
-    "others, which hicachectl does not read from a config"
-)
-# configs/model_config.py :: get_hybrid_layer_ids
-_ONLY_WINDOWS = Refusal(
-    "is not supported: all its layers have a window, so objects of the pool by which HiCache "
-    "finds pages have no bytes, which a profile cannot describe"
-)
 # speculative/base_spec_worker.py :: _build_hicache_draft_plan, mtp_draft_mamba_pools
 _DRAFT_STATES = Refusal(
     "is a draft whose convolution states SGLang stores behind its target's, which hicachectl does "
@@ -277,6 +264,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
     ),
+    "DeciLMForCausalLM": Family(nemotron_nas),
     "HrmTextForCausalLM": Family(hrm_text, stated=("head_dim",)),
     "NanbeigeForCausalLM": Family(looped("num_loops"), stated=("num_loops",)),
     "IQuestLoopCoderForCausalLM": Family(looped("loop_num")),
@@ -320,6 +308,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "MuseGlimmerForConditionalGeneration": Family(swa, stated=_ROWS),
     "MuseSparkForConditionalGeneration": Family(swa_or_mha, stated=_ROWS),
     "Llama4ForConditionalGeneration": Family(llama4, stated=_ROWS),
+    "UnlimitedOCRForCausalLM": Family(only_windows, stated=_HEADS),
     # Recurrent states beside K and V, or beside latent rows.
     **_each(
         Family(gdn, stated=_ROWS),
@@ -346,6 +335,8 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Lfm2MoeForCausalLM",
         "Lfm2VlForConditionalGeneration",
     ),
+    "ZayaForCausalLM": Family(one_token_pages(zaya), stated=_ROWS),
+    "InklingForConditionalGeneration": Family(inkling, stated=_HEADS),
     "JetNemotronForCausalLM": Family(one_token_pages(jet)),
     "JetVLMForConditionalGeneration": Family(one_token_pages(jet)),
     **_each(
@@ -526,10 +517,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         *(f"Transformers{x}ForCausalLM" for x in ("", "MoE", "MultiModal", "MultiModalMoE")),
     ),
     "DiffusionGemmaForBlockDiffusion": _DIFFUSION,
-    "DeciLMForCausalLM": _BLOCKS,
-    "InklingForConditionalGeneration": _MIXED_STATES,
-    "ZayaForCausalLM": _MIXED_STATES,
-    "UnlimitedOCRForCausalLM": _ONLY_WINDOWS,
 }
 
 # Compared with SGLang only by a config written by hand: no published one was at hand.
@@ -544,6 +531,7 @@ UNVERIFIED = frozenset(
         "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
         "BailingMoeV3VLForConditionalGeneration",
+        "DeciLMForCausalLM",
         "DeepseekForCausalLM",
         "DeepseekOCRForCausalLM",
         "ExaoneForCausalLM",
@@ -552,6 +540,7 @@ UNVERIFIED = frozenset(
         "Grok1ForCausalLM",
         "Grok1ModelForCausalLM",
         "IQuestLoopCoderForCausalLM",
+        "InklingForConditionalGeneration",
         "InternLM2ForCausalLM",
         "InternS1ForConditionalGeneration",
         "InternS1ProForConditionalGeneration",
@@ -600,6 +589,7 @@ UNVERIFIED = frozenset(
         "SolarForCausalLM",
         "Spark2_5ForCausalLM",
         "Step3p5ForCausalLM",
+        "UnlimitedOCRForCausalLM",
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
     }

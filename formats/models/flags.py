@@ -81,6 +81,7 @@ class DeploymentFlags:
     mamba_ssm_dtype: str = ""
     mamba_conv_dtype: str = ""
     disable_hybrid_swa_memory: bool = False
+    enable_scattered_sconv: bool = False
     indexer_dtype: str = ""
     dsv4_attn_backend: str = ""
     dsv4_kv_layout: str = ""

@@ -205,6 +205,7 @@ def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
         mamba_ssm_dtype=environment.get("SGLANG_MAMBA_SSM_DTYPE", reply.text("mamba_ssm_dtype")),
         mamba_conv_dtype=environment.get("SGLANG_MAMBA_CONV_DTYPE", ""),
         disable_hybrid_swa_memory=reply.flag("disable_hybrid_swa_memory"),
+        enable_scattered_sconv=reply.flag("enable_scattered_sconv"),
         indexer_dtype=(
             "fp4"
             if reply.flag("enable_deepseek_v4_fp4_indexer")

@@ -126,6 +126,7 @@ _UNDIVIDED_POOLS = frozenset(
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
         "BailingMoeV3VLForConditionalGeneration",
+        "DeciLMForCausalLM",
         "DotsVLMForCausalLM",
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
@@ -143,5 +144,6 @@ _UNDIVIDED_POOLS = frozenset(
         "OPTForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "SolarForCausalLM",
+        "ZayaForCausalLM",
     }
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -73,6 +74,8 @@ def without_memory() -> Iterator[None]:
 
     def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         del device
+        if not math.prod(dims):
+            return common.alloc_mmap(dims, dtype)  # SGLang's refusal of pools without layers
         return torch.empty(dims, dtype=dtype, device="meta")
 
     module = torch.get_device_module
@@ -727,34 +730,57 @@ def _indexer_form(_runner: Any, pool: StoredPool) -> dict[str, Any]:
 
 
 def _mamba_form(runner: Any, pool: StoredPool) -> dict[str, Any]:
-    shape = runner.kv_cache_configurator.mambaish_config.mamba2_cache_params.shape
-    host = pool.host
-    axis = getattr(shape, "conv_slice_axis", 0)
-    groups = list(getattr(shape, "conv_shard_groups", None) or ())
-    inner, channels = getattr(shape, "intermediate_size", 0), getattr(shape, "conv_dim", 0)
-    whole: list[int] = []
-    if not groups and channels > inner:  # x, B and C of Mamba2
-        rest = host.conv_buffer[0].shape[3 + axis] - inner  # conv_dim counts copies at TP > 1
-        groups = [inner, rest // 2, rest // 2]
-        whole = [1, 2] if rest == 2 * shape.state_size else []  # one group: ranks have copies
-    states = [_state(buffer, axis, groups, whole) for buffer in host.conv_buffer or ()]
+    config, host = runner.kv_cache_configurator.mambaish_config, pool.host
+    divided = _CONVOLUTIONS.get(type(config).__name__, _channels)(config, host)
     found: dict[str, Any] = {"kind": "mamba", **_layers(pool)}
     temporal = getattr(host, "temporal_buffer", None)
     if temporal is not None and temporal.numel():
-        found["temporal"] = _state(temporal, 0, [], [])
-    return found | {"conv": states}
+        found["temporal"] = _state(temporal, {})
+    buffers = host.conv_buffer or ()
+    return found | {"conv": [_state(*one) for one in zip(buffers, divided, strict=True)]}
 
 
-def _state(buffer: torch.Tensor, axis: int, groups: list[int], whole: list[int]) -> dict[str, Any]:
+def _channels(config: Any, host: Any) -> list[dict[str, Any]]:
+    """Return how TP divides each convolution: the fields of its state but shape and dtype."""
+    shape = config.mamba2_cache_params.shape
+    axis = getattr(shape, "conv_slice_axis", 0)
+    divided: dict[str, Any] = {"shard_axis": axis} if axis else {}
+    groups = list(getattr(shape, "conv_shard_groups", None) or ())
+    inner, channels = getattr(shape, "intermediate_size", 0), getattr(shape, "conv_dim", 0)
+    if groups:
+        divided["groups"] = groups
+    elif channels > inner:  # x, B and C of Mamba2
+        rest = host.conv_buffer[0].shape[3 + axis] - inner  # conv_dim counts copies at TP > 1
+        divided["groups"] = [inner, rest // 2, rest // 2]
+        if rest == 2 * shape.state_size:  # one group, of which each rank has a copy
+            divided["whole"] = [1, 2]
+    return [divided] * len(host.conv_buffer or ())
+
+
+def _zaya_convolutions(config: Any, _host: Any) -> list[dict[str, Any]]:
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    return [{"groups": [count * config.head_dim for count in heads]}, {"whole": [0]}]
+
+
+def _inkling_convolutions(config: Any, _host: Any) -> list[dict[str, Any]]:
+    from sglang.srt.runtime_context import get_exec
+
+    stream = {} if get_exec().comm.enable_scattered_sconv else {"whole": [0]}
+    least = (config.head_dim, config.head_dim, config.swa_head_dim, config.swa_head_dim)
+    divided = [*({"least": dim} for dim in least), stream, stream]
+    return [{"shard_axis": 1, **one} for one in divided]
+
+
+# By class of SGLang's config: convolutions that are divided in other ways than by channel groups.
+_CONVOLUTIONS: dict[str, Callable[[Any, Any], list[dict[str, Any]]]] = {
+    "ZayaConfig": _zaya_convolutions,
+    "InklingModelConfig": _inkling_convolutions,
+}
+
+
+def _state(buffer: torch.Tensor, divided: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state of a host buffer, [slots, layers, 1, …] in any layout."""
-    shape = list(buffer.shape[3:])
-    state: dict[str, Any] = {"shape": shape, "dtype": _name(buffer.dtype)}
-    if axis:
-        state["shard_axis"] = axis
-    if groups and sum(groups) == shape[axis]:
-        state["groups"] = groups
-        state |= {"whole": whole} if whole else {}
-    return state
+    return {"shape": list(buffer.shape[3:]), "dtype": _name(buffer.dtype), **divided}
 
 
 def _layers(pool: StoredPool) -> dict[str, Any]:
@@ -798,9 +824,10 @@ def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: in
 
 def _share_bytes(state: Mapping[str, Any], tp: int) -> int:
     """Return the bytes of a rank's share of a state; -1 if its groups do not divide."""
-    axis = state.get("shard_axis", 0)
+    axis, least = state.get("shard_axis", 0), state.get("least", 0)
     groups = state.get("groups") or [state["shape"][axis]]
-    parts = [1 if number in state.get("whole", ()) else tp for number in range(len(groups))]
+    ranks = min(tp, groups[0] // least) if least else tp
+    parts = [1 if number in state.get("whole", ()) else ranks for number in range(len(groups))]
     if any(group % part for group, part in zip(groups, parts, strict=True)):
         return -1
     items = sum(group // part for group, part in zip(groups, parts, strict=True))

@@ -40,7 +40,7 @@ def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
         return {"page": buffer[:, page] if layout == "layer_first" else buffer[page].squeeze(1)}
     if kind == "logical":
         return {"page": torch.empty(0, dtype=torch.uint8)}
-    states = {"temporal": host.temporal_buffer}
+    states = {"temporal": host.temporal_buffer} if host.temporal_buffer.numel() else {}
     states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
     found = {part: buffer[index].squeeze(1) for part, buffer in states.items()}
     slots = getattr(host, "slot_state_buffers", None) or ()  # 0.5.18 has none

@@ -1,8 +1,9 @@
 """Tell what SGLang allocates and stores for models, from their configs, without building a model.
 
 Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a JSON object of models
-by name: config (a config.json; its hf_quant_config is a file beside it), draft (the config.json of
-a draft with a checkpoint of its own), flags (fields of ServerArgs; page_size is 64 unless given),
+by name: config (a config.json; its hf_quant_config is a file beside it), code (a file of this folder
+that lies beside the config and has its class), draft (the config.json of a draft with a checkpoint
+of its own), flags (fields of ServerArgs; page_size is 64 unless given),
 env (environment variables) and gpu ("hopper" unless given, or "blackwell").
 
 Prints a JSON object of `classes`, the architectures that SGLang registers, `unquantised`, those
@@ -12,6 +13,9 @@ dtype (of KV) and pools: name, host (class), layers (model layer numbers), packe
 behind them, absent if 0), nbytes (of the object that the file backend writes), trailing (pages; 0
 for all pages) and states (shape and dtype). Where SGLang refuses: refusal (its words) and where
 (its step).
+
+Windows are those of the model's class; of modules that cannot be imported here, as Inkling's, the
+config's, which is a token longer.
 
 hicachectl/profiles/probe.py asks SGLang. Here it is told each rank, and SGLang gets the answers of
 a Hopper or Blackwell GPU wherever it asks the platform.
@@ -25,6 +29,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -129,6 +134,8 @@ def _rows(model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     gpu = on_a_gpu(model.get("gpu", "hopper"), model.get("env", {}))
     with tempfile.TemporaryDirectory() as folder, gpu:
         _write_config(Path(folder) / "target", model["config"])
+        if "code" in model:
+            shutil.copy(Path(__file__).parent / model["code"], Path(folder) / "target")
         if "draft" in model:
             _write_config(Path(folder) / "draft", model["draft"])
             flags["speculative_draft_model_path"] = f"{folder}/draft"
@@ -151,6 +158,8 @@ def _answer(folder: str, flags: Mapping[str, Any], rank: probe.Rank) -> dict[str
     steps = ["arguments"]
     try:
         found = probe.stored(_arguments(f"{folder}/target", flags, rank), rank, steps.append)
+        steps.append("attention")
+        _check_heads(found.runner.model_config, rank)
         return {
             "page_size": found.runner.page_size,
             "dtype": str(found.runner.kv_cache_dtype).removeprefix("torch."),
@@ -159,6 +168,17 @@ def _answer(folder: str, flags: Mapping[str, Any], rank: probe.Rank) -> dict[str
     except Exception as error:  # what SGLang raises is the answer
         words = f"{type(error).__name__}: {error}".replace(folder, "MODEL").splitlines()[0]
         return {"refusal": words[:300], "where": steps[-1]}
+
+
+def _check_heads(config: Any, rank: probe.Rank) -> None:
+    """Raise what a model's attention asserts of TP, before its pools are allocated."""
+    if config.hf_config.architectures[0] != "ZayaForCausalLM":
+        return
+    from sglang.srt.models import zaya
+
+    rotary = mock.patch.object(zaya, "get_rope")  # it needs a GPU
+    with probe._as_rank(rank), torch.device("meta"), rotary:
+        zaya.ZayaAttention(config.hf_text_config, layer_id=0)
 
 
 def _arguments(path: str, flags: Mapping[str, Any], rank: probe.Rank) -> Any:

@@ -107,9 +107,13 @@ def _shard_state(
     """Split each group of the sharded axis separately: q, k and v rows of a convolution."""
     axis = state.get("shard_axis", 0) + 1  # after the layers
     groups = state.get("groups") or [values.shape[axis]]
+    shares = tp_size
+    if least := state.get("least"):  # with fewer heads than ranks, neighbours hold the same head
+        shares = min(tp_size, values.shape[axis] // least)
+    share = tp_rank * shares // tp_size
     blocks = np.split(values, np.cumsum(groups)[:-1], axis=axis)
     mine = [
-        block if number in state.get("whole", ()) else np.split(block, tp_size, axis=axis)[tp_rank]
+        block if number in state.get("whole", ()) else np.split(block, shares, axis=axis)[share]
         for number, block in enumerate(blocks)
     ]
     return np.concatenate(mine, axis=axis)

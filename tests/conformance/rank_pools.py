@@ -6,10 +6,12 @@ Runs inside the SGLang environment, after sglang_env.prepare().
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -323,27 +325,39 @@ def _layer_split_device(rank: Rank, cp: int, arguments: Mapping[str, Any]) -> An
 
 
 def _mamba_device(deployment: Deployment, table: Mapping[str, Any], slots: int) -> Any:
-    from sglang.srt.configs import mamba_utils
     from sglang.srt.mem_cache.memory_pool import MambaPool
 
-    tp = deployment.profile.get("tp", 1)
-    linear = deployment.linear_attention
+    linear, layers = deployment.linear_attention, _numbers(table)
     assert linear is not None
-    shape = getattr(mamba_utils, linear["shape"]).create(tp_world_size=tp, **linear["arguments"])
+    tp = deployment.profile.get("tp", 1)
+    parameters = _cache_parameters(linear, tp, layers)
     if table["kind"] == "mamba":
-        _check_profile_shapes(table, shape, tp)
-    parameters = linear["shape"].replace("StateShape", "CacheParams")
-    layers = _numbers(table)
+        _check_profile_shapes(table, parameters.shape, tp)
     pool = MambaPool(
         size=slots,
         spec_state_size=slots,
-        cache_params=getattr(mamba_utils, parameters)(shape=shape, layers=layers),
+        cache_params=parameters,
         mamba_layer_ids=layers,
         device="cpu",
     )
     if "side_states" in linear:
         _add_side_states(pool, slots, **linear["side_states"])
     return pool
+
+
+def _cache_parameters(linear: Mapping[str, Any], tp: int, layers: list[int]) -> Any:
+    """Return the shapes and dtypes of a rank's states, as SGLang computes them."""
+    if "config" in linear:  # the rank is set (`parallel`)
+        module = importlib.import_module(f"sglang.srt.configs.{linear['module']}")
+        # Inkling asks for a flag of the server.
+        flags = SimpleNamespace(comm=SimpleNamespace(enable_scattered_sconv=False))
+        with mock.patch.object(module, "get_exec", lambda: flags, create=True):
+            return getattr(module, linear["config"])(**linear["arguments"]).mamba2_cache_params
+    from sglang.srt.configs import mamba_utils
+
+    shape = getattr(mamba_utils, linear["shape"]).create(tp_world_size=tp, **linear["arguments"])
+    parameters = linear["shape"].replace("StateShape", "CacheParams")
+    return getattr(mamba_utils, parameters)(shape=shape, layers=layers)
 
 
 def _add_side_states(
@@ -367,13 +381,13 @@ def _add_side_states(
 
 def _check_profile_shapes(table: Mapping[str, Any], shape: Any, tp: int) -> None:
     """Raise AssertionError unless our profile's shards have the shapes that SGLang computes."""
-    for state, actual in zip(
-        [table["temporal"], *table["conv"]], [shape.temporal, *shape.conv], strict=True
-    ):
+    temporal = [shape.temporal] if 0 not in shape.temporal else []
+    ours = [*([table["temporal"]] if temporal else []), *table["conv"]]
+    for state, actual in zip(ours, [*temporal, *shape.conv], strict=True):
         sharded, axis = list(state["shape"]), state["shard_axis"]
         groups = state.get("groups", [sharded[axis]])
         sharded[axis] = sum(
-            group if number in state.get("whole", ()) else group // tp
+            group if number in state.get("whole", ()) else max(group // tp, state.get("least", 0))
             for number, group in enumerate(groups)
         )
         if sharded != list(actual):

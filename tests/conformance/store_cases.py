@@ -23,8 +23,8 @@ DEFAULT_LAYOUT = "page_first"
 class Deployment:
     """One served model.
 
-    linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`;
-        side_states: layers and shape of windows, and tokens of context, kept with each state.
+    linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`, or
+        the config's class, of which module there, and its arguments; side_states: layers and shape of windows, and tokens of context, kept with each state.
     attention_dp: DP attention is on; keys then count the attention TP ranks.
     groups: `enable_group_semantics`; Mooncake then evicts the objects of a page together.
     """
@@ -83,6 +83,11 @@ def _mamba(layers: list[int], temporal: list[int], conv: Mapping[str, Any]) -> d
         "temporal": {"shape": temporal, "dtype": "float32", "shard_axis": 0},
         "conv": [{"dtype": "bfloat16", **conv}],
     }
+
+
+def _convolutions(layers: list[int], *states: Mapping[str, Any]) -> dict[str, Any]:
+    conv = [{"dtype": "bfloat16", **state} for state in states]
+    return {"name": "mamba", "kind": "mamba", "layers": layers, "conv": conv}
 
 
 def _profile(model: str, pools: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -147,6 +152,49 @@ _MAMBA2_POOL = _mamba(
     [0, 1],
     [8, 32, 16],
     {"shape": [288, 3], "shard_axis": 0, "groups": [256, 16, 16], "whole": [1, 2]},
+)
+
+
+# A small Zaya: q and k heads before their convolution, and the last hidden state, which every rank
+# holds whole.
+_ZAYA = {
+    "module": "zaya",
+    "config": "ZayaConfig",
+    "arguments": {
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+_ZAYA_POOL = _convolutions(
+    [0, 2, 4],
+    {"shape": [768, 2], "shard_axis": 0, "groups": [512, 256]},
+    {"shape": [128, 1], "shard_axis": 0, "whole": [0]},
+)
+# A small Inkling: inputs of convolutions of K and V, with two heads in full layers and four in window
+# layers, and of two streams, which every rank holds whole.
+_INKLING = {
+    "module": "inkling",
+    "config": "InklingModelConfig",
+    "arguments": {
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "swa_num_key_value_heads": 4,
+        "head_dim": 64,
+        "local_layer_ids": [0, 1],
+    },
+}
+_FULL_HEADS, _WINDOW_HEADS = (
+    {"shape": [3, width], "shard_axis": 1, "least": 64} for width in (128, 256)
+)
+_STREAM = {"shape": [3, 128], "shard_axis": 1, "whole": [0]}
+_INKLING_POOL = _convolutions(
+    [0, 1, 2], _FULL_HEADS, _FULL_HEADS, _WINDOW_HEADS, _WINDOW_HEADS, _STREAM, _STREAM
 )
 
 
@@ -242,6 +290,30 @@ CASES: dict[str, Case] = {
             Deployment(
                 _profile("tiiuae/Falcon-H1-Tiny", [_mha("kv", 2), _MAMBA2_POOL], tp=2),
                 linear_attention=_MAMBA2,
+            ),
+        )
+    ),
+    "zaya": Case(
+        (
+            Deployment(
+                _profile("Zyphra/ZAYA1-Tiny", [_mha("kv", [0, 2, 4]), _ZAYA_POOL], tp=2),
+                linear_attention=_ZAYA,
+            ),
+        )
+    ),
+    "inkling": Case(
+        (
+            Deployment(
+                _profile(
+                    "thinkingmachines/Inkling-Tiny",
+                    [
+                        _mha("kv", [2], kv_heads=2),
+                        _mha("swa", [0, 1], trailing_pages=2),
+                        _INKLING_POOL,
+                    ],
+                    tp=2,
+                ),
+                linear_attention=_INKLING,
             ),
         )
     ),
@@ -385,8 +457,10 @@ MOONCAKE_VARIANTS: tuple[tuple[str, str], ...] = (
 # Cases that SGLang can write to 3FS: no second MHA pool, PP stage, CP rank or model.
 HF3FS_CASES: dict[str, Case] = {
     name: CASES[name]
-    for name in ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha", "side_states")
-}
+    for name in (
+        "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "fp8_mha", "side_states", "zaya",
+    )
+}  # fmt: skip
 # (case, layout): K and V are separate in page_first layouts, one flat page in layer_first.
 HF3FS_VARIANTS: tuple[tuple[str, str], ...] = (
     *((name, DEFAULT_LAYOUT) for name in HF3FS_CASES),
@@ -401,7 +475,7 @@ NIXL_CASES: dict[str, Case] = {
     **{
         name: CASES[name]
         for name in (*HF3FS_CASES, "mha_draft", "mla_fp8_indexer", "swa")
-        if name != "side_states"
+        if name not in ("side_states", "zaya")
     },
     # K or V of a page are no multiple of 4 KiB, so direct I/O writes them together.
     "short_pages": Case((Deployment(_profile("Qwen/Qwen3-Short", [_mha("kv", 2, kv_heads=1)])),)),
@@ -411,6 +485,7 @@ NIXL_CASES: dict[str, Case] = {
     "mla_fp8_blocks": Case(
         (Deployment(_dsa("z-ai/GLM-Tiny", [_mla(16, "fp8_scaled"), _indexer(16)], tp=2)),)
     ),
+    "zaya": CASES["zaya"],
     "stages": Case((Deployment(_profile("Qwen/Qwen3-Stages", [_mha("kv", 4)], pp=2)),)),
     "mla_fp8": Case((Deployment(_dsa("moonshotai/Kimi-Tiny", [_mla(3, "fp8")], tp=2)),)),
 }
@@ -419,7 +494,7 @@ NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
     *(
         ("nixl", name, DEFAULT_LAYOUT)
         for name in NIXL_CASES
-        if name not in ("mla_fp8_indexer", "mla_indexer", "mla_mamba", "stages")
+        if name not in ("mla_fp8_indexer", "mla_indexer", "mla_mamba", "stages", "zaya")
     ),
     ("nixl", "gqa_tp2", "layer_first"),
     ("nixl", "mha_draft", "page_head"),

@@ -28,7 +28,7 @@ FILE_CASES = [name for name, case in CASES.items() if case.sglang == NEWEST]
 MOONCAKE_CASES = (
     "gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "mha_draft", "swa", "pp2", "cp2",
     "mla_mha_draft", "split_heads_draft", "split_heads_pp2", "tag_and_none", "asymmetric",
-    "deepseek_v4", "dcp2",
+    "deepseek_v4", "dcp2", "inkling",
 )  # fmt: skip
 PLUGIN_CASES = ("gqa_tp2", "mla_indexer", "hybrid_mamba", "mla_mamba", "swa", "pp2", "cp2",
                 "deepseek_v4")  # fmt: skip

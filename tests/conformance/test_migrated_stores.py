@@ -98,6 +98,12 @@ MOVES = (
     Move("mamba2", "file", "file", {"tp": 4, **_DIRECT}),
     Move("mamba2", "file", "mooncake", {"tp": 1}),
     Move("mamba2", "mooncake", "file", {"tp": 4}),
+    # States that every rank holds whole, and heads of which TP 4 has too few.
+    Move("zaya", "file", "mooncake", {"tp": 1}),
+    Move("zaya", "mooncake", "file", {"tp": 4}),
+    Move("inkling", "file", "file", {"tp": 4, **_DIRECT}),
+    Move("inkling", "file", "mooncake", {"tp": 1}),
+    Move("inkling", "mooncake", "file", {"tp": 4}),
     # Windows and drafts.
     Move("swa", "file", "mooncake", {"tp": 4}),
     Move("swa", "mooncake", "file", {"tp": 1, **_HEAD}),

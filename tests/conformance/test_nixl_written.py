@@ -174,6 +174,18 @@ def test_stages_that_overwrote_each_other_are_a_finding(
     assert "colliding-keys" in document["counts"]
 
 
+def test_states_that_sglang_never_finds_again_are_refused(
+    nixl_package: None, sglang_session: SglangSession, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that SGLang restores no page whose states are convolutions only."""
+    (store,) = written_into(tmp_path, "nixl-buffered", sglang_session, "zaya")
+    chains = [store.manifest["pages"]]
+    told = ask(sglang_session, store.manifest, chains, tmp_path, *store.place)
+    assert [(answer["kv"], answer["restorable"]) for answer in told] == [([8], [[0]])] * 2
+    refused = invoke("verify", store.url, "--profile", store.profile, exit_code=2)
+    assert "never finds states without a temporal one again" in refused.stderr
+
+
 def times_in(directories: tuple[Path, ...]) -> dict[str, int]:
     """Return the modification time of each file, by name."""
     return {file.name: file.stat().st_mtime_ns for one in directories for file in one.glob("*/*")}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.documents import shown
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.families.base import (
     Context,
@@ -21,6 +22,8 @@ from hicachectl.formats.profile import MAX_LAYERS, above
 from hicachectl.formats.releases import release_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hicachectl.formats.models.hf_config import HfConfig
     from hicachectl.formats.releases import Release
 
@@ -71,6 +74,36 @@ def mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return one pool of all layers (MHATokenToKVPool)."""
     layers = range(config.integer("num_hidden_layers"))
     return (mha_pool("kv", config, context, layers, own_v_dim=True),)
+
+
+def nemotron_nas(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return one pool of all layers, also of those without attention (DeciLMForCausalLM).
+
+    Source: ModelConfig.get_total_num_kv_heads.
+    """
+    if config.text.get("model_type") != "nemotron-nas":
+        raise config.error("model_type", "SGLang serves this architecture only as nemotron-nas")
+    heads = config.integer("num_attention_heads")
+    found = {heads // group for group in _head_groups(config)}
+    if len(found) > 1:
+        words = "Variable GQA (VGQA) is not yet supported for nemotron-nas in sglang"
+        raise config.error("block_configs", f"SGLang refuses: {words}")
+    if not found:
+        words = "Couldn't determine number of kv heads"
+        raise config.error("block_configs", f"SGLang refuses: {words}")
+    return mha(config.changed(num_key_value_heads=found.pop()), context)
+
+
+def _head_groups(config: HfConfig) -> Iterator[int]:
+    """Yield the number of heads that share K and V, of each layer with attention."""
+    blocks = config.text.get("block_configs")
+    count = config.integer("num_hidden_layers")
+    if not isinstance(blocks, list) or len(blocks) != count:
+        raise config.error("block_configs", f"expected {count} tables, found {shown(blocks)}")
+    for block in blocks:
+        attention = config.changed(block=block).section("block").section("attention")
+        if not attention.flag("no_op", usual=False):
+            yield attention.integer("n_heads_in_group")
 
 
 def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:

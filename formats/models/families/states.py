@@ -151,21 +151,6 @@ def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (mha_pool("kv", config, context, full), states)
 
 
-def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for attention and short-convolution layers (Lfm2Config)."""
-    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
-    full, convolved = split_layers(config, lambda layer: kinds[layer] == "full_attention")
-    shape = (config.integer("hidden_size"), config.integer("conv_L_cache") - 1)
-    _, dtype = state_dtypes(config, context.flags)
-    states = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=convolved,
-        conv=(StateTensor(shape=shape, dtype=dtype),),
-    )
-    return (mha_pool("kv", config, context, full), states)
-
-
 def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
     kinds = _nemotron_kinds(config)

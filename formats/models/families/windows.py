@@ -14,6 +14,7 @@ from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.families.attention import mha
 from hicachectl.formats.models.families.base import (
     Context,
+    head_dim_of,
     mha_pool,
     split_layers,
     unless_usual,
@@ -87,10 +88,20 @@ def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and sliding-window layers, of different heads; K wider than V."""
-    _needs_window_pool(config, context)
     pattern = config.integers("hybrid_layer_pattern", config.integer("num_hidden_layers"))
-    full, window = split_layers(config, lambda layer: pattern[layer] == 0)
-    head_dim = config.optional_integer("swa_head_dim") or config.integer("head_dim")
+    return of_other_heads(config, context, lambda layer: pattern[layer] == 0, _window_size(config))
+
+
+def of_other_heads(
+    config: HfConfig, context: Context, is_full: Callable[[int], bool], retained: int
+) -> tuple[Pool, ...]:
+    """Return pools for full and window layers, of different heads (is_hybrid_swa_compress).
+
+    retained: tokens of a window.
+    """
+    _needs_window_pool(config, context)
+    full, window = split_layers(config, is_full)
+    head_dim = config.optional_integer("swa_head_dim") or head_dim_of(config)
     kv = mha_pool("kv", config, context, full, own_v_dim=True)
     swa = Pool(
         name="swa",
@@ -100,9 +111,25 @@ def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         kv_heads=config.integer("swa_num_key_value_heads"),
         head_dim=head_dim,
         v_head_dim=unless_usual(config.optional_integer("swa_v_head_dim"), head_dim),
-        trailing_pages=window_pages(_window_size(config), context),
+        trailing_pages=window_pages(retained, context),
     )
     return (kv, swa)
+
+
+def only_windows(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return one pool of all layers, which SGLang has if it may not have a pool for windows.
+
+    Otherwise no layer is left for the pool by which HiCache finds pages. The error is that of mmap
+    for no bytes (srt/mem_cache/storage/mmap/mmap_allocator.py :: alloc_mmap).
+    """
+    if not context.flags.disable_hybrid_swa_memory:
+        raise config.error(
+            "sliding_window_size",
+            "all layers have a window, and SGLang's HiCache refuses a kv pool without layers: "
+            "'[Errno 22] Invalid argument'; start the server with --disable-hybrid-swa-memory",
+        )
+    width = config.text.get("v_head_dim", _UNLIMITED_V_HEAD_DIM)
+    return mha(config.changed(v_head_dim=width), context)
 
 
 def gemma4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -154,3 +181,6 @@ def _window_size(config: HfConfig) -> int:
     names = ("sliding_window_size", "sliding_window", "window_size")
     found = [name for name in names if config.text.get(name) is not None]
     return config.integer(found[0] if found else names[0])
+
+
+_UNLIMITED_V_HEAD_DIM = 128  # UnlimitedLanguageConfig, if the config states none

@@ -1,0 +1,140 @@
+"""Models whose states are the last inputs of short convolutions, beside K and V.
+
+Source: SGLang srt/configs/lfm2.py, zaya.py and inkling.py (mamba2_cache_params), and
+srt/models/zaya.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.documents import shown
+from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.models.dtypes import state_dtypes
+from hicachectl.formats.models.families.base import (
+    Context,
+    mha_pool,
+    split_layers,
+)
+from hicachectl.formats.models.families.windows import of_other_heads
+from hicachectl.formats.models.flags import attention_tp
+from hicachectl.formats.profile import MAX_LAYERS
+
+if TYPE_CHECKING:
+    from hicachectl.formats.models.hf_config import HfConfig
+
+
+def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return pools for attention and short-convolution layers (Lfm2Config)."""
+    kinds = config.strings("layer_types", config.integer("num_hidden_layers"))
+    full, convolved = split_layers(config, lambda layer: kinds[layer] == "full_attention")
+    shape = (config.integer("hidden_size"), config.integer("conv_L_cache") - 1)
+    _, dtype = state_dtypes(config, context.flags)
+    states = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=convolved,
+        conv=(StateTensor(shape=shape, dtype=dtype),),
+    )
+    return (mha_pool("kv", config, context, full), states)
+
+
+def zaya(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K, V and states of compressed convolutional attention (ZayaConfig).
+
+    TP divides the inputs of the convolution by heads. Every rank holds the last hidden state whole.
+    """
+    heads = _first_of(config, "cca_num_q_heads", "num_attention_heads")
+    groups = _first_of(config, "num_query_groups_list", "num_query_groups")
+    _check_heads(config, context, heads, groups)
+    dim = config.integer("kv_channels" if config.text.get("head_dim") is None else "head_dim")
+    window = sum((config.optional_integer(name) or 2) - 1 for name in ("cca_time0", "cca_time1"))
+    _, dtype = state_dtypes(config, context.flags)
+    blocks = (heads * dim, groups * dim)
+    layers, full = _zaya_layers(config)
+    config = config.changed(head_dim=dim, num_hidden_layers=layers)
+    states = Pool(
+        name="mamba",
+        kind="mamba",
+        layers=full,
+        conv=(
+            StateTensor(shape=(sum(blocks), window), dtype=dtype, groups=blocks),
+            StateTensor(shape=(config.integer("hidden_size"), 1), dtype=dtype, whole=(0,)),
+        ),
+    )
+    return (mha_pool("kv", config, context, full), states)
+
+
+def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K and V of full and window layers, and states of all layers (InklingModelConfig).
+
+    A layer has the inputs of six convolutions: of K and V with the heads of full layers, of K and V
+    with those of window layers, and of the outputs of attention and MLP.
+    """
+    if config.text is config.outer:
+        raise config.error("text_config", "missing")
+    count = config.integer("num_hidden_layers")
+    windows = config.integers("local_layer_ids")
+    if len(set(windows)) != len(windows) or not set(windows) <= set(range(count)):
+        raise config.error("local_layer_ids", f"expected different layers from 0 to {count - 1}")
+    if config.text.get("swa_num_key_value_heads") is None:
+        config = config.changed(swa_num_key_value_heads=config.integer("num_key_value_heads"))
+    # models/inkling.py :: get_attention_sliding_window_size
+    retained = config.integer("sliding_window_size") - 1
+    kv, swa = of_other_heads(config, context, lambda layer: layer not in windows, retained)
+    length, width = config.integer("sconv_kernel_size") - 1, config.integer("hidden_size")
+    whole = () if context.flags.enable_scattered_sconv else (0,)
+    stream = StateTensor(shape=(length, width), dtype="bfloat16", shard_axis=1, whole=whole)
+    of_heads = [
+        StateTensor(
+            shape=(length, pool.kv_heads * pool.head_dim),
+            dtype="bfloat16",
+            shard_axis=1,
+            least=pool.head_dim,
+        )
+        for pool in (kv, kv, swa, swa)
+    ]
+    states = Pool(name="mamba", kind="mamba", layers=count, conv=(*of_heads, stream, stream))
+    return (kv, swa, states)
+
+
+def _zaya_layers(config: HfConfig) -> tuple[int, tuple[int, ...]]:
+    """Return the number of layers, and those with attention: each "a" of `zaya_layers`."""
+    kinds = config.text.get("zaya_layers")
+    if not kinds:
+        count = config.integer("num_hidden_layers")
+        return count, tuple(range(0, count, 2))
+    if not isinstance(kinds, list) or "a" not in kinds or len(kinds) > MAX_LAYERS:
+        raise config.error("zaya_layers", f"expected a list with an 'a', found {shown(kinds)}")
+    return len(kinds), tuple(layer for layer, kind in enumerate(kinds) if kind == "a")
+
+
+def _first_of(config: HfConfig, listed: str, stated: str) -> int:
+    """Return the first number of a list by layer that is not 0, else the field for all layers."""
+    found = [one for one in (config.text.get(listed) and config.integers(listed)) or () if one]
+    return config.changed(**{stated: found[0]}).integer(stated) if found else config.integer(stated)
+
+
+def _check_heads(config: HfConfig, context: Context, heads: int, groups: int) -> None:
+    """Raise ProfileError for what ZayaConfig and ZayaAttention assert."""
+    size, tp = context.flags.tp, attention_tp(context.flags)
+    words = ""
+    if groups != config.integer("num_key_value_heads"):
+        words = "num_query_groups must equal num_key_value_heads for ZAYA1 checkpoints"
+    elif tp != size:
+        words = (
+            f"ZAYA1 head-parallel attention requires the attention TP group ({tp}) to equal the "
+            f"global TP group ({size}); attention DP is not supported for ZAYA1."
+        )
+    elif heads % tp:
+        words = (
+            f"num_attention_heads ({heads}) must be divisible by tp_size ({tp}) for ZAYA1 "
+            "head-parallel attention"
+        )
+    elif groups % tp:
+        words = (
+            f"num_query_groups ({groups}) must be divisible by tp_size ({tp}); set tp_size <= "
+            "num_k_heads to keep both grouped-mean and conv_qk.1 head-local on each rank"
+        )
+    if words:
+        raise config.error("num_query_groups", f"SGLang refuses: {words}")
