@@ -96,7 +96,7 @@ def _page_size(model: HfConfig, family: Family, flags: DeploymentFlags) -> int:
                 "backend; give the server's page size (--page-size)"
             )
         return flags.page_size
-    if flags.page_size not in (None, forced):
+    if flags.page_size not in (None, forced) and not flags.launched:
         raise ProfileError(
             f"page_size: is {flags.page_size}, but on CUDA SGLang always sets {forced} for this "
             "model; leave out --page-size, or write a profile file for another platform"

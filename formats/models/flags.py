@@ -51,6 +51,7 @@ class DeploymentFlags:
     dsv4_kv_layout, dsv4_compressed_kv_layout, dsv4_compress_state_dtype: SGLANG_DSV4_KV_LAYOUT,
         …_COMPRESSED_KV_LAYOUT, …_COMPRESS_STATE_DTYPE; "" if unset.
     resolved: a server reported these values after its overrides; page_size is final.
+    launched: values of a launch command. Where SGLang overrides page_size, it does so silently.
     """
 
     model: str | None = None
@@ -90,6 +91,7 @@ class DeploymentFlags:
     enable_encoder_swa_bounded_replay: bool = False
     sglang: str = NEWEST_SGLANG
     resolved: bool = False
+    launched: bool = False
 
 
 def normalised_layout(flags: DeploymentFlags) -> str:

@@ -48,6 +48,8 @@ _SPEED_OPTIONS = (
 )  # fmt: skip
 _ADAPTER = "qlora_adapter_name_or_path"  # BitsAndBytesModelLoader
 _HINT = "name the weights yourself"
+_MERGED = ("rope_parameters", "rope_scaling")
+_QUANTISATIONS = ("compression_config", "quantization_config")  # no configs of their own
 # ModelConfig._parse_modelopt_quant_config
 _MODELOPT = {
     "FP8": ("modelopt_fp8",),
@@ -93,6 +95,23 @@ def loaded_weights(found: Checkpoint, settings: Mapping[str, Any], *, draft: boo
         loader=_loader_options(settings),
         modelopt=settings.get("modelopt_quant"),
     )
+
+
+def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's config with --json-model-override-args put in. Raises ProfileError.
+
+    Source: SGLang srt/utils/hf_transformers/config.py :: get_config. A dict is merged into a config
+    within the config, and into rope parameters; elsewhere it replaces.
+    """
+    found = dict(config)
+    for name, value in _object(settings, "json_model_override_args").items():
+        current = found.get(name)
+        merges = name in _MERGED or (name.endswith("_config") and name not in _QUANTISATIONS)
+        if merges and isinstance(value, dict) and isinstance(current, dict):
+            found[name] = {**current, **value}
+        else:
+            found[name] = value
+    return found
 
 
 def own_quantizations(configs: Mapping[str, Any]) -> set[str]:

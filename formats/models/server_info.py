@@ -1,4 +1,4 @@
-"""Read a live SGLang server's flags, and compare its keys with a profile.
+"""Read an SGLang server's flags, and compare its keys with a profile.
 
 Source: SGLang srt/entrypoints/http_server.py :: server_info (`/server_info`) and
 get_hicache_l3_cache_layout (`/get_hicache_l3_cache_layout`); srt/server_args.py ::
@@ -55,17 +55,20 @@ class ServerDeployment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
-    """The server's arguments; the scheduler's current values override them."""
+class _Arguments:
+    """A server's arguments. source: names them in messages."""
 
     values: Mapping[str, Any]
+    source: str
 
     def text(self, name: str, default: str = "") -> str:
         value = self.values.get(name)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise ProfileError(f"{_SOURCE}: {name}: expected text, found {type(value).__name__}")
+            raise ProfileError(
+                f"{self.source}: {name}: expected text, found {type(value).__name__}"
+            )
         return storable(value)
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -74,7 +77,7 @@ class _Reply:
             return default
         if type(value) is not int:
             raise ProfileError(
-                f"{_SOURCE}: {name}: "
+                f"{self.source}: {name}: "
                 + ("missing" if value is None else f"expected a whole number, found {shown(value)}")
             )
         return value
@@ -89,23 +92,36 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
         raise ProfileError(f"{_SOURCE}: expected a JSON object, found {type(reply).__name__}")
     states = reply.get("internal_states")
     scheduler = states[0] if isinstance(states, list) and states else {}
-    values = _Reply({**reply, **(scheduler if isinstance(scheduler, Mapping) else {})})
-    if values.flag("enable_hisparse"):
+    # The scheduler's current values override the arguments.
+    values = {**reply, **(scheduler if isinstance(scheduler, Mapping) else {})}
+    return read_deployment(values, _SOURCE, version=str(reply.get("version") or NEWEST_SGLANG))
+
+
+def read_deployment(
+    values: Mapping[str, Any], source: str, *, version: str, launched: bool = False
+) -> ServerDeployment:
+    """Read the fields of a server's ServerArgs; `env_vars` has its environment.
+
+    source: names the values in messages. launched: these are the arguments of a launch command, of
+    which SGLang still overrides some. Raises ProfileError naming the field at fault.
+    """
+    arguments = _Arguments(values, source)
+    if arguments.flag("enable_hisparse"):
         raise ProfileError(
-            f"{_SOURCE}: enable_hisparse: not supported; write a profile file, see "
+            f"{source}: enable_hisparse: not supported; write a profile file, see "
             "hicachectl-profile(1)"
         )
-    model_path = values.text("model_path")
+    model_path = arguments.text("model_path")
     if not model_path:
-        raise ProfileError(f"{_SOURCE}: model_path: missing")
-    draft_path = values.text("speculative_draft_model_path")
+        raise ProfileError(f"{source}: model_path: missing")
+    draft_path = arguments.text("speculative_draft_model_path")
     return ServerDeployment(
-        flags=_flags(values, model_path, str(reply.get("version") or NEWEST_SGLANG)),
+        flags=_flags(arguments, model_path, version, launched=launched),
         model_path=model_path,
         draft_model_path="" if draft_path == model_path else draft_path,
-        settings={name: values.values.get(name) for name in SETTINGS},
-        tagged=_is_tagged(values),
-        notes=_notes(values),
+        settings={name: values.get(name) for name in SETTINGS},
+        tagged=_is_tagged(arguments),
+        notes=_notes(arguments),
     )
 
 
@@ -169,7 +185,7 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
     return found + _pool_contradictions(profile, layout.get("pools", []))
 
 
-def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
+def _flags(reply: _Arguments, model_path: str, version: str, *, launched: bool) -> DeploymentFlags:
     # In a reply with attn_dp_size (attention DP size), dp_size counts replicas, which share keys,
     # and enable_dp_attention is redundant.
     attn_dp = reply.count("attn_dp_size", 0)
@@ -179,17 +195,17 @@ def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
     lcm = extra.get("tp_lcm_size")
     return DeploymentFlags(
         model=reply.text("served_model_name", model_path),
-        page_size=reply.count("page_size"),
+        page_size=(reply.count("page_size", 0) or None) if launched else reply.count("page_size"),
         dtype=reply.text("dtype", "auto"),
         kv_cache_dtype=reply.text("kv_cache_dtype", "auto"),
         layout=reply.text("hicache_mem_layout") or None,
         storage_backend=reply.text("hicache_storage_backend") or None,
         io_backend=reply.text("hicache_io_backend", "kernel"),
-        tp=reply.count("tp_size"),
+        tp=reply.count("tp_size", 1 if launched else None),
         dp=dp,
         enable_dp_attention=attn_dp > 1 or (not attn_dp and reply.flag("enable_dp_attention")),
         pp=reply.count("pp_size", 1),
-        pp_partition=_partition(environment.get("SGLANG_PP_LAYER_PARTITION")),
+        pp_partition=_partition(environment.get("SGLANG_PP_LAYER_PARTITION"), reply.source),
         cp=reply.count("attn_cp_size", 1),
         enable_dsa_cache_layer_split=reply.flag("enable_dsa_cache_layer_split"),
         dcp=reply.count("dcp_size", 1),
@@ -217,20 +233,21 @@ def _flags(reply: _Reply, model_path: str, version: str) -> DeploymentFlags:
         dsv4_compress_state_dtype=environment.get("SGLANG_DSV4_COMPRESS_STATE_DTYPE", ""),
         enable_encoder_swa_bounded_replay=reply.flag("enable_encoder_swa_bounded_replay"),
         sglang=version,
-        resolved=True,
+        resolved=not launched,
+        launched=launched,
     )
 
 
-def _extra_config(reply: _Reply) -> Mapping[str, Any]:
+def _extra_config(reply: _Arguments) -> Mapping[str, Any]:
     """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file."""
     stated = reply.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and not stated.startswith("@"):
-        where = f"{_SOURCE}: hicache_storage_backend_extra_config"
+        where = f"{reply.source}: hicache_storage_backend_extra_config"
         stated = parse_json(stated or "{}", where, refusal=ProfileError)
     return stated if isinstance(stated, Mapping) else {}
 
 
-def _is_tagged(reply: _Reply) -> bool:
+def _is_tagged(reply: _Arguments) -> bool:
     """Return whether our plug-in writes to Mooncake: the first of its stores."""
     extra = _extra_config(reply)
     store = extra.get("store")
@@ -239,7 +256,7 @@ def _is_tagged(reply: _Reply) -> bool:
     return ours and isinstance(first, str) and first.startswith("mooncake:")
 
 
-def _environment(reply: _Reply) -> Mapping[str, str]:
+def _environment(reply: _Arguments) -> Mapping[str, str]:
     """Return the scheduler's environment, which needs SGLANG_EXPOSE_OWN_ENV_VARS on the server."""
     stated = reply.values.get("env_vars")
     if not isinstance(stated, Mapping):
@@ -247,18 +264,18 @@ def _environment(reply: _Reply) -> Mapping[str, str]:
     return {name: value for name, value in stated.items() if isinstance(value, str)}
 
 
-def _partition(text: str | None) -> tuple[int, ...]:
+def _partition(text: str | None, source: str) -> tuple[int, ...]:
     if not text:
         return ()
     try:
         return tuple(int(layers) for layers in text.split(",", MAX_RANKS + 1))
     except ValueError:
         raise ProfileError(
-            f"{_SOURCE}: SGLANG_PP_LAYER_PARTITION: expected numbers of layers, found {text!r:.60}"
+            f"{source}: SGLANG_PP_LAYER_PARTITION: expected numbers of layers, found {text!r:.60}"
         ) from None
 
 
-def _notes(reply: _Reply) -> tuple[str, ...]:
+def _notes(reply: _Arguments) -> tuple[str, ...]:
     notes = []
     if not reply.flag("enable_hierarchical_cache"):
         notes.append("the server runs without --enable-hierarchical-cache")

@@ -17,6 +17,7 @@ from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import attention_tp, normalised_layout
+from hicachectl.formats.models.loading import overridden_config
 from hicachectl.formats.models.quantisation import BESIDE
 from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
 
@@ -112,10 +113,12 @@ def profile_from_server(
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
-    flags = replace(server.flags, draft_model_config=_draft_config(server, draft_model_config))
-    flags = replace(flags, **(overrides or {}))
-    path = model_config or _local_model(server.model_path, "--model-config")
-    config = read_model_config(path)
+    path = model_config or local_model(server.model_path, "--model-config")
+    draft = draft_model_config
+    if draft is None and server.draft_model_path:
+        draft = local_model(server.draft_model_path, "--draft-model-config")
+    flags = flags_with(server, draft, overrides or {})
+    config = overridden_config(read_model_config(path), server.settings)
     try:
         profile = profile_from_config(config, flags, source=str(path))
     except ProfileError as error:
@@ -161,23 +164,35 @@ def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
     )
 
 
-def _draft_config(server: ServerDeployment, given: Path | None) -> dict[str, Any] | None:
-    if given is not None:
-        return read_model_config(given)
-    if not server.draft_model_path:
-        return None
-    return read_model_config(_local_model(server.draft_model_path, "--draft-model-config"))
+def flags_with(
+    server: ServerDeployment, draft: Path | None, overrides: Mapping[str, Any]
+) -> DeploymentFlags:
+    """Return a server's flags with its draft's config.
+
+    draft: the config, None without one. overrides: fields that replace the server's.
+    """
+    config = None if draft is None else read_model_config(draft)
+    return replace(server.flags, draft_model_config=config, **overrides)
 
 
-def _local_model(model_path: str, option: str) -> Path:
+def local_model(model_path: str, option: str) -> Path:
+    """Return a server's model path. option: gives the config of others.
+
+    Raises ProfileError if the path is relative, and so in the server's working directory or on the
+    Hub, or is no directory with a config.json here.
+    """
     path = Path(model_path)
-    # A relative path is in the server's working directory, or a name on the Hub.
     if not path.is_absolute() or not (path / "config.json").is_file():
-        raise ProfileError(
-            f"The server's model path {model_path!r} is not a directory with a config.json on this "
-            f"machine; give {option}"
-        )
+        raise not_here(model_path, option)
     return path
+
+
+def not_here(model_path: str, option: str) -> ProfileError:
+    """Return the error for a model without a config on this machine."""
+    return ProfileError(
+        f"The server's model path {model_path!r} is not a directory with a config.json on this "
+        f"machine; give {option}"
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

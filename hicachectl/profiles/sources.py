@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ _FLAG_OPTIONS = {
         )
     },
 }  # fmt: skip
-_SOURCES = ("profile_file", "model_config", "server")
+_SOURCES = ("profile_file", "model_config", "server", "launch")
 _MAX_PROFILE_BYTES = 16 << 20  # a profile is kilobytes
 
 
@@ -138,8 +139,8 @@ def _stated(
         if named := [name for name in WEIGHTS_OPTIONS if options.get(name)]:
             raise UsageError(needs_profile(_option(named[0])))
         return None
-    if options.get("server"):
-        return _from_server(options, warn)
+    if options.get("server") or options.get("launch"):
+        return _from_deployment(options, warn)
     return with_weights(_from_config(options, store), options)
 
 
@@ -156,18 +157,23 @@ def read_profile(path: Path) -> Profile:
         raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
 
 
-def _from_server(options: Mapping[str, Any], warn: Callable[[str], None]) -> Profile:
+def _from_deployment(options: Mapping[str, Any], warn: Callable[[str], None]) -> Profile:
+    """Return the profile of a live server, or of a launch command."""
+    from hicachectl.profiles.launch import profile_from_launch
     from hicachectl.profiles.server import profile_from_server
 
-    found = profile_from_server(
-        options["server"],
+    server, launch = options.get("server"), options.get("launch", "")
+    if server and launch:
+        raise UsageError("--launch cannot be combined with --server; leave out one of them")
+    read = partial(profile_from_server, server) if server else partial(profile_from_launch, launch)
+    found = read(
         model_config=options.get("model_config"),
         draft_model_config=options.get("draft_model_config"),
         overrides=_flags(options),
     )
 
     def remark(text: str) -> None:
-        warn(f"{options['server']}: {text}")
+        warn(f"{server or '--launch'}: {text}")
 
     for text in found.warnings:
         remark(text)

@@ -31,12 +31,20 @@ _choice = in_section(PROFILE)
 Examples:
   hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
   hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
+  hicachectl profile --launch 'sglang serve --model-path /models/m --tp 8 --page-size 64'
+  hicachectl profile --launch @serve.sh --model-config config.json -o prod.toml
   hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
   hicachectl profile --print-probe > probe.py
 """,
 )
 @click.argument("store", metavar="[STORE]", required=False)
 @_choice("--model", metavar="NAME", help="Choose one of several models in STORE.")
+@_choice(
+    "--launch",
+    metavar="COMMAND",
+    help="Build the profile from the command that launches a server, a file with it (@FILE), or a "
+    "running server (pid:N).",
+)
 @click.option(
     "--format",
     "output_format",
@@ -68,8 +76,12 @@ def command(
     """Print the profile of a deployment: its model, shards and pools.
 
     Write the profile once with -o, then give it to other commands with --profile. The profile
-    comes from --model-config and flags, from --server, or from --profile. Without these options,
-    the profile that a pack records is printed, or a profile is inferred from STORE.
+    comes from --model-config and flags, from --server, from --launch, or from --profile. Without
+    these options, the profile that a pack records is printed, or a profile is inferred from STORE.
+
+    --launch takes python -m sglang.launch_server … or sglang serve …, also in a script, the YAML of
+    a container or a running process. It executes nothing. Flags mean what they mean to SGLang
+    0.5.23; flags given beside --launch replace them.
 
     An inferred profile states only the shards, pools and sizes seen in STORE, and weights, layout,
     page size and dtypes if the SGLang plug-in of hicachectl wrote STORE. If STORE has several
@@ -96,15 +108,15 @@ def command(
         if model is not None:
             raise click.UsageError(
                 "--model chooses a model from the contents of STORE; give STORE, and leave out "
-                "--profile, --model-config and --server"
+                "--profile, --model-config, --server and --launch"
             )
         with nullcontext() if store is None else opened(ctx, store) as source:
             profile = profile_from_options(options, source, warn=warn)
     else:
         profile = _inferred(ctx, store, model, options)
     if profile is None:
-        raise click.UsageError("No source for a profile; give --profile, --model-config, --server "
-                               "or a STORE")  # fmt: skip
+        raise click.UsageError("No source for a profile; give --profile, --model-config, --server, "
+                               "--launch or a STORE")  # fmt: skip
     text = (
         dump_profile(profile)
         if output_format == "toml"

@@ -190,6 +190,34 @@ BACKGROUND: dict[str, dict[str, str]] = {
             config.json: in the server's model path, if that is an absolute path that exists on this
             machine, or given with --model-config.
         """,
+        "LAUNCH COMMANDS": """
+            --launch takes the command of a server in one of these forms.
+
+            A command or a script of a POSIX shell or bash: as a text, or in a file (@FILE, or the
+            path alone). Quotes, comments, continued lines, variables and arrays that the script
+            sets, defaults such as ${NAME:-4} and scripts in bash -c are read. What only an
+            execution could tell, such as $(hostname), may stand in flags that do not matter to the
+            profile; in others it is refused by name.
+
+            A JSON list of words, or YAML of Kubernetes or Compose in a .yaml file: command, args
+            and env of the one container that launches a server. YAML needs the Python package
+            pyyaml.
+
+            A running server on this machine, as pid:N, from its command line, its working
+            directory, and the variables of its environment whose names begin with SGLANG_. It needs
+            the rights of the server's user. N is the process of the launch command itself, not of a
+            scheduler.
+
+            Abbreviations, other spellings and --config FILE are read as SGLang reads them, and the
+            file of --hicache-storage-backend-extra-config too. Page size, layout and sizes are
+            those after SGLang's own changes, as far as these depend neither on the GPU nor on the
+            checkpoint; where they do, the flag to give is named. A flag that SGLang lacks, and one
+            with which a server has no HiCache, is refused.
+
+            Flags given beside --launch replace those of the command. The model's config.json is
+            read from --model-path, if that exists on this machine, or from this user's Hugging Face
+            cache; else give --model-config, and for a draft --draft-model-config.
+        """,
         "WEIGHTS": """
             The fields weights and draft_weights name the weights that the servers load, in 32
             hexadecimal digits. They are computed from the config and, of each safetensors file, the

@@ -1,0 +1,151 @@
+"""Resolve the arguments of a launch command as far as SGLang does it without the model and the GPU.
+
+Source: SGLang 0.5.23, srt/arg_groups/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.documents import shown
+from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.flags import normalised_layout
+from hicachectl.formats.models.server_info import ServerDeployment, read_deployment
+from hicachectl.formats.profile import NEWEST_SGLANG
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+SOURCE = "launch command"
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    **dict.fromkeys(
+        ("attn_cp_size", "attn_dp_size", "dcp_size", "dp_size", "page_size", "pp_size",
+         "speculative_num_steps", "tp_size"),
+        int,
+    ),
+    "disaggregation_decode_host_receive_threshold": float,
+}  # fmt: skip
+_FA4_PAGE_SIZE = 128  # overrides.py :: _fa4_page_constraint
+# Flags with which a server has no HiCache, or no L3 store, and what SGLang does about it.
+_WITHOUT_HICACHE = {
+    "dllm_algorithm": "SGLang disables HiCache for diffusion language models",
+    "disable_radix_cache": "SGLang refuses it with --enable-hierarchical-cache",
+    "enable_int8_mamba_checkpoint": "SGLang refuses it with --enable-hierarchical-cache",
+    "enable_kv_cache_sharding": "SGLang refuses it with --hicache-storage-backend",
+    "enable_lmcache": "SGLang refuses it with --enable-hierarchical-cache",
+    "enable_unified_cache_external_linker": "SGLang refuses it with --enable-hierarchical-cache",
+    "encoder_only": "such a server has no KV cache",
+    "prefill_only_disable_kv_cache": "such a server has no KV cache",
+}
+# Flags that can change pages in ways that a profile of the model's config does not show.
+_UNREAD = (
+    "c128_page_size", "enable_page_major_kv_layout", "model_config_parser", "model_impl",
+    "radix_cache_backend",
+)  # fmt: skip
+_ROLES = ("attention_backend", "decode_attention_backend", "prefill_attention_backend",
+          "speculative_draft_attention_backend")  # fmt: skip
+# Attention backends, the number of _ROLES in which they decide, and the page sizes that they take;
+# SGLang replaces others by 64 (overrides.py :: _mla_backend_page_constraints).
+_PAGES_OF_BACKENDS = (
+    ("flashmla", 2, (64,)),
+    ("trtllm_mla", 2, (32, 64)),
+    ("cutedsl_mla", 3, (32, 64)),
+    ("trtllm_mha", 4, (16, 32, 64, 128)),
+    ("hpc_ops", 3, (64,)),
+)
+
+
+def launched_deployment(
+    stated: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    unknown: Collection[str] = (),
+    version: str = "",
+) -> ServerDeployment:
+    """Return the deployment of a server with these arguments.
+
+    stated: fields of ServerArgs, of `parse_arguments`. environment: of the server. unknown: parts
+    of values that only a shell could tell. version: of SGLang; "" for the newest known. Raises
+    ProfileError naming the flag at fault, and for flags with which a server has no L3 cache.
+    """
+    values = _Values({**stated, "env_vars": dict(environment)}, unknown)
+    values.update(_numbers(values))
+    for name, why in _WITHOUT_HICACHE.items():
+        if values.get(name):
+            raise ProfileError(
+                f"{SOURCE}: {flag_of(name)}: {why}; leave it out, or give another server's command"
+            )
+    if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention: as if not given
+        del values["attn_dp_size"]
+    values["page_size"] = _page_size_of_backends(values)  # None if the GPU decides
+    if float(values.get("disaggregation_decode_host_receive_threshold", 1)) < 1:
+        values["hicache_mem_layout"] = "layer_first"
+    found = read_deployment(values, SOURCE, version=version or NEWEST_SGLANG, launched=True)
+    flags = found.flags
+    if values.get("enable_unified_memory") and normalised_layout(flags) == "page_first_direct":
+        # resolve_unified_memory_layout_io
+        flags = replace(flags, layout="page_first", io_backend="kernel")
+    return replace(found, flags=flags, notes=(*found.notes, *_notes(values)))
+
+
+class _Values(dict[str, Any]):
+    """Fields of ServerArgs. One that the profile depends on raises if it is unknown."""
+
+    def __init__(self, values: Mapping[str, Any], unknown: Collection[str]) -> None:
+        super().__init__(values)
+        self._unknown = unknown
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value. Raises ProfileError if only a shell could tell it."""
+        value = super().get(name, default)
+        for part in self._unknown if isinstance(value, str) else ():
+            if part in value:
+                raise ProfileError(
+                    f"{SOURCE}: {flag_of(name)}: the command does not set {part:.80}; write its "
+                    "value in its place"
+                )
+        return value
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of ServerArgs."""
+    return "--" + name.replace("_", "-")
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, int | float]:
+    found: dict[str, int | float] = {}
+    for name, kind in _NUMBERS.items():
+        value = values.get(name)
+        if value is not None:
+            try:
+                found[name] = kind(value)
+            except ValueError:
+                raise ProfileError(
+                    f"{SOURCE}: {flag_of(name)}: expected a number, found {shown(value)}"
+                ) from None
+    return found
+
+
+def _page_size_of_backends(values: Mapping[str, Any]) -> int | None:
+    """Return --page-size after the overrides of the attention backends that the command names."""
+    page_size: int | None = values.get("page_size")
+    for backend, roles, sizes in _PAGES_OF_BACKENDS:
+        named = any(values.get(role) == backend for role in _ROLES[:roles])
+        if named and page_size not in sizes:
+            page_size = 64
+    return page_size
+
+
+def _notes(values: Mapping[str, Any]) -> Iterator[str]:
+    for name in _UNREAD:
+        if values.get(name):
+            yield f"{flag_of(name)} can change pages, and is not read; check the profile"
+    if str(values.get("device", "cuda")).split(":", 1)[0] != "cuda":
+        yield "--device: the rules of CUDA are applied, and other devices have others"
+    page_size = values.get("page_size")
+    if "fa4" in [values.get(role) for role in _ROLES[:3]] and page_size != _FA4_PAGE_SIZE:
+        yield (
+            f"fa4 takes pages of {_FA4_PAGE_SIZE} tokens on Blackwell, except for MLA models; if "
+            f"the servers have such GPUs, give --page-size {_FA4_PAGE_SIZE}"
+        )

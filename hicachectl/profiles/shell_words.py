@@ -1,0 +1,189 @@
+"""Read the commands of a shell script as lists of words, without executing anything.
+
+Quotes, escapes, comments, continued lines, variables and arrays have their meaning in a POSIX shell
+and bash. What only an execution could tell, such as `$(hostname)`, stays as it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hicachectl.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+# `shlex` ends no command at a newline, takes "#" within a word for a comment, and knows no
+# variables.
+_EXPANSION = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`"
+_TOKEN = re.compile(
+    rf"""
+    (?P<blank>(?:\\\n|[ \t\r])+|\#[^\n]*)
+    | (?P<array>[A-Za-z_]\w*\+?=\()
+    | (?P<redirection>[0-9]*(?:&>>?|>>|>\||>&|<&|<<<|<<-?|[<>]))
+    | (?P<end>&&|\|\||[\n;|&()])
+    | (?P<word>(?:'[^']*'|"(?:\\.|`[^`]*`|[^"\\`])*"|\\.|{_EXPANSION}|[^\s'"\\;&|()<>`])+)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_PIECE = re.compile(
+    rf"""
+    '(?P<single>[^']*)' | "(?P<double>(?:\\.|`[^`]*`|[^"\\`])*)" | \\(?P<escaped>.)
+    | (?P<expansion>{_EXPANSION}|\$[A-Za-z_]\w*|\$[0-9@*\#?$!-]) | (?P<plain>[^'"\\$`]+|.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_QUOTED = re.compile(
+    rf"\\(?P<escaped>[\\\"$`\n])|(?P<expansion>{_EXPANSION}|\$[A-Za-z_]\w*|\$[0-9@*\#?$!-])"
+    r"|(?P<plain>[^\\$`]+|.)",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?(?::?[-=](?P<default>.*))?", re.S)
+_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.S)
+_DECLARES = ("export", "declare", "local", "readonly", "typeset")
+_SCRIPT_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a script. environment: variables that the script sets for it."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class ScriptReader:
+    """Reader of shell scripts.
+
+    environment, variables: in force. unknown: expansions that only an execution could tell, as they
+    stand in the words. takes_arguments: whether the script passes on arguments of its own.
+    """
+
+    environment: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    takes_arguments: bool = False
+
+    def commands(self, text: str) -> Iterator[Command]:
+        """Yield the commands of a script, in order. Raises FormatError for an unclosed quote."""
+        words: list[str] = []
+        array: tuple[str, list[str]] | None = None
+        target = False  # of a redirection
+        for kind, token in _tokens(text):
+            if kind == "end" and array is not None and token in "\n)":
+                if token == ")":
+                    self._assign(array[0].removesuffix("+"), array[1], more=array[0][-1] == "+")
+                    array = None
+            elif kind == "end":
+                yield from self._command(words)
+                words = []
+            elif kind == "array":
+                array = token[:-2], []
+            elif kind == "redirection":
+                target = True
+            elif target:
+                target = False
+            elif array is not None:
+                array[1].extend(self._expanded(token))
+            elif _ASSIGNMENT.fullmatch(token) and all(map(_assigns, words)):
+                words.append("".join(self._expanded(token, splits=False)))
+            else:
+                words.extend(self._expanded(token))
+        yield from self._command(words)
+
+    def _command(self, words: list[str]) -> Iterator[Command]:
+        """Assign, export, or yield a command with its environment."""
+        count = next((n for n, word in enumerate(words) if not _assigns(word)), len(words))
+        named = dict(word.split("=", 1) for word in words[:count])
+        if words and count < len(words) and words[count] in _DECLARES:
+            for word in words[count + 1 :]:
+                match = _ASSIGNMENT.fullmatch(word)
+                name = match["name"] if match else word
+                if match:
+                    self._assign(name, [match["value"]], more=bool(match["more"]))
+                if words[count] == "export" and name in self.variables:
+                    self.environment[name] = " ".join(self.variables[name])
+        elif count < len(words):
+            yield Command(tuple(words[count:]), {**self.environment, **named})
+        for word in words if count == len(words) else ():
+            match = _ASSIGNMENT.fullmatch(word)
+            assert match is not None
+            self._assign(match["name"], [match["value"]], more=bool(match["more"]))
+            if match["name"] in self.environment:
+                self.environment[match["name"]] = match["value"]
+
+    def _assign(self, name: str, values: list[str], *, more: bool) -> None:
+        before = self.variables.get(name, []) if more else []
+        joined = len(values) == 1 and len(before) == 1
+        self.variables[name] = [before[0] + values[0]] if joined else before + values
+
+    def _expanded(self, word: str, *, splits: bool = True) -> list[str]:
+        """Return the words that a word of the script becomes."""
+        fields, quoted = [""], False
+        for match in _PIECE.finditer(word):
+            if match["single"] is not None:
+                fields[-1] += match["single"]
+                quoted = True
+            elif match["double"] is not None:
+                self._expand_quoted(match["double"], fields)
+                quoted |= match["double"] not in _SCRIPT_ARGUMENTS
+            elif match["expansion"] is not None:
+                values = self._values(match["expansion"])
+                if splits and values != [match["expansion"]]:
+                    values = [part for value in values for part in value.split()]
+                _append(fields, values)
+            else:
+                fields[-1] += match["plain"] or (match["escaped"] or "").replace("\n", "")
+        return [] if fields == [""] and not quoted else fields
+
+    def _expand_quoted(self, text: str, fields: list[str]) -> None:
+        for match in _QUOTED.finditer(text):
+            if match["expansion"] is None:
+                fields[-1] += match["plain"] or (match["escaped"] or "").replace("\n", "")
+                continue
+            values = self._values(match["expansion"])
+            one = "[@]" not in match["expansion"]
+            _append(fields, [" ".join(values)] if one and values else values)
+
+    def _values(self, expansion: str) -> list[str]:
+        """Return the values of an expansion; the expansion itself if they are unknown."""
+        if expansion in _SCRIPT_ARGUMENTS:
+            self.takes_arguments = True
+            return []
+        inner = expansion[2:-1] if expansion.startswith("${") else expansion[1:]
+        match = None if expansion.startswith(("$(", "`")) else _VARIABLE.fullmatch(inner)
+        if match is not None:
+            values = self.variables.get(match["name"])
+            values = values or [self.environment.get(match["name"], "")]
+            if any(values) or match["name"] in self.variables:
+                return values if match["all"] else values[:1]
+            if match["default"] is not None:
+                return ["".join(self._expanded(match["default"], splits=False))]
+        self.unknown.add(expansion)
+        return [expansion]
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str]]:
+    at = 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            line = text.count("\n", 0, at) + 1
+            raise FormatError(f"line {line}: a quote or a parenthesis is not closed")
+        at = match.end()
+        if match.lastgroup != "blank":
+            yield str(match.lastgroup), match[0]
+
+
+def _assigns(word: str) -> bool:
+    return _ASSIGNMENT.fullmatch(word) is not None
+
+
+def _append(fields: list[str], found: list[str]) -> None:
+    """Append the first of some words to the last field, and the others as new fields."""
+    if found:
+        fields[-1] += found[0]
+        fields.extend(found[1:])
