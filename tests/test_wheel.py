@@ -90,6 +90,7 @@ def test_a_wheel_holds_every_module_and_the_marker_of_types(wheel: Path) -> None
         names = set(archive.namelist())
     assert modules_below(ROOT / "hicachectl") == {name for name in names if name.endswith(".py")}
     assert "hicachectl/py.typed" in names
+    assert {f"hicachectl/report/templates/report.{kind}" for kind in ("html", "css")} <= names
 
 
 def test_an_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 OWN = "Options"
 FILTERS = "Filters"
+CHECKS = "Checks"
 REPAIR = "Repair"
 RECORDS = "Catalogs and stamps"
 OUTPUT = "Output"

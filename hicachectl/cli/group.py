@@ -26,6 +26,7 @@ COMMANDS = {
     "ls": CommandEntry("ls", "List the pages of a store, or its objects."),
     "show": CommandEntry("show", "Show the objects of one page, and the findings about them."),
     "verify": CommandEntry("verify", "Check a store for missing or damaged objects; repair it."),
+    "report": CommandEntry("report", "Show a store in pictures, in one HTML file."),
     "explain": CommandEntry("explain", "Explain what a finding means, and how to mend it."),
     "hits": CommandEntry("hits", "Show how much of each request a store can serve."),
     "restore": CommandEntry("restore", "Put quarantined pages back into a store."),

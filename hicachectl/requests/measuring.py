@@ -60,6 +60,19 @@ def measure_hits(
         if profile is None
         else inventory_of_chains(store, profile, chains, only_others=True, on_batch=on_listed)
     )
+    return measure_listed(store, inventory, profile, chains, hashing, choice=choice)[1]
+
+
+def measure_listed(
+    store: Store,
+    inventory: Inventory,
+    profile: Profile | None,
+    chains: Chains,
+    hashing: Hashing | None,
+    *,
+    choice: PoolGuess | None = None,
+) -> tuple[Hits, HitsReport]:
+    """Return the hits in objects that are listed, and `measure_hits` of them."""
     hits = find_hits(
         inventory,
         _deployment(inventory, profile, choice),
@@ -73,7 +86,7 @@ def measure_hits(
         *miss_remarks(store, inventory, hits, elsewhere, hashing),
     ]
     page_size = None if hashing is None else hashing.page_size
-    return HitsReport(
+    return hits, HitsReport(
         rows=hit_rows(hits, page_size, elsewhere),
         document=_document(hits, page_size, elsewhere),
         remarks=tuple(remarks),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _HOUR, _DAY = 3600, 86400
 _BOUNDS = np.array([_HOUR, _DAY, 7 * _DAY, 30 * _DAY])  # seconds; between the classes of age
+AGE_CLASSES = ("under 1 h", "1 h to 1 d", "1 to 7 d", "7 to 30 d", "over 30 d")
 _UNKNOWN = -1
 _EXAMPLES = 3
 
@@ -25,14 +26,16 @@ _EXAMPLES = 3
 class FindingGroup:
     """Findings with one severity, code, deployment and class of age.
 
-    age: of the youngest and the oldest, as in `ls`; empty if the store keeps no times. examples:
-    key and detail of the first findings.
+    age: of the youngest and the oldest, as in `ls`; empty if the store keeps no times. age_class:
+    index in AGE_CLASSES; None if the age is not known. examples: key and detail of the first
+    findings.
     """
 
     severity: str
     code: str
     deployment: str | None
     age: str
+    age_class: int | None
     count: int
     examples: tuple[tuple[str | None, str], ...]
 
@@ -59,12 +62,14 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     for number, start in enumerate(starts.tolist()):
         rows = order[start : start + min(_EXAMPLES, counts[number])]
         first = found.take(rows).to_pylist()
+        of_group = int(classes[rows[0]])
         groups.append(
             FindingGroup(
                 severity=first[0]["severity"],
                 code=first[0]["code"],
                 deployment=first[0]["group"],
                 age=_age(int(youngest[number]), int(oldest[number])),
+                age_class=None if of_group == _UNKNOWN else of_group,
                 count=int(counts[number]),
                 examples=tuple((row["key"], row["detail"]) for row in first),
             )

@@ -73,6 +73,18 @@ def inspect_page(
     Raises UsageError if no page or several pages match, and StoreUnavailable.
     """
     listed = take_inventory(store, profile, on_batch=on_batch)
+    return inspect_listed(store, listed, profile, prefix, grace_seconds=grace_seconds)
+
+
+def inspect_listed(
+    store: Store,
+    listed: Inventory,
+    profile: Profile | None,
+    prefix: str,
+    *,
+    grace_seconds: float = 60.0,
+) -> PageReport:
+    """Return `inspect_page` of a store whose objects are listed."""
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     cleared = _cleared(listed, prefix)

@@ -46,6 +46,11 @@ def report_lines(
         groups = group_findings(report.placed, time.time())
         yield from _group_lines(groups, shown.limit, colour=colour)
         yield from _mending_lines(groups, mending, done=document.get("dry_run") is False)
+    yield sum_line(document)
+
+
+def sum_line(document: dict[str, Any]) -> str:
+    """Return the sums of a report in a line: what was read, the findings, what was not checked."""
     pages = counted(document["pages"], "page")
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
     gone = f", {document['gone']} vanished during the run" if document["gone"] else ""
@@ -56,7 +61,7 @@ def report_lines(
         read = f", {human_size(document['bytes_read'])} read{share}"
     cut = "" if document["complete"] else ", time limit reached"
     fixed = f"; {counted(document['repaired'], 'page')} repaired" if document["repaired"] else ""
-    yield (
+    return (
         f"{counted(document['objects'], 'object')}, {pages}{in_flight}{gone}, "
         f"{human_size(document['bytes'])}{read}{cut}: {_verdict(document)}{fixed}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,13 @@ class Sample:
 
     slices: Annotated[int, Meta(ge=1)]
     number: Annotated[int, Meta(ge=0)]
+
+    @classmethod
+    def parse(cls, text: str, number: int | None = None) -> Sample:
+        """Return the slice for a text such as 5%. number: as for `of`. Raises UsageError."""
+        if not re.fullmatch(r"\d+(\.\d+)?%", text):
+            raise UsageError(f"--sample: {text!r} is not a share in percent; write 5%")
+        return cls.of(float(text[:-1]), number)
 
     @classmethod
     def of(cls, percent: float, number: int | None = None) -> Sample:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from functools import partial
 from inspect import cleandoc
@@ -13,7 +12,7 @@ import click
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
-from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, Command, in_section
+from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, in_section
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -34,6 +33,7 @@ from hicachectl.cli.commands.verify_repair import (
 from hicachectl.cli.consent import locked
 from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.options import (
     FILE,
     Duration,
@@ -65,14 +65,13 @@ from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hicachectl.backends.base import Store
     from hicachectl.parts.job import Job
     from hicachectl.verification.mending import Mending
     from hicachectl.verification.part import PartCheck
     from hicachectl.verification.request import VerifyRequest
-    from hicachectl.verification.sampling import Sample
 
 
 _UNDIVIDED = ("token_ids",)
@@ -91,16 +90,10 @@ _NOT_NEXT = {
     "run_directory", "ray", "workers", "stamp", "update_catalog", "repair", "repair_codes",
     "quarantine", "token_ids", "writers_stopped", "yes", "dry_run",
 }  # fmt: skip
-_WORDS = "hicachectl.words"  # in the context's meta: the arguments of the command
 
 
-class _Command(Command):
+class _Command(RememberedWords):
     """The verify command; its help lists the registered checks in place of CHECKS."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the arguments as they are, for the commands that mend findings."""
-        ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
 
     @property
     def help(self) -> str | None:
@@ -269,7 +262,14 @@ def command(
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
-        mending = _mending(ctx, store, source, request, options)
+        mending = mending_of(
+            ctx,
+            store,
+            source,
+            profiled=request.real_profile is not None,
+            quarantine=options["quarantine"],
+            not_next=_NOT_NEXT,
+        )
         if shard is not None:
             say_divided(ctx, shard.count, options, "bwlimit", "time_limit")
             job = _divided(source, request, options, mending)(source)
@@ -353,40 +353,6 @@ def _divided(
         repair=options_of_repair(options) if request.repairs else None,
         mending=mending,
     )
-
-
-def _mending(
-    ctx: click.Context, text: str, store: Store, request: VerifyRequest, options: dict[str, Any]
-) -> Mending:
-    """Return what commands that mend findings have in common with this one."""
-    from hicachectl.backends.capabilities import SideFiles
-    from hicachectl.verification.mending import Mending
-
-    own = store.side_directory() if isinstance(store, SideFiles) else None
-    config = ctx.obj.config
-    # A URL can have a password; NAME: of the config file has none.
-    named = "://" not in text
-    return Mending(
-        program=("hicachectl", *(() if config is None else ("--config", str(config)))),
-        store=text if named else store_name(ctx, text),
-        options=tuple(_next_words(ctx)),
-        profiled=request.real_profile is not None,
-        deletes=store.traits.deletes,
-        quarantine=options["quarantine"] or ("" if own is not None else "DIR"),
-    )
-
-
-def _next_words(ctx: click.Context) -> Iterator[str]:
-    """Yield the given options that a next command needs, too, as they were given."""
-    values, _, order = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_WORDS]))
-    for param in dict.fromkeys(order):
-        if not isinstance(param, click.Option) or param.name in _NOT_NEXT:
-            continue
-        value = values[param.name]
-        for one in value if isinstance(value, list) else [value]:
-            yield max(param.opts, key=len)
-            if not param.is_flag:
-                yield str(one)
 
 
 def _write_lock_held(
@@ -473,6 +439,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.pages.selection import Selection
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verification.request import VerifyRequest
+    from hicachectl.verification.sampling import Sample
 
     path, catalog = options["catalog"], None
     if path is not None and (options["shard"] or options["ray"]) is not None:
@@ -495,7 +462,9 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
             since=options["since"],
         ),
         grace_seconds=options["grace"],
-        sample=_sample(options["sample"], options["sample_slice"]),
+        sample=(
+            Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None
+        ),
         time_limit_seconds=options["time_limit"],
         catalog=catalog,
         update_catalog=options["update_catalog"],
@@ -518,16 +487,6 @@ def _say_wait(ctx: click.Context, seconds: float, groups: int) -> None:
         f"Not whole: {counted(groups, 'page')}. The store keeps no timestamps, so verify checks "
         f"again in {seconds:.0f} s (--grace).",
     )
-
-
-def _sample(text: str | None, number: int | None) -> Sample | None:
-    from hicachectl.verification.sampling import Sample
-
-    if text is None:
-        return None
-    if not re.fullmatch(r"\d+(\.\d+)?%", text):
-        raise click.UsageError(f"--sample: {text!r} is not a share in percent; write 5%")
-    return Sample.of(float(text[:-1]), number)
 
 
 def _keep_records(

@@ -131,6 +131,36 @@ BACKGROUND: dict[str, dict[str, str]] = {
         "GROUPS": _GROUPS,
         "INTERRUPTED RUNS": _UNFINISHED,
     },
+    "report": {
+        "THE PAGE": """
+            Findings are grouped by code. Each has its meaning, its risk, the command that mends it,
+            and what that costs; hicachectl-findings(7) has the same texts.
+
+            Bytes by deployment, pool and object size: a bar with more than one colour has objects
+            of several sizes under the same keys, so servers with another dtype, page size or TP
+            size wrote to the store.
+
+            Writes over time count the objects that are in the store now, by their last write, in
+            UTC. Objects that were evicted since are missing. Few times that are far from all others
+            are left out and counted. Stores that keep no times have no such chart.
+
+            Completeness is the share of the pages that have the objects of a pool and rank. Pages
+            younger than --grace are left out.
+
+            Requests are drawn as a prefix tree: from left to right the pages of a prefix, from top
+            to bottom the requests that share it. A page can be restored if at least one request can
+            use it. kv only means that servers find the page, but lack another object of it or of a
+            page before it. The numbers are the objects that stop the most requests.
+
+            The page in full has the strips of hicachectl-show(1): for each tensor and layer the
+            mean magnitude of the values. It needs a profile that describes the values.
+
+            The file states which checks ran and which did not. What no check judged may be damaged.
+            Names from the store are shown with control and bidirectional characters escaped. The
+            file is readable by the users who can list the store.
+        """,
+        "REQUEST FILES": _REQUEST_FILES,
+    },
     "restore": {
         "INTERRUPTED RUNS": """
             To complete an interrupted restore, run the same command again. If a removal by verify

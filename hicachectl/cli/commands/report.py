@@ -1,0 +1,281 @@
+"""`hicachectl report`: a store in pictures, as one HTML file."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.registry import group_names, reading_groups
+from hicachectl.cli.command import CHECKS, PROFILE, in_section
+from hicachectl.cli.environment import is_given
+from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.mending import RememberedWords, mending_of
+from hicachectl.cli.options import (
+    FILE,
+    Duration,
+    NameList,
+    PointInTime,
+    allow_leases_option,
+    buffer_option,
+    bwlimit_option,
+    profile_options,
+    request_options,
+    store_argument,
+)
+from hicachectl.cli.session import bytes_progress, opened, progress, remark
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.objects import AXES
+from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
+from hicachectl.text.vocabulary import NEVER
+
+if TYPE_CHECKING:
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
+    from hicachectl.report.charts import Mark
+    from hicachectl.report.picture import PictureRequest
+
+_choice = in_section(PROFILE)
+_check = in_section(CHECKS)
+
+_REQUESTS = ("prompts", "token_ids", "pages", "trace")
+# Of a command that mends findings: what only the report itself needs.
+_NOT_NEXT = {
+    "output", "marks", "checks", "fail_on", "page", "model", "tokenizer", "sample", "sample_slice",
+    "time_limit", *_REQUESTS,
+}  # fmt: skip
+
+
+class MarkedTime(click.ParamType[Any]):
+    """A time to mark, with a text: TIME or TEXT=TIME."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, str]:
+        """Return Unix seconds and the text; pass a pair through."""
+        if isinstance(value, tuple):
+            return value[0], value[1]
+        text, equals, moment = value.rpartition("=")
+        seconds: float = PointInTime().convert(moment, param, ctx)
+        return seconds, text if equals else "deploy"
+
+
+def _listed_checks() -> tuple[str, ...]:
+    """Return the checks that read no object."""
+    reading = reading_groups()
+    return tuple(name for name in group_names() if name not in reading)
+
+
+@click.command(
+    "report",
+    cls=RememberedWords,
+    epilog="""\b
+Examples:
+  hicachectl report prod: -o store.html
+  hicachectl report prod: --profile prod.toml --mark 2026-11-20T14:00Z -o store.html
+  hicachectl report prod: --profile prod.toml --checks values --sample 5% -o store.html
+  hicachectl report prod: --token-ids requests.jsonl --profile prod.toml -o store.html
+  hicachectl report /tmp/hicache --page 4ebfa8a1 -o page.html
+""",
+)
+@store_argument
+@click.option(
+    "-o", "--output", type=FILE, required=True, help="Write the page to FILE, one HTML file."
+)
+@click.option(
+    "--mark",
+    "marks",
+    type=MarkedTime(),
+    multiple=True,
+    metavar="[TEXT=]TIME",
+    help="Mark TIME in the chart of writes, such as a deploy (ISO 8601, or an age such as 2h). Can "
+    "be given several times.",
+)
+@click.option(
+    "--page",
+    metavar="PREFIX",
+    help="Show this page in full.  [default: a page with a finding, or the newest]",
+)
+@click.option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
+@request_options
+@_choice("--model", metavar="NAME", help="Choose one of several models for the requests.")
+@_check(
+    "--checks",
+    type=NameList(group_names),
+    default=_listed_checks,
+    help="Checks of verify to run.  [default: those that read no object]",
+)
+@_check("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
+@_check(
+    "--sample-slice",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Read share number K.  [default: the day number]",
+)
+@_check("--time-limit", type=Duration(), help="Start no further read after this duration.")
+@click.option(
+    "--grace",
+    type=Duration(),
+    default="60s",
+    show_default=True,
+    help="Do not judge page groups younger than this; servers may still be writing them.",
+)
+@click.option(
+    "--fail-on",
+    type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
+    default="warning",
+    show_default=True,
+    help="Exit with 4 if there are findings at least this severe.",
+)
+@buffer_option
+@bwlimit_option
+@allow_leases_option
+@profile_options
+@click.pass_context
+def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> None:
+    """Show a store in pictures, in one HTML file.
+
+    The file needs no network and runs no script: send it or print it. It shows the findings with
+    what mends them, bytes by deployment, pool and object size, writes over time, the completeness
+    of pools and ranks, and one page in full. With requests (--prompts, --token-ids, --pages,
+    --trace) it shows how much of them STORE can serve, and which objects stop them.
+
+    report reads the listing of STORE and one page, and changes nothing. Only the checks names,
+    groups and sizes run, unless --checks says otherwise; the file names the checks that did not
+    run. From a Mooncake store, it reads a page only with --page, since reads grant leases.
+
+    The exit status is 4 if there are findings at --fail-on or above; the file is written first.
+
+    report needs the extra: pip install 'hicachectl[report]'.
+    """
+    from hicachectl.backends.capabilities import permissions_of
+    from hicachectl.backends.disk.durable import whole_file
+    from hicachectl.report.charts import Mark, refuse_missing
+    from hicachectl.report.picture import take_picture
+    from hicachectl.report.view import html_of
+    from hicachectl.verification.report_text import sum_line
+
+    refuse_missing()
+    _refuse_contradictions(options)
+    with opened(ctx, store, allow_leases=options["allow_leases"]) as source:
+        _refuse_inside(output, source)
+        request = _request(ctx, source, options)
+        with (
+            progress(ctx, "listing", " objects") as on_listed,
+            bytes_progress(ctx, "reading") as on_read,
+        ):
+            picture = take_picture(
+                source, request, on_listed=on_listed, on_read=on_read, on_wait=partial(_say, ctx)
+            )
+        readable_by = permissions_of(source, listing=True)
+        mending = mending_of(
+            ctx, store, source, profiled=request.verify.real_profile is not None, not_next=_NOT_NEXT
+        )
+    marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
+    page = html_of(picture, mending, marks)
+    with whole_file(output, "w", readable_by=readable_by) as stream:
+        stream.write(page)
+    for text in picture.remarks:
+        remark(ctx, text)
+    click.echo(f"{output}: {sum_line(picture.verified.document)}")
+    if picture.verified.fails(options["fail_on"]):
+        ctx.exit(FINDINGS)
+
+
+def _refuse_contradictions(options: dict[str, Any]) -> None:
+    if any(options[name] for name in _REQUESTS):
+        refuse_other_sources(options, _REQUESTS)
+    elif options["tokenizer"]:
+        raise click.UsageError("--tokenizer needs --prompts")
+    if options["sample_slice"] is not None and not options["sample"]:
+        raise click.UsageError("--sample-slice needs --sample")
+
+
+def _refuse_inside(output: Path, store: Store) -> None:
+    """Refuse to write the page where the objects of the store lie."""
+    from hicachectl.backends.capabilities import SideFiles
+
+    if not isinstance(store, SideFiles):
+        return
+    place = os.path.realpath(store.side_directory().parent)
+    if Path(os.path.realpath(output)).is_relative_to(place):
+        raise UsageError(f"{output}: lies in the store; name a file in another directory")
+
+
+def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PictureRequest:
+    from hicachectl.profiles.inference import PoolGuess
+    from hicachectl.report.picture import PictureRequest
+    from hicachectl.verification.request import VerifyRequest
+    from hicachectl.verification.sampling import Sample
+
+    profile, collision = _profile(ctx, store, options)
+    verify = VerifyRequest(
+        profile=profile,
+        collision=collision,
+        checks=options["checks"],
+        grace_seconds=options["grace"],
+        sample=(
+            Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None
+        ),
+        time_limit_seconds=options["time_limit"],
+        buffer_bytes=options["buffer_bytes"],
+        bytes_per_second=options["bwlimit"],
+    )
+    if is_given(ctx, "checks"):
+        for check, why in verify.impossible(store).items():
+            raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
+    return PictureRequest(
+        verify=verify,
+        guess=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
+        page=options["page"],
+        **_chains(verify.real_profile, options),
+    )
+
+
+def _profile(
+    ctx: click.Context, store: Store, options: dict[str, Any]
+) -> tuple[Profile | None, str]:
+    """Return the profile of the options, and why it describes no objects, if so.
+
+    For requests without a profile, flags such as --page-size only set the hashing, or choose a
+    deployment, as for `hits`.
+    """
+    from hicachectl.profiles.sources import profile_to_look, states_source
+
+    if any(options[name] for name in _REQUESTS) and not states_source(options):
+        options = {**options, **dict.fromkeys(("page_size", "speculative_algorithm", *AXES))}
+    return profile_to_look(options, store, warn=partial(remark, ctx))
+
+
+def _chains(profile: Profile | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the page chains of the requests, if any, and their hashing, if known."""
+    if not any(options[name] for name in _REQUESTS):
+        return {}
+    hashing = asked_hashing(profile, options)
+    if not options["trace"]:
+        return {"chains": asked_chains(options, hashing), "hashing": hashing}
+    from hicachectl.formats.wording import needs_profile
+    from hicachectl.prewarming.inputs import wanted_of_trace
+
+    if profile is None:
+        raise UsageError(needs_profile("--trace"))
+    return {
+        "chains": wanted_of_trace(options["trace"], profile, instead="record token ids").chains,
+        "hashing": hashing,
+    }
+
+
+def _say(ctx: click.Context, seconds: float, groups: int) -> None:
+    from hicachectl.text.units import counted
+
+    remark(
+        ctx,
+        f"Not whole: {counted(groups, 'page')}. The store keeps no timestamps, so report looks "
+        f"again in {seconds:.0f} s (--grace).",
+    )

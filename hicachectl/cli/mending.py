@@ -1,0 +1,71 @@
+"""What commands that mend findings take over from the command that found them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hicachectl.cli.command import Command
+from hicachectl.cli.session import store_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from hicachectl.backends.base import Store
+    from hicachectl.verification.mending import Mending
+
+_WORDS = "hicachectl.words"  # in the context's meta: the arguments of the command
+
+
+class RememberedWords(Command):
+    """A command that keeps its arguments as they are, for `mending_of`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the arguments, then parse them."""
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def mending_of(
+    ctx: click.Context,
+    text: str,
+    store: Store,
+    *,
+    profiled: bool,
+    quarantine: str = "",
+    not_next: Collection[str],
+) -> Mending:
+    """Return what commands that mend findings have in common with this one.
+
+    text: the STORE argument. profiled: whether a profile was given. quarantine: as given. not_next:
+    names of options that only this command needs.
+    """
+    from hicachectl.backends.capabilities import SideFiles
+    from hicachectl.verification.mending import Mending
+
+    own = store.side_directory() if isinstance(store, SideFiles) else None
+    config = ctx.obj.config
+    # A URL can have a password; NAME: of the config file has none.
+    named = "://" not in text
+    return Mending(
+        program=("hicachectl", *(() if config is None else ("--config", str(config)))),
+        store=text if named else store_name(ctx, text),
+        options=tuple(_next_words(ctx, not_next)),
+        profiled=profiled,
+        deletes=store.traits.deletes,
+        quarantine=quarantine or ("" if own is not None else "DIR"),
+    )
+
+
+def _next_words(ctx: click.Context, not_next: Collection[str]) -> Iterator[str]:
+    """Yield the given options that a next command needs, too, as they were given."""
+    values, _, order = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_WORDS]))
+    for param in dict.fromkeys(order):
+        if not isinstance(param, click.Option) or param.name in not_next:
+            continue
+        value = values[param.name]
+        for one in value if isinstance(value, list) else [value]:
+            yield max(param.opts, key=len)
+            if not param.is_flag:
+                yield str(one)

@@ -1,0 +1,1 @@
+"""The report of `hicachectl report`: a store in pictures, as one HTML file."""

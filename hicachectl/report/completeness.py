@@ -1,0 +1,78 @@
+"""Completeness of the pages of a deployment, by pool and rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.report.names import deployment_name, pool_text, rank_text
+
+if TYPE_CHECKING:
+    from hicachectl.pages.groups import BoolArray, PageGroups
+
+_RANKS = 32  # shown
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Pages with the objects of a pool and rank, and pages that should have them."""
+
+    pool: str
+    rank: str
+    present: int
+    expected: int
+
+    @property
+    def share(self) -> float:
+        """Return the share, from 0 to 1."""
+        return self.present / self.expected
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """Shares of a deployment. pages: judged. ranks_left_out: complete ones that are not shown."""
+
+    deployment: str
+    pages: int
+    shares: tuple[Share, ...]
+    ranks_left_out: int = 0
+
+
+def completeness_of(groups: PageGroups, in_flight: BoolArray) -> list[Completeness]:
+    """Return the shares of each deployment with pages, most pages first.
+
+    in_flight: [groups], which are not judged. A trailing pool is expected where a page has any of
+    its objects.
+    """
+    found = []
+    for number, table in enumerate(groups.tables):
+        judged = ~in_flight[groups.span(number)]
+        pages = int(judged.sum())
+        counts: dict[tuple[str, str], tuple[int, int]] = {}
+        for block in table.blocks if pages else ():
+            if not block.spec.listed:
+                continue
+            expected = int(judged[block.groups].sum()) if block.spec.trailing else pages
+            places = block.places[judged[block.owners]]
+            present = np.bincount(places, minlength=len(block.columns)).tolist()
+            for position, have in zip(block.columns.tolist(), present, strict=True):
+                coordinate = table.specs[position].coordinate
+                key = pool_text(coordinate), rank_text(coordinate.shard)
+                before = counts.get(key, (0, 0))
+                counts[key] = before[0] + have, before[1] + expected
+        shares = [Share(*key, *both) for key, both in counts.items() if both[1]]
+        if shares:
+            name = deployment_name(groups.deployments[number])
+            found.append(_of_worst_ranks(name, pages, shares))
+    return sorted(found, key=lambda one: -one.pages)
+
+
+def _of_worst_ranks(name: str, pages: int, shares: list[Share]) -> Completeness:
+    worst: dict[str, float] = {}
+    for one in shares:
+        worst[one.rank] = min(worst.get(one.rank, 1.0), one.share)
+    shown = set(sorted(worst, key=lambda rank: worst[rank])[:_RANKS])
+    kept = tuple(one for one in shares if one.rank in shown)
+    return Completeness(name, pages, kept, len(worst) - len(shown))

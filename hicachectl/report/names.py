@@ -1,0 +1,68 @@
+"""Names of deployments, ranks and objects in the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.formats.keys.labels import key_name
+from hicachectl.formats.objects import AXES
+from hicachectl.pages.naming import deployment_text
+from hicachectl.text.terminal import escape_controls
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicachectl.formats.objects import Coordinate, Shard
+    from hicachectl.pages.deployments import Deployment
+
+AMBIGUOUS = "ambiguous keys"
+FOREIGN = "other objects"  # not of SGLang
+NO_RANKS = "all ranks"
+_SIZES = tuple(f"{axis}_size" for axis in AXES)
+
+
+def deployment_name(deployment: Deployment) -> str:
+    """Return the name of a deployment: its model and the sizes that `ls` shows."""
+    shard = deployment.shard
+    return _named(deployment.model, deployment.tag, {n: getattr(shard, n) for n in _SIZES})
+
+
+def summary_name(row: Mapping[str, Any]) -> str:
+    """Return the name of the deployment in a row of `pages.summary`, as `deployment_name`."""
+    if row["pool"] is None:
+        return FOREIGN
+    sizes = {name: row[name] for name in _SIZES}
+    if row["model"] is None and not any(sizes.values()):
+        return AMBIGUOUS
+    return _named(row["model"] or "", row["tag"] or "", sizes)
+
+
+def _named(model: str, tag: str, sizes: Mapping[str, int | None]) -> str:
+    return escape_controls(deployment_text({"model": key_name(model, tag) or "-", **sizes}))
+
+
+def pool_text(coordinate: Coordinate) -> str:
+    """Return the pool of an object, with the part."""
+    return escape_controls(" ".join(filter(None, (coordinate.pool, coordinate.part))))
+
+
+def rank_text(shard: Shard) -> str:
+    """Return the rank of an object: `tp0 pp1`."""
+    spans = (("layers", shard.layers), ("heads", shard.heads))
+    stated = [
+        *(f"{axis}{rank}" for axis, rank, _ in shard.axes if rank is not None),
+        *(f"{what} {span[0]}-{span[1] - 1}" for what, span in spans if span is not None),
+    ]
+    return " ".join(stated) or NO_RANKS
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a label of at most `most` characters; the middle of a longer one is left out.
+
+    Escaped: vl-convert ends the process at a control character.
+    """
+    text = escape_controls(text)
+    if len(text) <= most:
+        return text
+    tail = (most - 1) // 2
+    return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"

@@ -1,0 +1,191 @@
+"""Gather what the report shows of a store."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hicachectl.backends.capabilities import Leases
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.pages.summary import summarise
+from hicachectl.profiles.identities import markers_of
+from hicachectl.profiles.inference import PoolGuess
+from hicachectl.report.completeness import Completeness, completeness_of
+from hicachectl.report.names import deployment_name
+from hicachectl.report.prefixes import PrefixTree, prefix_tree
+from hicachectl.report.writes import Writes, writes_of
+from hicachectl.requests.measuring import measure_listed
+from hicachectl.text.vocabulary import STATES
+from hicachectl.verification.grouped import FindingGroup, group_findings
+from hicachectl.verification.in_flight import groups_in_flight
+from hicachectl.verification.inspection import PageReport, inspect_listed
+from hicachectl.verification.report import VerifyReport, describe_store, report_of
+from hicachectl.verification.verify import check_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pyarrow as pa
+
+    from hicachectl.backends.base import Store
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+    from hicachectl.requests.chains import Chains, Hashing
+    from hicachectl.verification.request import VerifyRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureRequest:
+    """What to show.
+
+    verify: the checks to run, on the whole store. chains: of requests, if any; hashing: of their
+    tokens; None if unknown. guess: chooses the deployment that serves them, without a profile.
+    page: prefix of the hash of the page to show in full; None: choose one.
+    """
+
+    verify: VerifyRequest
+    chains: Chains | None = None
+    hashing: Hashing | None = None
+    guess: PoolGuess = field(default_factory=PoolGuess)
+    page: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What the report shows of a store.
+
+    made: Unix seconds. rows, total: as of `ls --summary`. states: number of page groups by
+    state, in the order of `vocabulary.STATES`. writes: None if the store keeps no times. tree: None
+    without requests; no_tree: why not. page: the page in full; page_choice: why this one, or why
+    none. remarks: to be read before the rest.
+    """
+
+    url: str
+    made: float
+    verified: VerifyReport
+    findings: tuple[FindingGroup, ...]
+    rows: pa.Table
+    total: dict[str, Any]
+    free_bytes: int | None
+    states: tuple[int, ...]
+    writes: Writes | None
+    completeness: tuple[Completeness, ...]
+    tree: PrefixTree | None
+    no_tree: str
+    page: PageReport | None
+    page_choice: str
+    remarks: tuple[str, ...]
+
+
+def take_picture(
+    store: Store,
+    request: PictureRequest,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_read: Callable[[int, int], None] = lambda nbytes, total: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
+) -> Picture:
+    """List and check a store, and gather what the report shows.
+
+    Callbacks and errors: as of `check_store`; also raises UsageError if no page, or several, begin
+    with the wanted prefix, and ProfileError if the deployment of the requests is not known.
+    """
+    made = time.time()
+    verify = request.verify
+    checked = check_store(store, verify, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
+    inventory, groups = checked.inventory, checked.groups
+    verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
+    in_flight = groups_in_flight(
+        store, groups, now_ns=int(made * 1e9), listing_ns=0, grace_ns=verify.grace_ns
+    )
+    tree, no_tree, told = _tree(store, inventory, request)
+    page, why = _page(store, request, verified, inventory, groups)
+    rows, total = summarise(inventory, markers_of(store))
+    return Picture(
+        url=store.url,
+        made=made,
+        verified=verified,
+        findings=tuple(group_findings(verified.placed, made)),
+        rows=rows,
+        total=total,
+        free_bytes=store.free_bytes(),
+        states=_states(groups),
+        writes=writes_of(inventory),
+        completeness=tuple(completeness_of(groups, in_flight)),
+        tree=tree,
+        no_tree=no_tree,
+        page=page,
+        page_choice=why,
+        remarks=(*verified.remarks, *told),
+    )
+
+
+def _states(groups: PageGroups) -> tuple[int, ...]:
+    counts: list[int] = np.bincount(groups.states, minlength=len(STATES)).tolist()
+    return tuple(counts)
+
+
+def _tree(
+    store: Store, inventory: Inventory, request: PictureRequest
+) -> tuple[PrefixTree | None, str, tuple[str, ...]]:
+    """Return the tree of the requests, or why there is none, and remarks on it."""
+    if request.chains is None:
+        return None, "", ()
+    hits, measured = measure_listed(
+        store,
+        inventory,
+        request.verify.real_profile,
+        request.chains,
+        request.hashing,
+        choice=request.guess,
+    )
+    told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
+    name = "" if hits.deployment is None else deployment_name(hits.deployment)
+    page_size = None if request.hashing is None else request.hashing.page_size
+    try:
+        return prefix_tree(hits, measured.rows, name, page_size), "", told
+    except FormatError as error:
+        return None, str(error), told
+
+
+def _page(
+    store: Store,
+    request: PictureRequest,
+    verified: VerifyReport,
+    inventory: Inventory,
+    groups: PageGroups,
+) -> tuple[PageReport | None, str]:
+    """Return the page to show in full, if any, and why."""
+    verify = request.verify
+
+    def read(page: str) -> PageReport:
+        seconds = verify.grace_seconds
+        return inspect_listed(store, inventory, verify.profile, page, grace_seconds=seconds)
+
+    if request.page is not None:
+        return read(request.page), "Chosen with --page."
+    if isinstance(store, Leases):
+        return None, "Reads of this store grant leases, so no page was read. --page names one."
+    chosen, why = _choice(verified, groups)
+    if not chosen:
+        return None, why
+    try:
+        return read(chosen), why
+    except UsageError as error:  # the finding is about no group, such as objects of a `clear`
+        return None, str(error)
+
+
+def _choice(verified: VerifyReport, groups: PageGroups) -> tuple[str, str]:
+    """Return the page with the worst finding, or the newest one; and why. "" without pages."""
+    if not len(groups):
+        return "", "The store has no pages."
+    placed = verified.placed
+    for one in placed.filter(placed.column("page").is_valid()).slice(0, 1).to_pylist():
+        if one["severity"] != "info":
+            return one["page"], f"Chosen for its finding: {one['severity']} {one['code']}."
+    newest = np.argmax(groups.newest_ns)
+    (page,) = groups.pages_at(np.array([newest])).to_pylist()
+    return page, "The page written last." if groups.has_times else "The first page."

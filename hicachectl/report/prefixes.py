@@ -1,0 +1,230 @@
+"""The prefix tree of requests: which runs of pages a store can serve, and what stops them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.formats.keys.columns import RANK_COLUMNS
+from hicachectl.formats.objects import Shard
+from hicachectl.formats.restorable import positions_of
+from hicachectl.prewarming.forest import grow_forest
+from hicachectl.report.names import rank_text
+from hicachectl.requests.chains import raw_pages
+from hicachectl.text.terminal import escape_controls
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.pages.inventory import IntArray
+    from hicachectl.prewarming.forest import Forest
+    from hicachectl.requests.hits import Hits
+
+USABLE, KV_ONLY, LOST = range(3)  # states of a page: the best of all requests with the page
+_NODES = 400  # drawn
+_STOPS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A run of pages that the same requests share, with one state.
+
+    first, last: pages from the start of the prefix, half-open. top, bottom: requests, half-open.
+    """
+
+    first: int
+    last: int
+    top: int
+    bottom: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """An object that stops requests.
+
+    elsewhere: where the page exists, such as "tp 4", or "". at: index of the page in the chains.
+    row: where it is drawn; None if it is not.
+    """
+
+    key: str
+    pool: str
+    rank: str
+    page: str
+    elsewhere: str
+    requests: int
+    pages_lost: int
+    at: int
+    row: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """Requests as a prefix tree, and sums over them.
+
+    page_size: tokens of a page; None if unknown. pages, usable, kv_only: over all requests.
+    unstopped: requests that nothing stops. nodes: with the most requests first; hidden: number not
+    drawn. stops: with the most requests first, of stop_count.
+    """
+
+    deployment: str
+    page_size: int | None
+    requests: int
+    pages: int
+    usable: int
+    kv_only: int
+    unstopped: int
+    nodes: tuple[Node, ...]
+    hidden: int
+    stops: tuple[Stop, ...]
+    stop_count: int
+
+
+def prefix_tree(
+    hits: Hits, chain_rows: pa.Table, deployment: str, page_size: int | None
+) -> PrefixTree:
+    """Return the tree of the chains of hits.
+
+    chain_rows: as of `hit_rows`. deployment: its name. Raises FormatError if chains contradict each
+    other.
+    """
+    chains = hits.chains
+    names = raw_pages(hits.page_names.cast(pa.string()))
+    forest = grow_forest(names, hits.page_of.astype(np.int32), chains.offsets)
+    counts = np.bincount(hits.page_of, minlength=len(forest)).astype(np.int64)
+    runs = _runs(forest, _states(hits), counts, hits.page_of)
+    nodes, rows = _placed(runs)
+    stops, stop_count = _stops(hits, chain_rows.column("stopped_by"), runs, rows)
+    return PrefixTree(
+        deployment=deployment,
+        page_size=page_size,
+        requests=len(chains),
+        pages=len(hits.page_of),
+        usable=int(hits.usable_pages.sum()),
+        kv_only=int(np.maximum(hits.kv_pages - hits.usable_pages, 0).sum()),
+        unstopped=int((hits.stop_pages < 0).sum()),
+        nodes=tuple(nodes),
+        hidden=len(runs.heads) - len(nodes),
+        stops=tuple(stops),
+        stop_count=stop_count,
+    )
+
+
+def _states(hits: Hits) -> npt.NDArray[np.int8]:
+    """Return the state of each distinct page."""
+    lengths = np.diff(hits.chains.offsets)
+    places = positions_of(hits.chains.offsets)
+    of_place = np.full(len(places), LOST, dtype=np.int8)
+    of_place[places < np.repeat(hits.kv_pages, lengths)] = KV_ONLY
+    of_place[places < np.repeat(hits.usable_pages, lengths)] = USABLE
+    states = np.full(len(hits.page_names), LOST, dtype=np.int8)
+    np.minimum.at(states, hits.page_of, of_place)
+    return states
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    """Runs of pages; arrays are [runs] unless stated.
+
+    heads: the first page of each. parents: the run before; -1: none. of_page: [pages].
+    """
+
+    heads: IntArray
+    parents: IntArray
+    first: IntArray
+    last: IntArray
+    requests: IntArray
+    states: npt.NDArray[np.int8]
+    of_page: IntArray
+
+
+def _runs(
+    forest: Forest, states: npt.NDArray[np.int8], counts: IntArray, page_of: IntArray
+) -> _Runs:
+    """Divide a forest into runs.
+
+    A page continues the run of its parent if the same requests use both, and the state is equal.
+    """
+    parents = forest.parents
+    begins = (parents < 0) | (counts != counts[parents]) | (states != states[parents])
+    heads = np.flatnonzero(begins)
+    numbers = np.cumsum(begins) - 1
+    # Along each chain, the last beginning up to a page is the head of the run of the page.
+    last = np.maximum.accumulate(np.where(begins[page_of], np.arange(len(page_of)), 0))
+    of_page = np.zeros(len(forest), dtype=np.int64)
+    of_page[page_of] = numbers[page_of[last]]
+    first = forest.depths[heads].astype(np.int64)
+    return _Runs(
+        heads=heads,
+        parents=np.where(parents[heads] < 0, -1, of_page[parents[heads]]),
+        first=first,
+        last=first + np.bincount(of_page, minlength=len(heads)),
+        requests=counts[heads],
+        states=states[heads],
+        of_page=of_page,
+    )
+
+
+def _placed(runs: _Runs) -> tuple[list[Node], dict[int, float]]:
+    """Place the runs with the most requests; also return the middle row of each, by run."""
+    # A run comes after its parent, which has at least as many requests.
+    order = np.lexsort((runs.first, -runs.requests))[:_NODES].tolist()
+    children: dict[int, list[int]] = {}
+    for number in order:
+        children.setdefault(int(runs.parents[number]), []).append(number)
+    nodes: list[Node] = []
+    rows: dict[int, float] = {}
+    free = {-1: 0}  # by run: the next row for a child
+    for number in order:
+        parent = int(runs.parents[number])
+        top = free[parent]
+        bottom = free[parent] = top + int(runs.requests[number])
+        free[number] = top
+        rows[number] = (top + bottom) / 2
+        nodes.append(
+            Node(int(runs.first[number]), int(runs.last[number]), top, bottom,
+                 int(runs.states[number]))
+        )  # fmt: skip
+    return nodes, rows
+
+
+def _stops(
+    hits: Hits, stopped_by: pa.ChunkedArray, runs: _Runs, rows: dict[int, float]
+) -> tuple[list[Stop], int]:
+    """Return the objects that stop the most requests, and the number of all such objects."""
+    chains = np.flatnonzero(hits.stop_pages >= 0)
+    starts = hits.chains.offsets[:-1][chains]
+    pages = hits.page_of[starts + hits.stop_pages[chains]]
+    specs = len(hits.deployment.specs) + 1 if hits.deployment else 1
+    codes = pages * specs + hits.stop_specs[chains] + 1
+    _, first, of_chain = np.unique(codes, return_index=True, return_inverse=True)
+    requests = np.bincount(of_chain, minlength=len(first))
+    lengths = np.diff(hits.chains.offsets)[chains]
+    lost = np.bincount(of_chain, lengths - hits.usable_pages[chains], minlength=len(first))
+    order = np.lexsort((-lost, -requests))[:_STOPS].tolist()
+    stops = []
+    for number in order:
+        chain = int(chains[first[number]])
+        said = stopped_by[chain].as_py()
+        shard = (
+            Shard(**{name: said["shard"][name] for name in RANK_COLUMNS})
+            if said["shard"]
+            else Shard()
+        )
+        stops.append(
+            Stop(
+                key=escape_controls(said["key"] or ""),
+                pool=escape_controls(" ".join(filter(None, (said["pool"], said["part"])))),
+                rank=rank_text(shard),
+                page=said["page"],
+                elsewhere=escape_controls(said["exists_at"] or ""),
+                requests=int(requests[number]),
+                pages_lost=int(lost[number]),
+                at=int(hits.stop_pages[chain]),
+                row=rows.get(int(runs.of_page[pages[first[number]]])),
+            )
+        )
+    return stops, len(first)

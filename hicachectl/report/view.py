@@ -1,0 +1,419 @@
+"""The report as one HTML file: the values of the template."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections import defaultdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from hicachectl import __version__
+from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.registry import codes, group_names
+from hicachectl.formats.keys.columns import RANK_COLUMNS
+from hicachectl.formats.objects import Shard
+from hicachectl.report.charts import (
+    MAGNITUDES,
+    Bar,
+    Cell,
+    completeness_chart,
+    size_chart,
+    strip_chart,
+    tree_chart,
+    write_chart,
+)
+from hicachectl.report.names import rank_text, summary_name
+from hicachectl.text.terminal import escape_controls, message_text
+from hicachectl.text.units import counted, human_size
+from hicachectl.text.vocabulary import STATES
+from hicachectl.verification.grouped import AGE_CLASSES
+from hicachectl.verification.report_text import sum_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicachectl.report.charts import Mark
+    from hicachectl.report.picture import Picture
+    from hicachectl.report.prefixes import PrefixTree
+    from hicachectl.verification.grouped import FindingGroup
+    from hicachectl.verification.inspection import PageReport
+    from hicachectl.verification.mending import Mending
+
+_DEPLOYMENTS = 6  # with charts of their own; the tables have more
+_ROWS = 200  # of a table
+_EXAMPLES = 3
+_STRIPS = 40
+_SEEN = 0.005  # share of a bar
+_FEW_LEVELS = 1.05  # ratio of values that are shown as one level
+
+
+def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
+    """Return the page. Texts of the store are escaped, for HTML and as for a terminal."""
+    import jinja2
+    from markupsafe import Markup
+
+    def shown(value: Any) -> Any:
+        # Markup is ours, or a chart.
+        plain = isinstance(value, str) and not isinstance(value, Markup)
+        return message_text(value) if plain else value
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hicachectl.report"),
+        autoescape=True,
+        finalize=shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"moment": _moment, "size": human_size, "many": _many}
+    style = environment.get_template("report.css").render()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return environment.get_template("report.html").render(
+        version=__version__,
+        style=Markup(style),
+        style_digest=digest,
+        url=picture.url,
+        made=picture.made,
+        total=picture.total,
+        free_bytes=picture.free_bytes,
+        states=list(zip(STATES, picture.states, strict=True)),
+        verdict=_verdict(picture),
+        checks=_checks(picture),
+        remarks=picture.remarks,
+        findings=_findings(picture.findings, mending),
+        ages=_ages(picture.findings),
+        sizes=_sizes(picture),
+        writes=_writes(picture, marks),
+        completeness=_completeness(picture),
+        tree=None if picture.tree is None else _tree(picture.tree),
+        no_tree=picture.no_tree,
+        page=None if picture.page is None else _page(picture.page),
+        page_choice=picture.page_choice,
+    )
+
+
+def _chart(svg: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(svg)  # vl-convert escapes the texts of a chart
+
+
+def _moment(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:.0f} s"
+
+
+def _many(number: int) -> str:
+    """Return a number with thin spaces between thousands."""
+    return f"{number:,}".replace(",", "\u202f")
+
+
+# --- verdict ---
+
+
+def _verdict(picture: Picture) -> dict[str, str]:
+    document = picture.verified.document
+    counts = dict.fromkeys(SEVERITIES, 0)
+    for group in picture.findings:
+        counts[group.severity] += group.count
+    ran, skipped = document["checks"], document["skipped_checks"]
+    if counts["error"]:
+        kind, text = "error", f"{counted(counts['error'], 'error')}: servers could read wrong data"
+    elif counts["warning"]:
+        kind = "warning"
+        text = f"No errors found; {counted(counts['warning'], 'warning')}: lost hits or lost space"
+    elif skipped == ["everything"] or not ran:
+        kind, text = "nothing", "Nothing was checked"
+    elif "in-flight" in skipped:
+        kind, text = "nothing", "No page was judged: all are in flight"
+    else:
+        kind, text = "none", f"No errors and no warnings by the checks that ran: {', '.join(ran)}"
+    return {"kind": kind, "text": text, "line": sum_line(document)}
+
+
+def _checks(picture: Picture) -> list[dict[str, Any]]:
+    document = picture.verified.document
+    skipped = document["skipped_checks"]
+    return [
+        {
+            "name": name,
+            "ran": name in document["checks"] and skipped != ["everything"],
+            "why": (
+                ""
+                if name in document["checks"]
+                else "could not run: see the remarks"
+                if name in skipped or skipped == ["everything"]
+                else "was not asked for"
+            ),
+        }
+        for name in group_names()
+    ]
+
+
+# --- findings ---
+
+
+def _ages(groups: Sequence[FindingGroup]) -> dict[str, Any]:
+    """Return the table of counts by code and age: columns, and a row for each code."""
+    used = sorted({g.age_class for g in groups if g.age_class is not None})
+    columns: list[int | None] = [
+        *used,
+        *([None] if any(g.age_class is None for g in groups) else []),
+    ]
+    rows: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        row = rows.setdefault(
+            group.code,
+            {"code": group.code, "severity": group.severity, "counts": dict.fromkeys(columns, 0)},
+        )
+        row["counts"][group.age_class] += group.count
+    return {
+        "columns": ["age unknown" if c is None else AGE_CLASSES[c] for c in columns],
+        "rows": [
+            {**row, "counts": list(row["counts"].values()), "total": sum(row["counts"].values())}
+            for row in rows.values()
+        ],
+    }
+
+
+def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str, Any]]:
+    """Return the findings by code, the worst severity first."""
+    known = {code.name: code for code in codes()}
+    by_code: dict[str, list[FindingGroup]] = defaultdict(list)
+    for group in groups:
+        by_code[group.code].append(group)
+    found = []
+    for name, own in by_code.items():
+        code = known[name]
+        template = code.mending_command
+        found.append(
+            {
+                "code": name,
+                "severity": own[0].severity,
+                "count": sum(group.count for group in own),
+                "groups": own[:_ROWS],
+                "examples": [e for group in own for e in group.examples][:_EXAMPLES],
+                "texts": code.explanation(),
+                "command": mending.command(template) if template else "",
+            }
+        )
+    return found
+
+
+# --- bytes ---
+
+
+def _sizes(picture: Picture) -> dict[str, Any]:
+    rows = picture.rows.to_pylist()
+    counts_bytes = all(row["nbytes"] is not None for row in rows)
+    amount = "nbytes" if counts_bytes else "objects"
+    of_deployment: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        row["name"] = summary_name(row)
+        row["pool"] = row["pool"] or "not SGLang's"
+        of_deployment.setdefault(row["name"], {}).setdefault(row["pool"], []).append(row)
+    bars = {
+        name: [bar for pool, own in pools.items() for bar in _bars(pool, own, amount)]
+        for name, pools in of_deployment.items()
+    }
+    bars = {name: own for name, own in bars.items() if sum(bar.amount for bar in own)}
+    order = sorted(bars, key=lambda name: -sum(bar.amount for bar in bars[name]))
+    longest = max(
+        (
+            sum(bar.amount for bar in own if bar.name == pool)
+            for own in bars.values()
+            for pool in {bar.name for bar in own}
+        ),
+        default=0,
+    )
+    return {
+        "counted": "bytes" if counts_bytes else "objects",
+        "charts": [
+            {
+                "name": name,
+                "svg": _chart(
+                    size_chart(
+                        bars[name],
+                        longest=longest,
+                        counted="bytes" if counts_bytes else "objects",
+                        of=name,
+                    )
+                ),
+            }
+            for name in order[:_DEPLOYMENTS]
+        ],
+        "left_out": len(order[_DEPLOYMENTS:]),
+        "mixed": [name for name in order if _is_mixed(bars[name])],
+        "rows": rows[:_ROWS],
+        "more": len(rows[_ROWS:]),
+    }
+
+
+def _is_mixed(bars: Sequence[Bar]) -> bool:
+    """Return whether a share that can be seen is not of the most common size of its pool."""
+    return sum(b.amount for b in bars if b.rank) > _SEEN * sum(b.amount for b in bars)
+
+
+def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
+    """Return the objects of a pool by size; the most common size first."""
+    known = sorted(
+        (row for row in rows if row["object_nbytes"] is not None), key=lambda row: -row["objects"]
+    )
+    rest = [row for row in rows if row["object_nbytes"] is None]
+    sizes = [human_size(row["object_nbytes"]) for row in known]
+    return [
+        *(
+            Bar(pool, size, min(rank, 3), row[amount])
+            for rank, (row, size) in enumerate(zip(known, sizes, strict=True))
+        ),
+        *(Bar(pool, "other sizes", 4, row[amount]) for row in rest),
+    ]
+
+
+# --- writes ---
+
+_BIN_NAMES = {300: "5 minutes", 3600: "hour", 6 * 3600: "6 hours", 86400: "day",
+              7 * 86400: "7 days", 28 * 86400: "28 days", 364 * 86400: "364 days"}  # fmt: skip
+
+
+def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
+    writes = picture.writes
+    if writes is None:
+        return None
+    unit = _BIN_NAMES[writes.width]
+    near = [m for m in marks if abs(m.at - writes.start) < 10 * (writes.end - writes.start) + 86400]
+    outside = [
+        text
+        for count, text in (
+            (writes.earlier, f"before {_moment(writes.start)}"),
+            (writes.later, f"after {_moment(writes.end)}"),
+        )
+        if count
+        for text in [f"{_many(count)} of them {text}"]
+    ]
+    return {
+        "svg": _chart(write_chart(writes, near, unit)),
+        "unit": unit,
+        "outside": outside,
+        "far": [mark for mark in marks if mark not in near],
+        "marks": near,
+        "series": [
+            {
+                "name": name,
+                "objects": int(counts.sum()),
+                "most": int(counts.max()),
+                "when": writes.start + writes.width * int(counts.argmax()),
+            }
+            for name, counts in writes.series
+        ],
+    }
+
+
+# --- completeness ---
+
+
+def _completeness(picture: Picture) -> dict[str, Any]:
+    shown = picture.completeness[:_DEPLOYMENTS]
+    return {
+        "charts": [
+            {
+                "of": one,
+                "svg": _chart(completeness_chart(one)),
+                "lacking": [s for s in one.shares if s.present < s.expected][:_ROWS],
+            }
+            for one in shown
+        ],
+        "left_out": len(picture.completeness) - len(shown),
+    }
+
+
+# --- requests ---
+
+
+def _tree(tree: PrefixTree) -> dict[str, Any]:
+    unit = "pages" if tree.page_size is None else "tokens"
+    scale = tree.page_size or 1
+
+    def share(pages: int) -> str:
+        return f"{math.floor(1000 * pages / tree.pages) / 10:g} %" if tree.pages else "0 %"
+
+    return {
+        "of": tree,
+        "unit": unit,
+        "scale": scale,
+        "svg": _chart(tree_chart(tree)) if tree.nodes else "",
+        "usable": share(tree.usable),
+        "kv_only": share(tree.kv_only),
+        "lost": tree.pages - tree.usable - tree.kv_only,
+    }
+
+
+# --- one page ---
+
+
+def _page(report: PageReport) -> dict[str, Any]:
+    document = report.document
+    objects = report.objects.to_pylist()
+    rank_of = {one["key"]: rank_text(Shard(**{n: one[n] for n in RANK_COLUMNS})) for one in objects}
+    what_of = {
+        one["key"]: " ".join(filter(None, (one["pool"], one["part"], rank_of[one["key"]])))
+        for one in objects
+    }
+    contents = sorted(
+        document["contents"], key=lambda c: (what_of[c["key"]], c["tensor"], c["layer"])
+    )
+    cells, levels, left_out = _cells(contents, what_of)
+    for one in objects:
+        one["what"] = what_of[one["key"]]
+    return {
+        "page": document["page"],
+        "groups": document["groups"],
+        "objects": objects[:_ROWS],
+        "more_objects": len(objects[_ROWS:]),
+        "findings": document["findings"],
+        "identities": document.get("identities", {}),
+        "svg": _chart(strip_chart(cells, levels)) if cells else "",
+        "strips_left_out": left_out,
+        "contents": [{**one, "what": what_of[one["key"]]} for one in contents[:_ROWS]],
+        "more_contents": len(contents[_ROWS:]),
+    }
+
+
+def _cells(
+    contents: list[dict[str, Any]], what_of: dict[str, str]
+) -> tuple[list[Cell], list[str], int]:
+    """Return the cells of the strips, the names of their levels, and the strips left out."""
+    means = [
+        one["mean_magnitude"]
+        for one in contents
+        if one["mean_magnitude"] is not None and math.isfinite(one["mean_magnitude"])
+    ]
+    positive: list[float] = [mean for mean in means if mean > 0]
+    low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
+    count = 1 if high <= low * _FEW_LEVELS else len(MAGNITUDES) - 1
+    bounds: list[float] = [low * (high / low) ** (n / count) for n in range(count + 1)]
+    digits = next((n for n in (2, 3, 4) if len({f"{b:.{n}g}" for b in bounds}) > count), 5)
+    ranges = [f"{a:.{digits}g} to {b:.{digits}g}" for a, b in pairwise(bounds)]
+    names = ["all zero", *ranges]
+
+    def level(one: dict[str, Any]) -> int | None:
+        mean: float | None = one["mean_magnitude"]
+        if one["nan"] or one["inf"] or mean is None or not math.isfinite(mean):
+            return None
+        if mean <= 0:
+            return 0
+        return min(1 + sum(mean >= bound for bound in bounds[1:-1]), count)
+
+    strips: dict[str, list[Cell]] = {}
+    for one in contents:
+        name = escape_controls(f"{what_of[one['key']]} {one['tensor']}")
+        strips.setdefault(name, []).append(Cell(name, one["layer"], level(one)))
+    shown = [cell for cells in list(strips.values())[:_STRIPS] for cell in cells]
+    return shown, names, max(0, len(strips) - _STRIPS)

@@ -1,0 +1,98 @@
+"""Objects of a store by deployment and time of the last write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.report.names import AMBIGUOUS, FOREIGN, deployment_name
+
+if TYPE_CHECKING:
+    from hicachectl.pages.inventory import IntArray, Inventory
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_WIDTHS = (5 * _MINUTE, _HOUR, 6 * _HOUR, _DAY, 7 * _DAY, 28 * _DAY, 364 * _DAY)
+_BINS = 72
+_TAIL = 0.02  # of the objects, at each end: such times are left out if they stretch the axis
+_SERIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Numbers of objects by deployment and time.
+
+    start: Unix seconds, of the first bin. width: seconds of a bin. series: name and [bins] numbers;
+    the deployments with the most objects first. earlier, later: objects outside the bins.
+    """
+
+    start: int
+    width: int
+    series: tuple[tuple[str, IntArray], ...]
+    earlier: int
+    later: int
+
+    @property
+    def bins(self) -> int:
+        """Number of bins."""
+        return len(self.series[0][1])
+
+    @property
+    def end(self) -> int:
+        """Unix seconds, of the end of the last bin."""
+        return self.start + self.width * self.bins
+
+
+def writes_of(inventory: Inventory) -> Writes | None:
+    """Count the objects that have a time; None if there are none."""
+    times = inventory.objects.column("mtime_ns")
+    known = times.is_valid().to_numpy()
+    if not known.any():
+        return None
+    seconds = times.fill_null(0).to_numpy()[known] // 10**9
+    names = [*map(deployment_name, inventory.table.deployments), AMBIGUOUS, FOREIGN]
+    ambiguous, foreign = len(names) - 2, len(names) - 1
+    of_affix = [
+        (ambiguous if one.readings else foreign) if number == UNRESOLVED else number
+        for number, one in zip(
+            inventory.table.deployment_ids, inventory.table.resolved, strict=True
+        )
+    ]
+    owners = inventory.by_affix(of_affix, foreign)[known]
+    first, last = _span(seconds)
+    width = next((w for w in _WIDTHS if (last - first) // w < _BINS), _WIDTHS[-1])
+    start = first // width * width
+    bins = min((last - start) // width + 1, 4 * _BINS)
+    at = (seconds - start) // width
+    drawn = (at >= 0) & (at < bins)
+    codes = owners[drawn] * bins + at[drawn]
+    counts = np.bincount(codes, minlength=len(names) * bins).reshape(len(names), bins)
+    joined: dict[str, IntArray] = {}
+    for name, own in zip(names, counts, strict=True):
+        joined[name] = joined[name] + own if name in joined else own
+    some = sorted((name for name in joined if joined[name].any()), key=lambda n: -joined[n].sum())
+    series = [(name, joined[name]) for name in some[:_SERIES]]
+    if rest := some[_SERIES:]:
+        series.append((f"{len(rest)} others", np.sum([joined[name] for name in rest], axis=0)))
+    return Writes(
+        start=int(start),
+        width=width,
+        series=tuple(series),
+        earlier=int((at < 0).sum()),
+        later=int((at >= bins).sum()),
+    )
+
+
+def _span(seconds: IntArray) -> tuple[int, int]:
+    """Return the first and the last time to draw, without few that are far from all others."""
+    tail = int(len(seconds) * _TAIL)
+    ordered = np.partition(seconds, (tail, len(seconds) - 1 - tail))
+    low, high = int(ordered[tail]), int(ordered[len(seconds) - 1 - tail])
+    first, last = int(seconds.min()), int(seconds.max())
+    middle = max(high - low, _HOUR)
+    return (
+        first if low - first <= middle else low,
+        last if last - high <= middle else high,
+    )

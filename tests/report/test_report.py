@@ -1,0 +1,397 @@
+"""`hicachectl report`: what the page says of a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from hicachectl.backends.base import open_store
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.report import charts
+from hicachectl.report.picture import Picture, PictureRequest, take_picture
+from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
+from hicachectl.requests.chains import Hashing, chains_of_pages
+from hicachectl.verification.request import VerifyRequest
+from tests.stores import DSA, OLD, contents, page, put, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+CHECKS = ("names", "groups", "sizes")
+
+
+class _Texts(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def text_of(made: Path) -> str:
+    """Return the text of a page, without its style, with single spaces."""
+    parser = _Texts()
+    parser.feed(re.sub("<style>.*?</style>", "", made.read_text("utf-8"), flags=re.DOTALL))
+    assert "script" not in parser.tags
+    return " ".join(" ".join(parser.texts).split())
+
+
+def picture_of(store: Path, **options: Any) -> Picture:
+    with open_store(str(store)) as source:
+        request = PictureRequest(verify=VerifyRequest(checks=CHECKS), **options)
+        return take_picture(source, request)
+
+
+@pytest.fixture
+def dsa(tmp_path: Path) -> Path:
+    """Return a store of ten pages; two lack their indexer."""
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(10), "_x-dsa", nbytes=9216)
+    put_pages(store, range(2, 10), ".indexer_x-dsa", nbytes=1056)
+    return store
+
+
+@pytest.fixture
+def dsa_profile(tmp_path: Path) -> Path:
+    path = tmp_path / "dsa.toml"
+    path.write_text(DSA)
+    return path
+
+
+def test_findings_come_with_meaning_risk_and_command(
+    invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
+) -> None:
+    before = contents(dsa)
+    made = tmp_path / "page.html"
+    said = invoke("report", dsa, "--profile", dsa_profile, "-o", made, exit_code=4)
+    assert said.stdout.startswith(f"{made}: 18 objects, 10 pages")
+    assert said.stdout.count("\n") == 1
+    text = text_of(made)
+    assert "2 errors: servers could read wrong data" in text
+    assert "missing-pool 2 Meaning The page has its kv" in text
+    assert "Risk Servers look for kv first." in text
+    assert f"hicachectl verify {dsa} --profile {dsa_profile} --repair quarantine" in text
+    assert f"{page(0)}.indexer_x-dsa.bin" in text
+    assert contents(dsa) == before
+
+
+def test_the_exit_status_is_that_of_verify(
+    invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
+) -> None:
+    made = tmp_path / "page.html"
+    invoke("report", dsa, "--profile", dsa_profile, "--fail-on", "never", "-o", made)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    put_pages(whole, range(2), "_m_0_1")
+    invoke("report", whole, "-o", made)
+
+
+def test_what_was_not_checked_is_named_and_never_called_clean(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(3), "_m_0_1")
+    made = tmp_path / "page.html"
+    invoke("report", store, "-o", made)
+    text = text_of(made)
+    assert "No errors and no warnings by the checks that ran: names, groups, sizes" in text
+    assert "values: was not asked for" in text
+    assert "digests: was not asked for" in text
+    assert "a pool, part or rank missing everywhere goes unnoticed" in text
+    refused = invoke("report", store, "--checks", "values", "-o", made, exit_code=2).stderr
+    assert "--checks values: no given profile describes the bytes" in refused
+
+
+def test_pages_in_flight_are_not_called_clean(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(3), "_m_0_1", mtime=time.time())
+    made = tmp_path / "page.html"
+    invoke("report", store, "-o", made)
+    assert "No page was judged: all are in flight" in text_of(made)
+
+
+def test_values_are_checked_and_shown_if_asked_for(
+    invoke: Invoke, dsa_profile: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    rng = np.random.default_rng(1)
+    for number in range(3):
+        values = (rng.standard_normal(4608).astype("<f4").view("<u4") >> 16).astype("<u2")
+        values[: 2 * (number == 1)] = 0x7FC0
+        one = put(store, f"{page(number)}_x-dsa.bin")
+        one.write_bytes(values.tobytes())
+        os.utime(one, (OLD, OLD))
+    made = tmp_path / "page.html"
+    arguments = ("report", store, "--profile", dsa_profile, "-o", made)
+    invoke(*arguments, "--checks", "values", exit_code=4)
+    text = text_of(made)
+    assert "values: ran" in text
+    assert "Chosen for its finding: error nan. x-dsa" in text
+    assert "layer" in text
+    assert "damaged" in text
+    invoke(*arguments, "--page", page(2)[:12], exit_code=4)
+    text = text_of(made)
+    assert page(2) in text
+    assert "Chosen with --page." in text
+    assert "missing-pool" in text
+    refused = invoke(*arguments, "--page", "0" * 20, exit_code=2).stderr
+    assert "no page begins with '00000000000000000000'" in refused
+
+
+def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(30), "_m_0_1", nbytes=4096)
+    put_pages(store, range(30, 50), "_m_0_1", nbytes=2048)
+    made = tmp_path / "page.html"
+    invoke("report", store, "-o", made, exit_code=4)
+    text = text_of(made)
+    assert "Several sizes: m tp 1 ." in text
+    assert "160.0 KiB in objects of 4.0 KiB, 2.0 KiB" in text
+    assert "mixed-sizes" in text
+
+
+def test_writes_are_counted_by_deployment_and_time(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    start = OLD // 3600 * 3600
+    for number in range(40):
+        put_pages(store, range(number, number + 1), "_a_0_1", mtime=start + 3600 * (number // 4))
+    put_pages(store, range(6), "_b_0_2", "_b_1_2", mtime=start + 3600 * 3)
+    put(store, "other", mtime=1)
+    writes = picture_of(store).writes
+    assert writes is not None
+    assert (writes.start, writes.width) == (start, 3600)
+    assert {name: counts.tolist() for name, counts in writes.series} == {
+        "a tp 1": [4] * 10,
+        "b tp 2": [0] * 3 + [12] + [0] * 6,
+    }
+    assert (writes.earlier, writes.later) == (1, 0)
+
+
+def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(8), "_m_0_2", ".indexer_m_0_2")
+    put_pages(store, range(6), "_m_1_2")
+    put_pages(store, range(5), ".indexer_m_1_2")
+    put_pages(store, range(100, 104), "_m_0_2", mtime=time.time())
+    (one,) = picture_of(store).completeness
+    assert (one.deployment, one.pages) == ("m tp 2", 8)
+    assert {(s.pool, s.rank): (s.present, s.expected) for s in one.shares} == {
+        ("kv", "tp0"): (8, 8),
+        ("kv", "tp1"): (6, 8),
+        ("indexer", "tp0"): (8, 8),
+        ("indexer", "tp1"): (5, 8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("present", "text", "level"),
+    [(1000, "100", 0), (999, "99.9", 1), (99999 // 100, "99.9", 1), (900, "90", 2), (1, "0.1", 4),
+     (0, "0", 5)],
+)  # fmt: skip
+def test_only_a_whole_share_is_shown_as_whole(present: int, text: str, level: int) -> None:
+    assert charts.share_text(present, 1000) == text
+    assert charts.share_level(present, 1000) == level
+    assert charts.share_text(99_999, 100_000) == "99.9"
+
+
+def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(6), "_m_0_1", ".indexer_m_0_1")
+    put_pages(store, range(6, 9), "_m_0_1")
+    chains = [
+        [page(n) for n in range(4)],  # usable
+        [page(n) for n in range(12)],  # 6 usable, 9 with kv
+        [*(page(n) for n in range(4)), *(page(n) for n in range(50, 53))],  # 4 usable
+        [page(n) for n in range(60, 62)],  # nothing
+    ]
+    picture = picture_of(store, chains=chains_of_pages(chains, 16), hashing=Hashing(16))
+    tree = picture.tree
+    assert tree is not None
+    listed = tmp_path / "chains.jsonl"
+    listed.write_text("".join(json.dumps(chain) + "\n" for chain in chains))
+    rows = invoke("hits", store, "--pages", listed, "--format", "jsonl").rows
+    assert tree.usable == sum(row["usable_pages"] for row in rows) == 14
+    assert tree.kv_only == sum(row["kv_pages"] - row["usable_pages"] for row in rows) == 3
+    assert (tree.requests, tree.unstopped, tree.pages) == (4, 1, 25)
+    assert {stop.key for stop in tree.stops} == {
+        row["stopped_by"]["key"] for row in rows if row["stopped_by"]
+    }
+    assert {(n.first, n.last, n.top, n.bottom, n.state) for n in tree.nodes} == {
+        (0, 4, 0, 3, USABLE),
+        (4, 6, 0, 1, USABLE),
+        (6, 9, 0, 1, KV_ONLY),
+        (9, 12, 0, 1, LOST),
+        (4, 7, 1, 2, LOST),
+        (0, 2, 3, 4, LOST),
+    }
+    (most,) = [stop for stop in tree.stops if stop.pool == "indexer"]
+    assert (most.at, most.row, most.pages_lost) == (6, 0.5, 6)
+
+
+def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(6), "_m_0_1")
+    listed = tmp_path / "chains.jsonl"
+    listed.write_text(json.dumps([page(1), page(2)]) + "\n" + json.dumps([page(3), page(2)]) + "\n")
+    made = tmp_path / "page.html"
+    invoke("report", store, "--pages", listed, "-o", made)
+    assert "The requests make no prefix tree: page" in text_of(made)
+
+
+def test_a_trace_needs_a_profile_and_makes_a_tree(
+    invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}\n')
+    made = tmp_path / "page.html"
+    refused = invoke("report", dsa, "--trace", trace, "-o", made, exit_code=2).stderr
+    assert "--trace needs a profile" in refused
+    assert not made.exists()
+    invoke(
+        "report", dsa, "--trace", trace, "--profile", dsa_profile, "--fail-on", "never", "-o", made
+    )
+    text = text_of(made)
+    assert "Asked for 8 tokens" in text
+    assert "Measured for servers of the deployment x-dsa" in text
+    several = invoke(
+        "report", dsa, "--trace", trace, "--pages", trace, "-o", made, exit_code=2
+    ).stderr
+    assert "Give exactly one of --prompts, --token-ids, --pages and --trace" in several
+
+
+def test_marks_are_shown_with_their_text_and_time(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(6), "_m_0_1")
+    when = datetime.fromtimestamp(OLD, UTC).isoformat()
+    made = tmp_path / "page.html"
+    invoke("report", store, "--mark", f"v2=beta={when}", "--mark", "2026-01-01T00:00Z", "-o", made)
+    text = text_of(made)
+    assert "v2=beta: 2023-11-14 22:13 UTC." in text
+    assert "deploy (2026-01-01 00:00 UTC) is too far from the writes to draw." in text
+    refused = invoke("report", store, "--mark", "a=b", "-o", made, exit_code=2).stderr
+    assert "'b' is neither ISO 8601 nor an age such as 7d" in refused
+
+
+def test_an_empty_store_has_a_true_page(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    made = tmp_path / "page.html"
+    invoke("report", store, "-o", made)
+    text = text_of(made)
+    assert "Nothing was checked" in text
+    assert "is empty; check the URL" in text
+    assert "The store has no objects." in text
+    assert "The store has no pages." in text
+
+
+def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put(store, "notes.txt")
+    put(store, "empty", nbytes=0)
+    made = tmp_path / "page.html"
+    invoke("report", store, "-o", made)
+    text = text_of(made)
+    assert "foreign-object 2" in text
+    assert "Nothing was checked" in text
+    assert "has no HiCacheFile objects" in text
+
+
+def test_a_damaged_pack_is_refused_or_shown_with_its_damage(
+    invoke: Invoke, dsa: Path, tmp_path: Path
+) -> None:
+    pack = tmp_path / "store.hcpack"
+    invoke("migrate", dsa, f"pack://{pack}")
+    made = tmp_path / "page.html"
+    invoke("report", f"pack://{pack}", "-o", made)
+    assert "x-dsa" in text_of(made)
+    content = bytearray(pack.read_bytes())
+    content[len(content) // 2] ^= 1
+    pack.write_bytes(content)
+    made.unlink()
+    invoke("report", f"pack://{pack}", "--checks", "digests", "-o", made, exit_code=4)
+    assert "1 error: servers could read wrong data" in text_of(made)
+    pack.write_bytes(content[: len(content) // 2])
+    made.unlink()
+    assert "store.hcpack" in invoke("report", f"pack://{pack}", "-o", made, exit_code=2).stderr
+    assert not made.exists()
+
+
+def test_the_file_is_never_in_the_store_and_is_written_whole(
+    invoke: Invoke, dsa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = dsa / "page.html"
+    assert "lies in the store" in invoke("report", dsa, "-o", inside, exit_code=2).stderr
+    (tmp_path / "link").symlink_to(dsa)
+    linked = tmp_path / "link" / "page.html"
+    assert "lies in the store" in invoke("report", dsa, "-o", linked, exit_code=2).stderr
+    assert not inside.exists()
+    made = tmp_path / "page.html"
+    made.write_text("earlier")
+
+    def fail(*_: object, **__: object) -> str:
+        raise StoreUnavailable("no more")
+
+    monkeypatch.setattr("hicachectl.report.view.size_chart", fail)
+    invoke("report", dsa, "-o", made, exit_code=3)
+    assert made.read_text() == "earlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "page.html", "store"]
+
+
+def test_the_page_is_as_private_as_the_store(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:
+    dsa.chmod(0o700)
+    made = tmp_path / "page.html"
+    invoke("report", dsa, "--fail-on", "never", "-o", made)
+    assert made.stat().st_mode & 0o077 == 0
+
+
+def test_a_missing_extra_is_one_line(
+    invoke: Invoke, dsa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "hicachectl.report.charts.find_spec",
+        lambda name: None if name == "vl_convert" else find_spec(name),
+    )
+    refused = invoke("report", dsa, "-o", tmp_path / "page.html", exit_code=2).stderr
+    assert refused == (
+        "hicachectl: report needs vl-convert-python; run pip install 'hicachectl[report]'\n"
+    )
+
+
+def test_charts_take_any_text() -> None:
+    """A text that is no XML would end the process in vl-convert."""
+    codes = [*range(0x30), *range(0x7E, 0xA2), *range(0x200A, 0x2010), *range(0x2027, 0x2030),
+             *range(0xD7FE, 0xD803), *range(0xDFFD, 0xE001), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600,
+             0xE0001, 0x10FFFF]  # fmt: skip
+    letters = [chr(code) for code in codes]
+    names = ["".join(letters[at : at + 4]) for at in range(0, len(letters), 4)]
+    bars = [charts.Bar(name, "1 B", 0, 1) for name in names]
+    svg = charts.size_chart(bars, longest=1, counted="bytes", of="\0<&\"'")
+    assert svg.count("<svg") == 2
+    assert "\0" not in svg
