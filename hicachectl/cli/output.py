@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import reason_of
 from hicachectl.text.jsontext import json_rows, json_text, json_values
-from hicachectl.text.tables import printable, table_lines
+from hicachectl.text.tables import NO_SCREEN, Screen, printable, table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +50,7 @@ def write_rows(
     """
     with _destination(output, output_format) as stream:
         if output_format == "table":
-            _write_lines(stream, table_lines(human(rows), colour=_colours(stream)))
+            _write_lines(stream, table_lines(human(rows), _screen(stream)))
         elif output_format == "jsonl":
             _write_lines(stream, _joined(rows, "\n"))
         elif output_format == "json":
@@ -75,19 +76,19 @@ def write_document(
     name: str,
     output_format: str,
     output: Path | None,
-    text: Callable[[bool], Iterator[str]],
+    text: Callable[[Screen], Iterator[str]],
 ) -> None:
     """Write a report: the whole document as `json`, only its rows in other formats.
 
     name: member of the document for the rows.
-    text: returns the lines of the `table` format; its argument is whether to use colours.
+    text: returns the lines of the `table` format; its argument is the terminal.
     """
     if output_format not in ("table", "json"):
         write_rows(rows, name=name, human=lambda r: r, output_format=output_format, output=output)
         return
     if output_format == "table":
         with _destination(output, output_format) as stream:
-            _write_lines(stream, text(_colours(stream)))
+            _write_lines(stream, text(_screen(stream)))
         return
     members = {key: rows if key == name else value for key, value in document.items()}
     pieces = _document_pieces(members)
@@ -118,8 +119,10 @@ def write_text(text: str, output: Path | None) -> None:
         stream.write(text)
 
 
-def _colours(stream: IO[str]) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+def _screen(stream: IO[str]) -> Screen:
+    if not stream.isatty():
+        return NO_SCREEN
+    return Screen(not os.environ.get("NO_COLOR"), shutil.get_terminal_size().columns)
 
 
 def _document_head() -> str:

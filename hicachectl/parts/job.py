@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.parts.manifest import Manifest, Published
     from hicachectl.parts.records import Record, StageResult
+    from hicachectl.text.tables import Screen
     from hicachectl.verification.report_text import Shown
 
 Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
@@ -70,7 +71,7 @@ class Merged:
     """Outcome of a whole run.
 
     document: the command's, with the member `rows_name` for rows. failed: exit status 4.
-    lines: returns the lines of the `table` format; takes whether to use colours, and what to show
+    lines: returns the lines of the `table` format; takes the terminal, and what to show
         of findings.
     write_catalog: writes the recorded digests to a file, with at most these permissions if the file
     is new; None if the run recorded none. command: set by `merge_run`.
@@ -81,7 +82,7 @@ class Merged:
     rows_name: str
     remarks: list[str]
     failed: bool
-    lines: Callable[[bool, Shown], Iterator[str]]
+    lines: Callable[[Screen, Shown], Iterator[str]]
     write_catalog: Callable[[Path, Permissions], None] | None = None
     command: str = ""
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.requests.files import PageList
+    from hicachectl.text.tables import Screen
     from hicachectl.verification.report_text import Shown
 
 _OBJECTS = "objects"
@@ -84,7 +85,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         dry_run=options.dry_run,
     )
 
-    def lines(colour: bool, shown: Shown) -> Iterator[str]:
+    def lines(screen: Screen, shown: Shown) -> Iterator[str]:
         return outcome.lines()
 
     return Merged(

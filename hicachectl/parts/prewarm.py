@@ -81,7 +81,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         rows_name="plan",
         remarks=[*outcome.messages, outcome.summary(), *_gate(outcome, finish, options)],
         failed=finish is None or outcome.failed(options.min_usable),
-        lines=lambda colour, shown: outcome.lines(),
+        lines=lambda screen, shown: outcome.lines(),
     )
 
 

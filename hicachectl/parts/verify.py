@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.published import Share
     from hicachectl.parts.job import PartCount, Tables
+    from hicachectl.text.tables import Screen
     from hicachectl.verification.part import PartCheck
     from hicachectl.verification.report_text import Shown
 
@@ -181,8 +182,8 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     if options.dry_run is not None:
         report.document["dry_run"] = options.dry_run
 
-    def lines(colour: bool, shown: Shown) -> Iterator[str]:
-        return report_lines(report, options.mending, shown, colour=colour)
+    def lines(screen: Screen, shown: Shown) -> Iterator[str]:
+        return report_lines(report, options.mending, shown, screen)
 
     def write(path: Path, readable_by: Permissions) -> None:
         save_catalog(

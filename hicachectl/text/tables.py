@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,31 +14,125 @@ from hicachectl.text.terminal import UNUSUAL_PATTERN, escape_controls
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_GAP = "  "
+# Columns whose long cells are shortened, with the width that they keep at least; in the middle,
+# or at the end of a sentence.
+_SHORTENED = {
+    "KEY": 24, "OBJECT": 16, "MODEL": 12, "POOLS": 12, "DEPLOYMENT": 16, "STORE": 16, "RUN": 16,
+    "TAG": 8, "RANKS": 8, "FOUND": 12, "DETAIL": 24, "MEANING": 24, "STOPPED BY": 16,
+}  # fmt: skip
+_SENTENCES = ("DETAIL", "MEANING", "STOPPED BY", "POOLS")
+# What a narrow terminal goes without, the first one first.
+_LEAST_USEFUL = (
+    "TRAILER DIGEST", "IDENTITY", "DIGEST", "LAYOUT", "TAG", "OLDEST", "REMOVED", "RANKS", "PART",
+    "OBJECTS", "NEWEST", "FOUND", "SIZES", "AGE", "POOLS", "DETAIL", "STORE",
+)  # fmt: skip
+
 _STYLES = {"error": "31", "warning": "33", "orphan": "33", "partial": "33", "whole": "32"}
 
 
-def table_lines(rows: pa.Table, *, colour: bool) -> Iterator[str]:
+class Screen(NamedTuple):
+    """The terminal that shows a table. width: in characters; None: not a terminal, so no limit."""
+
+    colour: bool = False
+    width: int | None = None
+
+    def cut(self, line: str) -> str:
+        """Return a line without what would wrap."""
+        if self.width is None or len(line) <= self.width:
+            return line
+        return line[: self.width - 1] + "…"
+
+
+NO_SCREEN = Screen()
+
+
+def table_lines(rows: pa.Table, screen: Screen) -> Iterator[str]:
     r"""Yield the lines of a table of text columns; a leading ">" in a name aligns right.
 
-    Characters that a terminal would interpret or hide are escaped (`escape_controls`).
+    Characters that a terminal would interpret or hide are escaped (`escape_controls`). On a
+    terminal no line wraps: long cells are shortened, and then the least useful columns left out.
     """
-    names = [name.lstrip(">").upper() for name in rows.column_names]
-    cells = [printable(pc.fill_null(column.combine_chunks(), "-")) for column in rows.columns]
-    widths = [
-        max(len(name), pc.max(pc.utf8_length(cell)).as_py() or 0)
-        for name, cell in zip(names, cells, strict=True)
+    columns = [
+        _Column.of(name, printable(pc.fill_null(column.combine_chunks(), "-")))
+        for name, column in zip(rows.column_names, rows.columns, strict=True)
     ]
+    if screen.width is not None:
+        columns = _fitted(columns, screen.width)
     padded = []
-    for column, width, cell in zip(rows.column_names, widths, cells, strict=True):
-        pad = pc.utf8_lpad if column.startswith(">") else pc.utf8_rpad
-        padded.append(_coloured(pad(cell, width), cell) if colour else pad(cell, width))
-    heads = [
-        name.rjust(width) if column.startswith(">") else name.ljust(width)
-        for column, name, width in zip(rows.column_names, names, widths, strict=True)
-    ]
-    yield "  ".join(heads).rstrip()
-    for line in pc.binary_join_element_wise(*padded, "  ").to_pylist():
+    for column in columns:
+        pad = pc.utf8_lpad if column.right else pc.utf8_rpad
+        text = pad(column.cells, column.width)
+        padded.append(_coloured(text, column.cells) if screen.colour else text)
+    heads = [c.name.rjust(c.width) if c.right else c.name.ljust(c.width) for c in columns]
+    yield screen.cut(_GAP.join(heads).rstrip())
+    for line in pc.binary_join_element_wise(*padded, _GAP).to_pylist():
         yield line.rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str  # as in the head
+    right: bool
+    cells: pa.StringArray
+    width: int
+
+    @classmethod
+    def of(cls, name: str, cells: pa.StringArray) -> _Column:
+        head = name.lstrip(">").upper()
+        longest = pc.max(pc.utf8_length(cells)).as_py() or 0
+        return cls(head, name.startswith(">"), cells, max(len(head), longest))
+
+    @property
+    def least(self) -> int:
+        """The width down to which the cells can be shortened."""
+        return min(self.width, max(len(self.name), _SHORTENED.get(self.name, self.width)))
+
+    def narrowed(self, width: int) -> _Column:
+        """Return the column with its long cells shortened; keys and names keep both ends."""
+        if width >= self.width:
+            return self
+        tail = 0 if self.name in _SENTENCES else (width - 1) // 2
+        parts = [pc.utf8_slice_codeunits(self.cells, 0, width - 1 - tail), "…"]
+        if tail:
+            parts.append(pc.utf8_slice_codeunits(self.cells, -tail))
+        short = pc.binary_join_element_wise(*parts, "")
+        long = pc.greater(pc.utf8_length(self.cells), width)
+        return replace(self, cells=pc.if_else(long, short, self.cells), width=width)
+
+
+def _fitted(columns: list[_Column], width: int) -> list[_Column]:
+    """Return the columns that a terminal has room for, with shortened cells."""
+    for name in (None, *_LEAST_USEFUL):
+        if name is not None and len(columns) > 1:
+            columns = [column for column in columns if column.name != name]
+        if _total([column.least for column in columns]) <= width:
+            break
+    widths = [column.width for column in columns]
+    while (excess := _total(widths) - width) > 0:
+        spare = [w - column.least for w, column in zip(widths, columns, strict=True)]
+        widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))
+        if spare[widest] <= 0:
+            return _cut(columns, widths, width)
+        # At once down to the next in width: a cell may have thousands of characters.
+        others = [w for at, w in enumerate(widths) if at != widest and spare[at] > 0]
+        step = widths[widest] - max([w for w in others if w < widths[widest]], default=0)
+        widths[widest] -= min(spare[widest], excess, max(step, 1))
+    return [column.narrowed(w) for column, w in zip(columns, widths, strict=True)]
+
+
+def _cut(columns: list[_Column], widths: list[int], width: int) -> list[_Column]:
+    """Return the first columns that fit at their least widths; at least one, cut to the width."""
+    kept: list[_Column] = []
+    for column, least in zip(columns, widths, strict=True):
+        if kept and _total([*(c.width for c in kept), least]) > width:
+            break
+        kept.append(column.narrowed(min(least, width)))
+    return kept
+
+
+def _total(widths: list[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
 def wrapped(text: str, *, indent: int = 0, width: int = 80) -> list[str]:

@@ -18,10 +18,10 @@ from hicachectl.verification.grouped import group_findings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.text.tables import Screen
     from hicachectl.verification.grouped import FindingGroup
     from hicachectl.verification.mending import Mending
     from hicachectl.verification.report import VerifyReport
-
 
 DEFAULT_LIMIT = 20
 
@@ -35,16 +35,16 @@ class Shown:
 
 
 def report_lines(
-    report: VerifyReport, mending: Mending, shown: Shown, *, colour: bool
+    report: VerifyReport, mending: Mending, shown: Shown, screen: Screen
 ) -> Iterator[str]:
     """Yield the lines of the `table` format: the findings, what mends them, then the sums."""
     document = report.document
     if len(report.placed) and shown.every:
         columns = report.placed.select(["severity", "code", "key", "detail"])
-        yield from table_lines(columns, colour=colour)
+        yield from table_lines(columns, screen)
     elif len(report.placed):
         groups = group_findings(report.placed, time.time())
-        yield from _group_lines(groups, shown.limit, colour=colour)
+        yield from _group_lines(groups, shown.limit, screen)
         yield from _mending_lines(groups, mending, done=document.get("dry_run") is False)
     yield sum_line(document)
 
@@ -67,7 +67,7 @@ def sum_line(document: dict[str, Any]) -> str:
     )
 
 
-def _group_lines(groups: list[FindingGroup], limit: int, *, colour: bool) -> Iterator[str]:
+def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iterator[str]:
     """Yield a line for each group, and below it a line for each of its examples."""
     some = groups[:limit]
     table = pa.table(
@@ -79,12 +79,12 @@ def _group_lines(groups: list[FindingGroup], limit: int, *, colour: bool) -> Ite
             ">count": [str(group.count) for group in some],
         }
     )
-    head, *lines = table_lines(table, colour=colour)
+    head, *lines = table_lines(table, screen)
     yield head
     for group, line in zip(some, lines, strict=True):
         yield line
         for key, detail in group.examples:
-            yield "  " + escape_controls("  ".join(filter(None, (key, detail))))
+            yield screen.cut("  " + escape_controls("  ".join(filter(None, (key, detail)))))
         if (more := group.count - len(group.examples)) > 0:
             yield f"  and {more} more"
     if left := groups[limit:]:

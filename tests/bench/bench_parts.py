@@ -249,7 +249,7 @@ def drive(url: str, run: Path) -> None:
                 name=merged.rows_name,
                 output_format="json",
                 output=run / "document.json",
-                text=lambda colour: merged.lines(colour, Shown()),
+                text=lambda screen: merged.lines(screen, Shown()),
             )
             note("document")
     print(json.dumps(costs))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hicachectl.cli.output import write_rows
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.jsontext import json_rows, json_values
-from hicachectl.text.tables import table_lines
+from hicachectl.text.tables import NO_SCREEN, Screen, table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,15 +113,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_tables_line_up() -> None:
     rows = pa.table({"name": ["a", "long"], ">size": ["1 B", None]})
-    assert list(table_lines(rows, colour=False)) == ["NAME  SIZE", "a      1 B", "long     -"]
+    assert list(table_lines(rows, NO_SCREEN)) == ["NAME  SIZE", "a      1 B", "long     -"]
 
 
 def test_colours_mark_states_only() -> None:
-    lines = list(table_lines(pa.table({"state": ["whole", "x"]}), colour=True))
+    lines = list(table_lines(pa.table({"state": ["whole", "x"]}), Screen(colour=True)))
     assert lines == ["STATE", "\x1b[32mwhole\x1b[0m", "x"]
 
 
 def test_control_characters_of_a_table_are_escaped() -> None:
     rows = pa.table({"name": ["a\nb\x1b", "\u009b é\xa0", None], ">n": ["1", "2", "3"]})
-    lines = list(table_lines(rows, colour=False))
+    lines = list(table_lines(rows, NO_SCREEN))
     assert lines[1:] == ["a\\x0ab\\x1b  1", "\\x9b é\xa0     2", "-           3"]

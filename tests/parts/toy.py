@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.job import PartCount
+    from hicachectl.text.tables import Screen
 
 NUMBERS = pa.schema([pa.field("number", pa.int64(), nullable=False)])
 AGAIN = "run it again"
@@ -38,7 +39,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     tables = [result.table("copied") for result in results.values()]
     copied = pa.concat_tables(tables or [NUMBERS.empty_table()])
 
-    def lines(colour: bool, shown: object) -> Iterator[str]:
+    def lines(screen: Screen, shown: object) -> Iterator[str]:
         yield f"{len(copied)} copied"
 
     document = {

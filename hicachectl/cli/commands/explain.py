@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from hicachectl.text.tables import Screen
+
 _TITLES = ("meaning", "effect", "remedy", "cost")
 
 
@@ -69,7 +71,7 @@ def command(code: Code | None, output_format: str, output: Path | None) -> None:
         name="codes",
         output_format=output_format,
         output=output,
-        text=lambda colour: _list(colour) if code is None else _one(code),
+        text=lambda screen: _list(screen) if code is None else _one(code),
     )
 
 
@@ -90,7 +92,7 @@ def _rows(chosen: tuple[Code, ...]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=pa.schema([(name, pa.string()) for name in names]))
 
 
-def _list(colour: bool) -> Iterator[str]:
+def _list(screen: Screen) -> Iterator[str]:
     """Yield a line for each code, the worst severity first."""
     import pyarrow as pa
 
@@ -105,7 +107,7 @@ def _list(colour: bool) -> Iterator[str]:
                 "meaning": [_first_sentence(code.meaning) for code in ordered],
             }
         ),
-        colour=colour,
+        screen,
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.text.tables import Screen
 
 _SOURCES = ("prompts", "token_ids", "pages")
 
@@ -96,8 +97,8 @@ def command(
     for text in report.remarks:
         remark(ctx, text)
 
-    def lines(colour: bool) -> Iterator[str]:
-        yield from table_lines(hits_for_people(report.rows), colour=colour)
+    def lines(screen: Screen) -> Iterator[str]:
+        yield from table_lines(hits_for_people(report.rows), screen)
         yield usable_text(report.document)
 
     write_document(

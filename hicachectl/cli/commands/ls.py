@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.marker import Marker
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.text.tables import Screen
 
 
 @click.command(
@@ -144,8 +145,8 @@ def command(
         rows = rows.slice(0, limit)
     _say_what_is_odd(ctx, inventory, judged=name != "pages" or profile is not None)
 
-    def lines(colour: bool) -> Iterator[str]:
-        yield from table_lines(human(rows), colour=colour)
+    def lines(screen: Screen) -> Iterator[str]:
+        yield from table_lines(human(rows), screen)
         if free is not None:
             yield f"{human_size(free)} free in the store"
 

@@ -180,7 +180,7 @@ def command(
         name="problems",
         output_format=output_format,
         output=output,
-        text=lambda colour: outcome.lines(),
+        text=lambda screen: outcome.lines(),
     )
     if not outcome.all_well:
         ctx.exit(FINDINGS)

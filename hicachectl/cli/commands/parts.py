@@ -254,7 +254,7 @@ def write_merged(
         name=merged.rows_name,
         output_format=output_format,
         output=output,
-        text=lambda colour: merged.lines(colour, shown),
+        text=lambda screen: merged.lines(screen, shown),
     )
     if merged.failed:
         ctx.exit(FINDINGS)

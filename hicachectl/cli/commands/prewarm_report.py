@@ -55,5 +55,5 @@ def write_outcome(
         name=_PLAN,
         output_format=output_format,
         output=output,
-        text=lambda colour: outcome.lines(),
+        text=lambda screen: outcome.lines(),
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.move.purge import PurgeReport
+    from hicachectl.text.tables import Screen
 
 
 @click.group(
@@ -171,17 +172,19 @@ def _write(
         name="runs",
         output_format=output_format,
         output=output,
-        text=lambda colour: _lines(document, report, what, colour),
+        text=lambda screen: _lines(document, report, what, screen),
     )
 
 
-def _lines(document: dict[str, Any], report: PurgeReport, what: str, colour: bool) -> Iterator[str]:
+def _lines(
+    document: dict[str, Any], report: PurgeReport, what: str, screen: Screen
+) -> Iterator[str]:
     from hicachectl.cli.text_tables import runs_for_people
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
     if len(report.rows):
-        yield from table_lines(runs_for_people(report.rows), colour=colour)
+        yield from table_lines(runs_for_people(report.rows), screen)
     runs, pages = counted(document["count"], "run"), counted(document["pages"], "page")
     objects = counted(document["objects"], "object")
     stopped = "; stopped: lock" if document.get("stopped_by") else ""

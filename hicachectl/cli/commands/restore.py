@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from hicachectl.move.reports import GroupReport
     from hicachectl.move.restore import Wanted
+    from hicachectl.text.tables import Screen
 
 
 @click.command(
@@ -127,7 +128,7 @@ def command(
         name="groups",
         output_format=output_format,
         output=output,
-        text=lambda colour: _lines(document, outcome, colour),
+        text=lambda screen: _lines(document, outcome, screen),
     )
     if is_ours and not len(outcome.rows) and not outcome.busy:
         what = "no quarantined page" if pages is None else f"no page that matches --pages {pages}"
@@ -176,13 +177,13 @@ def _question(found: GroupReport, store: str) -> str:
     return f"Put {counted(found.groups, 'page')} ({human_size(found.nbytes)}) back into {store}?"
 
 
-def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
+def _lines(document: dict[str, Any], outcome: GroupReport, screen: Screen) -> Iterator[str]:
     from hicachectl.cli.text_tables import restored_for_people
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
     if len(outcome.rows):
-        yield from table_lines(restored_for_people(outcome.rows), colour=colour)
+        yield from table_lines(restored_for_people(outcome.rows), screen)
     conflicts = f", {counted(document['conflicts'], 'conflict')}" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""
     would = "would be " if document["dry_run"] else ""

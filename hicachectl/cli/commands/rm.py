@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.prewarming.freeing import Freeing, Worth
+    from hicachectl.text.tables import Screen
 
 
 class _Removal(NamedTuple):
@@ -483,17 +484,17 @@ def _write(
         name="groups",
         output_format=output_format,
         output=output,
-        text=lambda colour: _lines(document, outcome, colour),
+        text=lambda screen: _lines(document, outcome, screen),
     )
 
 
-def _lines(document: dict[str, Any], outcome: GroupReport, colour: bool) -> Iterator[str]:
+def _lines(document: dict[str, Any], outcome: GroupReport, screen: Screen) -> Iterator[str]:
     from hicachectl.cli.text_tables import removals_for_people
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
     if len(outcome.rows):
-        yield from table_lines(removals_for_people(outcome.rows), colour=colour)
+        yield from table_lines(removals_for_people(outcome.rows), screen)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
     files = "key" in outcome.rows.column_names  # they belong to no page
     noun = "file" if files else "page"

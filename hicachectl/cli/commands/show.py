@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from hicachectl.text.tables import Screen
     from hicachectl.verification.inspection import PageReport
 
 
@@ -86,11 +87,11 @@ def command(
         name="objects",
         output_format=output_format,
         output=output,
-        text=lambda colour: _lines(report, colour),
+        text=lambda screen: _lines(report, screen),
     )
 
 
-def _lines(report: PageReport, colour: bool) -> Iterator[str]:
+def _lines(report: PageReport, screen: Screen) -> Iterator[str]:
     from hicachectl.cli.text_tables import contents_for_people, objects_for_people
     from hicachectl.text.tables import table_lines
 
@@ -101,17 +102,17 @@ def _lines(report: PageReport, colour: bool) -> Iterator[str]:
         yield f"model {model}: {group['state']}, {pools}"
         yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
     yield ""
-    yield from table_lines(objects_for_people(report.objects), colour=colour)
+    yield from table_lines(objects_for_people(report.objects), screen)
     if identities := report.document.get("identities"):
         yield ""
         yield from map(_identity_line, identities.items())
     if contents := report.document["contents"]:
         yield ""
-        yield from table_lines(contents_for_people(contents), colour=colour)
+        yield from table_lines(contents_for_people(contents), screen)
     if len(report.findings):
         yield ""
         columns = report.findings.select(["severity", "code", "key", "detail"])
-        yield from table_lines(columns, colour=colour)
+        yield from table_lines(columns, screen)
 
 
 def _identity_line(named: tuple[str, dict[str, Any]]) -> str:

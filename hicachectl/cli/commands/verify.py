@@ -328,7 +328,7 @@ def command(
         name="findings",
         output_format=output_format,
         output=output,
-        text=lambda colour: report_lines(report, mending, shown, colour=colour),
+        text=lambda screen: report_lines(report, mending, shown, screen),
     )
     if failed:
         ctx.exit(FINDINGS)
@@ -372,7 +372,7 @@ def _write_lock_held(
         name="findings",
         output_format=output_format,
         output=output,
-        text=lambda colour: iter(["0 objects, 0 pages; stopped: lock"]),
+        text=lambda screen: iter(["0 objects, 0 pages; stopped: lock"]),
     )
 
 

@@ -1,0 +1,107 @@
+"""Tables fit the terminal: long cells are shortened, then the least useful columns left out."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicachectl.text.tables import NO_SCREEN, Screen, table_lines
+from tests.stores import page, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = ["key", "model", "sizes", "pools", ">size", ">age", "state", "digest", "detail", "other"]
+KEY = "4ebfa8a1f3c3" + "0" * 52 + "_org-model-7b_0_8.bin"
+
+
+def test_a_table_that_fits_is_as_without_a_terminal() -> None:
+    rows = pa.table({"key": ["a", "long"], ">size": ["1 B", None]})
+    assert list(table_lines(rows, Screen(width=10))) == list(table_lines(rows, NO_SCREEN))
+
+
+def test_a_key_keeps_both_ends_and_other_columns_stay_whole() -> None:
+    rows = pa.table({"key": [KEY, "b"], "state": ["whole", "partial"]})
+    head, first, second = table_lines(rows, Screen(width=40))
+    assert head == "KEY" + " " * 30 + "STATE"
+    assert first == f"{KEY[:15]}…{KEY[-15:]}  whole"
+    assert second == "b" + " " * 32 + "partial"
+
+
+def test_a_sentence_keeps_its_beginning() -> None:
+    rows = pa.table({"code": ["truncated"], "detail": ["2100224 bytes, expected 2561024 bytes"]})
+    assert list(table_lines(rows, Screen(width=38)))[1] == "truncated  2100224 bytes, expected 25…"
+
+
+def test_the_least_useful_columns_go_first() -> None:
+    rows = pa.table(
+        {"key": [KEY], "model": ["org/model-7b-instruct"], "digest": ["0" * 16], ">age": ["3d"]}
+    )
+    assert next(table_lines(rows, Screen(width=46))).split() == ["KEY", "MODEL", "AGE"]
+    assert next(table_lines(rows, Screen(width=40))).split() == ["KEY", "MODEL"]
+    assert next(table_lines(rows, Screen(width=61))).split() == ["KEY", "MODEL", "DIGEST", "AGE"]
+
+
+def test_colours_do_not_count() -> None:
+    rows = pa.table({"key": [KEY], "state": ["whole"]})
+    (_, plain), (_, coloured) = (
+        table_lines(rows, Screen(colour=colour, width=31)) for colour in (False, True)
+    )
+    assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
+    assert coloured != plain
+
+
+@given(
+    st.lists(st.sampled_from(NAMES), min_size=1, unique=True),
+    st.lists(st.text(max_size=90), min_size=1, max_size=4),
+    st.integers(1, 200),
+)
+def test_no_line_is_wider_than_the_terminal(names: list[str], cells: list[str], width: int) -> None:
+    rows = pa.table(dict.fromkeys(names, cells))
+    lines = list(table_lines(rows, Screen(width=width)))
+    assert len(lines) == len(cells) + 1
+    assert max(map(len, lines)) <= width
+    whole = list(table_lines(rows, NO_SCREEN))
+    if max(map(len, whole)) <= width:
+        assert lines == whole
+
+
+def shown_on(columns: int, arguments: list[object]) -> list[str]:
+    """Return the lines that a command writes to a terminal of a width."""
+    terminal, ours = pty.openpty()
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "hicachectl", "-q", *map(str, arguments)],
+            stdout=ours,
+            check=True,
+            env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
+        )
+        return os.read(terminal, 1 << 16).decode().split("\r\n")[:-1]
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_the_whole_table_and_a_terminal_what_fits(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_some-organisation-with-a-long-name-model_0_1")
+    arguments: list[object] = ["ls", "--objects", tmp_path]
+    piped = subprocess.check_output(
+        [sys.executable, "-m", "hicachectl", "-q", *map(str, arguments)],
+        text=True,
+        env={**os.environ, "COLUMNS": "60"},
+    )
+    assert f"{page(0)}_some-organisation-with-a-long-name-model_0_1.bin" in piped
+    narrow = shown_on(60, arguments)
+    assert len(narrow) == 4
+    assert max(map(len, narrow)) <= 60
+    assert any(line.startswith(page(0)[:8]) for line in narrow)
+    assert [line.rstrip() for line in shown_on(400, arguments)] == piped.splitlines()
