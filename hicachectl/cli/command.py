@@ -104,6 +104,8 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; the environment has the options that are not among them."""
+        if ctx.resilient_parsing and args and args[-1].startswith("-"):
+            args = args[:-1]  # without its value, which a shell asks for, nothing would be parsed
         with named_by_variable(ctx):
             rest = super().parse_args(ctx, args)
         give_way(ctx, self._profile_options())

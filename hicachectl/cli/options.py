@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,9 +24,13 @@ from hicachectl.cli.command import (
     TRANSFORM,
     in_section,
 )
+from hicachectl.cli.completions import model_names, page_prefixes, store_names
 from hicachectl.cli.environment import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,6 +122,16 @@ class NameList(click.ParamType[Any]):
         """Return the choices, or NAME,... without choices."""
         return ",".join(self.choices) or "NAME,..."
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Offer the choices that the list lacks."""
+        from click.shell_completion import CompletionItem
+
+        given, comma, name = incomplete.rpartition(",")
+        left = [choice for choice in self.choices if choice not in given.split(",")]
+        return [CompletionItem(f"{given}{comma}{c}") for c in left if c.startswith(name)]
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...]:
@@ -206,7 +220,7 @@ _mooncake = in_section(MOONCAKE)
 _profile = in_section(PROFILE)
 _server = in_section(SERVERS)
 
-store_argument = click.argument("store", metavar="STORE")
+store_argument = click.argument("store", metavar="STORE", shell_complete=store_names)
 
 
 def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -502,9 +516,19 @@ min_usable_option = click.option(
 )
 
 filter_options = stack(
-    _filter("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
+    _filter(
+        "--model",
+        metavar="NAME",
+        shell_complete=model_names,
+        help="Only this model, as org/name or org-name.",
+    ),
     _filter("--pool", metavar="POOL", help="Only pages that have this pool."),
-    _filter("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
+    _filter(
+        "--page",
+        metavar="PREFIX",
+        shell_complete=page_prefixes,
+        help="Only pages whose hash starts with PREFIX.",
+    ),
     _filter(
         "--since",
         type=PointInTime(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from hicachectl.cli.command import Command
+from hicachectl.cli.completions import VARIABLE
 
 
 @click.command(
@@ -20,11 +21,15 @@ Examples:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, /, shell: str) -> None:
-    """Print a script that adds tab completion of hicachectl to a shell."""
+    """Print a script that adds tab completion of hicachectl to a shell.
+
+    It completes commands, options and their values, the stores of the config file, and finding
+    codes; also the models and page hashes of STORE, if that is a directory of this host.
+    """
     from click.shell_completion import get_completion_class
 
     completion_class = get_completion_class(shell)
     assert completion_class is not None  # click has a class for each of the three shells
-    completion = completion_class(ctx.find_root().command, {}, "hicachectl", "_HICACHECTL_COMPLETE")
+    completion = completion_class(ctx.find_root().command, {}, "hicachectl", VARIABLE)
     # click's `source()` would run the installed bash to ask for its version.
     click.echo(completion.source_template % completion.source_vars())

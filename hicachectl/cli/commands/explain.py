@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
+    from click.shell_completion import CompletionItem
 
     from hicachectl.text.tables import Screen
 
@@ -40,6 +41,14 @@ class FindingCode(click.ParamType[Code]):
             names = ", ".join(known)
             self.fail(f"{value!r} is no finding code; {meant}The codes: {names}", param, ctx)
         return known[name]
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Offer the codes."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(c.name) for c in codes() if c.name.startswith(incomplete)]
 
 
 @click.command(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import PROFILE, Command, in_section
+from hicachectl.cli.completions import model_names
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     allow_leases_option,
@@ -47,7 +48,12 @@ Examples:
 )
 @store_argument
 @request_options
-@_choice("--model", metavar="NAME", help="Choose one of several models in STORE.")
+@_choice(
+    "--model",
+    metavar="NAME",
+    shell_complete=model_names,
+    help="Choose one of several models in STORE.",
+)
 @min_usable_option
 @allow_leases_option
 @output_options

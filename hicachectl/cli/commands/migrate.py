@@ -18,6 +18,7 @@ from hicachectl.cli.commands.parts import (
     opened_source,
     say_divided,
 )
+from hicachectl.cli.completions import page_prefixes, store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
@@ -74,9 +75,9 @@ Examples:
   hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
 """,
 )
-@click.argument("source", metavar="SRC")
-@click.argument("destination", metavar="DST")
-@click.option("--match", metavar="PREFIX", help="Same as --page.")
+@click.argument("source", metavar="SRC", shell_complete=store_names)
+@click.argument("destination", metavar="DST", shell_complete=store_names)
+@click.option("--match", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page.")
 @click.option(
     "--pages-from",
     type=FILE,

@@ -20,6 +20,7 @@ from hicachectl.cli.commands.parts import (
     say_divided,
 )
 from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
+from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import locked
 from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
@@ -90,8 +91,14 @@ Examples:
       --deadline 10m --shard /64 --run /shared/warm
 """,
 )
-@click.argument("destination", metavar="[DST]", required=False)
-@click.option("--from", "source", metavar="SRC", help="Copy pages from this store.")
+@click.argument("destination", metavar="[DST]", required=False, shell_complete=store_names)
+@click.option(
+    "--from",
+    "source",
+    metavar="SRC",
+    shell_complete=store_names,
+    help="Copy pages from this store.",
+)
 @request_options
 @click.option(
     "--trace",

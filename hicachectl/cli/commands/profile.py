@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import PROFILE, Command, in_section
+from hicachectl.cli.completions import model_names, store_names
 from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.options import OutputFile, profile_options
 from hicachectl.cli.session import opened, progress, remark, store_name
@@ -37,8 +38,13 @@ Examples:
   hicachectl profile --print-probe > probe.py
 """,
 )
-@click.argument("store", metavar="[STORE]", required=False)
-@_choice("--model", metavar="NAME", help="Choose one of several models in STORE.")
+@click.argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
+@_choice(
+    "--model",
+    metavar="NAME",
+    shell_complete=model_names,
+    help="Choose one of several models in STORE.",
+)
 @_choice(
     "--launch",
     metavar="COMMAND",

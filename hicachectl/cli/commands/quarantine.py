@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Group
+from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import PointInTime, lock_option, output_options
@@ -43,7 +44,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.argument("quarantine", metavar="QUARANTINE")
+@click.argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @output_options
 @click.pass_context
 def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Path | None) -> None:
@@ -64,7 +65,7 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
 
 
 @command.command("purge")
-@click.argument("quarantine", metavar="QUARANTINE")
+@click.argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @click.option(
     "--before",
     type=PointInTime(),

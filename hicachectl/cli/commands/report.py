@@ -12,6 +12,7 @@ import click
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import group_names, reading_groups
 from hicachectl.cli.command import CHECKS, PROFILE, in_section
+from hicachectl.cli.completions import model_names, page_prefixes
 from hicachectl.cli.environment import is_given
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords, mending_of
@@ -19,6 +20,7 @@ from hicachectl.cli.options import (
     FILE,
     Duration,
     NameList,
+    OutputFile,
     PointInTime,
     allow_leases_option,
     buffer_option,
@@ -86,7 +88,11 @@ Examples:
 )
 @store_argument
 @click.option(
-    "-o", "--output", type=FILE, required=True, help="Write the page to FILE, one HTML file."
+    "-o",
+    "--output",
+    type=OutputFile(),
+    required=True,
+    help="Write the page to FILE, one HTML file.",
 )
 @click.option(
     "--mark",
@@ -100,11 +106,17 @@ Examples:
 @click.option(
     "--page",
     metavar="PREFIX",
+    shell_complete=page_prefixes,
     help="Show this page in full.  [default: a page with a finding, or the newest]",
 )
 @click.option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
 @request_options
-@_choice("--model", metavar="NAME", help="Choose one of several models for the requests.")
+@_choice(
+    "--model",
+    metavar="NAME",
+    shell_complete=model_names,
+    help="Choose one of several models for the requests.",
+)
 @_check(
     "--checks",
     type=NameList(group_names),

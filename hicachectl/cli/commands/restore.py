@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command
+from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
@@ -36,7 +37,7 @@ Examples:
   hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
 """,
 )
-@click.argument("quarantine", metavar="QUARANTINE")
+@click.argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @store_argument
 @click.option(
     "--pages",

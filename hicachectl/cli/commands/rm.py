@@ -9,6 +9,7 @@ import click
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
+from hicachectl.cli.completions import model_names
 from hicachectl.cli.consent import locked, require_consent
 from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
@@ -77,7 +78,12 @@ Examples:
 """,
 )
 @store_argument
-@click.option("--model", metavar="NAME", help="Pages of this model, as org/name or org-name.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    shell_complete=model_names,
+    help="Pages of this model, as org/name or org-name.",
+)
 @click.option("--tag", metavar="TAG", help="Pages with this Mooncake extra_backend_tag.")
 @click.option(
     "--tp", type=click.IntRange(1), metavar="N", help="Pages of this TP size, as shown by ls."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command
+from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.options import (
     Duration,
     allow_leases_option,
@@ -36,7 +37,7 @@ Examples:
 """,
 )
 @store_argument
-@click.argument("page", metavar="PAGE")
+@click.argument("page", metavar="PAGE", shell_complete=page_prefixes)
 @click.option(
     "--grace",
     type=Duration(),

@@ -84,8 +84,8 @@ OUTPUT = (
     "A json result is one document; jsonl has one row per line.",
     "In table and csv, characters that a terminal would interpret or hide are written as \\xNN or "
     "\\uNNNN. In csv, a ' precedes text that begins like a formula.",
-    "On a terminal, a table fits its width (or COLUMNS): long keys are shortened in the middle, and "
-    "then the least useful columns are left out. Elsewhere a table is whole.",
+    "On a terminal, a table fits its width (or COLUMNS): long keys are shortened in the middle, "
+    "and then the least useful columns are left out. Elsewhere a table is whole.",
 )
 HF3FS = (
     "Pages are stored in preallocated files, prefix.RANK.bin. A metadata server maps keys to pages "

@@ -1,0 +1,163 @@
+"""What a shell offers for STORE, --model, --page and the like. Imports nothing heavy.
+
+Completion prints no error and ends within about a second: offering nothing is better.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import click
+    from click.shell_completion import CompletionItem
+
+    from hicachectl.backends.urls import Config
+
+VARIABLE = "_HICACHECTL_COMPLETE"  # set by the scripts of `hicachectl completion`
+_LIMIT_S = 1.0
+_LISTING_S = 0.4
+_SHOWN_DIGITS = 16  # of a page hash, as in `ls`
+_MANY = 40  # hashes; of more, only the next digits are offered
+_STORES = ("store", "source", "destination")
+_HASH = re.compile("([0-9a-f]{64})(.+)")
+_FOLDER = re.compile("[0-9a-f]{2}")
+
+
+def complete(instruction: str) -> None:
+    """Print the completions that a script asked for, and end the process."""
+    timer = threading.Timer(_LIMIT_S, os._exit, [0])  # works while a file system hangs
+    timer.daemon = True
+    timer.start()
+    with suppress(BaseException):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        from click.shell_completion import add_completion_class, shell_complete
+
+        from hicachectl.cli.group import cli
+
+        add_completion_class(_bash_class(), "bash")
+        shell_complete(cli, {}, "hicachectl", VARIABLE, instruction)
+        sys.stdout.flush()
+    os._exit(0)
+
+
+def _bash_class() -> type:
+    from click.shell_completion import BashComplete
+
+    class Bash(BashComplete):
+        """Completion of bash, which splits words at colons."""
+
+        def get_completion_args(self) -> tuple[list[str], str]:
+            """Return the words before the incomplete one, and that."""
+            args, incomplete = super().get_completion_args()
+            *args, incomplete = joined_words([*args, incomplete])
+            return args, incomplete
+
+    return Bash
+
+
+def joined_words(words: list[str]) -> list[str]:
+    """Return words that bash has split at colons: `prod`, `:` as `prod:`, and URLs as a whole."""
+    from hicachectl.backends.urls import SCHEMES
+
+    joined: list[str] = []
+    for word in words:
+        before = joined[-1] if joined else ""
+        is_url = before.removesuffix(":") in SCHEMES or "://" in before
+        if before and (word == ":" or (before.endswith(":") and is_url and word[:1] != "-")):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
+
+
+def store_names(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """Offer the stores of the config file, and directories."""
+    from click.shell_completion import CompletionItem
+
+    from hicachectl.formats.errors import HicacheError
+
+    names: list[str] = []
+    with suppress(HicacheError):  # a bad config hides no directory
+        names = sorted(f"{name}:" for name in _config(ctx).stores)
+    # bash forgets what comes before the directories.
+    return [
+        CompletionItem(incomplete, type="dir"),
+        *(CompletionItem(name) for name in names if name.startswith(incomplete)),
+    ]
+
+
+def model_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Offer the models in the keys of the command's store, if that is a local file store."""
+    from hicachectl.formats.keys.file import FileCodec
+
+    codec = FileCodec()
+    suffixes = {suffix for _, suffix in _names(ctx, "")}
+    readings = filter(None, (codec.readings("", suffix) for suffix in suffixes))
+    # Ranks can be read as a part of the name, too.
+    models = {min((reading.model for reading in one), key=len) for one in readings}
+    return sorted(model for model in models if model.startswith(incomplete))
+
+
+def page_prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Offer the page hashes of the command's store, if that is a local file store.
+
+    Of many, only the next digits by which they differ.
+    """
+    pages = {page for page, _ in _names(ctx, incomplete) if page.startswith(incomplete)}
+    length = _SHOWN_DIGITS
+    if len(pages) > _MANY:
+        first, last = min(pages), max(pages)
+        length = next(n for n in range(64) if first[n] != last[n]) + 1
+    return sorted({page[: max(length, len(incomplete))] for page in pages})
+
+
+def _config(ctx: click.Context) -> Config:
+    from hicachectl.backends.urls import load_config
+
+    path = ctx.find_root().params.get("config")
+    return load_config(None if path is None else str(path))
+
+
+def _names(ctx: click.Context, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the page hash and the rest of the file names in the command's store, for a while.
+
+    prefix: of the page hash; folders of other pages are not read.
+    """
+    from hicachectl.backends.urls import parse_url
+
+    text = next((ctx.params[name] for name in _STORES if ctx.params.get(name)), None)
+    if text is None:
+        return
+    url = parse_url(text, _config(ctx))
+    if url.scheme != "file":
+        return
+    end = time.monotonic() + _LISTING_S
+    folders = []
+    for entry in _entries(url.path, end):
+        if match := _HASH.fullmatch(entry.name):
+            yield match[1], match[2]
+        elif _FOLDER.fullmatch(entry.name) and entry.name.startswith(prefix[:2]):
+            folders.append(entry.path)
+    for folder in folders:
+        for entry in _entries(folder, end):
+            if match := _HASH.fullmatch(entry.name):
+                yield match[1], match[2]
+
+
+def _entries(directory: str, end: float) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a directory until a time; none if it cannot be read."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if time.monotonic() > end:
+                return
+            yield entry

@@ -1,0 +1,204 @@
+"""Completion of stores, pages, models and words of options, as the shells ask for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.cli.completions import joined_words, page_prefixes
+from hicachectl.cli.group import cli
+from tests.skips import need_tool
+from tests.stores import page, put, put_pages
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Invoke
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store of 100 pages of two models, named prod in the config."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    put_pages(directory, range(100), "_org-small_0_2")
+    put_pages(directory, range(2), "_org-large_0_1")
+    put(directory, "notes.txt")
+    return directory
+
+
+@pytest.fixture
+def config(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config with three stores, in HICACHECTL_CONFIG."""
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f'[stores.prod]\nurl = "{store}"\n[stores.preview]\nurl = "mooncake://nowhere:1"\n'
+        f'[stores.gone]\nurl = "{tmp_path / "gone"}"\n'
+    )
+    monkeypatch.setenv("HICACHECTL_CONFIG", str(path))
+    return path
+
+
+def asked(*words: str, shell: str = "bash") -> list[str]:
+    """Return what the program answers to a completion script; it must say nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hicachectl"],
+        env={
+            **os.environ,
+            "_HICACHECTL_COMPLETE": f"{shell}_complete",
+            "COMP_WORDS": " ".join(["hicachectl", *words]),
+            "COMP_CWORD": words[-1] if shell == "fish" else str(len(words)),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+def offered(option: str, *words: str, incomplete: str = "") -> list[str]:
+    """Return what a parameter offers after some words."""
+    with cli.make_context("hicachectl", [*words, option], resilient_parsing=True) as root:
+        name, command, rest = cli.resolve_command(root, [*words, option])
+        assert command is not None
+        with command.make_context(name, rest, parent=root, resilient_parsing=True) as ctx:
+            if option == "PAGE":
+                return page_prefixes(ctx, command.params[1], incomplete)
+            param = next(p for p in command.params if option in p.opts)
+            return [item.value for item in param.shell_complete(ctx, incomplete)]
+
+
+@pytest.mark.usefixtures("config")
+def test_stores_of_the_config_and_directories_are_offered() -> None:
+    assert asked("ls", "pr") == ["dir,pr", "plain,preview:", "plain,prod:"]
+    assert asked("migrate", "prod", ":", "gon") == ["dir,gon", "plain,gone:"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.usefixtures("config")
+def test_other_shells_get_the_same(shell: str) -> None:
+    assert "prod:" in "\n".join(asked("ls", "prod", shell=shell))
+
+
+@pytest.mark.usefixtures("config")
+def test_models_and_pages_of_the_store_on_the_line() -> None:
+    assert offered("--model", "ls", "prod:") == ["org-large", "org-small"]
+    assert offered("--model", "rm", "prod:", incomplete="org-s") == ["org-small"]
+    assert offered("--match", "migrate", "prod:", "gone:", incomplete=page(1)[:9]) == [page(1)[:16]]
+    many = offered("--page", "ls", "prod:")
+    assert many == sorted({page(n)[0] for n in range(100)})
+    own = page(7)
+    assert own[:16] in offered("--page", "ls", "prod:", incomplete=own[:1])
+    assert offered("--page", "ls", "prod:", incomplete=own) == [own]
+    assert offered("--page", "ls", "prod:", incomplete="zz") == []
+
+
+@pytest.mark.usefixtures("config")
+def test_bash_divides_urls_at_colons(store: Path) -> None:
+    assert asked("show", "file", ":", f"//{store}", page(1)[:9]) == [f"plain,{page(1)[:16]}"]
+    assert asked("ls", "prod", ":", "--model", "org-l") == ["plain,org-large"]
+
+
+def test_words_of_bash_are_joined_as_they_were_written() -> None:
+    for words in (
+        ["ls", "prod:", "--model", ""],
+        ["ls", "prod:", "x"],
+        ["migrate", "prod:", "/mnt/x"],
+        ["migrate", "file:///a", "mooncake://host:50051", ""],
+        ["ls", "file:", "--objects"],
+    ):
+        split = [
+            part
+            for word in words
+            for part in (word.replace(":", " : ").split() if ":" in word else [word])
+        ]
+        assert joined_words(split) == words
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize("words", [("ls", "gone:"), ("ls", "preview:"), ("ls",), ("ls", "none:")])
+def test_stores_that_are_not_local_directories_offer_nothing(words: tuple[str, ...]) -> None:
+    words = (*words, "--model", "x")
+    assert asked(*words) == []
+
+
+def test_folders_of_other_pages_are_not_read(tmp_path: Path) -> None:
+    for number in range(20):
+        folder = tmp_path / page(number)[:2]
+        folder.mkdir(exist_ok=True)
+        put_pages(folder, range(number, number + 1), "_org-m_0_1")
+    assert offered("--model", "ls", str(tmp_path)) == ["org-m"]
+    own = page(3)
+    assert offered("--page", "ls", str(tmp_path), incomplete=own[:5]) == [own[:16]]
+
+
+def test_lists_offer_what_they_lack(invoke: Invoke) -> None:
+    assert offered("--state", "ls", "/x", incomplete="whole,") == [
+        "whole,partial", "whole,orphan", "whole,unknown",
+    ]  # fmt: skip
+    assert offered("--checks", "verify", "/x", incomplete="names,si") == ["names,sizes"]
+    assert offered("--format", "ls", "/x", incomplete="p") == ["parquet"]
+    assert offered("--repair-code", "verify", "/x", incomplete="all") == ["all-zero"]
+
+
+def test_explain_offers_the_codes() -> None:
+    assert asked("explain", "missing-") == [
+        "plain,missing-pool", "plain,missing-part", "plain,missing-rank",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["not toml [", "[stores.a]\nurl = 3\n"])
+def test_a_bad_config_is_silent(config: Path, text: str) -> None:
+    config.write_text(text)
+    assert asked("ls", "pr") == ["dir,pr"]
+    assert asked("rm", "--bogus", "prod:", "--st") in ([], ["plain,--state"])
+
+
+@pytest.mark.slow
+def test_a_file_system_that_hangs_ends_after_a_second(tmp_path: Path) -> None:
+    """A pipe in place of the config hangs in open(2), as a dead server of NFS does."""
+    pipe = tmp_path / "config.toml"
+    os.mkfifo(pipe)
+    code = (
+        "import os, sys, time, hicachectl.cli.completions as c;"
+        f"c._config = lambda ctx: os.open({str(pipe)!r}, os.O_RDONLY);"
+        "from hicachectl.__main__ import main; main()"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            "_HICACHECTL_COMPLETE": "bash_complete",
+            "COMP_WORDS": "hicachectl ls x",
+            "COMP_CWORD": "2",
+        },
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert time.monotonic() - started >= 0.9  # it did hang
+
+
+@pytest.mark.usefixtures("config")
+def test_bash_completes_with_the_printed_script(invoke: Invoke, tmp_path: Path) -> None:
+    script = tmp_path / "completion.bash"
+    script.write_text(invoke("completion", "bash").stdout)
+    program = tmp_path / "hicachectl"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m hicachectl "$@"\n')
+    program.chmod(0o755)
+    shell = (
+        f"source {script}; COMP_WORDS=(hicachectl ls pro); COMP_CWORD=2;"
+        f"_hicachectl_completion {program}; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    done = subprocess.run(
+        [need_tool("bash"), "-c", shell], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["prod:"]
