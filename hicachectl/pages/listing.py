@@ -64,17 +64,17 @@ def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
     return pa.nulls(len(objects), SCAN_FIELDS[name].type)
 
 
-def in_order(rows: pa.Table, column: str) -> pa.Table:
+def in_order(rows: pa.Table, column: str, *, asked: str) -> pa.Table:
     """Return rows sorted by a column; with "-" before its name, in descending order.
 
-    Nulls come last; equal rows keep their order. Raises UsageError if the store keeps no times and
+    asked: the column as the operator named it. Nulls come last; equal rows keep their order. Raises UsageError if the store keeps no times and
     the column has some.
     """
     name = column.removeprefix("-")
     values = rows.column(name)
     if name.endswith("mtime") and len(rows) and values.null_count == len(rows):
         raise UsageError(
-            f"--sort-by {column}: the store keeps no timestamps; sort by another column"
+            f"--sort-by {asked}: the store keeps no timestamps; sort by another column"
         )
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)

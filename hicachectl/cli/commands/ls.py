@@ -139,7 +139,7 @@ def command(
     if summary:
         document["free_bytes"] = free
     if column:
-        rows = in_order(rows, column)
+        rows = in_order(rows, column, asked=sort_by or column)
     if limit is not None and limit < len(rows):
         remark(ctx, f"The first {limit} of {len(rows)} lines; --limit shows more")
         rows = rows.slice(0, limit)
