@@ -142,6 +142,29 @@ def await_offload(cluster: Cluster, left: Left) -> None:
         time.sleep(0.2)
 
 
+OTHER_FORMS = {
+    "file_per_key_storage_backend": "file_per_key",
+    "offset_allocator_storage_backend": "Mooncake ran without MOONCAKE_OFFSET_PERSIST_MODE",
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_other_forms_of_a_real_client_are_refused_by_name(
+    mooncake_package: None, invoke: Invoke, tmp_path: Path, form: str
+) -> None:
+    environment = {**COMMON, "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": form}
+    with Cluster(offload=tmp_path, environment=environment) as cluster:
+        for number in range(16):
+            cluster.put(f"{number:064x}_m_0_k", b"x" * 4096)
+        waited_for(lambda: any(path.is_file() for path in tmp_path.rglob("*")))
+    before = sorted(tmp_path.rglob("*"))
+    for command in ("ls", "verify"):
+        assert (
+            OTHER_FORMS[form] in invoke(command, f"mooncake-ssd://{tmp_path}", exit_code=2).stderr
+        )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def hits_of(url: str, profile: Path, manifest: Manifest) -> dict[str, Any]:
     chain, out = profile.with_suffix(".chain"), profile.with_suffix(".hits")
     chain.write_text(json.dumps(manifest["pages"]))
