@@ -226,9 +226,9 @@ def _number(view: memoryview, at: int, source: str) -> tuple[int, int]:
     number = 0
     for place, byte in enumerate(view[at : at + 10]):
         number |= (byte & 0x7F) << 7 * place
-        if byte < 0x80:
+        if byte < 0x80 and number < 1 << 64:
             return number, at + place + 1
-    raise FormatError(f"{source}: no end of the number at byte {at}")
+    raise FormatError(f"{source}: no end of the number at byte {at} within 64 bits")
 
 
 def _rows_of_numbers(messages: Sequence[memoryview], columns: int, source: str) -> IntArray:

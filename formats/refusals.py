@@ -33,6 +33,13 @@ class Side(NamedTuple):
     grammar: str
     specs: tuple[ObjectSpec, ...]
 
+    @property
+    def markers(self) -> tuple[int, ...]:
+        """Return the numbers of the objects that stand for an anchor without bytes."""
+        if kind_of(self.profile.pools[0]).has_bytes:
+            return ()
+        return tuple(number for number, spec in enumerate(self.specs) if spec.pool == "kv")
+
 
 def check_transfer(source: Side, destination: Side) -> None:
     """Refuse deployments between which a page cannot be transferred whole.

@@ -42,7 +42,7 @@ def object_regions(
     layer that `order` lacks.
     """
     if not expected.tensors:
-        return _opaque_region(profile, pool, expected) if expected.nbytes else ()
+        return _opaque_region(profile, pool, expected) if kind_of(pool).has_bytes else ()
     layers = _layer_spans(pool, expected, order)
     return tuple(
         region

@@ -140,11 +140,13 @@ class _Scheme(NamedTuple):
     check:    raises if the backend cannot store the profile's pages.
     shards:   of a pool: one per rank, or per group of ranks that share objects.
     contents: the objects of one shard.
+    marker: bytes of the object that stands for an anchor without bytes; None if there is none.
     """
 
     check: Callable[[Profile], None]
     shards: Callable[[Profile, Pool], Iterable[Shard]]
     contents: Callable[[Profile, PoolPiece], Iterable[_Content]]
+    marker: int | None = None
 
 
 def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
@@ -190,7 +192,7 @@ def collision_of(profile: Profile, scheme: str) -> str:
 
 def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> Iterator[ObjectSpec]:
     codec = codec_for(scheme)
-    _, shards, contents = _SCHEMES[scheme]
+    _, shards, contents, marker = _SCHEMES[scheme]
     model = profile.key_model if _names_model(profile, scheme) else ""
     tag = profile.tag if scheme == "mooncake" else ""
     # By (pp_rank, cp_rank): contents are the same for all TP ranks of a stage.
@@ -205,7 +207,7 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
             yield ObjectSpec(
                 affix=codec.affix(coordinate),
                 coordinate=coordinate,
-                nbytes=sum(tensor.nbytes for tensor in tensors) if tensors else piece.nbytes,
+                nbytes=_nbytes(tensors) or piece.nbytes or marker or 0,
                 anchor=anchor,
                 trailing_pages=pool.trailing_pages if pool.trailing else 0,
                 tensors=tensors,
@@ -215,8 +217,7 @@ def _pool_objects(profile: Profile, scheme: str, pool: Pool, anchor: bool) -> It
 
 
 def _has_objects(pool: Pool, scheme: str) -> bool:
-    # Only the file backend stores a logical anchor, as an empty file.
-    return kind_of(pool).has_bytes or scheme == "file"
+    return kind_of(pool).has_bytes or _SCHEMES[scheme].marker is not None
 
 
 def _names_model(profile: Profile, scheme: str) -> bool:
@@ -452,11 +453,6 @@ def _check_nixl(profile: Profile) -> None:
                 f"{axis} {size}: NIXL keys do not name the {axis} rank, so ranks overwrite each "
                 "other's objects; use a file store"
             )
-    if not kind_of(profile.pools[0]).has_bytes:
-        raise UnsupportedByBackend(
-            "pools[kv]: hicachectl does not know NIXL's markers of pages without KV (DeepSeek-V4); "
-            "use a file store"
-        )
 
 
 def _nixl_shards(profile: Profile, pool: Pool) -> Iterator[Shard]:
@@ -539,9 +535,9 @@ def _nbytes(tensors: Iterable[TensorLayout]) -> int:
 
 
 _SCHEMES = {
-    "file": _Scheme(_check_file, _file_shards, _flat_contents),
+    "file": _Scheme(_check_file, _file_shards, _flat_contents, marker=0),
     "mooncake": _Scheme(_check_mooncake, _mooncake_shards, _mooncake_contents),
     "hf3fs": _Scheme(_check_hf3fs, _hf3fs_shards, _hf3fs_contents),
-    DIRECT: _Scheme(_check_nixl, _nixl_shards, _nixl_direct_contents),
-    BUFFERED: _Scheme(_check_nixl, _nixl_shards, _nixl_buffered_contents),
+    DIRECT: _Scheme(_check_nixl, _nixl_shards, _nixl_direct_contents, marker=_NIXL_ALIGNMENT),
+    BUFFERED: _Scheme(_check_nixl, _nixl_shards, _nixl_buffered_contents, marker=1),
 }

@@ -29,7 +29,7 @@ class TransferUnit:
     """Source objects needed in memory together, and the destination objects made from them.
 
     sources, destinations: indices into the plan's objects; copies index these tuples.
-        A destination without sources is an empty object (a logical anchor).
+        A destination without sources stands for an anchor without bytes.
     copies:   fill every byte of every destination once, except in `padded`.
     identity: one source and one destination with equal bytes.
     trailing: a page may lack the sources, and then lacks the destinations.
@@ -77,7 +77,7 @@ def transfer_plan(
     copies = _copies(_regions(ours, orders), _regions(theirs, orders), destinations)
     units = [
         *_connected_units(copies, sources, destinations),
-        *_empty_units(sources, destinations),
+        *_marker_units(ours, theirs),
     ]
     units.sort(key=lambda unit: unit.destinations)
     return TransferPlan(sources, destinations, tuple(units))
@@ -207,15 +207,16 @@ def _gap_text(expected: ObjectSpec) -> str:
     return f"{what}: the source lacks a part of the content"
 
 
-def _empty_units(
-    sources: Sequence[ObjectSpec], destinations: Sequence[ObjectSpec]
-) -> Iterator[TransferUnit]:
-    """Yield a unit per empty destination, with an empty source if one exists."""
-    empty = [number for number, spec in enumerate(sources) if not spec.nbytes]
-    wanted = [number for number, spec in enumerate(destinations) if not spec.nbytes]
-    for position, number in enumerate(wanted):
-        taken = (empty[position % len(empty)],) if empty else ()
-        yield _whole_unit(taken, number, destinations[number])
+def _marker_units(source: Side, destination: Side) -> Iterator[TransferUnit]:
+    """Yield a unit per object that stands for an anchor without bytes, from one if one exists."""
+    there = source.markers
+    for position, number in enumerate(destination.markers):
+        taken = (there[position % len(there)],) if there else ()
+        spec = destination.specs[number]
+        if taken and source.specs[taken[0]].nbytes == spec.nbytes:
+            yield _whole_unit(taken, number, spec)
+        else:
+            yield TransferUnit(taken, (number,), (), False, spec.trailing, padded=(0,))
 
 
 def _whole_unit(taken: tuple[int, ...], destination: int, spec: ObjectSpec) -> TransferUnit:

@@ -55,7 +55,7 @@ OBJECT = np.dtype(
         ("value", np.int64),
         ("size", np.int64),
         ("nbytes", np.int64),
-        ("sequence", np.int64),
+        ("sequence", np.uint64),
     ]
 )
 

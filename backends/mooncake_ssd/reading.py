@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.mooncake_ssd.index import DataFile, Index
 
 VERSION_FIELDS = ("inode", "mtime", "offset", "sequence")
+_UINT64 = (1 << 64) - 1
 
 
 class Reading:
@@ -72,7 +73,8 @@ class Reading:
 
     def _read_object(self, file: DataFile, descriptor: int, facts: os.stat_result, at: int) -> None:
         _, start, value, size, _, sequence = self._index.objects[self._found[at]].item()
-        self._versions[at] = (facts.st_ino, facts.st_mtime_ns, start, sequence)
+        mtime_ns = facts.st_mtime_ns & _UINT64  # before 1970: negative
+        self._versions[at] = (facts.st_ino, mtime_ns, start, sequence)
         self._nbytes[at] = there = min(size, max(0, facts.st_size - value))
         if there < size:
             self._report(at, Status.ERROR, f"{file.path} ends before byte {value + size}")

@@ -1,6 +1,7 @@
 """Kind logical, an anchor without bytes (DeepSeek-V4).
 
-Only file stores have an object for the anchor: an empty file.
+File stores have an empty file for the anchor, NIXL a small one, and other stores nothing.
+Source: sglang hicache_nixl.py :: HiCacheNixl.register_mem_pool_host.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -25,4 +26,11 @@ def check_losses(given: CheckListing) -> Iterator[pa.Table]:
     """Yield a finding for each loss that the listing found, unless a server may still write it."""
     for loss in given.store.losses if isinstance(given.store, Losing) else ():
         if loss.changed_ns <= given.settled_ns:
-            yield findings(loss.code, keys=pa.array([loss.place]), detail=loss.what)
+            yield findings(
+                loss.code, keys=pa.array([_readable(loss.place)]), detail=_readable(loss.what)
+            )
+
+
+def _readable(text: str) -> str:
+    """Return a text with file names as keys are written: other bytes than UTF-8 escaped."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")

@@ -488,14 +488,19 @@ NIXL_CASES: dict[str, Case] = {
     "zaya": CASES["zaya"],
     "stages": Case((Deployment(_profile("Qwen/Qwen3-Stages", [_mha("kv", 4)], pp=2)),)),
     "mla_fp8": Case((Deployment(_dsa("moonshotai/Kimi-Tiny", [_mla(3, "fp8")], tp=2)),)),
+    "deepseek_v4": CASES["deepseek_v4"],
 }
+_NIXL_BUFFERED_ONLY = (
+    "deepseek_v4",
+    "mla_fp8_indexer",
+    "mla_indexer",
+    "mla_mamba",
+    "stages",
+    "zaya",
+)
 # (backend, case, layout). Without direct I/O, layer_first has no objects of most sidecars.
 NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
-    *(
-        ("nixl", name, DEFAULT_LAYOUT)
-        for name in NIXL_CASES
-        if name not in ("mla_fp8_indexer", "mla_indexer", "mla_mamba", "stages", "zaya")
-    ),
+    *(("nixl", name, DEFAULT_LAYOUT) for name in NIXL_CASES if name not in _NIXL_BUFFERED_ONLY),
     ("nixl", "gqa_tp2", "layer_first"),
     ("nixl", "mha_draft", "page_head"),
     ("nixl-buffered", "short_pages", "page_first_direct"),
@@ -503,6 +508,7 @@ NIXL_VARIANTS: tuple[tuple[str, str, str], ...] = (
     ("nixl-buffered", "mla_fp8_indexer", DEFAULT_LAYOUT),
     ("nixl-buffered", "mla_mamba", DEFAULT_LAYOUT),
     ("nixl-buffered", "mha_draft", DEFAULT_LAYOUT),
+    ("nixl-buffered", "deepseek_v4", DEFAULT_LAYOUT),
 )
 
 
@@ -519,6 +525,7 @@ REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         "SGLang does not store slot side states there",
     ),
     ("deepseek_v4", "hf3fs"): ("integer division or modulo by zero", "models without KV"),
+    ("deepseek_v4", "nixl"): ("writing failed", "no multiple of"),
     ("swa", "hf3fs"): ("0:swa: writing failed", "cannot store MHA pools beside kv on 3FS"),
     ("mha_draft", "hf3fs"): ("0:draft: writing failed", "cannot store MHA pools beside kv on 3FS"),
     **{

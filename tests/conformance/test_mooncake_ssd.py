@@ -20,6 +20,8 @@ from hicachectl.__main__ import run
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.testing import read, scanned_rows
+from tests.conformance.test_migrated_stores import Place, check
+from tests.conformance.test_migrated_stores import read_back as read_as
 from tests.conformance.test_mooncake_written import (
     Entry,
     Written,
@@ -28,6 +30,7 @@ from tests.conformance.test_mooncake_written import (
     read_back,
     verified,
 )
+from tests.hf3fs_server import MetadataServer
 from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ CASES = {
     "bucket": ("mla_indexer", "hybrid_mamba", "mha_draft", "swa", "gqa_tp2", "mla_mamba"),
     "offset": ("pp2", "mla_fp8_indexer", "tag_and_none", "split_heads_draft"),
 }
+FOR_3FS = ("hybrid_mamba", "mla_fp8_indexer")
 COMMON = {
     "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
     "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(32 << 20),
@@ -138,6 +142,29 @@ def await_offload(cluster: Cluster, left: Left) -> None:
         time.sleep(0.2)
 
 
+OTHER_FORMS = {
+    "file_per_key_storage_backend": "file_per_key",
+    "offset_allocator_storage_backend": "Mooncake ran without MOONCAKE_OFFSET_PERSIST_MODE",
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_other_forms_of_a_real_client_are_refused_by_name(
+    mooncake_package: None, invoke: Invoke, tmp_path: Path, form: str
+) -> None:
+    environment = {**COMMON, "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": form}
+    with Cluster(offload=tmp_path, environment=environment) as cluster:
+        for number in range(16):
+            cluster.put(f"{number:064x}_m_0_k", b"x" * 4096)
+        waited_for(lambda: any(path.is_file() for path in tmp_path.rglob("*")))
+    before = sorted(tmp_path.rglob("*"))
+    for command in ("ls", "verify"):
+        assert (
+            OTHER_FORMS[form] in invoke(command, f"mooncake-ssd://{tmp_path}", exit_code=2).stderr
+        )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def hits_of(url: str, profile: Path, manifest: Manifest) -> dict[str, Any]:
     chain, out = profile.with_suffix(".chain"), profile.with_suffix(".hits")
     chain.write_text(json.dumps(manifest["pages"]))
@@ -225,6 +252,30 @@ def test_sglang_reads_what_was_migrated_into_another_cluster(
             for result in read_back(Written(cluster, manifest), sglang_session, tmp_path / case):
                 assert result["hit_pages"] == len(manifest["pages"])
                 assert not any(result["wrong"].values())
+
+
+def test_sglang_reads_from_3fs_what_was_migrated_there(
+    left: Left, invoke: Invoke, sglang_session: SglangSession, sglang_python: Path, tmp_path: Path
+) -> None:
+    """Proves that the pages of a deployment reach 3FS, with their states or index keys."""
+    manifest = next(m for m in left.profiles.values() if m["case"] in FOR_3FS)
+    document = manifest["profile"]
+    profile, pages = tmp_path / "profile.json", tmp_path / "pages.json"
+    profile.write_text(json.dumps(document))
+    pages.write_text(json.dumps(manifest["pages"]))
+    with MetadataServer(sglang_python) as server:
+        place = Place("hf3fs", str(server.write_config(tmp_path, 1 << 24)), None)
+        # Servers register their files when they start.
+        read_as(sglang_session, place, {**manifest, "pages": []}, document, tmp_path)
+
+        def url() -> str:
+            return f"hf3fs:?config={place.argument}&snapshot={server.save()}"
+
+        options = ("--profile", profile, "--grace", "0s")
+        command = ("migrate", left.url, url(), *options, "--pages-from", pages, "--verify")
+        assert invoke(*command, "--format", "json").document["complete"]
+        check(sglang_session, place, manifest, document, tmp_path)
+        assert verified(invoke, url(), *options)["findings"] == []
 
 
 def test_a_pack_and_show_have_the_same_objects(left: Left, invoke: Invoke, tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def loss_findings(entries: list[Entry], entry: Entry) -> list[tuple[str, str, st
         return sorted(("orphan-sidecar", "warning", e["key"]) for e in mates)
     if entry["pool"] == "kv" or trailing:
         return [("missing-rank", "warning", key)] if same_pool else []
-    if entry["pool"] == ANCHOR_WITHOUT_KV:
+    if entry["pool"] == ANCHOR_WITHOUT_KV and not any(e["pool"] == "kv" for e in mates):
         return [("missing-rank", "warning", key)]
     return [("missing-pool", "warning" if weak else "error", key)]
 

@@ -186,6 +186,34 @@ def test_states_that_sglang_never_finds_again_are_refused(
     assert "never finds states without a temporal one again" in refused.stderr
 
 
+@pytest.mark.parametrize("command", ["show", "hits", "migrate"])
+def test_a_part_of_sglangs_directories_is_refused(
+    many_pages: Written, invoke: Invoke, tmp_path: Path, command: str
+) -> None:
+    """Proves that nothing is said of pages, and no page is written, that the others complete."""
+    part = url_of("nixl", many_pages.directories[:1])
+    page = many_pages.manifest["pages"][0]
+    profile, pages = ("--profile", many_pages.profile), tmp_path / "pages.json"
+    pages.write_text(json.dumps([page]))
+    command_line = {
+        "show": ("show", part, page, *profile),
+        "hits": ("hits", part, *profile, "--pages", pages),
+        "migrate": ("migrate", many_pages.url, part, *profile),
+    }[command]
+    said = invoke(*command_line, exit_code=2).stderr
+    assert "has the objects of one of 3 directories, but 1 given" in said
+
+
+@pytest.fixture(scope="module")
+def many_pages(
+    nixl_package: None, sglang_session: SglangSession, tmp_path_factory: pytest.TempPathFactory
+) -> Written:
+    """A store whose directories have enough objects to tell that one is missing."""
+    store = Written("nixl", tmp_path_factory.mktemp("nixl"), {})
+    manifest = sglang_session.run("write_store", "gqa_tp2", *store.place, "--pages=72")
+    return Written("nixl", store.folder, manifest)
+
+
 def times_in(directories: tuple[Path, ...]) -> dict[str, int]:
     """Return the modification time of each file, by name."""
     return {file.name: file.stat().st_mtime_ns for one in directories for file in one.glob("*/*")}
@@ -237,7 +265,10 @@ def test_verify_is_clean_and_each_damage_is_named(written: Written, invoke: Invo
     document = verified(invoke, written.url, *profile)
     assert document["findings"] == []
     assert document["objects"] == len(written.objects)
-    assert document["bytes_read"] == sum(e["nbytes"] for e in written.objects.values())
+    logical = {p["name"] for p in written.manifest["profile"]["pools"] if p["kind"] == "logical"}
+    assert document["bytes_read"] == sum(
+        entry["nbytes"] for entry in written.objects.values() if entry["pool"] not in logical
+    )
     assert {"names", "groups", "sizes", "values"} <= set(document["checks"])
     entries = list(written.objects.values())
     kinds = one_of_each_kind(entries)

@@ -441,7 +441,7 @@ def _nixl_coordinates(suffix: str, backend: Any, config: Any) -> dict[str, Any]:
         rest = suffix.removeprefix(backend.config_suffix)
     else:
         raise AssertionError(f"{suffix} is not of {backend.config_suffix}")
-    for name in map(str, backend.registered_pools):
+    for name in sorted(map(str, backend.registered_pools), key=len, reverse=True):
         if rest == f"_{name}" or rest.startswith(f"_{name}_"):
             found["pool"] = name
             rest = rest.removeprefix(f"_{name}")

@@ -106,6 +106,7 @@ def allocator(*values: int) -> bytes:
 BAD_CHECKPOINTS = {
     "empty": b"",
     "version 2": offset_meta([], 1, version=2),
+    "a sequence number of 66 bits": offset_meta([], 1 << 65),
     "no allocator": numbers(3),
     "half an allocator": numbers(3) + text(2, bytes(100)),
     "an extent beyond a later base": numbers(3)

@@ -513,11 +513,24 @@ def test_nixl_divides_pages_by_their_place_in_memory(
 
 
 @pytest.mark.parametrize(
+    ("scheme", "nbytes"),
+    [("file", [0]), ("mooncake", []), ("nixl", [4096]), ("nixl-buffered", [1])],
+)
+def test_some_stores_have_an_object_for_an_anchor_without_bytes(
+    scheme: str, nbytes: list[int]
+) -> None:
+    """Without it, HiCacheNixl and HiCacheFile find no page."""
+    model = profile(LOGICAL, opaque("deepseek_v4_c4", nbytes=1024))
+    markers = [spec for spec in object_specs(model, scheme) if spec.pool == "kv"]
+    assert [spec.nbytes for spec in markers] == nbytes
+    assert all(spec.anchor for spec in markers)
+
+
+@pytest.mark.parametrize(
     ("model", "scheme", "reason"),
     [
         (profile(mha(), pp=2), "nixl", "pp 2: NIXL keys do not name the pp rank"),
         (profile(mha(), cp=2), "nixl-buffered", "cp 2: NIXL keys do not name the cp rank"),
-        (profile(LOGICAL, opaque("deepseek_v4_c4")), "nixl", "markers of pages without KV"),
         (profile(LOGICAL, opaque("deepseek_v4_c4")), "hf3fs", "models without KV"),
         (profile(mla(), indexer(layers=61)), "nixl", "add direct_io=off to the URL"),
         (

@@ -130,8 +130,8 @@ NIXL = (
     "in the same order, since both decide where the file of a key lies. Files elsewhere are "
     "ignored, and verify reports misplaced-object, because no server finds them. If most files are "
     "elsewhere, the order or number of directories in the URL is wrong. A URL with only some of "
-    "the directories is refused as soon as 64 objects of a directory show it. For a lost disk, "
-    "name an empty directory.",
+    "the directories is refused by every command if 64 objects of a directory show it. For a lost "
+    "disk, name an empty directory.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
     "needs --quarantine DIR, a directory outside the store.",
@@ -140,8 +140,9 @@ NIXL = (
     "this watermark on each disk; objects that would reach it fail as if the disk were full.",
     "Keys do not name PP, CP and DCP ranks, so ranks that share the directories overwrite each "
     "other's objects. With such a profile, verify reports colliding-keys, and ls, show and verify "
-    "compare pages with each other, as without a profile; other commands refuse it. A profile "
-    "without KV (DeepSeek-V4) is refused, too.",
+    "compare pages with each other, as without a profile; other commands refuse it.",
+    "A page of a model without KV (DeepSeek-V4) has a small object for its anchor: 4096 bytes with "
+    "direct I/O, else one byte.",
     "With direct I/O, SGLang fails to write an object whose size is no multiple of a disk block. "
     "Such a pool is refused by name; use_direct_io false, with direct_io=off, stores it.",
     "Servers write in place. While an object is written, its file has its final name and is short.",

@@ -351,6 +351,24 @@ def test_rows_of_an_older_listing_are_found_by_their_keys(tmp_path: Path) -> Non
         assert values[1:] == [VALUES[B], VALUES[C]]
 
 
+@pytest.mark.parametrize("sequence", [1, (1 << 63) + 1, (1 << 64) - 2])
+def test_any_sequence_number_and_any_time_can_be_read(tmp_path: Path, sequence: int) -> None:
+    """Proves that versions hold numbers of 64 bits, and times before 1970; the newer record counts.
+
+    A file says what it likes.
+    """
+    records = [Record(TENANT + A, VALUES[A], 0, sequence), Record(TENANT + A, b"old", 1 << 14, 0)]
+    path = put_offset_files(tmp_path, records, sequence=(1 << 64) - 1)
+    os.utime(path, (-1, -1))
+    with open_store(url_of(tmp_path)) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        result = read(store, scanned_rows(store, [A]), [5000])[0]
+        assert result.all_ok
+        listed = store.look(scanned_rows(store, [A])).column("version")[0].as_py()
+        assert result.versions is not None
+        assert result.versions[0].tobytes() == listed
+
+
 def put_version_1(directory: Path) -> None:
     put_offset_files(directory, [])
     (directory / "kv_cache.meta").write_bytes(offset_meta([], 1, version=1))

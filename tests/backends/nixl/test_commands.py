@@ -10,6 +10,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import fill
+from hicachectl.formats.keys.nixl import route
 from tests.backends.nixl.test_store import put_many, url_of
 from tests.move.migrations import PAGES, profile_file
 from tests.stores import OLD
@@ -186,3 +187,16 @@ def test_misplaced_objects_are_a_finding_in_one_process_and_in_parts(
         invoke("verify", wrong, "--shard", part, *run)
     merged = invoke("merge", tmp_path / "run", "--format", "json", exit_code=4).document
     assert merged["findings"] == checked.document["findings"]
+
+
+def test_a_misplaced_name_that_is_not_utf8_is_a_finding(invoke: Invoke, tmp_path: Path) -> None:
+    """Proves that a stranger's file cannot end a verification."""
+    folder = tmp_path / "a" / "00"
+    folder.mkdir(parents=True)
+    name = b"0" * 64 + b"_m\xff\x1b[31m_0_1"
+    (folder / os.fsdecode(name)).touch()
+    command = ("verify", url_of(tmp_path, "a"), "--format", "json", "--grace", "0s")
+    assert route(name, 1)[1] != b"00"
+    (found,) = invoke(*command, exit_code=4).document["findings"]
+    assert found["code"] == "misplaced-object"
+    assert r"_m\xff" in found["detail"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from hashlib import blake2b
 from pathlib import Path
@@ -130,6 +131,38 @@ def test_directories_in_the_wrong_order_are_remarked_before_a_listing(tmp_path: 
         assert "the number and order of the directories decide" in remark
         list(wrong.scan())
         assert "ignored 60 files" in wrong.remarks[0]
+
+
+def test_leftovers_of_killed_writes_are_listed_from_their_folders(tmp_path: Path) -> None:
+    """Proves that `rm --temporaries` finds them, and that they are not taken for lost objects."""
+    with open_store(url_of(tmp_path), create=True) as opened:
+        assert isinstance(opened, NixlStore)
+        names = [opened.objects.temporary_name(key, b"0" * 24, n) for n, key in enumerate(KEYS)]
+        for key, name in zip(KEYS, names, strict=True):
+            folder = file_of(opened, key).parent
+            folder.mkdir(exist_ok=True)
+            (folder / os.fsdecode(name)).touch()
+        (tmp_path / "a" / os.fsdecode(names[0])).touch()
+        assert set(listing(opened)) == set(names)
+        assert "ignored 1 files that are no objects" in "".join(opened.remarks)
+
+
+def test_descriptors_are_allowed_and_closed_again(tmp_path: Path) -> None:
+    """Proves that 256 folders of each directory can be open, and none is left behind."""
+    put_many(tmp_path, "abcd", count=400)
+    descriptors = Path("/proc/self/fd")
+    before = len(list(descriptors.iterdir()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    try:
+        with open_store(url_of(tmp_path, "abcd")) as opened:
+            assert len(listing(opened)) == 400
+        with pytest.raises(UsageError):
+            open_store(url_of(tmp_path, "ac"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 4 * 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list(descriptors.iterdir())) == before
 
 
 def test_what_is_no_object_is_named_and_left_alone(store: Store, tmp_path: Path) -> None:
