@@ -75,7 +75,7 @@ def without_memory() -> Iterator[None]:
     def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         del device
         if not math.prod(dims):
-            return common.alloc_mmap(dims, dtype)  # SGLang's refusal of pools without layers
+            common.alloc_mmap(dims, dtype)  # raises, as for a pool without layers
         return torch.empty(dims, dtype=dtype, device="meta")
 
     module = torch.get_device_module
@@ -88,6 +88,8 @@ def without_memory() -> Iterator[None]:
         ),
         mock.patch.object(hybrid_pool_assembler, "HybridCacheController", mock.MagicMock()),
         mock.patch.object(memory_pool.MHATokenToKVPool, "_init_kv_copy_and_warmup", mock.Mock()),
+        # MiniMax-M3 compares the scales of two pools.
+        mock.patch.object(torch, "equal", lambda one, two: one.shape == two.shape),
     )
     with contextlib.ExitStack() as stack:
         for patch in replaced:

@@ -40,6 +40,11 @@ def page_view(host: Any, kind: str, index: int) -> dict[str, Any]:
         return {"page": buffer[:, page] if layout == "layer_first" else buffer[page].squeeze(1)}
     if kind == "logical":
         return {"page": torch.empty(0, dtype=torch.uint8)}
+    packed = hasattr(host, "row_bytes")  # rows of MiniMax-M3
+    return {"page": host.kv_buffer[page]} if packed else _states_view(host, index)
+
+
+def _states_view(host: Any, index: int) -> dict[str, Any]:
     states = {"temporal": host.temporal_buffer} if host.temporal_buffer.numel() else {}
     states |= {f"conv_{number}": buffer for number, buffer in enumerate(host.conv_buffer)}
     found = {part: buffer[index].squeeze(1) for part, buffer in states.items()}

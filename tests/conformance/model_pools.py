@@ -1,8 +1,8 @@
 """Tell what SGLang allocates and stores for models, from their configs, without building a model.
 
 Runs inside the SGLang environment: `model_pools.py REQUEST`. The request is a JSON object of models
-by name: config (a config.json; its hf_quant_config is a file beside it), code (a file of this folder
-that lies beside the config and has its class), draft (the config.json of a draft with a checkpoint
+by name: config (a config.json; its hf_quant_config is a file beside it), code (a file of this
+folder with the config's class, put beside it), draft (the config.json of a draft with a checkpoint
 of its own), flags (fields of ServerArgs; page_size is 64 unless given),
 env (environment variables) and gpu ("hopper" unless given, or "blackwell").
 

@@ -120,6 +120,8 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     size = pages * profile["page_size"]
     if tables["kv"]["kind"] == "logical":
         return _compressed_pools(RankPools(profile, rank), pages)
+    if tables["kv"]["kind"] == "opaque":
+        return _page_row_pools(RankPools(profile, rank), size)
     if tables["kv"]["kind"] == "mla":
         device = _mla_device(profile, tables, rank, size)
     else:
@@ -303,6 +305,40 @@ def _compressed_pools(pools: RankPools, pages: int) -> RankPools:
     return pools
 
 
+def _page_row_pools(pools: RankPools, size: int) -> RankPools:
+    """Add the pools of MiniMax-M3 in NVFP4: a row of codes and scales for each page and layer."""
+    from sglang.srt.mem_cache import minimax_m3_nvfp4_pool as device_pools
+    from sglang.srt.mem_cache.pool_host import minimax_m3_nvfp4 as host_pools
+
+    kv, indexer = pools.profile["pools"]
+    page_size, head_dim = pools.profile["page_size"], 128
+    row_of_head = 2 * page_size * (head_dim // 2 + head_dim // 16)  # K and V, with their scales
+    common = (size, page_size, torch.bfloat16)
+    rest = {"device": "cpu", "enable_memory_saver": False}
+    heads = kv["nbytes"] // kv["layers"] // row_of_head
+    rows = device_pools.MiniMaxM3Nvfp4MainKVPool(*common, heads, head_dim, kv["layers"], **rest)
+    keys = device_pools.MiniMaxM3Nvfp4IndexKPool(*common, 1, head_dim, indexer["layers"], **rest)
+    placed = {"layout": pools.profile["layout"], "pin_memory": False, "start_layer": 0}
+    host = host_pools.MiniMaxM3Nvfp4MainKVPoolHost(
+        rows.get_device_pool_infos()[0].buffer_info,
+        HOST_RATIO,
+        0,
+        page_size,
+        device_capacity_tokens=rows.size,
+        end_layer=kv["layers"] - 1,
+        **placed,
+    )
+    pools.add(kv, rows, host)
+    sidecar = host_pools.MiniMaxM3Nvfp4IndexKPoolHost(
+        keys.get_device_pool_infos()[0].buffer_info,
+        host,
+        end_layer=indexer["layers"] - 1,
+        **placed,
+    )
+    pools.add(indexer, keys, sidecar)
+    return pools
+
+
 def _draft_device(
     profile: Mapping[str, Any], table: Mapping[str, Any], rank: Rank, size: int
 ) -> Any:
@@ -351,7 +387,7 @@ def _cache_parameters(linear: Mapping[str, Any], tp: int, layers: list[int]) -> 
         module = importlib.import_module(f"sglang.srt.configs.{linear['module']}")
         # Inkling asks for a flag of the server.
         flags = SimpleNamespace(comm=SimpleNamespace(enable_scattered_sconv=False))
-        with mock.patch.object(module, "get_exec", lambda: flags, create=True):
+        with mock.patch.object(module, "get_exec", return_value=flags, create=True):
             return getattr(module, linear["config"])(**linear["arguments"]).mamba2_cache_params
     from sglang.srt.configs import mamba_utils
 

@@ -24,7 +24,8 @@ class Deployment:
     """One served model.
 
     linear_attention: class in sglang.srt.configs.mamba_utils and the arguments of its `create`, or
-        the config's class, of which module there, and its arguments; side_states: layers and shape of windows, and tokens of context, kept with each state.
+        the class of a config, its module beside mamba_utils, and its arguments;
+        side_states: layers and shape of windows, and tokens of context, kept with each state.
     attention_dp: DP attention is on; keys then count the attention TP ranks.
     groups: `enable_group_semantics`; Mooncake then evicts the objects of a page together.
     """
@@ -174,8 +175,8 @@ _ZAYA_POOL = _convolutions(
     {"shape": [768, 2], "shard_axis": 0, "groups": [512, 256]},
     {"shape": [128, 1], "shard_axis": 0, "whole": [0]},
 )
-# A small Inkling: inputs of convolutions of K and V, with two heads in full layers and four in window
-# layers, and of two streams, which every rank holds whole.
+# A small Inkling: inputs of convolutions of K and V, with two heads in full layers and four in
+# window layers, and of two streams, which every rank holds whole.
 _INKLING = {
     "module": "inkling",
     "config": "InklingModelConfig",
@@ -206,6 +207,13 @@ _SIDE_STATES_POOL: dict[str, Any] = {
     "layers": _GATED_DELTA_POOL["layers"],
     "nbytes": 6 * (4 * 32 * 32 * 4 + 256 * 3 * 2) + 2 * 64 * 6 * 2 + 2 * 8,
 }
+
+
+# MiniMax-M3 in NVFP4 on Blackwell: rows of 4-bit codes and scales, whose form profiles do not have.
+_PACKED_ROWS: list[dict[str, Any]] = [
+    {"name": "kv", "kind": "opaque", "layers": 4, "nbytes": 4 * 2 * 2 * 128 * (64 + 8)},
+    {"name": "indexer", "kind": "opaque", "layers": 4, "nbytes": 4 * 128 * (64 + 8)},
+]
 
 
 def _mla_mamba(sglang: str, **fields: Any) -> Deployment:
@@ -348,6 +356,13 @@ CASES: dict[str, Case] = {
             ),
         )
     ),
+    "packed_rows": Case(
+        (
+            Deployment(
+                {**_profile("MiniMaxAI/MiniMax-M3-Tiny", _PACKED_ROWS, tp=2), "page_size": 128}
+            ),
+        )
+    ),
     "dcp2": Case((_mla_mamba(NEWEST, tp=4, dcp=2),)),
     "mha_layouts": Case((Deployment(_profile("Qwen/Qwen3-Tiny", [_mha("kv", 3)])),)),
     "legacy_mla_mamba": Case((_mla_mamba(LEGACY),), sglang=LEGACY),
@@ -359,12 +374,12 @@ VARIANTS: tuple[tuple[str, str], ...] = (
 )
 
 # Cases for SGLang's controller with the plug-in, which writes them to files.
-# DCP and side states are refused.
+# DCP, side states and packed rows are refused.
 PLUGIN_CASES: dict[str, Case] = {
     **{
         name: case
         for name, case in CASES.items()
-        if case.sglang == NEWEST and name not in ("dcp2", "side_states")
+        if case.sglang == NEWEST and name not in ("dcp2", "side_states", "packed_rows")
     },
     "packed_draft": Case(
         (
@@ -396,7 +411,8 @@ MOONCAKE_CASES: dict[str, Case] = {
         name: case
         for name, case in CASES.items()
         # Keys without CP ranks make cp2_without_dp equal to cp2; layouts are below.
-        if case.sglang == NEWEST and name not in ("cp2_without_dp", "mha_layouts", "side_states")
+        if case.sglang == NEWEST
+        and name not in ("cp2_without_dp", "mha_layouts", "side_states", "packed_rows")
     },
     "mla_pp2": Case(
         (

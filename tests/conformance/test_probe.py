@@ -47,6 +47,10 @@ _KNOWN = {
     "mla and states": _Case("KimiLinearForCausalLM"),
     "mamba2": _Case("NemotronHForCausalLM"),
     "mamba2 of one group": _Case("FalconH1ForCausalLM"),
+    "convolutions": _Case("ZayaForCausalLM", ("--tp", "2", "--page-size", "1")),
+    "convolutions of heads": _Case(
+        "InklingForConditionalGeneration few heads", ("--tp", "4", "--page-size", "64")
+    ),
     "indexer and packed draft, attention DP": _Case(
         "GlmMoeDsaForCausalLM",
         ("--tp", "8", "--dp", "4", "--enable-dp-attention", "--kv-cache-dtype", "fp8_e4m3",

@@ -127,9 +127,12 @@ def _state_shard(
 ) -> Bytes:
     axis = state.shard_axis + 1
     blocks = np.split(values, np.cumsum(state.groups)[:-1], axis=axis) if state.groups else [values]
-    rank = _rank(profile, coordinate)
+    rank, parts = _rank(profile, coordinate), profile.tp
+    if state.least:
+        parts = min(parts, values.shape[axis] // state.least)
+        rank //= profile.tp // parts
     shares = [
-        block if number in state.whole else np.split(block, profile.tp, axis=axis)[rank]
+        block if number in state.whole else np.split(block, parts, axis=axis)[rank]
         for number, block in enumerate(blocks)
     ]
     return np.concatenate(shares, axis=axis)

@@ -38,6 +38,13 @@ def mamba2(layers: Any = 4) -> Pool:
     return Pool(name="mamba", kind="mamba", layers=layers, temporal=temporal, conv=states)
 
 
+def convolutions(layers: Any = 4) -> Pool:
+    """Convolutions of two heads, which more ranks share, and of a stream that is not divided."""
+    heads = StateTensor(shape=(3, 10), dtype="bfloat16", shard_axis=1, least=5)
+    stream = StateTensor(shape=(3, 7), dtype="bfloat16", shard_axis=1, whole=(0,))
+    return Pool(name="mamba", kind="mamba", layers=layers, conv=(heads, stream))
+
+
 def kda(layers: Any = 4) -> Pool:
     conv = StateTensor(shape=(3, 40), dtype="bfloat16", shard_axis=1, groups=(24, 8, 8))
     temporal = StateTensor(shape=(8, 2, 2), dtype="float32")

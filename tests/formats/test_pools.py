@@ -162,6 +162,14 @@ def test_every_rank_holds_whole_groups_and_whole_states() -> None:
     assert local_state_shape("state", undivided, 4) == (7, 3)
 
 
+def test_more_ranks_than_heads_share_a_state() -> None:
+    heads = StateTensor(shape=(3, 256), dtype="bfloat16", shard_axis=1, least=128)
+    shapes = [local_state_shape("state", heads, tp) for tp in (1, 2, 4, 8)]
+    assert shapes == [(3, 256), (3, 128), (3, 128), (3, 128)]
+    with pytest.raises(ProfileError, match="256 along axis 1"):
+        local_state_shape("state", heads, 3)
+
+
 def test_each_group_of_a_state_must_divide() -> None:
     state = StateTensor(shape=(12, 3), dtype="bfloat16", groups=(6, 6))
     mamba = replace(MAMBA, conv=(CONV, state))

@@ -434,6 +434,18 @@ def test_a_problem_of_the_kv_pool_is_told(pool: Pool, problem: str) -> None:
             "whole: [1, 1] must be strictly ascending",
         ),
         (
+            StateTensor(shape=(8,), dtype="float32", least=3),
+            "least: 3 must be a divisor of the length of the sharded axis, 8",
+        ),
+        (
+            StateTensor(shape=(8,), dtype="float32", least=-4),
+            "least: -4 must be a divisor of the length of the sharded axis, 8",
+        ),
+        (
+            StateTensor(shape=(8,), dtype="float32", groups=(4, 4), least=4),
+            "least: only for a state without groups and whole",
+        ),
+        (
             StateTensor(shape=(2**41,), dtype="float32"),
             "shape: must be at most 1099511627776, but is 2199023255552",
         ),

@@ -22,6 +22,7 @@ from tests.formats.rendered_pages import page_content, rendered
 from tests.formats.small_models import (
     LOGICAL,
     MHA_TWO,
+    convolutions,
     gdn,
     indexer,
     kda,
@@ -52,7 +53,7 @@ def models(draw: st.DrawFn) -> Profile:
             "packed_draft_layers": packed,
         }
         pools = [mha(**geometry, v_head_dim=draw(st.sampled_from([0, 0, 0, 4])))]
-        states = draw(st.sampled_from([gdn(), mamba2()]))
+        states = draw(st.sampled_from([gdn(), mamba2(), convolutions()]))
         others = [mha("swa", kv_heads=4), states, mha("draft", kv_heads=2), mla("draft")]
     else:
         pools = [mla(packed_draft_layers=packed, row=draw(st.sampled_from(["bf16", "fp8"])))]

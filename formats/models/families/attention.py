@@ -100,8 +100,9 @@ def _head_groups(config: HfConfig) -> Iterator[int]:
     count = config.integer("num_hidden_layers")
     if not isinstance(blocks, list) or len(blocks) != count:
         raise config.error("block_configs", f"expected {count} tables, found {shown(blocks)}")
-    for block in blocks:
-        attention = config.changed(block=block).section("block").section("attention")
+    for number, block in enumerate(blocks):
+        name = f"block_configs[{number}]"
+        attention = config.changed(**{name: block}).section(name).section("attention")
         if not attention.flag("no_op", usual=False):
             yield attention.integer("n_heads_in_group")
 

@@ -192,21 +192,24 @@ def _compressed_row(config: HfConfig, flags: DeploymentFlags, main: str, ratio: 
 
 def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return K and V of all layers, and index keys of sparse ones (MiniMaxSparseKVPool)."""
+    count = config.integer("num_hidden_layers")
+    sparse = config.section("sparse_attention_config")
+    frequency = sparse.integers("sparse_attention_freq", count)
+    layers = tuple(layer for layer in range(count) if frequency[layer])
+    if is_nvfp4_packed(config):
+        words = "packs K and V with scales"
+        if len(layers) < count:
+            words = "refuses it: 'M3.1 NVFP4 requires sparse attention in every layer'"
+        raise config.error(
+            "quantization_config",
+            f"the GPU decides: on Blackwell, SGLang {words}; elsewhere it has fp8 rows. "
+            "profile --print-probe prints a script that tells, in the server's environment",
+        )
     if context.flags.pp > 1:
         raise config.error(
             "pp",
             "MiniMax-M3 sparse HiCache does not support pipeline parallelism (pp_size>1) yet.",
         )
-    if is_nvfp4_packed(config):
-        raise config.error(
-            "quantization_config",
-            "on Blackwell, SGLang packs K and V of this checkpoint with scales in a form that "
-            "hicachectl does not know; write a profile file",
-        )
-    count = config.integer("num_hidden_layers")
-    sparse = config.section("sparse_attention_config")
-    frequency = sparse.integers("sparse_attention_freq", count)
-    layers = tuple(layer for layer in range(count) if frequency[layer])
     without_values = (0,) * count
     if sparse.text.get("sparse_disable_index_value") is not None:
         without_values = sparse.integers("sparse_disable_index_value", count)

@@ -28,7 +28,8 @@ temporal = { shape = [32, 128, 128], dtype = "float32" }
 conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
                                     # groups: lengths that TP divides separately; whole = [1, 2]
                                     # numbers those of which every rank has a copy, as B and C of
-                                    # Mamba2 with one group
+                                    # Mamba2 with one group; least = 128: a head, of which more
+                                    # ranks than heads have copies (for a state without groups)
 """
 # Sections of a command's page that follow its examples, as texts like click's help.
 _REQUEST_FILES = """

@@ -91,7 +91,6 @@ def test_window_rows_that_requests_rebuild_are_not_stored() -> None:
         (V4, {"compress_ratios": [4] * 42}, "compress_ratios: expected 43 of"),
         (V4, {"compress_ratios": [8] * 43}, "compress_ratios: expected 43 of"),
         (V4, {"head_dim": 256}, "head_dim: SGLang has DeepSeek-V4 rows of 512 values only"),
-        (M3, {"quantization_config": {"quant_method": "minimax_m3_nvfp4"}}, "packs K and V"),
         ("IQuestQ1ForCausalLM", {"num_hybrid_layers_block": 20}, "is 88, but the blocks have 84"),
         ("IQuestQ1ForCausalLM", {"use_hybrid_layers": 1}, "expected true or false, found 1"),
     ],
@@ -108,6 +107,13 @@ def test_sparse_layers_with_index_values_are_refused_in_sglangs_words() -> None:
     del sparse["sparse_disable_index_value"]
     with pytest.raises(ProfileError, match="currently supports index-k-only sparse layers"):
         derive(M3, {"sparse_attention_config": sparse}, page_size=128)
+
+
+def test_the_gpu_decides_how_minimax_m3_packs_k_and_v() -> None:
+    sparse = {**MODELS[M3]["config"]["sparse_attention_config"], "sparse_attention_freq": [1] * 60}
+    packed = {"quantization_config": {"quant_method": "minimax_m3_nvfp4"}}
+    with pytest.raises(ProfileError, match="on Blackwell, SGLang packs K and V with scales"):
+        derive(M3, {**packed, "sparse_attention_config": sparse}, page_size=128)
 
 
 def test_iquest_without_windows_has_one_pool() -> None:

@@ -45,6 +45,7 @@ REPLY: dict[str, Any] = {
     "enable_multi_layer_eagle": False,
     "mamba_ssm_dtype": None,
     "disable_hybrid_swa_memory": False,
+    "enable_scattered_sconv": False,
     "disaggregation_mode": "null",
     "dsa_prefill_backend": None,
     "dsa_decode_backend": None,
