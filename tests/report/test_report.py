@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import time
 from datetime import UTC, datetime
-from html.parser import HTMLParser
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from hicachectl.report.picture import Picture, PictureRequest, take_picture
 from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
 from hicachectl.requests.chains import Hashing, chains_of_pages
 from hicachectl.verification.request import VerifyRequest
+from tests.report.page_texts import text_of
 from tests.stores import DSA, OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
@@ -29,27 +29,6 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 CHECKS = ("names", "groups", "sizes")
-
-
-class _Texts(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.tags.add(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def text_of(made: Path) -> str:
-    """Return the text of a page, without its style, with single spaces."""
-    parser = _Texts()
-    parser.feed(re.sub("<style>.*?</style>", "", made.read_text("utf-8"), flags=re.DOTALL))
-    assert "script" not in parser.tags
-    return " ".join(" ".join(parser.texts).split())
 
 
 def picture_of(store: Path, **options: Any) -> Picture:
@@ -149,11 +128,21 @@ def test_values_are_checked_and_shown_if_asked_for(
     assert "Chosen for its finding: error nan. x-dsa" in text
     assert "layer" in text
     assert "damaged" in text
+    said = invoke(*arguments, "--page", page(1)[:12], exit_code=4).stdout
+    assert "; in the page in full: 1 nan" in said
     invoke(*arguments, "--page", page(2)[:12], exit_code=4)
     text = text_of(made)
     assert page(2) in text
     assert "Chosen with --page." in text
     assert "missing-pool" in text
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    one = lone / f"{page(1)}_x-dsa.bin"
+    shutil.copy2(store / one.name, one)
+    kv_only = tmp_path / "kv.toml"
+    kv_only.write_text(DSA[: DSA.rindex("[[pools]]")])
+    invoke("report", lone, "--profile", kv_only, "-o", made, exit_code=4)
+    assert "The page in full has 1 finding that the checks did not look for" in text_of(made)
     refused = invoke(*arguments, "--page", "0" * 20, exit_code=2).stderr
     assert "no page begins with '00000000000000000000'" in refused
 

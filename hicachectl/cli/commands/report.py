@@ -31,6 +31,7 @@ from hicachectl.cli.session import bytes_progress, opened, progress, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
+from hicachectl.text.terminal import message_text
 from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
     run. From a Mooncake store, it reads a page only with --page, since reads grant leases.
 
-    The exit status is 4 if there are findings at --fail-on or above; the file is written first.
+    The exit status is 4 if there are findings at --fail-on or above, in the store or in the page
+    shown in full; the file is written first.
 
     report needs the extra: pip install 'hicachectl[report]'.
     """
@@ -159,7 +161,6 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     from hicachectl.report.charts import Mark, refuse_missing
     from hicachectl.report.picture import take_picture
     from hicachectl.report.view import html_of
-    from hicachectl.verification.report_text import sum_line
 
     refuse_missing()
     _refuse_contradictions(options)
@@ -183,8 +184,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
         stream.write(page)
     for text in picture.remarks:
         remark(ctx, text)
-    click.echo(f"{output}: {sum_line(picture.verified.document)}")
-    if picture.verified.fails(options["fail_on"]):
+    click.echo(message_text(f"{output}: {picture.line}"))
+    if picture.fails(options["fail_on"]):
         ctx.exit(FINDINGS)
 
 
