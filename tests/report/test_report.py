@@ -11,8 +11,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.report import charts
@@ -108,6 +110,7 @@ def test_pages_in_flight_are_not_called_clean(invoke: Invoke, tmp_path: Path) ->
     assert "No page was judged: all are in flight" in text_of(made)
 
 
+@pytest.mark.slow
 def test_values_are_checked_and_shown_if_asked_for(
     invoke: Invoke, dsa_profile: Path, tmp_path: Path
 ) -> None:
@@ -312,6 +315,24 @@ def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
     assert "has no HiCacheFile objects" in text
 
 
+def test_keys_of_any_bytes_are_shown_escaped(invoke: Invoke, tmp_path: Path) -> None:
+    keys = [b"nul\0<b>\xff", f"{page(1)}_m\0<script>_0_1.bin".encode()]
+    url = f"pack://{tmp_path}/store.hcpack"
+    with open_store(f"{url}?keys=file", create=True) as store, Arena(4096) as arena:
+        store.attach(arena)
+        rows = pa.table({"key": pa.array(keys, pa.binary()), "mtime_ns": [OLD * 10**9] * 2})
+        sizes = np.array([64, 64])
+        assert store.write_from(rows, np.array([0, 64]), sizes, if_absent=True).all_ok
+        store.detach()
+    made = tmp_path / "page.html"
+    invoke("report", url, "--fail-on", "never", "-o", made)
+    assert b"\0" not in made.read_bytes()
+    text = text_of(made)
+    assert r"nul\x00<b>\xff" in text
+    assert r"m\x00<script> tp 1" in text
+
+
+@pytest.mark.slow
 def test_a_damaged_pack_is_refused_or_shown_with_its_damage(
     invoke: Invoke, dsa: Path, tmp_path: Path
 ) -> None:
