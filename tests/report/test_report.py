@@ -363,15 +363,30 @@ def test_the_file_is_never_in_the_store_and_is_written_whole(
     assert "lies in the store" in invoke("report", dsa, "-o", linked, exit_code=2).stderr
     assert not inside.exists()
     made = tmp_path / "page.html"
-    made.write_text("earlier")
+    made.write_text("<!DOCTYPE html>earlier")
 
     def fail(*_: object, **__: object) -> str:
         raise StoreUnavailable("no more")
 
     monkeypatch.setattr("hicachectl.report.view.size_chart", fail)
     invoke("report", dsa, "-o", made, exit_code=3)
-    assert made.read_text() == "earlier"
+    assert made.read_text() == "<!DOCTYPE html>earlier"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "page.html", "store"]
+
+
+def test_only_a_page_is_replaced(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "dsa.toml"
+    profile.write_text(DSA)
+    refused = invoke("report", dsa, "-o", profile, exit_code=2).stderr
+    assert refused == (
+        f"hicachectl: {profile}: exists and is not an HTML page; name another file\n"
+    )
+    assert profile.read_text() == DSA
+    made = tmp_path / "page.html"
+    for _ in range(2):
+        invoke("report", dsa, "--fail-on", "never", "-o", made)
+    nixl = f"nixl://{tmp_path},{dsa}"
+    assert "lies in the store" in invoke("report", nixl, "-o", made, exit_code=2).stderr
 
 
 def test_the_page_is_as_private_as_the_store(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ from hicachectl.cli.options import (
     request_options,
     store_argument,
 )
-from hicachectl.cli.session import bytes_progress, opened, progress, remark
+from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
+from hicachectl.formats.wording import failed
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
 from hicachectl.text.terminal import message_text
 from hicachectl.text.vocabulary import NEVER
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _choice = in_section(PROFILE)
 _check = in_section(CHECKS)
 
+_HEAD = b"<!DOCTYPE html>"
 _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 # Of a command that mends findings: what only the report itself needs.
 _NOT_NEXT = {
@@ -164,8 +166,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 
     refuse_missing()
     _refuse_contradictions(options)
+    _refuse_place(ctx, store, output)
     with opened(ctx, store, allow_leases=options["allow_leases"]) as source:
-        _refuse_inside(output, source)
         request = _request(ctx, source, options)
         with (
             progress(ctx, "listing", " objects") as on_listed,
@@ -198,15 +200,24 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         raise click.UsageError("--sample-slice needs --sample")
 
 
-def _refuse_inside(output: Path, store: Store) -> None:
-    """Refuse to write the page where the objects of the store lie."""
-    from hicachectl.backends.capabilities import SideFiles
+def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
+    """Refuse to write among the objects of the store, or over a file that is no page."""
+    from hicachectl.backends.urls import parse_url
 
-    if not isinstance(store, SideFiles):
-        return
-    place = os.path.realpath(store.side_directory().parent)
-    if Path(os.path.realpath(output)).is_relative_to(place):
+    url = parse_url(store, config_of(ctx))
+    place = Path(os.path.realpath(output))
+    directories = url.path.split(",") if url.scheme == "nixl" else [url.path]
+    if any(path and place.is_relative_to(os.path.realpath(path)) for path in directories):
         raise UsageError(f"{output}: lies in the store; name a file in another directory")
+    if not place.is_file():
+        return
+    try:
+        with place.open("rb") as file:
+            is_page = file.read(len(_HEAD)) in (_HEAD, b"")
+    except OSError as error:
+        raise UsageError(failed(output, "read the file that would be replaced", error)) from error
+    if not is_page:
+        raise UsageError(f"{output}: exists and is not an HTML page; name another file")
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PictureRequest:
