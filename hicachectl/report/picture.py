@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hicachectl.backends.capabilities import Leases
+from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.findings import severity_ranks
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.pages.summary import summarise
 from hicachectl.profiles.identities import markers_of
@@ -18,11 +21,12 @@ from hicachectl.report.names import deployment_name
 from hicachectl.report.prefixes import PrefixTree, prefix_tree
 from hicachectl.report.writes import Writes, writes_of
 from hicachectl.requests.measuring import measure_listed
-from hicachectl.text.vocabulary import STATES
+from hicachectl.text.vocabulary import NEVER, STATES
 from hicachectl.verification.grouped import FindingGroup, group_findings
 from hicachectl.verification.in_flight import groups_in_flight
 from hicachectl.verification.inspection import PageReport, inspect_listed
 from hicachectl.verification.report import VerifyReport, describe_store, report_of
+from hicachectl.verification.report_text import sum_line
 from hicachectl.verification.verify import check_store
 
 if TYPE_CHECKING:
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.chains import Chains, Hashing
     from hicachectl.verification.request import VerifyRequest
+
+
+_NAMED = ("severity", "code")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,36 @@ class Picture:
     page: PageReport | None
     page_choice: str
     remarks: tuple[str, ...]
+
+    @property
+    def page_only(self) -> dict[str, int]:
+        """Numbers of findings of the page in full, by code, that the checks did not have."""
+        if self.page is None:
+            return {}
+        known = {(group.severity, group.code) for group in self.findings}
+        found = zip(*(self.page.findings.column(n).to_pylist() for n in _NAMED), strict=True)
+        return dict(Counter(code for severity, code in found if (severity, code) not in known))
+
+    @property
+    def line(self) -> str:
+        """The sums of the checks in a line, and the findings of the page in full."""
+        more = ", ".join(f"{count} {code}" for code, count in self.page_only.items())
+        return sum_line(self.verified.document) + (f"; in the page in full: {more}" if more else "")
+
+    def worst(self) -> str:
+        """Return the worst severity of a finding, of the page in full too; "" without one."""
+        tables = [self.verified.findings, *([self.page.findings] if self.page else [])]
+        ranks = np.concatenate([severity_ranks(table) for table in tables])
+        return SEVERITIES[ranks.max()] if len(ranks) else ""
+
+    def fails(self, fail_on: str) -> bool:
+        """Return whether a finding is at least this severe (or "never")."""
+        found = self.worst()
+        return (
+            fail_on != NEVER
+            and found != ""
+            and (SEVERITIES.index(found) >= SEVERITIES.index(fail_on))
+        )
 
 
 def take_picture(

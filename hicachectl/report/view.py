@@ -30,7 +30,6 @@ from hicachectl.text.terminal import escape_controls, message_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
 from hicachectl.verification.grouped import AGE_CLASSES
-from hicachectl.verification.report_text import sum_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,13 +128,17 @@ def _verdict(picture: Picture) -> dict[str, str]:
     elif counts["warning"]:
         kind = "warning"
         text = f"No errors found; {counted(counts['warning'], 'warning')}: lost hits or lost space"
+    elif picture.page_only and picture.worst() != "info":
+        kind = picture.worst()
+        many = counted(sum(picture.page_only.values()), "finding")
+        text = f"The page in full has {many} that the checks did not look for"
     elif skipped == ["everything"] or not ran:
         kind, text = "nothing", "Nothing was checked"
     elif "in-flight" in skipped:
         kind, text = "nothing", "No page was judged: all are in flight"
     else:
         kind, text = "none", f"No errors and no warnings by the checks that ran: {', '.join(ran)}"
-    return {"kind": kind, "text": text, "line": sum_line(document)}
+    return {"kind": kind, "text": text, "line": picture.line}
 
 
 def _checks(picture: Picture) -> list[dict[str, Any]]:
@@ -300,7 +303,7 @@ def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
     ]
     return {
         "svg": _chart(write_chart(writes, near, unit)),
-        "unit": unit,
+        "bar": "an hour" if unit == "hour" else "a day" if unit == "day" else unit,
         "outside": outside,
         "far": [mark for mark in marks if mark not in near],
         "marks": near,

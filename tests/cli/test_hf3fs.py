@@ -19,6 +19,7 @@ from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
+from tests.report.page_texts import text_of
 from tests.skips import missing
 from tests.terminals import answering
 
@@ -97,6 +98,17 @@ def found(document: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def first_key(place: Place, name: str = "0:kv") -> str:
     return str(place.table(name)["key_to_index"][0][0])
+
+
+def test_a_report_has_values_but_no_times(invoke: Invoke, place: Place, tmp_path: Path) -> None:
+    made = tmp_path / "page.html"
+    asked = ("--grace", "0s", "--checks", "groups,sizes,values")
+    invoke("report", place.url, "--profile", place.profile, *asked, "-o", made)
+    text = text_of(made)
+    assert "No errors and no warnings by the checks that ran: groups, sizes, values" in text
+    assert "The store keeps no write times, so there is no chart." in text
+    assert "The first page." in text
+    assert "mean magnitude" in text
 
 
 def test_objects_are_listed_with_their_pages(invoke: Invoke, place: Place) -> None:

@@ -15,6 +15,7 @@ from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.verification import part
 from tests.mooncake_cluster import Cluster
+from tests.report.page_texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +70,22 @@ def test_a_healthy_cluster_has_no_findings(invoke: Invoke, cluster: Cluster, pro
     assert document["findings"] == []
     assert document["bytes_read"] == document["bytes"] > 0
     assert document["checks"] == ["names", "groups", "sizes", "values"]
+
+
+def test_a_report_reads_no_object_and_says_that_there_are_no_times(
+    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    made = tmp_path / "page.html"
+    invoke("report", cluster.url, "--profile", profile, "--grace", "0s", "-o", made)
+    text = text_of(made)
+    assert "No errors and no warnings by the checks that ran: names, groups, sizes" in text
+    assert "The store keeps no write times, so there is no chart." in text
+    assert "Reads of this store grant leases, so no page was read." in text
+    asked = ("--page", cluster.list_keys()[0].split("_")[1][:12])
+    assert cluster.client().remove(cluster.list_keys()[-1], False) == 0  # nothing is leased
+    arguments = (cluster.url, "--profile", profile, "--grace", "0s", "--fail-on", "never")
+    invoke("report", *arguments, *asked, "-o", made)
+    assert "Chosen with --page." in text_of(made)
 
 
 def test_an_empty_cluster_is_said_to_be_empty(

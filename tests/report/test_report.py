@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import time
 from datetime import UTC, datetime
-from html.parser import HTMLParser
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.report import charts
@@ -21,6 +22,7 @@ from hicachectl.report.picture import Picture, PictureRequest, take_picture
 from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
 from hicachectl.requests.chains import Hashing, chains_of_pages
 from hicachectl.verification.request import VerifyRequest
+from tests.report.page_texts import text_of
 from tests.stores import DSA, OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
@@ -29,27 +31,6 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 CHECKS = ("names", "groups", "sizes")
-
-
-class _Texts(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.tags.add(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def text_of(made: Path) -> str:
-    """Return the text of a page, without its style, with single spaces."""
-    parser = _Texts()
-    parser.feed(re.sub("<style>.*?</style>", "", made.read_text("utf-8"), flags=re.DOTALL))
-    assert "script" not in parser.tags
-    return " ".join(" ".join(parser.texts).split())
 
 
 def picture_of(store: Path, **options: Any) -> Picture:
@@ -129,6 +110,7 @@ def test_pages_in_flight_are_not_called_clean(invoke: Invoke, tmp_path: Path) ->
     assert "No page was judged: all are in flight" in text_of(made)
 
 
+@pytest.mark.slow
 def test_values_are_checked_and_shown_if_asked_for(
     invoke: Invoke, dsa_profile: Path, tmp_path: Path
 ) -> None:
@@ -149,11 +131,21 @@ def test_values_are_checked_and_shown_if_asked_for(
     assert "Chosen for its finding: error nan. x-dsa" in text
     assert "layer" in text
     assert "damaged" in text
+    said = invoke(*arguments, "--page", page(1)[:12], exit_code=4).stdout
+    assert "; in the page in full: 1 nan" in said
     invoke(*arguments, "--page", page(2)[:12], exit_code=4)
     text = text_of(made)
     assert page(2) in text
     assert "Chosen with --page." in text
     assert "missing-pool" in text
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    one = lone / f"{page(1)}_x-dsa.bin"
+    shutil.copy2(store / one.name, one)
+    kv_only = tmp_path / "kv.toml"
+    kv_only.write_text(DSA[: DSA.rindex("[[pools]]")])
+    invoke("report", lone, "--profile", kv_only, "-o", made, exit_code=4)
+    assert "The page in full has 1 finding that the checks did not look for" in text_of(made)
     refused = invoke(*arguments, "--page", "0" * 20, exit_code=2).stderr
     assert "no page begins with '00000000000000000000'" in refused
 
@@ -323,6 +315,24 @@ def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
     assert "has no HiCacheFile objects" in text
 
 
+def test_keys_of_any_bytes_are_shown_escaped(invoke: Invoke, tmp_path: Path) -> None:
+    keys = [b"nul\0<b>\xff", f"{page(1)}_m\0<script>_0_1.bin".encode()]
+    url = f"pack://{tmp_path}/store.hcpack"
+    with open_store(f"{url}?keys=file", create=True) as store, Arena(4096) as arena:
+        store.attach(arena)
+        rows = pa.table({"key": pa.array(keys, pa.binary()), "mtime_ns": [OLD * 10**9] * 2})
+        sizes = np.array([64, 64])
+        assert store.write_from(rows, np.array([0, 64]), sizes, if_absent=True).all_ok
+        store.detach()
+    made = tmp_path / "page.html"
+    invoke("report", url, "--fail-on", "never", "-o", made)
+    assert b"\0" not in made.read_bytes()
+    text = text_of(made)
+    assert r"nul\x00<b>\xff" in text
+    assert r"m\x00<script> tp 1" in text
+
+
+@pytest.mark.slow
 def test_a_damaged_pack_is_refused_or_shown_with_its_damage(
     invoke: Invoke, dsa: Path, tmp_path: Path
 ) -> None:
@@ -353,15 +363,30 @@ def test_the_file_is_never_in_the_store_and_is_written_whole(
     assert "lies in the store" in invoke("report", dsa, "-o", linked, exit_code=2).stderr
     assert not inside.exists()
     made = tmp_path / "page.html"
-    made.write_text("earlier")
+    made.write_text("<!DOCTYPE html>earlier")
 
     def fail(*_: object, **__: object) -> str:
         raise StoreUnavailable("no more")
 
     monkeypatch.setattr("hicachectl.report.view.size_chart", fail)
     invoke("report", dsa, "-o", made, exit_code=3)
-    assert made.read_text() == "earlier"
+    assert made.read_text() == "<!DOCTYPE html>earlier"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "page.html", "store"]
+
+
+def test_only_a_page_is_replaced(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "dsa.toml"
+    profile.write_text(DSA)
+    refused = invoke("report", dsa, "-o", profile, exit_code=2).stderr
+    assert refused == (
+        f"hicachectl: {profile}: exists and is not an HTML page; name another file\n"
+    )
+    assert profile.read_text() == DSA
+    made = tmp_path / "page.html"
+    for _ in range(2):
+        invoke("report", dsa, "--fail-on", "never", "-o", made)
+    nixl = f"nixl://{tmp_path},{dsa}"
+    assert "lies in the store" in invoke("report", nixl, "-o", made, exit_code=2).stderr
 
 
 def test_the_page_is_as_private_as_the_store(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:

@@ -29,10 +29,12 @@ from hicachectl.cli.options import (
     request_options,
     store_argument,
 )
-from hicachectl.cli.session import bytes_progress, opened, progress, remark
+from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
+from hicachectl.formats.wording import failed
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
+from hicachectl.text.terminal import message_text
 from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 _choice = in_section(PROFILE)
 _check = in_section(CHECKS)
 
+_HEAD = b"<!DOCTYPE html>"
 _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 # Of a command that mends findings: what only the report itself needs.
 _NOT_NEXT = {
@@ -162,7 +165,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
     run. From a Mooncake store, it reads a page only with --page, since reads grant leases.
 
-    The exit status is 4 if there are findings at --fail-on or above; the file is written first.
+    The exit status is 4 if there are findings at --fail-on or above, in the store or in the page
+    shown in full; the file is written first.
 
     report needs the extra: pip install 'hicachectl[report]'.
     """
@@ -171,12 +175,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     from hicachectl.report.charts import Mark, refuse_missing
     from hicachectl.report.picture import take_picture
     from hicachectl.report.view import html_of
-    from hicachectl.verification.report_text import sum_line
 
     refuse_missing()
     _refuse_contradictions(options)
+    _refuse_place(ctx, store, output)
     with opened(ctx, store, allow_leases=options["allow_leases"]) as source:
-        _refuse_inside(output, source)
         request = _request(ctx, source, options)
         with (
             progress(ctx, "listing", " objects") as on_listed,
@@ -195,8 +198,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
         stream.write(page)
     for text in picture.remarks:
         remark(ctx, text)
-    click.echo(f"{output}: {sum_line(picture.verified.document)}")
-    if picture.verified.fails(options["fail_on"]):
+    click.echo(message_text(f"{output}: {picture.line}"))
+    if picture.fails(options["fail_on"]):
         ctx.exit(FINDINGS)
 
 
@@ -209,15 +212,24 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         raise click.UsageError("--sample-slice needs --sample")
 
 
-def _refuse_inside(output: Path, store: Store) -> None:
-    """Refuse to write the page where the objects of the store lie."""
-    from hicachectl.backends.capabilities import SideFiles
+def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
+    """Refuse to write among the objects of the store, or over a file that is no page."""
+    from hicachectl.backends.urls import parse_url
 
-    if not isinstance(store, SideFiles):
-        return
-    place = os.path.realpath(store.side_directory().parent)
-    if Path(os.path.realpath(output)).is_relative_to(place):
+    url = parse_url(store, config_of(ctx))
+    place = Path(os.path.realpath(output))
+    directories = url.path.split(",") if url.scheme == "nixl" else [url.path]
+    if any(path and place.is_relative_to(os.path.realpath(path)) for path in directories):
         raise UsageError(f"{output}: lies in the store; name a file in another directory")
+    if not place.is_file():
+        return
+    try:
+        with place.open("rb") as file:
+            is_page = file.read(len(_HEAD)) in (_HEAD, b"")
+    except OSError as error:
+        raise UsageError(failed(output, "read the file that would be replaced", error)) from error
+    if not is_page:
+        raise UsageError(f"{output}: exists and is not an HTML page; name another file")
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PictureRequest:

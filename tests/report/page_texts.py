@@ -1,0 +1,31 @@
+"""Texts of a page of `hicachectl report`."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class _Texts(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def text_of(made: Path) -> str:
+    """Return the text of a page, without its style, with single spaces."""
+    parser = _Texts()
+    parser.feed(re.sub("<style>.*?</style>", "", made.read_text("utf-8"), flags=re.DOTALL))
+    assert "script" not in parser.tags
+    return " ".join(" ".join(parser.texts).split())
