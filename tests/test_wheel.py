@@ -1,4 +1,4 @@
-"""A wheel has every module and runs outside the checkout; a source archive has its own tests."""
+"""A wheel runs outside the checkout; install.sh installs it; a source archive has its tests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests.skips import missing
+from hicachectl import __version__
+from tests.skips import missing, need_tool
 
 ROOT = Path(__file__).parents[1]
+PACKAGING = ROOT / "hicachectl" / "packaging"
 SOURCES = (
     "backends", "formats", "hicachectl", "man", "tests",
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
     "Makefile", "README.md", "constraints.txt", "pyproject.toml",
 )  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEPENDENCIES = [re.split("[^A-Za-z0-9-]", text)[0] for text in PROJECT["dependencies"]]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 pytestmark = pytest.mark.slow
@@ -56,8 +60,7 @@ def modules_below(folder: Path) -> set[str]:
 
 def dependency_folders() -> set[Path]:
     """Return the folders of this environment with the project's dependencies."""
-    names = [re.split("[^A-Za-z0-9-]", text)[0] for text in PROJECT["dependencies"]]
-    return {Path(str(distribution(name).locate_file(""))).resolve() for name in names}
+    return {Path(str(distribution(name).locate_file(""))).resolve() for name in DEPENDENCIES}
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +88,135 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def deployment_files() -> set[str]:
+    """Return the files of hicachectl/packaging, as paths below it."""
+    return {str(path.relative_to(PACKAGING)) for path in PACKAGING.rglob("*") if not path.is_dir()}
+
+
+def needed(names: list[str]) -> set[str]:
+    """Return distributions and those that they need here."""
+    found: set[str] = set()
+    while names:
+        name = names.pop()
+        if name not in found:
+            found.add(name)
+            wanted = map(Requirement, distribution(name).requires or ())
+            names += [
+                one.name
+                for one in wanted
+                if one.marker is None or one.marker.evaluate({"extra": ""})
+            ]
+    return found
+
+
+def repacked(name: str, folder: Path) -> None:
+    """Make a wheel of a distribution that this environment has, without its scripts."""
+    found = distribution(name)
+    (tag,) = re.findall(r"^Tag: (\S+)$", found.read_text("WHEEL") or "", re.MULTILINE)[:1]
+    title = re.sub("[^A-Za-z0-9]", "_", found.metadata["Name"])
+    path = folder / f"{title}-{found.version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in found.files or ():
+            if ".." not in file.parts and file.suffix != ".pyc" and file.name != "RECORD":
+                archive.write(Path(str(file.locate())), str(file))
+        archive.writestr(f"{title}-{found.version}.dist-info/RECORD", "")
+
+
 def test_a_wheel_holds_every_module_and_the_marker_of_types(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert modules_below(ROOT / "hicachectl") == {name for name in names if name.endswith(".py")}
     assert "hicachectl/py.typed" in names
     assert {f"hicachectl/report/templates/report.{kind}" for kind in ("html", "css")} <= names
+    assert {f"hicachectl/packaging/{name}" for name in deployment_files()} <= names
+    shared = {name.partition(".data/data/share/hicachectl/")[2] for name in names} - {""}
+    assert shared == {name for name in deployment_files() if not name.startswith("completions/")}
+
+
+def test_install_sh_is_clean() -> None:
+    tool = need_tool("shellcheck")
+    run(ROOT, tool, PACKAGING / "install.sh")
+
+
+def test_install_sh_installs_what_the_container_file_copies(
+    source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """In an empty environment, then a wheel in the same place; without a network."""
+    recipe = (PACKAGING / "Containerfile").read_text()
+    given = tmp_path / "source"
+    for copied in re.findall(r"^COPY (.*) /source/?\S*$", recipe, re.MULTILINE):
+        for name in copied.split():
+            target = given / name
+            target.parent.mkdir(exist_ok=True)
+            if (source / name).is_dir():
+                shutil.copytree(source / name, target, symlinks=True)
+            else:
+                shutil.copy(source / name, target)
+    (command,) = re.findall(r"^RUN (sh .*)$", recipe, re.MULTILINE)
+    places = {"/source": str(given), "/usr/local": str(tmp_path / "prefix"), '"${EXTRAS}"': '""'}
+    for name, place in places.items():
+        command = command.replace(name, place)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in needed(["setuptools", *DEPENDENCIES]):
+        repacked(name, wheels)
+    home = tmp_path / "home"
+    home.mkdir()
+    settings = {
+        "HOME": home,
+        "PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin",
+        "PIP_FIND_LINKS": wheels,
+        "PIP_NO_INDEX": 1,
+        "PIP_NO_COMPILE": 1,
+        "PIP_NO_CACHE_DIR": 1,
+    }
+    clean = ("env", "-i", *(f"{name}={value}" for name, value in settings.items()))
+    prefix = tmp_path / "prefix"
+    again = f"sh {PACKAGING / 'install.sh'} --prefix {prefix} {wheel}"
+    for line in (command, again):
+        assert run(tmp_path, *clean, "sh", "-c", line) == f"hicachectl {__version__}\n"
+    assert {path.name for path in (prefix / "share" / "man").glob("*/*")} == {
+        path.name for path in (ROOT / "man").iterdir()
+    }
+    shared = (
+        "hicachectl/kubernetes/server.yaml",
+        "bash-completion/completions/hicachectl",
+        "zsh/site-functions/_hicachectl",
+        "fish/vendor_completions.d/hicachectl.fish",
+    )
+    for name in shared:
+        assert (prefix / "share" / name).is_file()
+    run(tmp_path, *clean, prefix / "bin" / "hicachectl", "demo", "store")
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prefx", "x"), "--prefx: unknown option"),
+        (("--prefix",), "--prefix: needs a value"),
+        (("a.whl", "b.whl"), "b.whl: only one SOURCE"),
+        (("missing.whl",), "missing.whl: no such file"),
+        (("--python", "nothing", "."), "nothing: not found"),
+        (("--prefix", "taken", "."), "taken/bin/hicachectl: not a link of this script"),
+    ],
+)
+def test_install_sh_refuses(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    program = tmp_path / "taken" / "bin" / "hicachectl"
+    program.parent.mkdir(parents=True)
+    program.write_text("")
+    done = subprocess.run(
+        ["sh", PACKAGING / "install.sh", *arguments],
+        env={**ENVIRONMENT, "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "; " in done.stderr
+    assert not list(tmp_path.rglob("pyvenv.cfg"))
 
 
 def test_an_installed_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
