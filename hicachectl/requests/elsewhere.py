@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Topologies to look for if the store was not listed.
 _TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _PP_SIZES = (2, 4, 8)
-_FIRST_PAGES = 128  # looked up in each of these
+_FIRST_PAGES = 64  # looked up in each of these
 _SHOWN = 4
 
 
