@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.profile import Profile
     from hicachectl.verification.mending import Mending
 
 _WORDS = "hicachectl.words"  # in the context's meta: the arguments of the command
@@ -32,14 +33,14 @@ def mending_of(
     text: str,
     store: Store,
     *,
-    profiled: bool,
+    profile: Profile | None,
     quarantine: str = "",
     not_next: Collection[str],
 ) -> Mending:
     """Return what commands that mend findings have in common with this one.
 
-    text: the STORE argument. profiled: whether a profile was given. quarantine: as given. not_next:
-    names of options that only this command needs.
+    text: the STORE argument. profile: as given, not inferred. quarantine: as given. not_next: names
+    of options that only this command needs.
     """
     from hicachectl.backends.capabilities import SideFiles
     from hicachectl.verification.mending import Mending
@@ -52,9 +53,11 @@ def mending_of(
         program=("hicachectl", *(() if config is None else ("--config", str(config)))),
         store=text if named else store_name(ctx, text),
         options=tuple(_next_words(ctx, not_next)),
-        profiled=profiled,
+        profiled=profile is not None,
         deletes=store.traits.deletes,
         quarantine=quarantine or ("" if own is not None else "DIR"),
+        model="" if profile is None else profile.key_model,
+        sizes={} if profile is None else {a: getattr(profile, a) for a in ("tp", "pp", "cp")},
     )
 
 

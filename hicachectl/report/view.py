@@ -196,6 +196,8 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
     for name, own in by_code.items():
         code = known[name]
         template = code.mending_command
+        labels = {group.deployment for group in own}
+        label = labels.pop() if len(labels) == 1 else None
         found.append(
             {
                 "code": name,
@@ -204,7 +206,7 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
                 "groups": own[:_ROWS],
                 "examples": [e for group in own for e in group.examples][:_EXAMPLES],
                 "texts": code.explanation(),
-                "command": mending.command(template) if template else "",
+                "command": mending.command(template, label) if template else "",
             }
         )
     return found

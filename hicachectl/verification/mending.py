@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from shlex import quote
 
 import msgspec
@@ -9,6 +10,11 @@ import msgspec
 from hicachectl.checks.codes import OPTIONS, STORE
 
 _REPAIR = ("--repair", "quarantine")
+_MODEL, _SIZE = "MODEL", "SIZE"
+_LABEL = re.compile(
+    r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)"
+)  # of keys.labels, unescaped names
+_FILTERS = ("tp", "pp", "cp")  # sizes that `rm` chooses by
 
 
 class Mending(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +22,8 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
 
     program: words before the command's name. store: as given. options: words of the options that
     a next run needs, too. profiled: whether the run had a profile. deletes: whether objects can be
-    deleted. quarantine: to be named in a repair; empty for the store's own.
+    deleted. quarantine: to be named in a repair; empty for the store's own. model, sizes: of the
+    profile, as in keys; empty without one.
     """
 
     program: tuple[str, ...] = ("hicachectl",)
@@ -25,10 +32,15 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     profiled: bool = True
     deletes: bool = True
     quarantine: str = ""
+    model: str = ""
+    sizes: dict[str, int] = {}
 
-    def command(self, template: str) -> str:
-        """Return a command for a shell, from that of a code."""
-        words = template.split()[1:]
+    def command(self, template: str, deployment: str | None = None) -> str:
+        """Return a command for a shell, from that of a code.
+
+        deployment: label of the one that the findings are about; None if of several or none.
+        """
+        words = self._named(template.split()[1:], deployment)
         if not self.deletes and (words[0] == "rm" or _REPAIR[0] in words):
             words = ["migrate", STORE, "DST"]
         repairs = _REPAIR[0] in words
@@ -52,3 +64,18 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         if repairs and self.quarantine:
             said += ["--quarantine", quote(self.quarantine)]
         return " ".join([*map(quote, self.program), *said])
+
+    def _named(self, words: list[str], deployment: str | None) -> list[str]:
+        """Put in the model's name and the sizes of a deployment, where they choose no other one."""
+        label = _LABEL.fullmatch(deployment or self.model)
+        if label is None or _MODEL not in words:
+            return words
+        named = [quote(label[1]) if word == _MODEL else word for word in words]
+        found = re.findall(r"([a-z]+)([0-9]+)", label[2])
+        stated = {axis: int(size) for axis, size in found if axis in _FILTERS}
+        others = any(self.sizes.get(axis) != size for axis, size in stated.items())
+        if _SIZE in words and others:
+            at = named.index(_SIZE) - 1
+            chosen = [word for axis, size in stated.items() for word in (f"--{axis}", str(size))]
+            named[at : at + 2] = chosen
+        return named

@@ -101,14 +101,14 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
     done: the run has repaired the pages with errors.
     """
     known = {code.name: code for code in codes()}
-    steps: dict[str, list[str]] = {}
-    for name in dict.fromkeys(group.code for group in groups):
+    steps: dict[str, dict[str, None]] = {}
+    for name, deployment in dict.fromkeys((group.code, group.deployment) for group in groups):
         code = known[name]
         template = code.mending_command
         if done and is_repair(template) and not code.remedy and code.severity == "error":
             continue
-        step = f"  {mending.command(template)}" if template else f"  {code.next_step}"
-        steps.setdefault(step, []).append(name)
+        said = mending.command(template, deployment) if template else code.next_step
+        steps.setdefault(f"  {said}", {})[name] = None
     if steps:
         yield ""
         yield "To mend (hicachectl explain CODE has the meaning, the risk and the cost):"

@@ -190,7 +190,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
-            ctx, store, source, profiled=request.verify.real_profile is not None, not_next=_NOT_NEXT
+            ctx, store, source, profile=request.verify.real_profile, not_next=_NOT_NEXT
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)

@@ -266,7 +266,7 @@ def command(
             ctx,
             store,
             source,
-            profiled=request.real_profile is not None,
+            profile=request.real_profile,
             quarantine=options["quarantine"],
             not_next=_NOT_NEXT,
         )
