@@ -67,8 +67,8 @@ def _column(objects: pa.Table, name: str) -> pa.Array | pa.ChunkedArray:
 def in_order(rows: pa.Table, column: str, *, asked: str) -> pa.Table:
     """Return rows sorted by a column; with "-" before its name, in descending order.
 
-    asked: the column as the operator named it. Nulls come last; equal rows keep their order. Raises UsageError if the store keeps no times and
-    the column has some.
+    asked: the column as the operator named it. Nulls come last; equal rows keep their order. Raises
+    UsageError if the store keeps no times and the column has times.
     """
     name = column.removeprefix("-")
     values = rows.column(name)
