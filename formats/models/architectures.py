@@ -27,6 +27,7 @@ from hicachectl.formats.models.families.base import (
     Family,
     all_layers,
     mtp_of,
+    nextn_layers,
     one_layer,
     one_token_pages,
 )
@@ -266,8 +267,8 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     ),
     "DeciLMForCausalLM": Family(nemotron_nas),
     "HrmTextForCausalLM": Family(hrm_text, stated=("head_dim",)),
-    "NanbeigeForCausalLM": Family(looped("num_loops"), stated=("num_loops",)),
-    "IQuestLoopCoderForCausalLM": Family(looped("loop_num")),
+    "NanbeigeForCausalLM": Family(looped, stated=("num_loops",)),
+    "IQuestLoopCoderForCausalLM": Family(looped),
     "InternS1ForConditionalGeneration": Family(mha, stated=_ROWS),
     # SGLang has no pool for its window layers while HiCache is on (_step3p_overrides).
     **_each(
@@ -400,7 +401,10 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Glm4MoeLiteForCausalLMNextN",
         "GlmMoeDsaForCausalLMNextN",
         "HYV4ForCausalLMNextN",
-        "LongcatFlashForCausalLMNextN",
+    ),
+    # _config_draft_model sets num_hidden_layers to their number.
+    "LongcatFlashForCausalLMNextN": Family(
+        mla, stated=(NEXTN,), draft_only=True, draft_layers=nextn_layers
     ),
     "MistralLarge3ForCausalLMEagle": Family(
         mla, stated=(NEXTN,), draft_only=True, draft_layers=all_layers
@@ -522,35 +526,27 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
 # Compared with SGLang only by a config written by hand: no published one was at hand.
 UNVERIFIED = frozenset(
     {
-        "BaichuanForCausalLM",
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
         "BailingMoEForCausalLM",
-        "BailingMoeForCausalLM",
-        "BailingMoeV2ForCausalLM",
         "BailingMoeV2_5ForCausalLM",
-        "BailingMoeV3ForCausalLM",
         "BailingMoeV3VLForConditionalGeneration",
         "DeciLMForCausalLM",
         "DeepseekForCausalLM",
         "DeepseekOCRForCausalLM",
-        "ExaoneForCausalLM",
         "ExaoneMoEForCausalLM",
         "Glm5NextForConditionalGeneration",
         "Grok1ForCausalLM",
         "Grok1ModelForCausalLM",
         "IQuestLoopCoderForCausalLM",
         "InklingForConditionalGeneration",
-        "InternLM2ForCausalLM",
         "InternS1ForConditionalGeneration",
         "InternS1ProForConditionalGeneration",
-        "InternVLChatModel",
         "JetNemotronForCausalLM",
         "JetVLMForConditionalGeneration",
         "K2HorizonForCausalLM",
         "KimiK3ForConditionalGeneration",
         "KimiK3LinearForCausalLM",
-        "LLaDA2MoeModelLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
         "LlavaLlamaForCausalLM",
@@ -558,7 +554,6 @@ UNVERIFIED = frozenset(
         "LlavaQwenForCausalLM",
         "LlavaVidForCausalLM",
         "MiDashengLMModel",
-        "MiMoForCausalLM",
         "MiMoV2ASRForCausalLM",
         "MiMoV2ForCausalLM",
         "MiniCPMForCausalLM",
@@ -575,7 +570,6 @@ UNVERIFIED = frozenset(
         "NemotronH_Omni_Reasoning_V3",
         "OrionForCausalLM",
         "POINTSV15ChatModel",
-        "Phi4MMForCausalLM",
         "PixtralForConditionalGeneration",
         "QWenLMHeadModel",
         "Qwen3_5ForCausalLM",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.documents import shown
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.families.base import (
+    LOOPS,
     Context,
-    PoolBuilder,
     count_or_numbers,
     mha_pool,
     mla_pool,
@@ -72,6 +72,7 @@ def dsa_indexer_layers(config: HfConfig, release: Release) -> tuple[int, ...]:
 
 def mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return one pool of all layers (MHATokenToKVPool)."""
+    _check_no_windows(config, context)
     layers = range(config.integer("num_hidden_layers"))
     return (mha_pool("kv", config, context, layers, own_v_dim=True),)
 
@@ -109,6 +110,7 @@ def _head_groups(config: HfConfig) -> Iterator[int]:
 
 def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return latent rows, with index keys for DSA (MLATokenToKVPool, DSATokenToKVPool)."""
+    _check_no_windows(config, context)
     dsa = is_dsa(config)
     kv = mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
     if not dsa:
@@ -126,6 +128,16 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         compress_ratio=unless_usual(config.optional_integer("index_kpool") or 1, 1),
     )
     return (kv, indexer)
+
+
+def _check_no_windows(config: HfConfig, context: Context) -> None:
+    """Refuse a config that asks for window layers itself (is_hybrid_swa_model)."""
+    if config.text.get("is_hybrid_swa") and not context.flags.disable_hybrid_swa_memory:
+        raise config.error(
+            "is_hybrid_swa",
+            "SGLang then has a pool of window layers, which hicachectl does not know for this "
+            "model; write a profile file",
+        )
 
 
 def mha_or_mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -160,18 +172,12 @@ def longcat_flash(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     return (mla_pool(config, context, range(2 * config.integer("num_hidden_layers")), dsa=False),)
 
 
-def looped(loops: str) -> PoolBuilder:
-    """Return the builder of models that pass their layers several times, each with its own KV.
-
-    loops: the field that counts the passes; 1 if absent.
-    """
-
-    def build(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-        count = config.optional_integer(loops) or 1
-        # Both num_attention_layers and num_effective_layers multiply by the loops.
-        return _repeated(config, context, loops, count * count)
-
-    return build
+def looped(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return K and V rows of all passes through the layers, each with its own KV."""
+    name = LOOPS[config.architecture]
+    count = config.optional_integer(name) or 1
+    # Both num_attention_layers and num_effective_layers multiply by the loops.
+    return _repeated(config, context, name, count * count)
 
 
 def hrm_text(config: HfConfig, context: Context) -> tuple[Pool, ...]:

@@ -32,6 +32,9 @@ class Context:
 # The field that counts a checkpoint's MTP layers.
 NEXTN = "num_nextn_predict_layers"
 
+# Models that pass their layers several times, and the field that counts the passes.
+LOOPS = {"NanbeigeForCausalLM": "num_loops", "IQuestLoopCoderForCausalLM": "loop_num"}
+
 PoolBuilder = Callable[["HfConfig", Context], tuple[Pool, ...]]
 
 
@@ -60,13 +63,34 @@ class Family:
         """Return the pools of a model, the anchor first. Raises ProfileError."""
         for name in self.stated:
             config.required(name)
+        _check_loops(config)
         return self.build(config, context)
+
+
+def _check_loops(config: HfConfig) -> None:
+    """Refuse loops in a config whose model has none: SGLang multiplies its layers all the same.
+
+    Source: layer_setup.py :: _get_loop_num.
+    """
+    for architecture, name in LOOPS.items():
+        stated = (config.outer.get(name), config.text.get(name))
+        if config.architecture != architecture and any(x not in (None, 0, 1) for x in stated):
+            raise config.error(
+                name,
+                "SGLang multiplies the layers of the pool by it, but this model has no loops; "
+                "mend the checkpoint's config, or write a profile file",
+            )
 
 
 def one_layer(config: HfConfig) -> int:
     """Return 1, the layers of a runner of an MTP draft, whatever its config counts."""
     del config
     return 1
+
+
+def nextn_layers(config: HfConfig) -> int:
+    """Return the layers that NEXTN counts, of a draft that has no others."""
+    return config.integer(NEXTN)
 
 
 def all_layers(config: HfConfig) -> int:

@@ -45,6 +45,7 @@ _SHARED_RATIOS = (1, 2)  # layers of these ratios read the rows of a source laye
 _LAYOUTS = ("v4", "v41", "v41_new")
 _COMPRESSED_LAYOUTS = ("", "auto", "fp8", "fp4")
 _ROW_WIDTH = 512
+_ROPE_WIDTH = 64  # at the end of a row
 _STATE_RING = 8  # rows per window page (get_compress_state_ring_size, without speculation)
 
 
@@ -59,8 +60,9 @@ def deepseek_v4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     ratios = stated[:count]  # more are of MTP layers
     if len(ratios) < count or not set(ratios) <= set(_RATIOS):
         raise config.error("compress_ratios", f"expected {count} of {_RATIOS}, found {stated}")
-    if config.optional_integer("head_dim") not in (0, _ROW_WIDTH):
-        raise config.error("head_dim", f"SGLang has DeepSeek-V4 rows of {_ROW_WIDTH} values only")
+    for name, width in (("head_dim", _ROW_WIDTH), ("qk_rope_head_dim", _ROPE_WIDTH)):
+        if config.integer(name) != width:
+            raise config.error(name, f"SGLang has DeepSeek-V4 rows of {width} values here only")
     if _is_v41(config) and context.flags.pp > 1:
         raise config.error(
             "pp", "SGLang refuses: 'DeepSeek-V4.1 does not support pipeline parallelism yet; "

@@ -95,6 +95,9 @@ def test_fields_without_which_sglang_uses_numbers_of_its_own_are_asked_for(name:
         ("DotsVLMForCausalLM", "num_hidden_layers", None, "missing"),
         ("Glm4MoeLiteForCausalLM", "head_dim", 128, "must be qk_rope_head_dim, 64"),
         ("IQuestQ1ForCausalLM", "use_hybrid_layers", False, "false, and SGLang"),
+        ("LlamaForCausalLM", "loop_num", 2, "SGLang multiplies the layers of the pool"),
+        ("NanbeigeForCausalLM", "loop_num", 2, "SGLang multiplies the layers of the pool"),
+        ("DeepseekV3ForCausalLM", "is_hybrid_swa", True, "SGLang then has a pool of window layers"),
     ],
 )
 def test_fields_that_change_what_sglang_allocates_are_not_overlooked(

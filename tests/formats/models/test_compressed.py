@@ -90,7 +90,7 @@ def test_window_rows_that_requests_rebuild_are_not_stored() -> None:
     [
         (V4, {"compress_ratios": [4] * 42}, "compress_ratios: expected 43 of"),
         (V4, {"compress_ratios": [8] * 43}, "compress_ratios: expected 43 of"),
-        (V4, {"head_dim": 256}, "head_dim: SGLang has DeepSeek-V4 rows of 512 values only"),
+        (V4, {"head_dim": 256}, "head_dim: SGLang has DeepSeek-V4 rows of 512 values here only"),
         ("IQuestQ1ForCausalLM", {"num_hybrid_layers_block": 20}, "is 88, but the blocks have 84"),
         ("IQuestQ1ForCausalLM", {"use_hybrid_layers": 1}, "expected true or false, found 1"),
     ],

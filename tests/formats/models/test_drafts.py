@@ -128,3 +128,11 @@ def test_iquest_has_only_its_own_draft() -> None:
     two = {**model["draft"], "num_hidden_layers": 2}
     with pytest.raises(ProfileError, match="MTP supports one physical draft layer"):
         profile_of({**model, "draft": two}, _ONE)
+
+
+def test_a_longcat_draft_without_mtp_layers_is_refused() -> None:
+    """SGLang gives its draft the layers that the config counts, even none."""
+    model = DRAFTS["LongcatFlashForCausalLM LongcatFlashForCausalLMNextN"]
+    draft = {**model["config"], "num_nextn_predict_layers": 0}
+    with pytest.raises(ProfileError, match="num_nextn_predict_layers: expected a whole number"):
+        profile_of({**model, "draft": draft}, _ONE)
