@@ -142,22 +142,18 @@ def _verdict(picture: Picture) -> dict[str, str]:
 
 
 def _checks(picture: Picture) -> list[dict[str, Any]]:
+    """Return the state of each group of checks."""
     document = picture.verified.document
     skipped = document["skipped_checks"]
-    return [
-        {
-            "name": name,
-            "ran": name in document["checks"] and skipped != ["everything"],
-            "why": (
-                ""
-                if name in document["checks"]
-                else "could not run: see the remarks"
-                if name in skipped or skipped == ["everything"]
-                else "was not asked for"
-            ),
-        }
-        for name in group_names()
-    ]
+    states = dict.fromkeys(group_names(), ("not", "was not asked for"))
+    for name in picture.asked:
+        if name in skipped:
+            states[name] = ("not", "could not run: see the remarks")
+        elif skipped == ["everything"] or name not in document["checks"]:
+            states[name] = ("not", "had nothing to check")
+        else:
+            states[name] = ("ran", "ran")
+    return [{"name": name, "kind": one[0], "text": one[1]} for name, one in states.items()]
 
 
 # --- findings ---
