@@ -121,7 +121,7 @@ def _fitted(chart: Any, width: int) -> Any:
 
 # --- bytes ---
 
-_KINDS = ("most common size", "second size", "third size", "fourth size", "other sizes")
+_KINDS = ("most common size", "second size", "third size", "fourth size", "other or unknown sizes")
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 AMBIGUOUS = "ambiguous keys"
 FOREIGN = "other objects"  # not of SGLang
+NAMELESS = "keys without a model"
 NO_RANKS = "all ranks"
 _SIZES = tuple(f"{axis}_size" for axis in AXES)
 
@@ -27,18 +28,21 @@ def deployment_name(deployment: Deployment) -> str:
     return _named(deployment.model, deployment.tag, {n: getattr(shard, n) for n in _SIZES})
 
 
-def summary_name(row: Mapping[str, Any]) -> str:
-    """Return the name of the deployment in a row of `pages.summary`, as `deployment_name`."""
+def summary_name(row: Mapping[str, Any], *, models: bool) -> str:
+    """Return the name of the deployment in a row of `pages.summary`, as `deployment_name`.
+
+    models: whether the keys of the store name models.
+    """
     if row["pool"] is None:
         return FOREIGN
     sizes = {name: row[name] for name in _SIZES}
-    if row["model"] is None and not any(sizes.values()):
+    if models and row["model"] is None and not any(sizes.values()):
         return AMBIGUOUS
     return _named(row["model"] or "", row["tag"] or "", sizes)
 
 
 def _named(model: str, tag: str, sizes: Mapping[str, int | None]) -> str:
-    return escape_controls(deployment_text({"model": key_name(model, tag) or "-", **sizes}))
+    return escape_controls(deployment_text({"model": key_name(model, tag) or NAMELESS, **sizes}))
 
 
 def pool_text(coordinate: Coordinate) -> str:

@@ -64,14 +64,16 @@ class PictureRequest:
 class Picture:
     """What the report shows of a store.
 
-    made: Unix seconds. rows, total: as of `ls --summary`. states: number of page groups by
-    state, in the order of `vocabulary.STATES`. writes: None if the store keeps no times. tree: None
-    without requests; no_tree: why not. page: the page in full; page_choice: why this one, or why
-    none. remarks: to be read before the rest.
+    made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: as
+    of `ls --summary`. states: number of page groups by state, in the order of `vocabulary.STATES`.
+    writes: None if the store keeps no times. tree: None without requests; no_tree: why not. page:
+    the page in full; page_choice: why this one, or why none. remarks: to be read before the rest.
     """
 
     url: str
     made: float
+    models: bool
+    asked: tuple[str, ...]
     verified: VerifyReport
     findings: tuple[FindingGroup, ...]
     rows: pa.Table
@@ -144,6 +146,8 @@ def take_picture(
     return Picture(
         url=store.url,
         made=made,
+        models=all(deployment.model for deployment in inventory.table.deployments),
+        asked=verify.checks,
         verified=verified,
         findings=tuple(group_findings(verified.placed, made)),
         rows=rows,

@@ -142,22 +142,18 @@ def _verdict(picture: Picture) -> dict[str, str]:
 
 
 def _checks(picture: Picture) -> list[dict[str, Any]]:
+    """Return the state of each group of checks."""
     document = picture.verified.document
     skipped = document["skipped_checks"]
-    return [
-        {
-            "name": name,
-            "ran": name in document["checks"] and skipped != ["everything"],
-            "why": (
-                ""
-                if name in document["checks"]
-                else "could not run: see the remarks"
-                if name in skipped or skipped == ["everything"]
-                else "was not asked for"
-            ),
-        }
-        for name in group_names()
-    ]
+    states = dict.fromkeys(group_names(), ("not", "was not asked for"))
+    for name in picture.asked:
+        if name in skipped:
+            states[name] = ("not", "could not run: see the remarks")
+        elif skipped == ["everything"] or name not in document["checks"]:
+            states[name] = ("not", "had nothing to check")
+        else:
+            states[name] = ("ran", "ran")
+    return [{"name": name, "kind": one[0], "text": one[1]} for name, one in states.items()]
 
 
 # --- findings ---
@@ -221,7 +217,7 @@ def _sizes(picture: Picture) -> dict[str, Any]:
     amount = "nbytes" if counts_bytes else "objects"
     of_deployment: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
-        row["name"] = summary_name(row)
+        row["name"] = summary_name(row, models=picture.models)
         row["pool"] = row["pool"] or "not SGLang's"
         of_deployment.setdefault(row["name"], {}).setdefault(row["pool"], []).append(row)
     bars = {
@@ -262,8 +258,10 @@ def _sizes(picture: Picture) -> dict[str, Any]:
 
 
 def _is_mixed(bars: Sequence[Bar]) -> bool:
-    """Return whether a share that can be seen is not of the most common size of its pool."""
-    return sum(b.amount for b in bars if b.rank) > _SEEN * sum(b.amount for b in bars)
+    """Return whether a share that can be seen is not of the first size of its pool."""
+    first = {bar.name: bar for bar in reversed(bars)}
+    others = sum(bar.amount for bar in bars if bar is not first[bar.name])
+    return others > _SEEN * sum(bar.amount for bar in bars)
 
 
 def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
@@ -278,7 +276,10 @@ def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
             Bar(pool, size, min(rank, 3), row[amount])
             for rank, (row, size) in enumerate(zip(known, sizes, strict=True))
         ),
-        *(Bar(pool, "other sizes", 4, row[amount]) for row in rest),
+        *(
+            Bar(pool, "unknown size" if row["nbytes"] is None else "other sizes", 4, row[amount])
+            for row in rest
+        ),
     ]
 
 

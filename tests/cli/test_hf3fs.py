@@ -109,6 +109,13 @@ def test_a_report_has_values_but_no_times(invoke: Invoke, place: Place, tmp_path
     assert "The store keeps no write times, so there is no chart." in text
     assert "The first page." in text
     assert "mean magnitude" in text
+    invoke("report", place.url, "--grace", "0s", "-o", made)
+    text = text_of(made)
+    assert "sizes: could not run: see the remarks" in text
+    assert "The store lists no sizes for some objects, so objects are counted." in text
+    assert "24 in objects of unknown size" in text
+    assert "keys without a model: 6 pages" in text
+    assert "Several sizes" not in text
 
 
 def test_objects_are_listed_with_their_pages(invoke: Invoke, place: Place) -> None:

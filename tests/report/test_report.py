@@ -297,6 +297,8 @@ def test_an_empty_store_has_a_true_page(invoke: Invoke, tmp_path: Path) -> None:
     invoke("report", store, "-o", made)
     text = text_of(made)
     assert "Nothing was checked" in text
+    assert "sizes: had nothing to check values: was not asked for" in text
+    assert "No check had anything to judge." in text
     assert "is empty; check the URL" in text
     assert "The store has no objects." in text
     assert "The store has no pages." in text
