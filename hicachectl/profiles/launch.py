@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _MAX_BYTES = 256 << 10  # of a script, a file of flags or a process's command line
-_LONGEST_PATH = 4096
+_DEEPEST_SCRIPT = 4  # `bash -c` in `bash -c` …
 _DEEPEST = 64  # nested lists and mappings of YAML
 _PROCESS = re.compile(r"pid:([0-9]{1,10})")
 _VARIABLE = re.compile(r"(?:--env=|-e)?(SGLANG_\w+)=(.*)", re.DOTALL)  # `env` and `docker run`
@@ -115,7 +115,10 @@ def read_launch(text: str) -> Launch:
 
 
 def _is_file(text: str) -> bool:
-    return len(text) < _LONGEST_PATH and "\0" not in text and Path(text).is_file()
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a path, or with a null character
+        return False
 
 
 def _only(launches: Iterator[Launch], where: str) -> Launch:
@@ -128,8 +131,13 @@ def _only(launches: Iterator[Launch], where: str) -> Launch:
     raise UsageError(f"{where}: has no command that launches an SGLang server, as {_EXAMPLE}")
 
 
-def _launches(text: str, environment: Mapping[str, str] | None = None) -> Iterator[Launch]:
-    """Yield the launch commands of a shell script, or of a JSON list of words."""
+def _launches(
+    text: str, environment: Mapping[str, str] | None = None, depth: int = 0
+) -> Iterator[Launch]:
+    """Yield the launch commands of a shell script, or of a JSON list of words.
+
+    depth: scripts that the script is in.
+    """
     if text.lstrip().startswith("["):
         words = parse_json(text, "the list of words")
         if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
@@ -138,18 +146,21 @@ def _launches(text: str, environment: Mapping[str, str] | None = None) -> Iterat
         return
     reader = ScriptReader(environment=dict(environment or {}))
     for command in reader.commands(text):
-        yield from _of_words(command.words, command.environment, reader)
+        yield from _of_words(command.words, command.environment, reader, depth)
 
 
 def _of_words(
-    words: Sequence[str], environment: Mapping[str, str], reader: ScriptReader | None
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    reader: ScriptReader | None,
+    depth: int = 0,
 ) -> Iterator[Launch]:
     """Yield the launch command that a command is, or has in a script of its own (`bash -c`)."""
     found = _server_arguments(words)
     if found is None:
-        for word in words:
+        for word in words if depth < _DEEPEST_SCRIPT else ():
             if "sglang" in word and len(word.split()) > 1:
-                yield from _launches(word, environment)
+                yield from _launches(word, environment, depth + 1)
         return
     before = (_VARIABLE.fullmatch(word) for word in words[: len(words) - len(found)])
     own = {**environment, **{match[1]: match[2] for match in before if match}}

@@ -43,6 +43,7 @@ _QUOTED = re.compile(
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?(?::?[-=](?P<default>.*))?", re.S)
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.S)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
+_MOST_EXPANDED = 4 << 20  # characters, of all expansions of a script
 _SCRIPT_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 
 
@@ -66,6 +67,7 @@ class ScriptReader:
     variables: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     takes_arguments: bool = False
+    _left: int = _MOST_EXPANDED
 
     def commands(self, text: str) -> Iterator[Command]:
         """Yield the commands of a script, in order. Raises FormatError for an unclosed quote."""
@@ -150,6 +152,13 @@ class ScriptReader:
 
     def _values(self, expansion: str) -> list[str]:
         """Return the values of an expansion; the expansion itself if they are unknown."""
+        values = self._looked_up(expansion)
+        self._left -= sum(map(len, values))
+        if self._left < 0:  # each of a few lines can double the text
+            raise FormatError(f"variables expand to more than {_MOST_EXPANDED} characters")
+        return values
+
+    def _looked_up(self, expansion: str) -> list[str]:
         if expansion in _SCRIPT_ARGUMENTS:
             self.takes_arguments = True
             return []

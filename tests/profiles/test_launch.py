@@ -278,6 +278,7 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
         ("python -m vllm.entrypoints.openai.api_server", "has no command that launches an SGLang"),
         ("sglang serve a; sglang serve b", "has 2 launch commands; give one of them"),
         ("sglang serve 'FOLDER", "line 1: a quote or a parenthesis is not closed"),
+        (f"sglang serve FOLDER --tp 2 --host {'h' * 300} --xyzzy", "no flag --xyzzy"),
         ("[1, 2]", "expected a list of texts"),
         ("@none.sh", "none.sh"),
     ],
@@ -315,6 +316,20 @@ def test_other_sources_are_refused(invoke: Invoke, model: Path, tmp_path: Path) 
     assert "--launch cannot be combined with --profile" in (
         refused(invoke, line, "--profile", tmp_path / "x.toml")
     )
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("A=xx\n" + "A=$A$A\n" * 60 + "echo $A", "variables expand to more than 4194304"),
+        ("A=xx\n" + "A+=$A\n" * 60, "variables expand to more than 4194304"),
+        ('export A=\'x sglang "$A"\'; echo "$A"', "has no command that launches"),
+        ("$(" * 5_000, "has no command that launches"),
+        ('"' * 5_001, "is not closed"),
+    ],
+)
+def test_hostile_scripts_are_refused(invoke: Invoke, script: str, said: str) -> None:
+    assert said in refused(invoke, script)
 
 
 def test_hostile_yaml_is_refused(invoke: Invoke, tmp_path: Path) -> None:
