@@ -24,7 +24,7 @@ MEMORY := $(shell [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -g
 # Also where the environment turns bytecode off: compiling the tests anew takes longer than most do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-mooncake test test-fast lint man clean
+.PHONY: demo demo-mooncake test test-fast lint man html clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -79,5 +79,9 @@ man: .venv/.runtime
 	$(BIN)/hicachectl completion zsh > hicachectl/packaging/completions/_hicachectl
 	$(BIN)/hicachectl completion fish > hicachectl/packaging/completions/hicachectl.fish
 
+html:
+	mkdir -p html
+	for page in man/*.[157]; do mandoc -T html -O man=%N.%S.html "$$page" > "html/$${page#man/}.html"; done
+
 clean:
-	rm -rf .venv .venv-sglang $(DEMO) $(DAMAGED)
+	rm -rf .venv .venv-sglang html $(DEMO) $(DAMAGED)

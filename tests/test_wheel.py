@@ -171,6 +171,7 @@ def test_install_sh_installs_what_the_container_file_copies(
         "PIP_NO_CACHE_DIR": 1,
     }
     clean = ("env", "-i", *(f"{name}={value}" for name, value in settings.items()))
+    before = set(given.rglob("*"))
     prefix = tmp_path / "prefix"
     again = f"sh {PACKAGING / 'install.sh'} --prefix {prefix} {wheel}"
     for line in (command, again):
@@ -188,6 +189,7 @@ def test_install_sh_installs_what_the_container_file_copies(
         assert (prefix / "share" / name).is_file()
     run(tmp_path, *clean, prefix / "bin" / "hicachectl", "demo", "store")
     assert list(home.iterdir()) == []
+    assert set(given.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,13 @@ trap 'rm -rf "$work"' EXIT
 pip() {
   "$environment/bin/python" -m pip --quiet --disable-pip-version-check "$@"
 }
+if [ -d "$source" ]; then # a build in the checkout would leave its files there
+  mkdir "$work/source"
+  for name in pyproject.toml MANIFEST.in README.md LICENSE hicachectl backends formats man; do
+    cp -RP "$source/$name" "$work/source/"
+  done
+  source=$work/source
+fi
 pip wheel --no-deps --wheel-dir "$work" "$source"
 for wheel in "$work"/*.whl; do
   pip install "$wheel${extras:+[$extras]}"
@@ -85,7 +92,7 @@ cd "$environment"
 for file in bin/hicachectl share/hicachectl share/man/man[157]/hicachectl*.[157] \
   share/man/man5/hcpack.5 share/bash-completion/completions/hicachectl \
   share/zsh/site-functions/_hicachectl share/fish/vendor_completions.d/hicachectl.fish; do
-  [ -e "$file" ] || fail "$source: has no $file; give another wheel or checkout"
+  [ -e "$file" ] || fail "$file: not in the wheel; give another wheel or checkout"
   mkdir -p "$prefix/$(dirname "$file")"
   ln -sfn "$environment/$file" "$prefix/$file"
 done

@@ -25,7 +25,7 @@ BY_HAND = {
     "hcpack.5",
     *(
         f"hicachectl-{name}.7"
-        for name in ("kubernetes", "plugin", "python", "scaling", "scheduling")
+        for name in ("kubernetes", "plugin", "python", "runbooks", "scaling", "scheduling")
     ),
 }
 SYSTEM_PAGES = {("crontab", "5"), ("systemd.timer", "5")}

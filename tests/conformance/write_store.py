@@ -114,7 +114,7 @@ def place(options: argparse.Namespace) -> Place:
 def write_case(name: str, case: Case, place: Place, options: argparse.Namespace) -> dict[str, Any]:
     """Write one store and return its manifest. Raises if SGLang does something unexpected."""
     _check_release(name, case)
-    deployments = [_with_layout(deployment, options.layout) for deployment in case.deployments]
+    deployments = [_changed(deployment, options) for deployment in case.deployments]
     page_sizes = {deployment.profile["page_size"] for deployment in deployments}
     if len(page_sizes) > 1 or (isinstance(place, Path) and any(place.glob("*"))):
         raise SystemExit(f"{name}: one page size and an empty directory, please")
@@ -547,10 +547,14 @@ def _coordinates(entry: dict[str, Any], config: Any) -> dict[str, Any]:
     return {"model": model, **ranks, **dcp}
 
 
-def _with_layout(deployment: Deployment, layout: str | None) -> Deployment:
-    if layout is None:
-        return deployment
-    return dataclasses.replace(deployment, profile={**deployment.profile, "layout": layout})
+def _changed(deployment: Deployment, options: argparse.Namespace) -> Deployment:
+    """Return the deployment with the layout and the dtype of the options."""
+    profile = dict(deployment.profile)
+    if options.layout is not None:
+        profile["layout"] = options.layout
+    if options.dtype is not None:
+        profile["pools"] = [{**pool, "dtype": options.dtype} for pool in profile["pools"]]
+    return dataclasses.replace(deployment, profile=profile)
 
 
 def _check_release(name: str, case: Case) -> None:
@@ -581,6 +585,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--manifest", type=Path, help="write it here instead of stdout")
     parser.add_argument("--pages", type=int, default=8)
     parser.add_argument("--layout", choices=LAYOUTS, help="instead of the case's own")
+    parser.add_argument("--dtype", help="of all pools, instead of the case's own")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -358,6 +358,8 @@ def _see_also(page: str) -> list[str]:
     if page in ("hicachectl", "hicachectl-hits", "hicachectl-migrate", "hicachectl-prewarm",
                 "hicachectl-verify"):  # fmt: skip
         pages.append("hicachectl-python 7")
+    if page in ("hicachectl", "hicachectl-verify"):
+        pages.append("hicachectl-runbooks 7")
     if page.removeprefix("hicachectl-") in ("hicachectl", "merge", "migrate", "prewarm", "verify"):
         pages.append("hicachectl-scaling 7")
     if page in ("hicachectl", "hicachectl-prewarm", "hicachectl-verify"):

@@ -1,0 +1,217 @@
+"""The commands of hicachectl-runbooks(7) do what the page says, on stores that SGLang wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import time
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from hicachectl.__main__ import run
+from tests.small_file_system import small_file_system
+from tests.test_readme import check_arguments, manual_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.conformance.conftest import Manifest, WriteStore
+
+PAGE = Path(__file__).parents[2] / "man" / "hicachectl-runbooks.7"
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+LAUNCH = (
+    "python -m sglang.launch_server --model-path /models/tiny --served-model-name "
+    "Qwen/Qwen3-FP8-Tiny --page-size 8 --enable-hierarchical-cache --hicache-mem-layout page_first "
+    "--hicache-storage-backend file --tp "
+)
+FP8 = " --kv-cache-dtype fp8_e4m3"
+
+
+class Step(NamedTuple):
+    """A command, the lines that it must print (on stdout or stderr), and its exit status."""
+
+    words: list[str]
+    lines: list[str]
+    status: int
+
+
+def steps(title: str) -> list[Step]:
+    """Return the commands of a section."""
+    section = PAGE.read_text().split(f"\n.Sh {title}\n")[1].split("\n.Sh ")[0]
+    shown = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", section, re.MULTILINE | re.DOTALL)
+    found: list[Step] = []
+    texts = (block.replace("\\-", "-").replace("\\&", "") for block in shown)
+    for line in chain.from_iterable(map(str.splitlines, texts)):
+        if line.startswith("$ hicachectl "):
+            found.append(Step(shlex.split(line)[2:], [], 0))
+        elif status := re.fullmatch(r"\(status (\d+)\)", line):
+            found[-1] = found[-1]._replace(status=int(status[1]))
+        elif "* * " not in line:
+            found[-1].lines.append(line)
+    return found
+
+
+class Machine:
+    """Folders in place of those of the page, and a shell's current directory."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.store = folder / "hicache"
+        self._capfd = capfd
+        self._places = {
+            "/mnt/hicache": str(self.store),
+            "/mnt/new": str(folder / "new"),
+            "/backup": str(folder),
+        }
+        (config,) = [block for block in manual_blocks(PAGE.name) if "[stores.prod]" in block]
+        (folder / "new").mkdir()
+        (folder / "stores.toml").write_text(self._here(config))
+        (folder / "config.json").write_text(json.dumps(MODEL))
+
+    def _here(self, text: str) -> str:
+        for name, place in self._places.items():
+            text = text.replace(name, place)
+        return text
+
+    def write(self, manifest: Manifest, directory: Path, age: float) -> None:
+        """Copy a store of SGLang, last written to some seconds ago."""
+        then = time.time() - age
+        for entry in manifest["objects"]:
+            shutil.copy(directory / entry["file"], self.store)
+            os.utime(self.store / entry["file"], (then, then))
+
+    def ask(self, tokens: list[int]) -> None:
+        """Write the requests and the trace, of the same prompts."""
+        prompts = [[*tokens, 1], tokens[:41]]
+        lines = [json.dumps(prompt) for prompt in prompts]
+        (self.folder / "requests.jsonl").write_text("\n".join(lines))
+        day = [json.dumps({"timestamp": at, "token_ids": prompts[0]}) for at in range(3)]
+        (self.folder / "day.jsonl").write_text("\n".join(day))
+
+    def do(self, words: list[str]) -> tuple[int, str]:
+        """Run a command; return its status, and what it prints, with the page's paths."""
+        self._capfd.readouterr()
+        status = run([self._here(word) for word in words])
+        printed = "".join(reversed(self._capfd.readouterr()))
+        for name, place in self._places.items():
+            printed = printed.replace(place, name)
+        return status, printed
+
+    def follow(self, title: str, between: Callable[[Step], None] = lambda step: None) -> None:
+        """Do the steps of a section. between: called after each of them."""
+        for step in steps(title):
+            status, printed = self.do(step.words)
+            assert status == step.status, (step.words, printed)
+            rest = printed.splitlines()
+            for line in step.lines:
+                form = ".*".join(map(re.escape, re.split(r" *\.\.\. *", line)))
+                at = [n for n, text in enumerate(rest) if re.search(form, text)]
+                assert at, (step.words, line, printed)
+                rest[at[0]] = ""
+            between(step)
+
+
+def fill(path: Path) -> None:
+    """Write a file until the file system is full."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.fixture
+def machine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Machine]:
+    machine = Machine(tmp_path, capfd)
+    machine.store.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HICACHECTL_CONFIG", str(tmp_path / "stores.toml"))
+    return machine
+
+
+@pytest.fixture(scope="session")
+def before(sglang_store: WriteStore) -> tuple[Path, Manifest]:
+    """The store of bfloat16 servers."""
+    return sglang_store("fp8_mha", dtype="bfloat16", seed=1, pages=12)
+
+
+def test_a_dtype_change(
+    machine: Machine, before: tuple[Path, Manifest], sglang_store: WriteStore
+) -> None:
+    machine.write(before[1], before[0], 3 * 3600 + 60)
+    directory, manifest = sglang_store("fp8_mha")
+    machine.write(manifest, directory, 10 * 60 + 5)
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}2{FP8}")
+    files = {path.name: path.read_bytes() for path in machine.store.iterdir()}
+    machine.follow("A DTYPE CHANGE POISONS THE STORE")
+    assert {p.name: p.read_bytes() for p in machine.store.iterdir() if p.is_file()} == files
+
+
+def test_a_tp_change(machine: Machine, before: tuple[Path, Manifest]) -> None:
+    directory, manifest = before
+    machine.write(manifest, directory, 3600)
+    machine.ask(manifest["tokens"])
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}4")
+    (machine.folder / "old.sh").write_text(f"{LAUNCH}2")
+    machine.follow("A TP CHANGE LOSES ALL HITS")
+    for entry in manifest["objects"]:  # converted, and converted back
+        name = entry["file"]
+        assert (machine.store / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_a_full_disk(
+    machine: Machine, before: tuple[Path, Manifest], sglang_store: WriteStore
+) -> None:
+    with small_file_system(machine.store, "1m"):
+        machine.write(before[1], before[0], 3600)
+        directory, manifest = sglang_store("fp8_mha")
+        machine.write(manifest, directory, 3600)
+        machine.ask(before[1]["tokens"])
+        (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
+        made = "profile --launch @serve.sh --model-config config.json -o prod.toml"
+        repair = "verify prod: --profile prod.toml --repair quarantine --yes"
+        assert [machine.do(line.split())[0] for line in (made, repair)] == [0, 4]
+        stale = machine.store / f".{'0a' * 16}.tmp"
+        stale.write_bytes(bytes(4096))
+        os.utime(stale, (1e9, 1e9))
+        fill(machine.store / ".hicachectl" / "filler")
+        free: list[Any] = []
+
+        def look(_: Step) -> None:
+            free.append(shutil.disk_usage(machine.store).free)
+
+        machine.follow("A FULL DISK", look)
+        assert free[0] == 0
+        assert max(free) > 100 << 10
+
+
+def test_a_new_cluster(machine: Machine, before: tuple[Path, Manifest]) -> None:
+    directory, manifest = before
+    machine.write(manifest, directory, 3600)
+    machine.ask(manifest["tokens"])
+    (machine.folder / "prod.toml").write_text(json.dumps(manifest["profile"]))
+    machine.follow("WARM A NEW CLUSTER FROM CRON")
+
+
+def test_the_line_for_cron_is_the_command_that_was_tried() -> None:
+    (line,) = [text for block in manual_blocks(PAGE.name) for text in block.splitlines()
+               if "* * " in text]  # fmt: skip
+    words = shlex.split(line.split(None, 5)[5])
+    assert words[:2] == ["hicachectl", "-q"]
+    check_arguments(words[1:])
+    assert words[2:] in [step.words for step in steps("WARM A NEW CLUSTER FROM CRON")]
