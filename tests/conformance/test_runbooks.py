@@ -20,7 +20,7 @@ from tests.small_file_system import small_file_system
 from tests.test_readme import check_arguments, manual_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.conformance.conftest import Manifest, WriteStore
 
@@ -136,7 +136,7 @@ def fill(path: Path) -> None:
 @pytest.fixture
 def machine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Machine]:
+) -> Machine:
     machine = Machine(tmp_path, capfd)
     machine.store.mkdir()
     monkeypatch.chdir(tmp_path)
