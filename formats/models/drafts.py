@@ -320,6 +320,7 @@ OWN_DRAFTS: Mapping[str, OwnDraft] = {
     "GlmOcrForConditionalGeneration": OwnDraft("GlmOcrForConditionalGenerationNextN"),
     "HYV3ForCausalLM": OwnDraft("HYV3ForCausalLMNextN", nextn=1),
     "HYV4ForCausalLM": OwnDraft("HYV4ForCausalLMNextN", nextn=1),
+    "InklingForConditionalGeneration": OwnDraft("InklingForConditionalGenerationMTP"),
     "LongcatFlashForCausalLM": OwnDraft("LongcatFlashForCausalLMNextN"),
     "MiMoForCausalLM": OwnDraft("MiMoMTP"),
     "MiMoV2FlashForCausalLM": OwnDraft("MiMoV2MTP", nextn=1),

@@ -136,3 +136,9 @@ def test_a_longcat_draft_without_mtp_layers_is_refused() -> None:
     draft = {**model["config"], "num_nextn_predict_layers": 0}
     with pytest.raises(ProfileError, match="num_nextn_predict_layers: expected a whole number"):
         profile_of({**model, "draft": draft}, _ONE)
+
+
+def test_inklings_own_draft_is_refused_with_the_reason() -> None:
+    model = MODELS["InklingForConditionalGeneration"]
+    with pytest.raises(ProfileError, match="is a draft whose convolution states SGLang stores"):
+        profile_of({**model, "flags": {"speculative_algorithm": "EAGLE"}}, _ONE)
