@@ -116,16 +116,17 @@ def test_sizes_and_identities_are_the_profiles(rows: list[Row]) -> None:
 def test_parts_are_those_of_mooncake(rows: list[Row]) -> None:
     """Parts cover the page; they have the names of Mooncake's keys, or none."""
     for row in rows:
-        kinds = {pool["name"]: pool["kind"] for pool in row["profile"]["pools"]}
+        pool = next(one for one in row["profile"]["pools"] if one["name"] == row["pool"])
         names = [name for name, _ in row["parts"]]
+        convolutions = [f"conv_{number}" for number, _ in enumerate(pool.get("conv", ()))]
         expected = {
             "mha": ["k", "v"],
-            "mamba": ["temporal", "conv_0"],
+            "mamba": [*(["temporal"] if "temporal" in pool else []), *convolutions],
             "logical": [],
-        }.get(kinds[row["pool"]], [None])
+        }.get(pool["kind"], [None])
         assert names == expected, _name(row)
         assert sum(nbytes for _, nbytes in row["parts"]) == row["nbytes"]
-        states = kinds[row["pool"]] == "mamba"
+        states = pool["kind"] == "mamba"
         assert row["page_indices"] == (1 if states else row["profile"]["page_size"])
 
 

@@ -92,7 +92,7 @@ def nemotron_nas(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     if not found:
         words = "Couldn't determine number of kv heads"
         raise config.error("block_configs", f"SGLang refuses: {words}")
-    return mha(config.changed(num_key_value_heads=found.pop()), context)
+    return mha(config.changed(n_head_kv=found.pop()), context)  # the first field that is read
 
 
 def _head_groups(config: HfConfig) -> Iterator[int]:

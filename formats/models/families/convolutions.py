@@ -48,7 +48,8 @@ def zaya(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     groups = _first_of(config, "num_query_groups_list", "num_query_groups")
     _check_heads(config, context, heads, groups)
     dim = config.integer("kv_channels" if config.text.get("head_dim") is None else "head_dim")
-    window = sum((config.optional_integer(name) or 2) - 1 for name in ("cca_time0", "cca_time1"))
+    times = ("cca_time0", "cca_time1")  # 2 for configs without them
+    window = sum(config.integer(name) - 1 if name in config.text else 1 for name in times)
     _, dtype = state_dtypes(config, context.flags)
     blocks = (heads * dim, groups * dim)
     layers, full = _zaya_layers(config)
@@ -73,10 +74,10 @@ def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """
     if config.text is config.outer:
         raise config.error("text_config", "missing")
-    count = config.integer("num_hidden_layers")
+    layers = config.integer("num_hidden_layers")
     windows = config.integers("local_layer_ids")
-    if len(set(windows)) != len(windows) or not set(windows) <= set(range(count)):
-        raise config.error("local_layer_ids", f"expected different layers from 0 to {count - 1}")
+    if len(set(windows)) != len(windows) or not set(windows) <= set(range(layers)):
+        raise config.error("local_layer_ids", f"expected different layers from 0 to {layers - 1}")
     if config.text.get("swa_num_key_value_heads") is None:
         config = config.changed(swa_num_key_value_heads=config.integer("num_key_value_heads"))
     # models/inkling.py :: get_attention_sliding_window_size
@@ -85,16 +86,17 @@ def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     length, width = config.integer("sconv_kernel_size") - 1, config.integer("hidden_size")
     whole = () if context.flags.enable_scattered_sconv else (0,)
     stream = StateTensor(shape=(length, width), dtype="bfloat16", shard_axis=1, whole=whole)
+    heads = (config.integer(f"{of}num_key_value_heads") for of in ("", "", "swa_", "swa_"))
     of_heads = [
         StateTensor(
-            shape=(length, pool.kv_heads * pool.head_dim),
+            shape=(length, count * pool.head_dim),
             dtype="bfloat16",
             shard_axis=1,
             least=pool.head_dim,
         )
-        for pool in (kv, kv, swa, swa)
+        for count, pool in zip(heads, (kv, kv, swa, swa), strict=True)
     ]
-    states = Pool(name="mamba", kind="mamba", layers=count, conv=(*of_heads, stream, stream))
+    states = Pool(name="mamba", kind="mamba", layers=layers, conv=(*of_heads, stream, stream))
     return (kv, swa, states)
 
 
@@ -126,6 +128,8 @@ def _check_heads(config: HfConfig, context: Context, heads: int, groups: int) ->
             f"ZAYA1 head-parallel attention requires the attention TP group ({tp}) to equal the "
             f"global TP group ({size}); attention DP is not supported for ZAYA1."
         )
+    elif heads % groups:
+        words = "num_q_heads must be a multiple of num_k_heads"
     elif heads % tp:
         words = (
             f"num_attention_heads ({heads}) must be divisible by tp_size ({tp}) for ZAYA1 "

@@ -47,7 +47,9 @@ def test_a_window_of_inkling_is_without_the_token_itself() -> None:
     [
         (ZAYA, {"num_key_value_heads": 4}, {}, "num_query_groups must equal num_key_value_heads"),
         (ZAYA, {}, {"tp": 2, "dp": 2, "enable_dp_attention": True}, "attention DP is not"),
-        (ZAYA, {"num_attention_heads": 9}, {"tp": 2}, "num_attention_heads (9) must be divisible"),
+        (ZAYA, {"num_attention_heads": 9}, {}, "num_q_heads must be a multiple of num_k_heads"),
+        (ZAYA, {}, {"tp": 16}, "num_attention_heads (8) must be divisible by tp_size (16)"),
+        (ZAYA, {"cca_time0": 0}, {}, "cca_time0: expected a whole number of at least 1"),
         (ZAYA, {"zaya_layers": [16, 16]}, {}, "zaya_layers: expected a list with an 'a'"),
         (ZAYA, {"num_query_groups": None}, {}, "num_query_groups: missing"),
         (ZAYA, {}, {"page_size": 2}, "only with --page-size 1"),
@@ -63,6 +65,18 @@ def test_what_sglang_refuses_is_refused(
     with pytest.raises(ProfileError) as refused:
         derive(name, changes, **flags)
     assert words in str(refused.value)
+
+
+def test_only_the_rows_of_inkling_follow_another_name_of_the_heads() -> None:
+    """Source: InklingModelConfig.mamba2_cache_params, ModelConfig.get_total_num_kv_heads."""
+    pools = {pool.name: pool for pool in derive(INKLING, {"num_kv_heads": 4}).pools}
+    assert pools["kv"].kv_heads == 4
+    assert pools["mamba"].conv[0].shape == (3, 8 * 128)
+
+
+def test_heads_of_nemotron_nas_are_those_of_its_blocks() -> None:
+    (kv,) = derive("DeciLMForCausalLM", {"num_kv_heads": 2}).pools
+    assert kv.kv_heads == 8
 
 
 def test_inkling_needs_the_section_of_its_language_model() -> None:
