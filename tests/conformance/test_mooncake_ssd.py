@@ -50,6 +50,8 @@ FOR_3FS = ("hybrid_mamba", "mla_fp8_indexer")
 COMMON = {
     "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
     "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(32 << 20),
+    # Without a limit, the offset allocator reserves most of the disk.
+    "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(64 << 20),
 }
 ENVIRONMENT = {
     "bucket": {"MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "8"},
@@ -57,7 +59,6 @@ ENVIRONMENT = {
         "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "offset_allocator_storage_backend",
         "MOONCAKE_OFFSET_PERSIST_MODE": "strict",
         "MOONCAKE_OFFSET_EVICTION_POLICY": "fifo",  # the checkpoint then names the keys
-        "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(64 << 20),
     },
 }
 
