@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import click
 import pytest
+from msgspec.structs import fields
 
 from hicachectl.checks.registry import codes
 from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
@@ -16,7 +17,7 @@ from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.command_texts import PROFILE_EXAMPLE
 from hicachectl.cli.manpages.mdoc import with_listings
 from hicachectl.cli.manpages.pages import build
-from hicachectl.formats.profile import parse_profile
+from hicachectl.formats.profile import Profile, parse_profile
 from tests.model_records import CLASSES
 from tests.skips import need_tool
 
@@ -64,6 +65,12 @@ def test_every_exit_code_is_documented() -> None:
 
 def test_the_example_of_a_profile_file_is_one() -> None:
     assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
+
+
+def test_every_field_of_a_profile_is_on_its_page() -> None:
+    page = (MAN / "hicachectl-profile.1").read_text().replace("\\-", "-")
+    for field in fields(Profile):
+        assert re.search(rf"\b{field.encode_name}\b", page), field.encode_name
 
 
 def test_every_architecture_is_on_the_page_of_models_once() -> None:

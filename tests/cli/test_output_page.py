@@ -26,6 +26,10 @@ from hicachectl.cli.manpages.members import (
 )
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.profile import parse_profile
+from hicachectl.move import purge, reports
+from hicachectl.move.migration_outcome import FULL
+from hicachectl.prewarming import outcome
+from hicachectl.text.vocabulary import LOCK
 from tests.backends.http_scripts import serving
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.parts.runs import CommandRun
@@ -86,6 +90,8 @@ class Seen:
                 self.add(row, f"{path}[]")
         else:
             assert type(value) in KINDS[member.kind], (path, value)
+            if path.rpartition(".")[2] in ("state", "stopped_by") and member.kind == TEXT:
+                assert value in member.text, (path, value)
             if member.kind == OBJECT:
                 self.add(value, path)
 
@@ -300,6 +306,45 @@ def test_a_document_has_the_members_of_the_page(
         assert always <= set(printed)
         assert not document.rows or document.rows in printed
     assert seen.paths == set(seen.declared)
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "words"),
+    [
+        (
+            "quarantine list",
+            "runs[].state",
+            (purge.KEPT, purge.HALF_PURGED, purge.UNFINISHED, purge.BUSY, purge.UNRECORDED,
+             purge.UNREADABLE),
+        ),
+        ("quarantine purge", "runs[].state", (purge.PURGED_RUN, purge.WOULD_PURGE, purge.FAILED)),
+        (
+            "rm",
+            "groups[].state",
+            (reports.REMOVED, reports.WOULD_REMOVE, reports.GONE, reports.KEPT, reports.IN_FLIGHT,
+             reports.FAILED),
+        ),
+        (
+            "restore",
+            "groups[].state",
+            (reports.RESTORED, reports.WOULD_RESTORE, reports.GONE, reports.CONFLICT,
+             reports.FAILED),
+        ),
+        (
+            "prewarm",
+            "stopped_by",
+            (outcome.BUDGET, outcome.DEADLINE, outcome.FULL, outcome.EVICTS, LOCK),
+        ),
+        ("migrate", "stopped_by", (FULL, LOCK)),
+        ("verify", "stopped_by", ("deadline", LOCK)),
+    ],
+)  # fmt: skip
+def test_the_page_has_the_words_of_a_member(
+    document: str, path: str, words: tuple[str, ...]
+) -> None:
+    (members,) = [one.members for one in DOCUMENTS if one.title == document]
+    (text,) = [member.text for member in members if member.path == path]
+    assert [word for word in words if word not in text] == []
 
 
 def test_a_plan_without_stores_has_the_members_of_the_page(invoke: Invoke, tmp_path: Path) -> None:

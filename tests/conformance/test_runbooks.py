@@ -127,9 +127,9 @@ class Machine:
 
 
 def fill(path: Path) -> None:
-    """Write a file until the file system is full."""
+    """Write a file until the file system, of 1 MiB, is full."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
+        for _ in range(512):
             file.write(bytes(4096))
 
 

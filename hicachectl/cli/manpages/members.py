@@ -618,7 +618,11 @@ DOCUMENTS = (
                 "runs[]",
                 (
                     *_RUN,
-                    Member("state", TEXT, "kept, half-purged, unfinished, busy or unrecorded."),
+                    Member(
+                        "state",
+                        TEXT,
+                        "kept, half-purged, unfinished, busy, unrecorded or unreadable.",
+                    ),
                 ),
             ),
         ),
