@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # and none has the right size, another deployment wrote them.
 _PAGES = 3
 _NEARLY_ALL = 0.9
+_LIST = "or list what the store has with hicachectl ls --summary"
 
 
 def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool = False) -> None:
@@ -39,7 +40,7 @@ def refuse_contradiction(table: AffixTable, census: Census, *, only_others: bool
         found = "; ".join(sorted({_describe(d.specs[0]) for d in table.deployments[1:]}))
         raise ProfileError(
             f"The profile contradicts the store: expected {wanted}, found {found}; check model, "
-            "tag, and TP, PP and CP sizes"
+            f"tag, and TP, PP and CP sizes, {_LIST}"
         )
 
 
@@ -64,7 +65,7 @@ def _refuse_sizes(
         raise ProfileError(
             f"The profile contradicts the store: expected {want} bytes for {pool} objects, found "
             f"{has} bytes ({common} of {total} objects); check dtype, page size, layers and "
-            "TP size"
+            f"TP size, {_LIST}"
         )
 
 
