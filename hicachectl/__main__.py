@@ -18,8 +18,6 @@ from hicachectl.text.terminal import message_text
 if TYPE_CHECKING:
     from types import FrameType
 
-    import click
-
 
 _NO_THREAD = "can't start new thread"  # the text of Python's RuntimeError
 
@@ -90,6 +88,7 @@ def _run(arguments: list[str], received: _Received) -> int:
 
     from hicachectl.cli.exit_codes import BAD_INPUT, exit_code
     from hicachectl.cli.group import ClosedPipeError, cli
+    from hicachectl.cli.refusals import one_line
     from hicachectl.formats.errors import HicacheError
 
     streams = sys.stdout, sys.stderr
@@ -98,8 +97,12 @@ def _run(arguments: list[str], received: _Received) -> int:
         status = cli.main(arguments, prog_name="hicachectl", standalone_mode=False) or 0
     except click.exceptions.Exit as request:
         status = request.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        with suppress(OSError):
+            print(error.format_message(), file=sys.stderr)
+        status = BAD_INPUT
     except click.ClickException as error:
-        _show(error)
+        _say(one_line(error))
         status = BAD_INPUT
     except HicacheError as error:
         _say(str(error))
@@ -138,13 +141,6 @@ def _complete_streams() -> None:
 def _say(text: str) -> None:
     with suppress(OSError):  # stderr may be closed
         print(f"hicachectl: {message_text(text)}", file=sys.stderr)
-
-
-def _show(error: click.ClickException) -> None:
-    text = io.StringIO()
-    error.show(file=text)
-    with suppress(OSError):
-        sys.stderr.write(message_text(text.getvalue(), keep="\n"))
 
 
 def _unexpected(error: Exception) -> int:

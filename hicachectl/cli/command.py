@@ -1,23 +1,19 @@
-"""Commands and groups of our own on click: help in sections, and options from the environment."""
+"""Commands and groups of our own on click: help in sections, and settings from elsewhere."""
 
 from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from functools import partial
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
+from click.core import augment_usage_errors
 
-from hicachectl.cli.environment import (
-    give_way,
-    long_name,
-    named_by_variable,
-    read_environment,
-    unused_variables,
-)
+from hicachectl.cli.environment import long_name, unused_variables, variable_of
+from hicachectl.cli.precedence import settle
 from hicachectl.cli.session import remark
-from hicachectl.cli.store_settings import use_store_settings
 from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +33,7 @@ RESOURCES = "Resources"
 MOONCAKE = "Mooncake"
 PROFILE = "Profile"
 SERVERS = "Server flags"  # with which --model-config and --server build a profile
+_SETTINGS = (OUTPUT, RESOURCES, MOONCAKE, PROFILE, SERVERS)  # whose options have a variable
 _SCREEN = 40  # lines of --help
 _NAMED = 3  # options of a section that --help only names
 _COLUMN = 24  # characters of an option's names, else its text is on the next line
@@ -44,11 +41,18 @@ _HELP = ("--help", "--help-all")
 
 
 class Option(click.Option):
-    """An option of a section of the help; click's own options belong to the section `OWN`."""
+    """An option of a section of the help; click's own options belong to the section `OWN`.
 
-    def __init__(self, *args: Any, section: str, **attributes: Any) -> None:
+    variable: whether the option is a setting, which has a variable; None: as others of its section.
+    """
+
+    def __init__(
+        self, *args: Any, section: str, variable: bool | None = None, **attributes: Any
+    ) -> None:
         super().__init__(*args, **attributes)
         self.section = section
+        if section in _SETTINGS if variable is None else variable:
+            self.envvar = variable_of(self)
 
 
 class OptionOfSection(Protocol):
@@ -65,6 +69,10 @@ def in_section(title: str) -> OptionOfSection:
         return click.option(*names, cls=Option, section=title, **attributes)
 
     return option
+
+
+own_setting = partial(in_section(OWN), variable=True)
+"""`click.option` for a command's own option that is a setting."""
 
 
 def section_of(parameter: click.Parameter) -> str:
@@ -100,28 +108,29 @@ class Command(click.Command):
                 help="Show the whole description and all options, and exit.",
             )
         )
-        read_environment(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; the environment has the options that are not among them."""
+        """Parse the arguments, or those before an option that a shell completes."""
         if ctx.resilient_parsing and args and args[-1].startswith("-"):
             args = args[:-1]  # without its value, which a shell asks for, nothing would be parsed
-        with named_by_variable(ctx):
-            rest = super().parse_args(ctx, args)
-        give_way(ctx, self._profile_options())
-        return rest
+        with augment_usage_errors(ctx):  # those of the parser do not know their command
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; the config file has what is given nowhere else."""
+        """Run the command, with its settings of the environment and the config file."""
         for text in unused_variables(ctx):
             remark(ctx, text)
-        use_store_settings(ctx, self._profile_options())
+        settle(ctx, self._profile_options())
         return super().invoke(ctx)
 
     def _profile_options(self) -> frozenset[str]:
-        """Return the parameters of which each says otherwise than a profile file."""
+        """Return the parameters that choose a profile otherwise than --profile."""
         chosen = (o.name for o in self.params if section_of(o) in (PROFILE, SERVERS))
-        return frozenset(name for name in chosen if name) - {"weights", "draft_weights"}
+        return frozenset(name for name in chosen if name) - {
+            "profile_file",
+            "weights",
+            "draft_weights",
+        }
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help that fits a screen."""
@@ -159,21 +168,19 @@ class Command(click.Command):
         self.format_epilog(ctx, formatter)
         for title, options in others:
             _write_section(ctx, formatter, title, options)
+        setting = next((option for option in self.get_params(ctx) if option.envvar), None)
+        if setting is not None:
+            formatter.write_paragraph()
+            formatter.write_text(
+                f"The environment can have settings, such as {setting.envvar} for "
+                f"{long_name(setting)}; see ENVIRONMENT in hicachectl(1)."
+            )
 
 
 class Group(click.Group):
-    """A group whose options the environment can have, and which suggests commands."""
+    """A group that suggests commands."""
 
     command_class = Command
-
-    def __init__(self, *args: Any, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
-        read_environment(self)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; the environment has the options that are not among them."""
-        with named_by_variable(ctx):
-            return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import click
 
 from hicachectl import __version__
-from hicachectl.cli.command import Group
+from hicachectl.cli.command import Group, own_setting
 from hicachectl.cli.session import Settings
 from hicachectl.text.terminal import MessageFormatter
 
@@ -81,9 +81,9 @@ class LazyGroup(Group):
     "file.",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
-@click.option("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debug messages.")
-@click.option("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
-@click.option(
+@own_setting("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debug messages.")
+@own_setting("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
+@own_setting(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",

@@ -25,7 +25,7 @@ from hicachectl.cli.command import (
     in_section,
 )
 from hicachectl.cli.completions import model_names, page_prefixes, store_names
-from hicachectl.cli.environment import on_command_line
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
 
@@ -235,7 +235,11 @@ def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 output_option = _output(
-    "-o", "--output", type=OutputFile(), help="Write the result to FILE instead of stdout."
+    "-o",
+    "--output",
+    variable=False,
+    type=OutputFile(),
+    help="Write the result to FILE instead of stdout.",
 )
 findings_options = stack(
     _output(

@@ -1,4 +1,4 @@
-"""Options from the environment: which are read, what they give way to, and which never are."""
+"""Settings from the environment: which are read, and what they give way to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from hicachectl.cli.environment import NEVER, OF_REMOVERS, long_name, variable_of
+from hicachectl.cli.environment import variable_of
 from tests.cli.test_help import every_command
-from tests.stores import page, put_pages
+from tests.cli.test_lock_held import held
+from tests.stores import put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,12 +33,19 @@ def test_a_variable_is_named_after_the_option_in_every_command() -> None:
         for option in command.params:
             if isinstance(option, click.Option) and option.envvar is not None:
                 assert option.envvar == variable_of(option), words
-                assert long_name(option) not in NEVER
-                assert words[-1] not in ("rm", "purge") or long_name(option) in OF_REMOVERS
                 read.add(option.envvar)
-    assert {"HICACHECTL_PROFILE", "HICACHECTL_FORMAT", "HICACHECTL_BUFFER_BYTES"} <= read
-    dangerous = ("YES", "REPAIR", "REPAIR_CODE", "MOVE", "WRITERS_STOPPED", "TEMPORARIES", "CONFIG")
-    assert not {f"HICACHECTL_{name}" for name in (*dangerous, "ALL_DEPLOYMENTS")} & read
+    for name in ("PROFILE", "TP", "FORMAT", "BUFFER_BYTES", "LEASE_WAIT", "CATALOG", "DEVICE"):
+        assert f"HICACHECTL_{name}" in read
+    for name in ("YES", "REPAIR", "DRY_RUN", "MODEL", "STATE", "OUTPUT", "SHARD", "TO_TP", "PIN",
+                 "METRICS_FILE", "STAMP", "LAUNCH"):  # fmt: skip
+        assert f"HICACHECTL_{name}" not in read
+
+
+def test_what_is_removed_is_chosen_on_the_command_line_only() -> None:
+    for words in (["rm"], ["quarantine", "purge"]):
+        (command,) = [command for own, command in every_command() if own == words]
+        settings = {option.envvar for option in command.params if option.envvar}
+        assert settings <= {f"HICACHECTL_{n}" for n in ("FORMAT", "LEASE_WAIT", "LOCK", "PROFILE")}
 
 
 def test_the_command_line_beats_the_environment_which_beats_the_default(
@@ -51,15 +59,19 @@ def test_the_command_line_beats_the_environment_which_beats_the_default(
     assert invoke("ls", store).stdout.startswith("PAGE")
 
 
-def test_flags_lists_and_numbers(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path
+def test_flags_and_numbers(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HICACHECTL_OBJECTS", "1")
-    monkeypatch.setenv("HICACHECTL_LIMIT", "2")
-    assert len(invoke("ls", store, "--format", "json").document["objects"]) == 2
-    monkeypatch.setenv("HICACHECTL_OBJECTS", "0")
-    monkeypatch.setenv("HICACHECTL_STATE", "partial,orphan")
-    assert invoke("ls", store, "--format", "json").document["pages"] == []
+    tokens = tmp_path / "tokens.jsonl"
+    tokens.write_text("[1, 2, 3]\n")
+    words = ("hits", store, "--token-ids", tokens)
+    assert "--page-size" in invoke(*words, exit_code=2).stderr
+    monkeypatch.setenv("HICACHECTL_PAGE_SIZE", "2")
+    assert invoke(*words).stderr
+    monkeypatch.setenv("HICACHECTL_QUIET", "1")
+    assert not invoke(*words).stderr
+    monkeypatch.setenv("HICACHECTL_QUIET", "0")
+    assert invoke(*words).stderr
 
 
 def test_options_of_the_program_are_read(
@@ -75,9 +87,13 @@ def test_options_of_the_program_are_read(
     [
         ("FORMAT", "xml", ["ls"], "HICACHECTL_FORMAT: 'xml' is not one of"),
         ("BUFFER_BYTES", "much", ["verify"], "HICACHECTL_BUFFER_BYTES: "),
-        ("STATE", "half", ["ls"], "HICACHECTL_STATE: 'half' is not one of whole, partial"),
-        ("OBJECTS", "perhaps", ["ls"], "HICACHECTL_OBJECTS: 'perhaps' is not a valid boolean"),
-        ("LIMIT", "0", ["ls"], "HICACHECTL_LIMIT: 0 is not in the range"),
+        (
+            "ALLOW_LEASES",
+            "maybe",
+            ["ls"],
+            "HICACHECTL_ALLOW_LEASES: 'maybe' is not a valid boolean",
+        ),
+        ("TP", "0", ["ls"], "HICACHECTL_TP: 0 is not in the range"),
         ("QUIET", "perhaps", ["ls"], "HICACHECTL_QUIET: 'perhaps' is not a valid boolean"),
     ],
 )
@@ -97,7 +113,8 @@ def test_a_wrong_value_names_the_variable_in_one_line(
 
 
 def test_the_same_value_on_the_command_line_names_the_option(invoke: Invoke, store: Path) -> None:
-    assert "'--format'" in invoke("ls", store, "--format", "xml", exit_code=2).stderr
+    said = invoke("ls", store, "--format", "xml", exit_code=2).stderr
+    assert said.startswith("hicachectl: --format: 'xml' is not one of")
 
 
 def test_consent_and_removals_are_never_read(
@@ -106,7 +123,7 @@ def test_consent_and_removals_are_never_read(
     monkeypatch.setenv("HICACHECTL_YES", "1")
     said = invoke("rm", store, "--before", "1d", exit_code=2).stderr
     assert "give --yes or --dry-run" in said
-    assert "HICACHECTL_YES: --yes is not read from the environment" in said
+    assert "HICACHECTL_YES: no command reads it; give --yes on the command line" in said
     monkeypatch.setenv("HICACHECTL_TEMPORARIES", "1")
     assert "Give a filter" in invoke("rm", store, "--yes", exit_code=2).stderr
     monkeypatch.setenv("HICACHECTL_REPAIR", "delete")
@@ -114,48 +131,34 @@ def test_consent_and_removals_are_never_read(
     assert len(list(store.glob("*.bin"))) == 3
 
 
-@pytest.mark.parametrize(("name", "value"), [("MODEL", "m"), ("STATE", "whole"), ("BEFORE", "1d")])
-def test_a_removal_refuses_filters_of_the_environment(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, name: str, value: str
+def test_a_filter_in_the_environment_gets_a_remark_and_chooses_nothing(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> None:
-    """ls shows what the filter leaves; a removal that ignored it would remove more."""
-    monkeypatch.setenv(f"HICACHECTL_{name}", value)
-    said = invoke("rm", store, "--tp", "1", "--yes", exit_code=2).stderr
-    assert said.startswith(f"hicachectl: HICACHECTL_{name} is set, but hicachectl rm takes its")
-    assert f"give --{name.lower()}, or unset HICACHECTL_{name}" in said
-    assert len(list(store.glob("*.bin"))) == 3
-    invoke("rm", store, f"--{name.lower()}", value, "--yes")
+    monkeypatch.setenv("HICACHECTL_MODEL", "other")
+    monkeypatch.setenv("HICACHECTL_DRY_RUN", "1")
+    shown = invoke("ls", store, "--format", "json")
+    assert len(shown.document["pages"]) == 3
+    assert "HICACHECTL_MODEL: no command reads it; give --model on the command" in shown.stderr
+    said = invoke("rm", store, "--tp", "1", "--yes").stderr
+    assert "HICACHECTL_DRY_RUN: no command reads it; give --dry-run on the command" in said
     assert not list(store.glob("*.bin"))
 
 
-def test_a_dry_run_of_the_environment_holds_for_removals(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path
-) -> None:
-    monkeypatch.setenv("HICACHECTL_DRY_RUN", "1")
-    assert "Dry run" in invoke("rm", store, "--model", "m", "--yes").stderr
-    assert len(list(store.glob("*.bin"))) == 3
-    invoke("verify", store)  # which takes --dry-run only with --repair
-
-
-def test_another_source_on_the_command_line_replaces_that_of_the_environment(
+def test_a_profile_of_the_environment_gives_way_to_options_and_replaces_variables(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, source: Path, profile: Path, tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text("[1, 2, 3]\n")
-    chain = tmp_path / "chain.jsonl"
-    chain.write_text(f'["{page(0)}"]\n')
-    monkeypatch.setenv("HICACHECTL_TOKEN_IDS", str(tokens))
     monkeypatch.setenv("HICACHECTL_PROFILE", str(profile))
-    monkeypatch.setenv("HICACHECTL_TOKENIZER", "/models/none")
     monkeypatch.setenv("HICACHECTL_TP", "7")
-    monkeypatch.setenv("HICACHECTL_MODEL", "none")
-    (chained,) = invoke("hits", source, "--pages", chain, "--format", "json").document["chains"]
-    assert chained["tokens"] is not None  # of the profile's page size
-    (hashed,) = invoke("hits", source, "--format", "json").document["chains"]
-    assert hashed["tokens"] == 3
+    words = ("hits", source, "--token-ids", tokens, "--format", "json")
+    assert invoke(*words).document["chains"][0]["tokens"] == 3
     said = invoke("ls", source, "--model-config", tmp_path / "config.json", exit_code=2).stderr
     assert "config.json" in said
     assert "cannot be combined" not in said
+    monkeypatch.delenv("HICACHECTL_PROFILE")
+    assert "--tp needs" in invoke("ls", source, exit_code=2).stderr
+    invoke("ls", source, "--profile", profile)
 
 
 def test_what_a_part_refuses_has_no_effect_from_the_environment(
@@ -164,14 +167,27 @@ def test_what_a_part_refuses_has_no_effect_from_the_environment(
     monkeypatch.setenv("HICACHECTL_FORMAT", "json")
     monkeypatch.setenv("HICACHECTL_LOCK", str(tmp_path / "lock"))
     monkeypatch.setenv("HICACHECTL_LIMIT", "3")
-    monkeypatch.setenv("HICACHECTL_RUN", str(tmp_path / "run"))
-    invoke("verify", source, "--shard", "0/1")
+    invoke("verify", source, "--shard", "0/1", "--run", tmp_path / "run")
     assert not (tmp_path / "lock").exists()
     assert "findings" in invoke("merge", tmp_path / "run").document
     assert "findings" in invoke("verify", source).document
-    monkeypatch.setenv("HICACHECTL_DRY_RUN", "1")
-    words = ("prewarm", tmp_path / "new", "--from", source, "--all", "--shard", "0/1")
-    assert "--dry-run cannot be combined" in invoke(*words, exit_code=2).stderr
+
+
+def test_a_lock_of_the_environment_holds_for_commands_that_write(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HICACHECTL_LOCK", str(tmp_path / "lock"))
+    with held(tmp_path / "lock"):
+        assert invoke("verify", store, "--format", "json").document["stopped_by"] is None
+        rm = invoke("rm", store, "--tp", "1", "--yes", "--format", "json").document
+    assert rm["stopped_by"] == "lock"
+
+
+def test_a_catalog_of_the_environment_may_not_exist_yet(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HICACHECTL_CATALOG", str(tmp_path / "catalog"))
+    assert "the catalog does not exist yet" in invoke("verify", store).stderr
 
 
 def test_unknown_variables_get_a_remark_with_a_close_name(
@@ -179,7 +195,7 @@ def test_unknown_variables_get_a_remark_with_a_close_name(
 ) -> None:
     monkeypatch.setenv("HICACHECTL_FROMAT", "json")
     monkeypatch.setenv("HICACHECTL_ZZZ", "1")
-    monkeypatch.setenv("HICACHECTL_BUDGET", "1GiB")  # of another command
+    monkeypatch.setenv("HICACHECTL_LOCK", "lock")  # of another command
     monkeypatch.setenv("HICACHECTL_API_KEY", "secret")
     monkeypatch.setenv("HICACHECTL_TEST_SEED", "1")
     said = invoke("ls", store, "--format", "json").stderr.splitlines()

@@ -76,6 +76,15 @@ ls STORE --limit 0                                | --limit | 0 | x>=1
 ls STORE --before 2026-13-01                      | --before | '2026-13-01' | ISO 8601
 ls STORE --state odd                              | --state | 'odd' | whole, partial
 ls STORE --page xyz                               | 'xyz' | hexadecimal
+ls                                                | argument is missing | see hicachectl ls --help
+ls STORE NEW                                      | NEW | see hicachectl ls --help
+ls STORE --limt 3                                 | --limt | no such option | did you mean --limit?
+ls STORE --limit                                  | --limit | requires an argument | ls --help
+ls STORE --objects=3                              | --objects | does not take a value; see
+completion                                        | SHELL | is missing | bash, zsh, fish
+report STORE                                      | --output | is missing | see hicachectl report -
+--verbos ls STORE                                 | --verbos | did you mean --verbose?
+quarantine prune                                  | 'prune' | did you mean purge?
 ls STORE --objects --summary                      | --objects | --summary | leave out
 ls hf3fs:///x                                     | hf3fs:///x | server=http | snapshot=FILE
 ls mooncake://h:1?nope=1                          | 'nope' | known: admin
@@ -130,7 +139,8 @@ def refuse(invoke: Invoke, fill: Callable[[str], str], case: str, exit_code: int
     words, *said = (text.strip() for text in case.split("|"))
     outcome = invoke(*map(fill, words.split()), exit_code=exit_code)
     assert outcome.stdout == ""
-    message = outcome.stderr.splitlines()[-1]
+    (message,) = outcome.stderr.splitlines()
+    assert message.startswith("hicachectl: ")
     at = 0
     for text in map(fill, said):
         found = message.find(text, at)

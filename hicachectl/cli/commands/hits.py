@@ -50,6 +50,7 @@ Examples:
 @request_options
 @_choice(
     "--model",
+    variable=False,
     metavar="NAME",
     shell_complete=model_names,
     help="Choose one of several models in STORE.",

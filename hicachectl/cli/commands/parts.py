@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.environment import is_given, long_name, on_command_line
+from hicachectl.cli.environment import long_name
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import bytes_progress, opened_store, progress, remark
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 
@@ -79,15 +80,13 @@ def is_on_cluster(
 
 
 def _given(ctx: click.Context, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the given parameters of these names, each with its option.
+    """Yield the parameters of these names on the command line, each with its option.
 
-    Of the environment, only a dry run counts: the others have no effect, and are not refused.
+    Settings from elsewhere have no effect, and are not refused.
     """
     for param in ctx.command.params:
         name = param.name
-        if name in names and (
-            on_command_line(ctx, name) or (name == "dry_run" and is_given(ctx, name))
-        ):
+        if name in names and on_command_line(ctx, name):
             yield name, long_name(param)
 
 

@@ -22,7 +22,6 @@ from hicachectl.cli.commands.parts import (
 from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import locked
-from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
@@ -41,6 +40,7 @@ from hicachectl.cli.options import (
     request_options,
     transform_options,
 )
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
@@ -122,12 +122,14 @@ Examples:
 @min_usable_option
 @_mooncake(
     "--pin",
+    variable=False,
     is_flag=True,
     help="Mooncake: protect the copied pages from eviction by soft pins; pages already in DST are "
     "not pinned.",
 )
 @_mooncake(
     "--pin-ttl",
+    variable=False,
     type=Duration(),
     help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
@@ -141,7 +143,12 @@ Examples:
     help="Make this live SGLang server load the prefixes from DST into its memory. Can be "
     "repeated.",
 )
-@_output("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
+@_output(
+    "--metrics-file",
+    variable=False,
+    type=FILE,
+    help="Write Prometheus textfile metrics to FILE.",
+)
 @transform_options
 @lock_option
 @jobs_option

@@ -11,8 +11,8 @@ import click
 
 from hicachectl.cli.command import PROFILE, Command, in_section
 from hicachectl.cli.completions import model_names, store_names
-from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.options import OutputFile, profile_options
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import opened, progress, remark, store_name
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ Examples:
 @click.argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
 @_choice(
     "--model",
+    variable=False,
     metavar="NAME",
     shell_complete=model_names,
     help="Choose one of several models in STORE.",
 )
 @_choice(
     "--launch",
+    variable=False,
     metavar="COMMAND",
     help="Build the profile from the command that launches a server, a file with it (@FILE), or a "
     "running server (pid:N).",

@@ -13,7 +13,6 @@ from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import group_names, reading_groups
 from hicachectl.cli.command import CHECKS, PROFILE, in_section
 from hicachectl.cli.completions import model_names, page_prefixes
-from hicachectl.cli.environment import is_given
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.options import (
@@ -29,6 +28,7 @@ from hicachectl.cli.options import (
     request_options,
     store_argument,
 )
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
@@ -116,6 +116,7 @@ Examples:
 @request_options
 @_choice(
     "--model",
+    variable=False,
     metavar="NAME",
     shell_complete=model_names,
     help="Choose one of several models for the requests.",
@@ -251,7 +252,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
         buffer_bytes=options["buffer_bytes"],
         bytes_per_second=options["bwlimit"],
     )
-    if is_given(ctx, "checks"):
+    if on_command_line(ctx, "checks"):
         for check, why in verify.impossible(store).items():
             raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
     return PictureRequest(

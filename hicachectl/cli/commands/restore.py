@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, own_setting
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
@@ -45,7 +45,7 @@ Examples:
     help="Only pages whose hash starts with PREFIX, or pages in FILE. A line of FILE is a page "
     "hash, or a row of ls --format jsonl, which stands for one group of the page.",
 )
-@click.option(
+@own_setting(
     "--profile",
     "profile_file",
     type=FILE,

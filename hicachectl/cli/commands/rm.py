@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, own_setting
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.completions import model_names
 from hicachectl.cli.consent import locked, require_consent
-from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
@@ -23,6 +22,7 @@ from hicachectl.cli.options import (
     output_options,
     store_argument,
 )
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import opened, progress, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
@@ -142,7 +142,7 @@ Examples:
     help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
     "removed page in a prompt, because servers can no longer reach them. Needs --profile.",
 )
-@click.option(
+@own_setting(
     "--profile",
     "profile_file",
     type=FILE,
@@ -227,8 +227,8 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     if not given and options["free"] is None:
         raise click.UsageError(
             "Give a filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state, --free "
-            "or --temporaries. To wipe the whole store, use SGLang's "
-            "clear_hicache_storage_backend."
+            "or --temporaries; to wipe the whole store, use SGLang's "
+            "clear_hicache_storage_backend"
         )
     _refuse_about_free(options)
     if options["all_deployments"] and options["pages"] is None:

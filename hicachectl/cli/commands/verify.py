@@ -12,7 +12,7 @@ import click
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
-from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, in_section
+from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, in_section, own_setting
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -31,7 +31,6 @@ from hicachectl.cli.commands.verify_repair import (
     repaired,
 )
 from hicachectl.cli.consent import locked
-from hicachectl.cli.environment import on_command_line
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.options import (
@@ -52,6 +51,7 @@ from hicachectl.cli.options import (
     refuse_without_table,
     store_argument,
 )
+from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
@@ -60,7 +60,6 @@ from hicachectl.cli.session import (
     store_name,
     whole_url,
 )
-from hicachectl.cli.store_settings import is_of_config
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.text.vocabulary import NEVER
 
@@ -148,7 +147,12 @@ Examples:
     show_default=True,
     help="Ignore page groups younger than this; servers may still be writing them.",
 )
-@_records("--catalog", type=FILE, help="Compare objects with the digests recorded in FILE.")
+@_records(
+    "--catalog",
+    variable=True,
+    type=FILE,
+    help="Compare objects with the digests recorded in FILE.",
+)
 @_records(
     "--update-catalog", is_flag=True, help="Record digests in the catalog; create a missing one."
 )
@@ -174,8 +178,10 @@ Examples:
     show_default=True,
     help="Exit with 4 if there are findings at least this severe.",
 )
-@_output("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
-@click.option(
+@_output(
+    "--metrics-file", variable=False, type=FILE, help="Write Prometheus textfile metrics to FILE."
+)
+@own_setting(
     "--device",
     default="cpu",
     show_default=True,
@@ -387,7 +393,8 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
             raise click.UsageError("--catalog needs the check digests; add digests to --checks")
         options["catalog"] = None
     path = options["catalog"]
-    if path and is_of_config(ctx, "catalog") and not (options["update_catalog"] or path.exists()):
+    asked = on_command_line(ctx, "catalog") or options["update_catalog"]
+    if path and not (asked or path.exists()):
         remark(ctx, f"{path}: the catalog does not exist yet; record it with --update-catalog")
         options["catalog"] = None
     if options["sample_slice"] is not None and not options["sample"]:
@@ -395,7 +402,7 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
 
 
 def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyRequest) -> None:
-    if ctx.get_parameter_source("checks") is click.core.ParameterSource.DEFAULT:
+    if not on_command_line(ctx, "checks"):
         return
     for check, why in request.impossible(store).items():
         raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")

@@ -9,6 +9,7 @@ import click
 
 from hicachectl.checks.registry import codes
 from hicachectl.cli.command import OWN, sections
+from hicachectl.cli.environment import every_command
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.command_texts import BACKGROUND, PROFILE_EXAMPLE
 from hicachectl.cli.manpages.mdoc import (
@@ -109,6 +110,7 @@ def main_page() -> str:
     lines += [".Sh TRUST", *paragraphs(TRUST), ".Sh LOCKS", *paragraphs(LOCKS)]
     lines += [".Sh PAGE STATES", *tagged_list(STATES)]
     lines += [".Sh ENVIRONMENT", *paragraphs(OPTION_VARIABLES)]
+    lines += [".Pp", "The settings:", *tagged_list(_variables(ctx))]
     lines += [".Pp", "Further variables:", *tagged_list(ENVIRONMENT)]
     lines += [
         ".Sh FILES",
@@ -267,6 +269,21 @@ def _members(members: tuple[Member, ...]) -> Iterator[str]:
         if member.when:
             yield from sentence_lines(f"Only with: {member.when}.")
     yield ".El"
+
+
+def _variables(ctx: click.Context) -> list[tuple[str, str]]:
+    """Return the variables of the sections of options."""
+    found: dict[str, dict[str, None]] = {}
+    for command in every_command(ctx):
+        for title, options in sections(command.params).items():
+            names = {str(option.envvar): None for option in options if option.envvar}
+            found.setdefault(title, {}).update(names)
+    elsewhere = {name for title, names in found.items() if title != OWN for name in names}
+    others = [name for name in found.pop(OWN) if name not in elsewhere]
+    return [
+        *((title, ", ".join(names)) for title, names in found.items() if names),
+        ("Others", ", ".join(others)),
+    ]
 
 
 def _group_context() -> click.Context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hicachectl.cli.environment import FILTERS, NEVER, OF_REMOVERS
 from hicachectl.formats.models.architectures import ARCHITECTURES
 from hicachectl.formats.profile import NEWEST_SGLANG
 
@@ -206,21 +205,18 @@ MOONCAKE_SSD = (
     "files: a client writes a bucket once it has 500 objects or 256 MB.",
 )
 OPTION_VARIABLES = (
-    "Every option has a variable of its name, for all commands that have the option: "
-    "HICACHECTL_PROFILE stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. An empty "
-    "variable counts as not set. A flag takes 1 or 0; an option that can be repeated takes values "
-    "separated by spaces. The command line beats the environment, which beats the config file. "
-    "HICACHECTL_PROFILE stands for a whole profile: the variables of its other options "
-    "then have no effect.",
-    f"Never read from the environment: {', '.join(NEVER)}. What rm and "
-    "quarantine purge remove is chosen on the command line only: they read just "
-    f"{', '.join(OF_REMOVERS)}, and refuse to run if the variable of another filter "
-    f"({', '.join(FILTERS)}) is set and the command line lacks it. verify does not read "
-    "--token-ids; profile and pack do not read --format.",
-    "A variable that begins with HICACHECTL_ and is not read by any command gets a remark.",
+    "Settings have a variable, which holds for all commands with the option: HICACHECTL_PROFILE "
+    "stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. What a command does, "
+    "chooses, writes or removes is said on the command line only: the options for that have no "
+    "variable.",
+    "The command line beats the environment, which beats the config file. So --profile replaces "
+    "the variables of other options that build a profile, and these options replace "
+    "HICACHECTL_PROFILE. If both are variables, HICACHECTL_PROFILE counts.",
+    "HICACHECTL_LOCK holds for commands that write to the store, as the lock of the config file "
+    "does. An empty variable counts as not set. A flag takes 1 or 0. A variable that begins with "
+    "HICACHECTL_ and is not read by any command gets a remark.",
 )
 ENVIRONMENT = (
-    ("HICACHECTL_CONFIG", "The config file, if --config is not given."),
     ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
     (
         "XDG_STATE_HOME",
