@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
-from hicachectl.formats.documents import parse_json
+from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.launch import launched_deployment
@@ -138,7 +137,8 @@ def _launches(
 
     depth: scripts that the script is in.
     """
-    if text.lstrip().startswith("["):
+    # A list ends with its bracket; the test of a shell, `[ … ]`, is followed by a command.
+    if text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         words = parse_json(text, "the list of words")
         if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
             raise FormatError("the list of words: expected a list of texts")
@@ -316,14 +316,17 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     """Read a JSON, TOML or YAML file with named values, as SGLang takes them."""
     data = read_bounded(path, _MAX_BYTES, what="a file of flags")
     suffix = path.suffix.lower()
+    if suffix == ".json":
+        return parse_json_object(data, str(path))
     try:
-        if suffix == ".toml":
-            found: Any = tomllib.loads(data.decode())
-        elif suffix == ".json":
-            found = parse_json(data, str(path))
-        else:
-            found = next(iter(_parse_yaml(data.decode())), None) or {}
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, FormatError) as error:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
+    if suffix == ".toml":
+        return parse_toml(text, str(path))
+    try:
+        found = next(iter(_parse_yaml(text)), None) or {}
+    except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     if not isinstance(found, dict):
         raise FormatError(f"{path}: expected names and values, found {type(found).__name__}")

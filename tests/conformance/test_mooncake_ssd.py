@@ -153,7 +153,12 @@ OTHER_FORMS = {
 def test_other_forms_of_a_real_client_are_refused_by_name(
     mooncake_package: None, invoke: Invoke, tmp_path: Path, form: str
 ) -> None:
-    environment = {**COMMON, "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": form}
+    environment = {
+        **COMMON,
+        "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": form,
+        # The offset allocator reserves its whole file: by default 2 TiB, or all of the disk.
+        "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(64 << 20),
+    }
     with Cluster(offload=tmp_path, environment=environment) as cluster:
         for number in range(16):
             cluster.put(f"{number:064x}_m_0_k", b"x" * 4096)

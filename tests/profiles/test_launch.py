@@ -149,12 +149,14 @@ def test_unclosed_quotes_are_refused_with_their_line(text: str) -> None:
         "docker exec c bash -c 'cd /x && python3 -m sglang.launch_server --model-path FOLDER'",
         '["python3", "-m", "sglang.launch_server", "--model-path", "FOLDER"]',
         "--model-path FOLDER",
+        "[ -d FOLDER ] && exec sglang serve FOLDER",
+        "bash -c '[[ -d FOLDER ]] && exec sglang serve FOLDER'",
         "srun -N 1 python /sgl/python/sglang/launch_server.py --model-path FOLDER",
     ],
 )
 def test_launchers(invoke: Invoke, model: Path, line: str) -> None:
     line = line.replace("FOLDER", str(model))
-    if line.startswith("["):
+    if line.startswith('["'):
         line = json.dumps([*json.loads(line), "--page-size", "16"])
     elif line.endswith("'"):
         line = f"{line[:-1]} --page-size 16'"
@@ -344,3 +346,23 @@ def test_hostile_yaml_is_refused(invoke: Invoke, tmp_path: Path) -> None:
     ):
         file.write_text(text)
         assert said in refused(invoke, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("x.json", "{bad", "x.json: not JSON"),
+        ("x.json", "[1]", "x.json: not a JSON object"),
+        ("x.toml", f"{'a.' * 20_000}a = 1", "x.toml: a key has 20001 parts"),
+        ("x.yaml", "- 1", "x.yaml: expected names and values"),
+    ],
+)
+def test_files_of_flags_are_bounded(
+    invoke: Invoke, model: Path, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    option = "--hicache-storage-backend-extra-config"
+    told = refused(invoke, f"sglang serve {model} {FLAGS} {option} @{file}")
+    assert said in told
+    assert told.count(name) == 1
