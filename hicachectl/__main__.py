@@ -88,7 +88,6 @@ def _run(arguments: list[str], received: _Received) -> int:
 
     from hicachectl.cli.exit_codes import BAD_INPUT, exit_code
     from hicachectl.cli.group import ClosedPipeError, cli
-    from hicachectl.cli.refusals import one_line
     from hicachectl.formats.errors import HicacheError
 
     streams = sys.stdout, sys.stderr
@@ -102,6 +101,8 @@ def _run(arguments: list[str], received: _Received) -> int:
             print(error.format_message(), file=sys.stderr)
         status = BAD_INPUT
     except click.ClickException as error:
+        from hicachectl.cli.refusals import one_line
+
         _say(one_line(error))
         status = BAD_INPUT
     except HicacheError as error:
