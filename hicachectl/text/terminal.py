@@ -8,8 +8,6 @@ import re
 import sys
 import unicodedata
 
-from hicachectl.backends.urls import without_secrets
-
 # A text without a match is safe as it is. The pattern is valid for `re` and for RE2.
 UNUSUAL_PATTERN = "[^ -~]"
 # Letters, marks and symbols without a visible glyph: Unicode's default ignorable characters and
@@ -47,6 +45,8 @@ def _escaped(char: str) -> str:
 
 def message_text(text: str, *, keep: str = "") -> str:
     """Return a message with URL secrets removed and control characters escaped."""
+    from hicachectl.backends.urls import without_secrets  # 12 ms, which --help does not need
+
     return escape_controls(without_secrets(text), keep=keep)
 
 
