@@ -8,7 +8,7 @@ import numpy as np
 
 from hicachectl.checks.findings import deployment_findings
 from hicachectl.pages.naming import deployment_document, deployment_text, place_text, same_model
-from hicachectl.pages.tally import NEVER
+from hicachectl.pages.tally import NO_TIME
 from hicachectl.text.units import counted, human_size, written_between
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _described(deployment: Deployment, number: int, given: CheckSums) -> str:
     of_affix = np.append(np.array(given.table.deployment_ids) == number, False)
     nbytes = 0 if tally.unsized[of_affix].any() else int(tally.nbytes[number])
     oldest_ns, newest_ns = (int(times[number]) for times in (tally.oldest_ns, tally.newest_ns))
-    written = "" if NEVER in (oldest_ns, newest_ns) else written_between(oldest_ns, newest_ns)
+    written = "" if NO_TIME in (oldest_ns, newest_ns) else written_between(oldest_ns, newest_ns)
     facts = ", ".join(filter(None, [human_size(nbytes) if nbytes else "", written]))
     return (
         f"{pages} at {place_text(deployment, own)}{f' ({facts})' if facts else ''}: servers of the "

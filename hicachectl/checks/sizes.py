@@ -93,7 +93,7 @@ def _change(mix: SizeMix) -> str:
     if one.newest_ns is None or two.oldest_ns is None:
         return ""
     if one.newest_ns > two.oldest_ns:
-        return "both sizes were written in the same time, so servers with both settings may run"
+        return "the writes of both sizes overlap in time, so servers with both settings may run"
     ends = dict.fromkeys((minute(one.newest_ns), minute(two.oldest_ns)))
     when = " and ".join(ends)
     return (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
 
-NEVER = 0  # write time of a store without times
+NO_TIME = 0  # write time in a store that keeps no times
 _LATEST = np.iinfo(np.int64).max
 _Time = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
@@ -45,7 +45,7 @@ class Tally:
     entry is for foreign keys. first_keys: the smallest key of each ambiguous affix. pages: distinct
     pages. states: [deployments + 1, 4] groups by state; the last row is for groups of ambiguous
     keys. nbytes: [deployments + 1] listed bytes. oldest_ns, newest_ns: [deployments + 1] first and
-    last write, Unix nanoseconds; NEVER if not known.
+    last write, Unix nanoseconds; NO_TIME if not known.
     """
 
     objects: IntArray
@@ -78,7 +78,7 @@ class Tally:
         of_affixes = np.zeros(len(table.affixes) + 1, dtype=np.int64)
         states = np.zeros((len(table.deployments) + 1, len(STATES)), dtype=np.int64)
         zeros = np.zeros(len(states), dtype=np.int64)
-        return cls(of_affixes, of_affixes, {}, 0, states, zeros, zeros + NEVER, zeros + NEVER)
+        return cls(of_affixes, of_affixes, {}, 0, states, zeros, zeros + NO_TIME, zeros + NO_TIME)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the counts for JSON."""
@@ -156,19 +156,19 @@ def _sums(inventory: Inventory) -> dict[str, IntArray]:
     )
     np.add.at(nbytes, which, np.maximum(census.sizes, 0) * census.objects)
     oldest, newest = (
-        census.counts.column(name).fill_null(NEVER).to_numpy()
+        census.counts.column(name).fill_null(NO_TIME).to_numpy()
         for name in ("oldest_ns", "newest_ns")
     )
     oldest_ns[:] = _LATEST
-    np.minimum.at(oldest_ns, which, np.where(oldest == NEVER, _LATEST, oldest))
-    oldest_ns[oldest_ns == _LATEST] = NEVER
+    np.minimum.at(oldest_ns, which, np.where(oldest == NO_TIME, _LATEST, oldest))
+    oldest_ns[oldest_ns == _LATEST] = NO_TIME
     np.maximum.at(newest_ns, which, newest)
     return {"nbytes": nbytes, "oldest_ns": oldest_ns, "newest_ns": newest_ns}
 
 
 def _earlier(one: IntArray, other: IntArray) -> IntArray:
-    """Return the earlier of two times, of which each can be NEVER."""
-    return np.where(one == NEVER, other, np.where(other == NEVER, one, np.minimum(one, other)))
+    """Return the earlier of two times, of which each can be NO_TIME."""
+    return np.where(one == NO_TIME, other, np.where(other == NO_TIME, one, np.minimum(one, other)))
 
 
 def _by_affix(inventory: Inventory, affix_ids: np.ndarray) -> IntArray:

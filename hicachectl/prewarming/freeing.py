@@ -18,6 +18,7 @@ from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
+from hicachectl.pages.naming import listed
 from hicachectl.prewarming.inputs import wanted_of_trace
 from hicachectl.prewarming.plan_file import read_plan
 from hicachectl.profiles.acceptance import acceptance_of
@@ -184,13 +185,11 @@ def _refuse_unordered(
                 "--trace or --keep-plan"
             )
     elif profile is None:
-        labels = sorted(
-            {groups.labels[n] for n in np.unique(groups.label_ids[candidates]).tolist()}
-        )
+        labels = {groups.labels[n] for n in np.unique(groups.label_ids[candidates]).tolist()}
         if len(labels) > 1:
             raise UsageError(
                 f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
-                f"({', '.join(labels[:4])}{', …' * (len(labels) > 4)}), but a plan is of one; give "
+                f"({listed(labels)}), but a plan is of one; give "
                 "--profile, or choose one by --model, --tp, --pp or --cp"
             )
 

@@ -75,8 +75,7 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
     if expected.unknown:
         yield f"Objects of every identity count: {expected.unknown}"
     if hits.deployment is None:
-        yield "STORE: has no pages; check the URL"
-        return
+        return  # the store has no pages
     if hits.deployment.profile is None:
         yield f"No --profile: {PAGES_COMPARED}"
         trailing = {needed.spec.pool for needed in hits.needs if needed.spec.trailing}

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.naming import deployment_document
+from hicachectl.pages.selection import EVERYTHING
+from hicachectl.pages.unmatched import explain_selection
 from hicachectl.profiles.acceptance import acceptance_of
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.profiles.inference import PoolGuess, choose_deployment
@@ -85,6 +87,8 @@ def measure_listed(
         *hit_remarks(hits, inventory, expected_identities(store, profile)),
         *miss_remarks(store, inventory, hits, elsewhere, hashing),
     ]
+    if hits.deployment is None:
+        remarks.append(explain_selection(store, inventory, EVERYTHING))
     page_size = None if hashing is None else hashing.page_size
     return hits, HitsReport(
         rows=hit_rows(hits, page_size, elsewhere),
