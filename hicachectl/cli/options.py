@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import page_codes, remedies
 from hicachectl.cli.command import (
     FILTERS,
@@ -28,6 +29,7 @@ from hicachectl.cli.completions import model_names, page_prefixes, store_names
 from hicachectl.cli.environment import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
+from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -505,6 +507,22 @@ request_options = stack(
         help="Directory with tokenizer.json.  [default: the directory of --model-config or "
         "--profile]",
     ),
+)
+
+grace_option = click.option(
+    "--grace",
+    type=Duration(),
+    default="60s",
+    show_default=True,
+    help="Do not judge page groups younger than this; servers may still be writing them.",
+)
+
+fail_on_option = click.option(
+    "--fail-on",
+    type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
+    default="warning",
+    show_default=True,
+    help="Exit with 4 if there are findings at least this severe.",
 )
 
 min_usable_option = click.option(

@@ -145,3 +145,14 @@ def remark(ctx: click.Context, text: str) -> None:
     settings: Settings = ctx.obj
     if not settings.quiet:
         click.echo(f"hicachectl: {message_text(text)}", err=True)
+
+
+def remark_wait(ctx: click.Context, seconds: float, pages: int) -> None:
+    """Print why a check of page groups waits, for the callback `on_wait` of `check_store`."""
+    from hicachectl.text.units import counted
+
+    remark(
+        ctx,
+        f"Not whole: {counted(pages, 'page')}. The store keeps no timestamps, so {ctx.info_name} "
+        f"looks again in {seconds:.0f} s (--grace).",
+    )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import group_names, reading_groups
 from hicachectl.cli.command import CHECKS, PROFILE, in_section
 from hicachectl.cli.completions import model_names, page_prefixes
@@ -25,17 +24,18 @@ from hicachectl.cli.options import (
     allow_leases_option,
     buffer_option,
     bwlimit_option,
+    fail_on_option,
+    grace_option,
     profile_options,
     request_options,
     store_argument,
 )
-from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark
+from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark, remark_wait
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import failed
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
 from hicachectl.text.terminal import message_text
-from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
@@ -134,20 +134,8 @@ Examples:
     help="Read share number K.  [default: the day number]",
 )
 @_check("--time-limit", type=Duration(), help="Start no further read after this duration.")
-@click.option(
-    "--grace",
-    type=Duration(),
-    default="60s",
-    show_default=True,
-    help="Do not judge page groups younger than this; servers may still be writing them.",
-)
-@click.option(
-    "--fail-on",
-    type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
-    default="warning",
-    show_default=True,
-    help="Exit with 4 if there are findings at least this severe.",
-)
+@grace_option
+@fail_on_option
 @buffer_option
 @bwlimit_option
 @allow_leases_option
@@ -186,7 +174,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             bytes_progress(ctx, "reading") as on_read,
         ):
             picture = take_picture(
-                source, request, on_listed=on_listed, on_read=on_read, on_wait=partial(_say, ctx)
+                source,
+                request,
+                on_listed=on_listed,
+                on_read=on_read,
+                on_wait=partial(remark_wait, ctx),
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
@@ -293,13 +285,3 @@ def _chains(profile: Profile | None, options: dict[str, Any]) -> dict[str, Any]:
         "chains": wanted_of_trace(options["trace"], profile, instead="record token ids").chains,
         "hashing": hashing,
     }
-
-
-def _say(ctx: click.Context, seconds: float, groups: int) -> None:
-    from hicachectl.text.units import counted
-
-    remark(
-        ctx,
-        f"Not whole: {counted(groups, 'page')}. The store keeps no timestamps, so report looks "
-        f"again in {seconds:.0f} s (--grace).",
-    )

@@ -10,8 +10,8 @@ import click
 from hicachectl.cli.command import Command
 from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.options import (
-    Duration,
     allow_leases_option,
+    grace_option,
     output_options,
     profile_options,
     store_argument,
@@ -38,13 +38,7 @@ Examples:
 )
 @store_argument
 @click.argument("page", metavar="PAGE", shell_complete=page_prefixes)
-@click.option(
-    "--grace",
-    type=Duration(),
-    default="60s",
-    show_default=True,
-    help="Do not judge page groups younger than this; servers may still be writing them.",
-)
+@grace_option
 @allow_leases_option
 @output_options
 @profile_options

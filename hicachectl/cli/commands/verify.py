@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
 from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, in_section
 from hicachectl.cli.commands.parts import (
@@ -42,8 +41,10 @@ from hicachectl.cli.options import (
     allow_leases_option,
     buffer_option,
     bwlimit_option,
+    fail_on_option,
     filter_options,
     findings_options,
+    grace_option,
     lease_wait_option,
     lock_option,
     output_options,
@@ -57,12 +58,12 @@ from hicachectl.cli.session import (
     opened,
     progress,
     remark,
+    remark_wait,
     store_name,
     whole_url,
 )
 from hicachectl.cli.store_settings import is_of_config
 from hicachectl.formats.wording import inferred_refused, lock_held
-from hicachectl.text.vocabulary import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,13 +142,7 @@ Examples:
     help="Read share number K.  [default: the day number, so each night reads another share]",
 )
 @click.option("--time-limit", type=Duration(), help="Start no further read after this duration.")
-@click.option(
-    "--grace",
-    type=Duration(),
-    default="60s",
-    show_default=True,
-    help="Ignore page groups younger than this; servers may still be writing them.",
-)
+@grace_option
 @_records("--catalog", type=FILE, help="Compare objects with the digests recorded in FILE.")
 @_records(
     "--update-catalog", is_flag=True, help="Record digests in the catalog; create a missing one."
@@ -167,13 +162,7 @@ Examples:
     metavar="TEXT",
     help="Weights version to record with --stamp, or to compare with the stamp.",
 )
-@click.option(
-    "--fail-on",
-    type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
-    default="warning",
-    show_default=True,
-    help="Exit with 4 if there are findings at least this severe.",
-)
+@fail_on_option
 @_output("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @click.option(
     "--device",
@@ -306,7 +295,7 @@ def command(
                 request,
                 on_listed=on_listed,
                 on_read=on_read,
-                on_wait=partial(_say_wait, ctx),
+                on_wait=partial(remark_wait, ctx),
             )
         _keep_records(ctx, source, request, checked, options)
         described = describe_store(source, request)
@@ -476,16 +465,6 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         buffer_bytes=options["buffer_bytes"],
         bytes_per_second=options["bwlimit"],
         jobs=options["jobs"],
-    )
-
-
-def _say_wait(ctx: click.Context, seconds: float, groups: int) -> None:
-    from hicachectl.text.units import counted
-
-    remark(
-        ctx,
-        f"Not whole: {counted(groups, 'page')}. The store keeps no timestamps, so verify checks "
-        f"again in {seconds:.0f} s (--grace).",
     )
 
 
