@@ -185,80 +185,86 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
     return found + _pool_contradictions(profile, layout.get("pools", []))
 
 
-def _flags(reply: _Arguments, model_path: str, version: str, *, launched: bool) -> DeploymentFlags:
-    # In a reply with attn_dp_size (attention DP size), dp_size counts replicas, which share keys,
+def _flags(
+    arguments: _Arguments, model_path: str, version: str, *, launched: bool
+) -> DeploymentFlags:
+    # Beside attn_dp_size (attention DP size), dp_size counts replicas, which share keys,
     # and enable_dp_attention is redundant.
-    attn_dp = reply.count("attn_dp_size", 0)
-    dp = attn_dp or reply.count("dp_size", 1)
-    extra = _extra_config(reply)
-    environment = _environment(reply)
+    attn_dp = arguments.count("attn_dp_size", 0)
+    dp = attn_dp or arguments.count("dp_size", 1)
+    extra = _extra_config(arguments)
+    environment = _environment(arguments)
     lcm = extra.get("tp_lcm_size")
     return DeploymentFlags(
-        model=reply.text("served_model_name", model_path),
-        page_size=(reply.count("page_size", 0) or None) if launched else reply.count("page_size"),
-        dtype=reply.text("dtype", "auto"),
-        kv_cache_dtype=reply.text("kv_cache_dtype", "auto"),
-        layout=reply.text("hicache_mem_layout") or None,
-        storage_backend=reply.text("hicache_storage_backend") or None,
-        io_backend=reply.text("hicache_io_backend", "kernel"),
-        tp=reply.count("tp_size", 1 if launched else None),
+        model=arguments.text("served_model_name", model_path),
+        page_size=(arguments.count("page_size", 0) or None)
+        if launched
+        else arguments.count("page_size"),
+        dtype=arguments.text("dtype", "auto"),
+        kv_cache_dtype=arguments.text("kv_cache_dtype", "auto"),
+        layout=arguments.text("hicache_mem_layout") or None,
+        storage_backend=arguments.text("hicache_storage_backend") or None,
+        io_backend=arguments.text("hicache_io_backend", "kernel"),
+        tp=arguments.count("tp_size", 1 if launched else None),
         dp=dp,
-        enable_dp_attention=attn_dp > 1 or (not attn_dp and reply.flag("enable_dp_attention")),
-        pp=reply.count("pp_size", 1),
-        pp_partition=_partition(environment.get("SGLANG_PP_LAYER_PARTITION"), reply.source),
-        cp=reply.count("attn_cp_size", 1),
-        enable_dsa_cache_layer_split=reply.flag("enable_dsa_cache_layer_split"),
-        dcp=reply.count("dcp_size", 1),
+        enable_dp_attention=attn_dp > 1 or (not attn_dp and arguments.flag("enable_dp_attention")),
+        pp=arguments.count("pp_size", 1),
+        pp_partition=_partition(environment.get("SGLANG_PP_LAYER_PARTITION"), arguments.source),
+        cp=arguments.count("attn_cp_size", 1),
+        enable_dsa_cache_layer_split=arguments.flag("enable_dsa_cache_layer_split"),
+        dcp=arguments.count("dcp_size", 1),
         tp_lcm_size=lcm if type(lcm) is int else 0,
         tag=storable(str(extra.get("extra_backend_tag") or "")),
-        speculative_algorithm=reply.text("speculative_algorithm"),
-        speculative_num_steps=reply.count("speculative_num_steps", 0),
-        enable_multi_layer_eagle=reply.flag("enable_multi_layer_eagle"),
-        speculative_draft_kv_cache_dtype=reply.text("speculative_draft_kv_cache_dtype"),
-        dsa_prefill_backend=reply.text("dsa_prefill_backend"),
-        dsa_decode_backend=reply.text("dsa_decode_backend"),
-        disaggregation_mode=reply.text("disaggregation_mode", "null"),
-        mamba_ssm_dtype=environment.get("SGLANG_MAMBA_SSM_DTYPE", reply.text("mamba_ssm_dtype")),
+        speculative_algorithm=arguments.text("speculative_algorithm"),
+        speculative_num_steps=arguments.count("speculative_num_steps", 0),
+        enable_multi_layer_eagle=arguments.flag("enable_multi_layer_eagle"),
+        speculative_draft_kv_cache_dtype=arguments.text("speculative_draft_kv_cache_dtype"),
+        dsa_prefill_backend=arguments.text("dsa_prefill_backend"),
+        dsa_decode_backend=arguments.text("dsa_decode_backend"),
+        disaggregation_mode=arguments.text("disaggregation_mode", "null"),
+        mamba_ssm_dtype=environment.get(
+            "SGLANG_MAMBA_SSM_DTYPE", arguments.text("mamba_ssm_dtype")
+        ),
         mamba_conv_dtype=environment.get("SGLANG_MAMBA_CONV_DTYPE", ""),
-        disable_hybrid_swa_memory=reply.flag("disable_hybrid_swa_memory"),
-        enable_scattered_sconv=reply.flag("enable_scattered_sconv"),
+        disable_hybrid_swa_memory=arguments.flag("disable_hybrid_swa_memory"),
+        enable_scattered_sconv=arguments.flag("enable_scattered_sconv"),
         indexer_dtype=(
             "fp4"
-            if reply.flag("enable_deepseek_v4_fp4_indexer")
-            else reply.text("qsa_indexer_dtype")
+            if arguments.flag("enable_deepseek_v4_fp4_indexer")
+            else arguments.text("qsa_indexer_dtype")
         ),
-        dsv4_attn_backend=reply.text("dsv4_attn_backend"),
+        dsv4_attn_backend=arguments.text("dsv4_attn_backend"),
         dsv4_kv_layout=environment.get("SGLANG_DSV4_KV_LAYOUT", ""),
         dsv4_compressed_kv_layout=environment.get("SGLANG_DSV4_COMPRESSED_KV_LAYOUT", ""),
         dsv4_compress_state_dtype=environment.get("SGLANG_DSV4_COMPRESS_STATE_DTYPE", ""),
-        enable_encoder_swa_bounded_replay=reply.flag("enable_encoder_swa_bounded_replay"),
+        enable_encoder_swa_bounded_replay=arguments.flag("enable_encoder_swa_bounded_replay"),
         sglang=version,
         resolved=not launched,
         launched=launched,
     )
 
 
-def _extra_config(reply: _Arguments) -> Mapping[str, Any]:
+def _extra_config(arguments: _Arguments) -> Mapping[str, Any]:
     """Return the parsed --hicache-storage-backend-extra-config; {} if it names a file."""
-    stated = reply.values.get("hicache_storage_backend_extra_config")
+    stated = arguments.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and not stated.startswith("@"):
-        where = f"{reply.source}: hicache_storage_backend_extra_config"
+        where = f"{arguments.source}: hicache_storage_backend_extra_config"
         stated = parse_json(stated or "{}", where, refusal=ProfileError)
     return stated if isinstance(stated, Mapping) else {}
 
 
-def _is_tagged(reply: _Arguments) -> bool:
+def _is_tagged(arguments: _Arguments) -> bool:
     """Return whether our plug-in writes to Mooncake: the first of its stores."""
-    extra = _extra_config(reply)
+    extra = _extra_config(arguments)
     store = extra.get("store")
     first = store[0] if isinstance(store, list) and store else store
     ours = extra.get("module_path") == "hicachectl.backends.sglang"
     return ours and isinstance(first, str) and first.startswith("mooncake:")
 
 
-def _environment(reply: _Arguments) -> Mapping[str, str]:
+def _environment(arguments: _Arguments) -> Mapping[str, str]:
     """Return the scheduler's environment, which needs SGLANG_EXPOSE_OWN_ENV_VARS on the server."""
-    stated = reply.values.get("env_vars")
+    stated = arguments.values.get("env_vars")
     if not isinstance(stated, Mapping):
         return {}
     return {name: value for name, value in stated.items() if isinstance(value, str)}
@@ -275,20 +281,20 @@ def _partition(text: str | None, source: str) -> tuple[int, ...]:
         ) from None
 
 
-def _notes(reply: _Arguments) -> tuple[str, ...]:
+def _notes(arguments: _Arguments) -> tuple[str, ...]:
     notes = []
-    if not reply.flag("enable_hierarchical_cache"):
+    if not arguments.flag("enable_hierarchical_cache"):
         notes.append("the server runs without --enable-hierarchical-cache")
-    elif not reply.text("hicache_storage_backend"):
+    elif not arguments.text("hicache_storage_backend"):
         notes.append("the server was started without an L3 store")
-    stated = reply.values.get("hicache_storage_backend_extra_config")
+    stated = arguments.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and stated.startswith("@"):
         notes.append(
             "the server reads its store options from a file, so its tag and tp_lcm_size are "
             "unknown; give --tag and --tp-lcm-size if they are set"
         )
-    tells_partition = isinstance(reply.values.get("env_vars"), Mapping)
-    if not tells_partition and reply.count("pp_size", 1) != 1:
+    tells_partition = isinstance(arguments.values.get("env_vars"), Mapping)
+    if not tells_partition and arguments.count("pp_size", 1) != 1:
         notes.append(
             "the server does not report SGLANG_PP_LAYER_PARTITION; give --pp-partition if it is set"
         )

@@ -73,6 +73,7 @@ def test_findings_come_with_meaning_risk_and_command(
     assert contents(dsa) == before
 
 
+@pytest.mark.slow
 def test_the_exit_status_is_that_of_verify(
     invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
 ) -> None:
@@ -376,6 +377,7 @@ def test_the_file_is_never_in_the_store_and_is_written_whole(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "page.html", "store"]
 
 
+@pytest.mark.slow
 def test_only_a_page_is_replaced(invoke: Invoke, dsa: Path, tmp_path: Path) -> None:
     profile = tmp_path / "dsa.toml"
     profile.write_text(DSA)
