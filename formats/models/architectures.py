@@ -41,7 +41,7 @@ from hicachectl.formats.models.families.compressed import (
     qwen4,
     qwen4_page_size,
 )
-from hicachectl.formats.models.families.convolutions import inkling, lfm2, zaya
+from hicachectl.formats.models.families.convolutions import inkling, inkling_mtp, lfm2, zaya
 from hicachectl.formats.models.families.states import (
     bailing_delta,
     bailing_draft_layers,
@@ -101,11 +101,6 @@ _CHOSEN = Refusal(
 )
 # arg_groups/dllm_hook.py :: handle_dllm_inference
 _DIFFUSION = Refusal("is not supported: SGLang disables HiCache for diffusion language models")
-# speculative/base_spec_worker.py :: _build_hicache_draft_plan, mtp_draft_mamba_pools
-_DRAFT_STATES = Refusal(
-    "is a draft whose convolution states SGLang stores behind its target's, which hicachectl does "
-    f"not read from a config; {_PROFILE_FILE}"
-)
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
 _SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
@@ -427,6 +422,9 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "IQuestQ1MTP": Family(
         iquest_mtp, stated=(*_ROWS, "sliding_window"), draft_only=True, draft_layers=one_layer
     ),
+    "InklingForConditionalGenerationMTP": Family(
+        inkling_mtp, stated=(*_HEADS, NEXTN), draft_only=True, draft_layers=one_layer
+    ),
     "MiMoV2MTP": Family(mtp_of(mimo_v2, "swa"), draft_only=True, draft_layers=one_layer),
     "Qwen4ExpForCausalLMMTP": Family(
         mtp_of(qwen4, "kv", "indexer"), stated=_ROWS, draft_only=True, draft_layers=one_layer
@@ -469,7 +467,6 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "Dots3NoteForCausalLMNextN": Refusal(
         "is a draft of Dots3NoteForCausalLM, which SGLang's HiCache refuses"
     ),
-    "InklingForConditionalGenerationMTP": _DRAFT_STATES,
     **_each(
         _SCORES,
         "BertForSequenceClassification",

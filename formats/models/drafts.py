@@ -32,6 +32,7 @@ _ALGORITHMS_OF = {
     "IQuestQ1ForCausalLM": ("EAGLE",),  # model_overrides/iquest_q1.py
 }
 DSPARK_V4 = "DeepseekV4ForCausalLMDSpark"
+_INKLING, _INKLING_MTP = "InklingForConditionalGeneration", "InklingForConditionalGenerationMTP"
 # The only draft of a target: _handle_iquest_q1_mtp_draft.
 _ONLY_DRAFTS = {"IQuestQ1ForCausalLM": "IQuestQ1MTP"}
 # arg_groups/model_overrides/mimo_v2.py, gigachat35.py, overrides.py :: _step3p_overrides
@@ -45,7 +46,7 @@ _MULTI_LAYER_TARGETS = frozenset(
     }
 )
 _ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
-               "row", "dtype", "index_head_dim")  # fmt: skip
+               "row", "dtype", "index_head_dim", "conv")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,14 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
     draft = _draft_config(target, algorithm)
     family = family_of(draft)
     _check_dtype(draft, target.flags, algorithm)
+    if multi_layer and draft.architecture == _INKLING_MTP:
+        _steps(target.flags)
     rows = {
         pool.name: pool
         for pool in family.pools(draft, Context(target.flags, target.page_size, draft=True))
     }
+    if draft.architecture == _INKLING_MTP:
+        return _counted(target, draft, rows)
     if "mamba" in rows:
         raise draft.error("architectures", "drafts with recurrent states are not supported")
     if draft.architecture == DSPARK_V4:  # _can_pack_hicache_mtp
@@ -222,10 +227,14 @@ def _check_same_rows(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> 
                 f"the {here} has a {name} pool, but the {there} has none; SGLang packs drafts of "
                 "the same pools",
             )
+    _check_rows(ours, draft, rows)
+
+
+def _check_rows(ours: Mapping[str, Pool], draft: HfConfig, rows: Mapping[str, Pool]) -> None:
     for name, pool in rows.items():
         for field in _ROW_FIELDS:
             target_value, value = getattr(ours[name], field), getattr(pool, field)
-            if target_value != value:  # check_packed_kv_rows
+            if target_value != value:  # check_packed_kv_rows, MambaPoolHost
                 raise draft.error(
                     field,
                     f"{value!r} differs from the target's {target_value!r}; packed rows must be "
@@ -233,10 +242,29 @@ def _check_same_rows(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> 
                 )
 
 
+def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Pool, ...]:
+    """Append a draft that counts the layers of each pool (build_hybrid_mamba_swa_stack).
+
+    A pool that the target does not have is one of the draft's own.
+    """
+    if target.model.architecture != _INKLING:
+        raise draft.error("architectures", f"hicachectl knows this draft only of {_INKLING}")
+    ours = {pool.name: pool for pool in target.pools}
+    behind = {name: pool for name, pool in rows.items() if name in ours}
+    _check_rows(ours, draft, behind)
+    packed = (
+        replace(pool, packed_draft_layers=len(behind[pool.name].layer_numbers))
+        if pool.name in behind
+        else pool
+        for pool in target.pools
+    )
+    return (*packed, *(pool for name, pool in rows.items() if name not in ours))
+
+
 def _packed(target: Target, rows: dict[str, Pool], layers: int) -> tuple[Pool, ...]:
     """Append the draft's layers to the target's objects.
 
-    State pools get none: an MTP layer has full attention and shares the target's state pool
+    State pools get none: such an MTP layer has full attention and shares the target's state pool
     (KVCacheConfigurator._build_hybrid_linear_kv_pool).
     """
     return tuple(
@@ -320,7 +348,7 @@ OWN_DRAFTS: Mapping[str, OwnDraft] = {
     "GlmOcrForConditionalGeneration": OwnDraft("GlmOcrForConditionalGenerationNextN"),
     "HYV3ForCausalLM": OwnDraft("HYV3ForCausalLMNextN", nextn=1),
     "HYV4ForCausalLM": OwnDraft("HYV4ForCausalLMNextN", nextn=1),
-    "InklingForConditionalGeneration": OwnDraft("InklingForConditionalGenerationMTP"),
+    _INKLING: OwnDraft(_INKLING_MTP),
     "LongcatFlashForCausalLM": OwnDraft("LongcatFlashForCausalLMNextN"),
     "MiMoForCausalLM": OwnDraft("MiMoMTP"),
     "MiMoV2FlashForCausalLM": OwnDraft("MiMoV2MTP", nextn=1),

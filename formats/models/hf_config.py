@@ -149,10 +149,21 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
         return _text({**thinker, "architectures": document["architectures"]})
     for name in ("llm_config", "language_config", "text_config"):
         section = document.get(name)
+        if isinstance(section, Mapping) and document.get("model_type") == "inkling_mm_model":
+            return {**section, **_inkling_mtp(document.get("mtp_config"))}
         if isinstance(section, Mapping):
             flat = document.get("model_type") == "deepseek_v41"  # normalize_deepseek_v41_config
             return {**section, **document} if flat else section
     return document
+
+
+def _inkling_mtp(section: Any) -> dict[str, Any]:
+    """Return the fields of the language model that `mtp_config` sets (InklingMMConfig)."""
+    stated = section if isinstance(section, Mapping) else {}
+    found = {"num_nextn_predict_layers": stated["n_layers"]} if "n_layers" in stated else {}
+    if local := stated.get("local_layer_ids"):
+        found["mtp_local_layer_ids"] = local
+    return found
 
 
 def is_llava(architecture: str) -> bool:

@@ -268,7 +268,7 @@ def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
     return tuple(
         _stored_pool(
             entry,
-            0 if entry in draft_entries else first,
+            first,
             trailing.get(sources.get(entry.name.value, entry.name.value), 0),
         )
         for entry in entries
@@ -277,6 +277,8 @@ def _host_pools(runner: Any, plan: Any) -> tuple[StoredPool, ...]:
 
 def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
     mapped = [i for i in range(_MOST_LAYERS) if entry.layer_mapper(i) is not None]
+    if entry.name.value.startswith("draft"):  # all layers are of drafts
+        return StoredPool(entry.name.value, entry.host_pool, tuple(range(len(mapped))), 0, trailing)
     packed = len(entry.packed_draft_device_pools)
     layers = tuple(first + i for i in mapped[: len(mapped) - packed])
     return StoredPool(entry.name.value, entry.host_pool, layers, packed, trailing)

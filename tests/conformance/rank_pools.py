@@ -25,6 +25,7 @@ else:
 
 HOST_RATIO = 2.0  # SGLang's default --hicache-ratio
 _RING = 4  # states of a window
+_DRAFTS = ("draft", "draft_swa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +142,19 @@ def build_pools(deployment: Deployment, rank: Rank, pages: int) -> RankPools:
     if "swa" in tables:
         window = _mha_device(profile, tables["swa"], rank, size)
         pools.add(tables["swa"], window, _host(window, profile))
-    if "draft" in tables and _held(tables["draft"], profile, rank):
-        draft = _draft_device(profile, tables["draft"], rank, size)
-        capacity = pools.host["kv"].logical_size  # the draft uses kv's indices
-        pools.add(tables["draft"], draft, _host(draft, profile, host_token_capacity=capacity))
+    for table in (tables[name] for name in _DRAFTS if name in tables):
+        if _held(table, profile, rank):
+            draft = _draft_device(profile, table, rank, size)
+            capacity = pools.host["kv"].logical_size  # the draft uses kv's indices
+            pools.add(table, draft, _host(draft, profile, host_token_capacity=capacity))
     if "mamba" in tables:
-        states = _mamba_device(deployment, tables["mamba"], pages)
-        pools.add(tables["mamba"], states, _mamba_host(states, profile))
+        table = tables["mamba"]
+        states = _mamba_device(deployment, table, _numbers(table), pages)
+        drafts = [
+            _mamba_device(deployment, table, [number], pages)
+            for number in range(table.get("packed_draft_layers", 0))
+        ]
+        pools.add(table, states, _mamba_host(states, profile, drafts))
     return pools
 
 
@@ -170,7 +177,7 @@ def _stage(profile: Mapping[str, Any], rank: Rank) -> tuple[int, int]:
 
 def _held(table: Mapping[str, Any], profile: Mapping[str, Any], rank: Rank) -> list[int]:
     """Return the model layers of a pool that a rank holds; a draft is on the last stage only."""
-    if table["name"] == "draft":
+    if table["name"] in _DRAFTS:
         return _numbers(table) if rank.pp == profile.get("pp", 1) - 1 else []
     start, end = _stage(profile, rank)
     held = [number for number in _numbers(table) if start <= number < end]
@@ -360,10 +367,12 @@ def _layer_split_device(rank: Rank, cp: int, arguments: Mapping[str, Any]) -> An
     return OneProcess(layer_shard_rank=rank.cp, layer_shard_size=cp, **arguments)
 
 
-def _mamba_device(deployment: Deployment, table: Mapping[str, Any], slots: int) -> Any:
+def _mamba_device(
+    deployment: Deployment, table: Mapping[str, Any], layers: list[int], slots: int
+) -> Any:
     from sglang.srt.mem_cache.memory_pool import MambaPool
 
-    linear, layers = deployment.linear_attention, _numbers(table)
+    linear = deployment.linear_attention
     assert linear is not None
     tp = deployment.profile.get("tp", 1)
     parameters = _cache_parameters(linear, tp, layers)
@@ -474,7 +483,7 @@ def _indexer_host(device: Any, pools: RankPools) -> Any:
     return DSAIndexerPoolHost(declaration, pools.host["kv"], pin_memory=False)
 
 
-def _mamba_host(device: Any, profile: Mapping[str, Any]) -> Any:
+def _mamba_host(device: Any, profile: Mapping[str, Any], drafts: list[Any]) -> Any:
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
     common = {
@@ -485,5 +494,8 @@ def _mamba_host(device: Any, profile: Mapping[str, Any]) -> Any:
     }
     if "device_capacity" not in inspect.signature(MambaPoolHost).parameters:  # 0.5.18
         return MambaPoolHost(device, **common)
+    if drafts:
+        behind = [draft.get_device_pool_infos()[0].buffer_info for draft in drafts]
+        common["mtp_draft_buffer_infos"] = behind
     info = device.get_device_pool_infos()[0].buffer_info
     return MambaPoolHost(info, device_capacity=device.size, **common)

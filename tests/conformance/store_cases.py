@@ -176,7 +176,8 @@ _ZAYA_POOL = _convolutions(
     {"shape": [128, 1], "shard_axis": 0, "whole": [0]},
 )
 # A small Inkling: inputs of convolutions of K and V, with two heads in full layers and four in
-# window layers, and of two streams, which every rank holds whole.
+# window layers, and of two streams, which every rank holds whole. Its draft has a full layer, a
+# window layer and the states of both.
 _INKLING = {
     "module": "inkling",
     "config": "InklingModelConfig",
@@ -194,9 +195,12 @@ _FULL_HEADS, _WINDOW_HEADS = (
     {"shape": [3, width], "shard_axis": 1, "least": 64} for width in (128, 256)
 )
 _STREAM = {"shape": [3, 128], "shard_axis": 1, "whole": [0]}
-_INKLING_POOL = _convolutions(
-    [0, 1, 2], _FULL_HEADS, _FULL_HEADS, _WINDOW_HEADS, _WINDOW_HEADS, _STREAM, _STREAM
-)
+_INKLING_POOL = {
+    **_convolutions(
+        [0, 1, 2], _FULL_HEADS, _FULL_HEADS, _WINDOW_HEADS, _WINDOW_HEADS, _STREAM, _STREAM
+    ),
+    "packed_draft_layers": 2,
+}
 
 
 # Qwen4: n-gram layers keep windows and the last tokens with each state, in bytes behind the others.
@@ -315,11 +319,13 @@ CASES: dict[str, Case] = {
                 _profile(
                     "thinkingmachines/Inkling-Tiny",
                     [
-                        _mha("kv", [2], kv_heads=2),
+                        _mha("kv", [2], kv_heads=2, packed_draft_layers=1),
                         _mha("swa", [0, 1], trailing_pages=2),
+                        _mha("draft_swa", 1, hit_policy="all_pages"),
                         _INKLING_POOL,
                     ],
                     tp=2,
+                    speculative_algorithm="EAGLE",
                 ),
                 linear_attention=_INKLING,
             ),

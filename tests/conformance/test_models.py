@@ -38,6 +38,7 @@ _KINDS = (
     "MistralLarge3ForCausalLM MistralLarge3ForCausalLMEagle refused",
     "DeepseekV4ForCausalLM DeepseekV4ForCausalLMDSpark",
     "IQuestQ1ForCausalLM IQuestQ1MTP",
+    "InklingForConditionalGeneration InklingForConditionalGenerationMTP windows",
     "ct-kv",
     "beside-fp8",
 )

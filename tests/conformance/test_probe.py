@@ -14,7 +14,7 @@ from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.spec import object_specs
-from tests.model_records import MODELS
+from tests.model_records import DRAFTS, MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # One worker asks SGLang, once.
 pytestmark = [pytest.mark.conformance, pytest.mark.xdist_group("probe")]
+
+_RECORDS = {**MODELS, **DRAFTS}
 
 
 class _Case(NamedTuple):
@@ -50,6 +52,12 @@ _KNOWN = {
     "convolutions": _Case("ZayaForCausalLM", ("--tp", "2", "--page-size", "1")),
     "convolutions of heads": _Case(
         "InklingForConditionalGeneration few heads", ("--tp", "4", "--page-size", "64")
+    ),
+    "packed states": _Case(
+        "InklingForConditionalGeneration InklingForConditionalGenerationMTP windows",
+        ("--tp", "2", "--page-size", "64", "--speculative-algorithm", "EAGLE",
+         "--speculative-num-steps", "3", "--enable-multi-layer-eagle"),
+        ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
     ),
     "indexer and packed draft, attention DP": _Case(
         "GlmMoeDsaForCausalLM",
@@ -78,7 +86,7 @@ def answers(
     subprocess.run([*command, "-o", folder / "probe.py"], check=True)
     request = {
         name: {
-            "config": MODELS[case.architecture]["config"],
+            "config": _RECORDS[case.architecture]["config"],
             "arguments": [*case.flags, *case.server_only, "--served-model-name", "org/m"],
             "gpu": case.gpu,
         }
@@ -99,7 +107,7 @@ def test_profiles_of_known_models_are_equal(
     case, answer = _KNOWN[name], answers[name]
     assert answer["code"] == 0, answer["stderr"]
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(MODELS[case.architecture]["config"]))
+    config.write_text(json.dumps(_RECORDS[case.architecture]["config"]))
     ours = invoke(
         "profile", "--model-config", config, "--served-model-name", "org/m",
         *case.flags, *case.ours_only,

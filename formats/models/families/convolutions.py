@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from hicachectl.formats.documents import shown
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import state_dtypes
 from hicachectl.formats.models.families.base import (
+    NEXTN,
     Context,
     mha_pool,
     split_layers,
 )
 from hicachectl.formats.models.families.windows import of_other_heads
-from hicachectl.formats.models.flags import attention_tp
+from hicachectl.formats.models.flags import attention_tp, canonical_algorithm
 from hicachectl.formats.profile import MAX_LAYERS
 
 if TYPE_CHECKING:
@@ -98,6 +101,74 @@ def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     ]
     states = Pool(name="mamba", kind="mamba", layers=layers, conv=(*of_heads, stream, stream))
     return (kv, swa, states)
+
+
+def inkling_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return the layers of a draft with one for each step, by pool; no pool without layers.
+
+    SGLang stores layers with a window in draft_swa, for every page (swa_uses_full_indices). A draft
+    of one layer in one runner shares the target's states (KVCacheConfigurator._init_pools).
+    """
+    steps = _inkling_steps(config, context)
+    windows = _inkling_windows(config, steps)
+    kv, swa, states = inkling(config, context)
+    pools = [replace(kv, layers=steps - windows)] if windows < steps else []
+    if windows:
+        pools.append(
+            replace(
+                swa, name="draft_swa", layers=windows, hit_policy="all_pages", trailing_pages=1
+            )
+        )
+    if context.flags.enable_multi_layer_eagle:
+        pools.append(replace(states, layers=steps))
+    return tuple(pools)
+
+
+def _inkling_steps(config: HfConfig, context: Context) -> int:
+    """Return the number of steps. Raises ProfileError for what SGLang refuses of them."""
+    flags, most = context.flags, config.integer(NEXTN)
+    if canonical_algorithm(flags) != "EAGLE":
+        raise config.error("speculative_algorithm", "this draft has a profile with EAGLE only")
+    steps = flags.speculative_num_steps
+    if flags.enable_multi_layer_eagle:
+        if steps > most:  # load_weights
+            raise config.error(
+                "speculative_num_steps",
+                f"SGLang refuses: {steps} steps need as many layers, but the draft has {most}",
+            )
+    elif config.text.get("mtp_local_layer_ids"):
+        raise config.error(
+            "mtp_local_layer_ids",
+            "SGLang refuses: a banded MTP head (mtp_local_layer_ids set) requires "
+            "--enable-multi-layer-eagle",
+        )
+    elif steps != 1:  # speculative/draft_utils.py :: _assert_draft_needs_no_conv_sidecar
+        raise config.error(
+            "enable_multi_layer_eagle",
+            "SGLang refuses: Inkling's draft model runs its own short convs, which need the "
+            "conv-state sidecar the multi-step draft decode backend cannot carry. "
+            "Use --enable-multi-layer-eagle.",
+        )
+    return steps
+
+
+def _inkling_windows(config: HfConfig, steps: int) -> int:
+    """Return how many of the first layers of a draft have a window. Raises ProfileError."""
+    if not config.text.get("mtp_local_layer_ids"):
+        return 0
+    windows, most = config.integers("mtp_local_layer_ids"), config.integer(NEXTN)
+    if len(set(windows)) != len(windows) or not set(windows) <= set(range(most)):
+        raise config.error(
+            "mtp_local_layer_ids", f"expected different layers from 0 to {most - 1}"
+        )
+    for name in ("num_key_value_heads", "head_dim"):
+        usual = config.text.get(f"swa_{name}") or config.text.get(name)
+        if config.text.get(f"mtp_swa_{name}") not in (None, usual):
+            raise config.error(
+                f"mtp_swa_{name}",
+                "SGLang refuses: banded MTP head geometry must match the trunk swa geometry",
+            )
+    return sum(layer < steps for layer in windows)
 
 
 def _zaya_layers(config: HfConfig) -> tuple[int, tuple[int, ...]]:

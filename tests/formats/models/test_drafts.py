@@ -138,7 +138,73 @@ def test_a_longcat_draft_without_mtp_layers_is_refused() -> None:
         profile_of({**model, "draft": draft}, _ONE)
 
 
-def test_inklings_own_draft_is_refused_with_the_reason() -> None:
+_INKLING = "InklingForConditionalGeneration InklingForConditionalGenerationMTP"
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "words"),
+    [
+        ({}, {"enable_multi_layer_eagle": False}, "Use --enable-multi-layer-eagle"),
+        (
+            {"mtp_local_layer_ids": [0]},
+            {"enable_multi_layer_eagle": False, "speculative_num_steps": 1},
+            "a banded MTP head .* requires --enable-multi-layer-eagle",
+        ),
+        ({}, {"speculative_num_steps": 9}, "9 steps need as many layers, but the draft has 8"),
+        ({}, {"speculative_num_steps": 0}, "give --speculative-num-steps"),
+        ({"mtp_local_layer_ids": [8]}, {}, "expected different layers from 0 to 7"),
+        ({"mtp_local_layer_ids": [1, 1]}, {}, "expected different layers from 0 to 7"),
+        (
+            {"mtp_local_layer_ids": [0], "mtp_swa_head_dim": 64},
+            {},
+            "banded MTP head geometry must match the trunk swa geometry",
+        ),
+        ({"num_nextn_predict_layers": 0}, {}, "draft_model_config: missing; EAGLE needs"),
+        ({}, {"speculative_algorithm": "EAGLE3"}, "draft_model_config: missing; EAGLE3 needs"),
+    ],
+)
+def test_a_draft_of_inkling_that_sglang_refuses_is_refused(
+    fields: dict[str, Any], flags: dict[str, Any], words: str
+) -> None:
+    """Source: models/inkling.py, configs/inkling.py and speculative/draft_utils.py."""
+    model = _with_fields({"num_nextn_predict_layers": 8, **fields})
+    with pytest.raises(ProfileError, match=words):
+        profile_of({**model, "flags": {**DRAFTS[_INKLING]["flags"], **flags}}, _ONE)
+
+
+def test_the_layers_of_inklings_draft_are_asked_for() -> None:
+    """InklingModelConfig counts 8 if the config states none."""
+    with pytest.raises(ProfileError, match="num_nextn_predict_layers: missing"):
+        profile_of({**_with_fields({}), "flags": DRAFTS[_INKLING]["flags"]}, _ONE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sconv_kernel_size": 5}, "conv: .* differs from the target's"),
+        ({"num_key_value_heads": 4}, "kv_heads: 4 differs from the target's 8"),
+    ],
+)
+def test_states_and_rows_of_inklings_draft_are_as_wide_as_the_targets(
+    changes: dict[str, int], words: str
+) -> None:
+    model = DRAFTS[_INKLING]
+    draft = {**model["config"], "text_config": {**model["config"]["text_config"], **changes}}
+    with pytest.raises(ProfileError, match=words):
+        profile_of({**model, "draft": draft}, _ONE)
+
+
+def test_inklings_draft_serves_inkling_only() -> None:
+    model = {**MODELS["LlamaForCausalLM"], "draft": DRAFTS[_INKLING]["config"]}
+    with pytest.raises(ProfileError, match="hicachectl knows this draft only of Inkling"):
+        profile_of({**model, "flags": DRAFTS[_INKLING]["flags"]}, _ONE)
+    flags = {"speculative_algorithm": "EAGLE3"}
+    with pytest.raises(ProfileError, match="speculative_algorithm: .* with EAGLE only"):
+        profile_of({**model, "flags": flags}, _ONE)
+
+
+def _with_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return Inkling with fields of its language model."""
     model = MODELS["InklingForConditionalGeneration"]
-    with pytest.raises(ProfileError, match="is a draft whose convolution states SGLang stores"):
-        profile_of({**model, "flags": {"speculative_algorithm": "EAGLE"}}, _ONE)
+    text = {**model["config"]["text_config"], **fields}
+    return {**model, "config": {**model["config"], "text_config": text}}
