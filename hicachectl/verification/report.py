@@ -178,7 +178,9 @@ def report_of(
         "skipped_checks": list(skipped),
         "counts": {one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},
     }
-    reasons = (f"{check}: {why}" for check, why in skipped.items())
+    reasons = (
+        why if check == "everything" else f"{check}: {why}" for check, why in skipped.items()
+    )
     return VerifyReport(
         document=document,
         placed=found,

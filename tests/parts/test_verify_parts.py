@@ -103,7 +103,7 @@ def test_why_nothing_was_checked_is_true_of_the_store(
     shares = json.loads((run.path / "run.json").read_text())["published"]["shares"]
     assert not all(shares), "every part has objects"
     merged = invoke("merge", run.path)
-    known = "everything: --model no/such: no page matches; models in the store: "
+    known = "--model no/such: no page matches; models in the store: "
     assert known in invoke("verify", damaged, *options).stderr
     assert known in merged.stderr
     assert "; this is counted in the largest part only" in merged.stderr
