@@ -294,7 +294,7 @@ def _directory(text: str, *, named: bool) -> StoreUrl:
     if not text:
         raise UsageError("STORE: the text is empty; give a directory or a URL")
     if named and not text.startswith("/"):
-        raise UsageError(f"{text}: a directory in the config file must be absolute")
+        raise UsageError(f"{text!r}: the directory of a store in the config file must be absolute")
     _refuse_nul(text, text)
     return StoreUrl("file", str(Path(text).absolute()))
 
@@ -320,7 +320,7 @@ def _split_place(text: str, name: str, place: str) -> tuple[str, str]:
         host, slash, path = place[2:].partition("/")
         return host, slash + path
     if place and not place.startswith("/"):
-        raise UsageError(f"{text}: the path must be absolute, as in {name}:///{place}")
+        raise UsageError(f"{text}: the path must be absolute, as in {name}://{quote(os.path.abspath(place))}")
     return "", place
 
 

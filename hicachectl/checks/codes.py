@@ -50,7 +50,8 @@ class Code:
         stands for the command.
     meaning: what is wrong. effect: what a server does with it. advice: what to look at before a
         repair. cost: what the remedy costs. command: the remedy; empty for a repair of pages, and
-        if there is none.
+        if there is none. alternative: a command that keeps the pages, to be preferred where it
+        applies.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Code:
     advice: str = ""
     cost: str = ""
     command: str = ""
+    alternative: str = ""
 
     @property
     def mending_command(self) -> str:
@@ -119,8 +121,12 @@ STAMP_MISMATCH = Code(
     meaning="The stamp of the store names another profile or weights version than this run.",
     effect="Keys carry no weights version and no dtype. Servers of one deployment read the pages "
     "of the other as their own.",
-    remedy="the store has pages of another deployment: remove them with {command}, then write a "
-    "new stamp with verify --stamp; if this run has the wrong profile, give the right one",
+    advice="If objects of the two profiles differ in size, the findings truncated and oversized are "
+    "the pages of the other: a repair with the right profile takes them, and verify --stamp then "
+    "writes a new stamp.",
+    remedy="if this run has the wrong profile, give the right one; if the store has pages of another "
+    "deployment that no other finding names, remove them with {command}, then write a new stamp "
+    "with verify --stamp",
     cost="All pages of the model, which servers compute again. Without the removal, wrong answers.",
     command=f"hicachectl rm {STORE} --model MODEL",
 )
@@ -259,8 +265,8 @@ MIXED_SIZES = Code(
     "or misses.",
     advice="The detail has the time at which the size changed: compare it with the last change of "
     "the servers' flags.",
-    remedy="give --profile: the profile shows which of the sizes is wrong; {command} then repairs "
-    "the others",
+    remedy="give --profile of the running servers (hicachectl profile --launch writes it): the "
+    "profile shows which of the sizes is wrong; {command} then repairs the others",
     cost="One computation of each page of the wrong size.",
     command=_REPAIR,
 )
@@ -272,11 +278,14 @@ OTHER_DEPLOYMENT = Code(
     effect="Keys name the sizes and the tag. Servers of the profile never ask for these keys, so "
     "the pages give them no hits. Only servers with the other settings use the pages.",
     advice="If such servers still run, nothing is wrong. If they were replaced, hicachectl migrate "
-    "with the profile of the old servers and --to-tp, --to-pp or --to-profile keeps the hits.",
-    remedy="if no server has these sizes any more, remove the pages with {command}",
+    "STORE STORE --profile OLD --to-profile FILE converts the pages and keeps the hits; OLD is the "
+    "profile of the replaced servers.",
+    remedy="if no server has these sizes any more, and the pages were converted or are not wanted, "
+    "remove the pages with {command}",
     cost="Nothing for servers of the profile. Servers with the other settings compute the pages "
     "again.",
     command=f"hicachectl rm {STORE} --model MODEL --tp SIZE",
+    alternative=f"hicachectl migrate {STORE} {STORE} --profile OLD --to-profile FILE",
 )
 UNREADABLE = Code(
     "unreadable",

@@ -57,6 +57,7 @@ def mending_of(
         deletes=store.traits.deletes,
         quarantine=quarantine or ("" if own is not None else "DIR"),
         model="" if profile is None else profile.key_model,
+        stamped=bool(ctx.params.get("stamp")),
         sizes={} if profile is None else {a: getattr(profile, a) for a in ("tp", "pp", "cp")},
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -14,7 +15,6 @@ from hicachectl.text.terminal import message_text, mute_native_logs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.urls import Config
@@ -99,6 +99,21 @@ def store_name(ctx: click.Context, text: str) -> str:
     url = parse_url(text, config_of(ctx))
     params = {name: value for name, value in url.params.items() if name != "metadata"}
     return str(replace(url, params=params))
+
+
+def quarantine_directory(ctx: click.Context, text: str) -> Path:
+    """Return the directory of a QUARANTINE argument; of a store, that of its own quarantine."""
+    from hicachectl.backends.disk.files import OWN_PREFIX
+    from hicachectl.backends.urls import parse_url
+
+    url = parse_url(text, config_of(ctx))
+    if url.scheme != "file":
+        raise click.UsageError(f"{text}: not a directory; give the path of a quarantine")
+    directory = Path(url.path)
+    side = directory / OWN_PREFIX.decode()
+    own = side / "quarantine"
+    links = side.is_symlink() or own.is_symlink()
+    return own if own.is_dir() and not links else directory
 
 
 @contextmanager

@@ -289,9 +289,10 @@ def write_chart(writes: Writes, marks: Sequence[Mark], unit: str) -> str:
 
 
 def _time_format(seconds: float) -> str:
-    if seconds <= 26 * 3600:
+    """Return a format in which the labels of an axis of this length differ."""
+    if seconds < 24 * 3600:
         return "%H:%M"
-    return "%b %d %H:%M" if seconds <= 5 * 86400 else "%b %d" if seconds <= 300 * 86400 else "%Y-%m"
+    return "%b %d %H:%M" if seconds <= 9 * 86400 else "%b %d" if seconds <= 300 * 86400 else "%Y-%m"
 
 
 # --- completeness ---

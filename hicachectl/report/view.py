@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hicachectl import __version__
-from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.codes import MIXED_SIZES, SEVERITIES
 from hicachectl.checks.registry import codes, group_names
 from hicachectl.formats.keys.columns import RANK_COLUMNS
 from hicachectl.formats.objects import Shard
@@ -25,15 +25,16 @@ from hicachectl.report.charts import (
     tree_chart,
     write_chart,
 )
-from hicachectl.report.names import rank_text, summary_name
+from hicachectl.report.names import FOREIGN, rank_text, summary_name
 from hicachectl.text.terminal import escape_controls, message_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
 from hicachectl.verification.grouped import AGE_CLASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from hicachectl.checks.codes import Code
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import Picture
     from hicachectl.report.prefixes import PrefixTree
@@ -127,7 +128,9 @@ def _verdict(picture: Picture) -> dict[str, str]:
         kind, text = "error", f"{counted(counts['error'], 'error')}: servers could read wrong data"
     elif counts["warning"]:
         kind = "warning"
-        text = f"No errors found; {counted(counts['warning'], 'warning')}: lost hits or lost space"
+        mixed = any(group.code == MIXED_SIZES.name for group in picture.findings)
+        risk = "servers may read wrong data" if mixed else "lost hits or lost space"
+        text = f"No errors found; {counted(counts['warning'], 'warning')}: {risk}"
     elif picture.page_only and picture.worst() != "info":
         kind = picture.worst()
         many = counted(sum(picture.page_only.values()), "finding")
@@ -138,7 +141,18 @@ def _verdict(picture: Picture) -> dict[str, str]:
         kind, text = "nothing", "No page was judged: all are in flight"
     else:
         kind, text = "none", f"No errors and no warnings by the checks that ran: {', '.join(ran)}"
-    return {"kind": kind, "text": text, "line": picture.line}
+    if picture.free_bytes == 0:
+        kind = kind if kind == "error" else "warning"
+        text = f"The store is full. {text}"
+    return {"kind": kind, "text": text, "line": picture.line, "requests": _served(picture.tree)}
+
+
+def _served(tree: PrefixTree | None) -> str:
+    """Return the share of the requests that can be restored, as a sentence; "" without requests."""
+    if tree is None or not tree.pages:
+        return ""
+    share = tree.usable * 100 // tree.pages
+    return f"Servers of {tree.deployment} can restore {share} % of the requested tokens."
 
 
 def _checks(picture: Picture) -> list[dict[str, Any]]:
@@ -202,10 +216,17 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
                 "groups": own[:_ROWS],
                 "examples": [e for group in own for e in group.examples][:_EXAMPLES],
                 "texts": code.explanation(),
-                "command": mending.command(template, label) if template else "",
+                "command": "\n".join(_commands(code, mending, label)),
             }
         )
     return found
+
+
+def _commands(code: Code, mending: Mending, label: str | None) -> Iterator[str]:
+    if code.alternative and mending.deletes:
+        yield mending.command(code.alternative)
+    if template := code.mending_command:
+        yield mending.command(template, label)
 
 
 # --- bytes ---
@@ -251,7 +272,7 @@ def _sizes(picture: Picture) -> dict[str, Any]:
             for name in order[:_DEPLOYMENTS]
         ],
         "left_out": len(order[_DEPLOYMENTS:]),
-        "mixed": [name for name in order if _is_mixed(bars[name])],
+        "mixed": [name for name in order if name != FOREIGN and _is_mixed(bars[name])],
         "rows": rows[:_ROWS],
         "more": len(rows[_ROWS:]),
     }

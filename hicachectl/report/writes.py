@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _WIDTHS = (5 * _MINUTE, _HOUR, 6 * _HOUR, _DAY, 7 * _DAY, 28 * _DAY, 364 * _DAY)
 _BINS = 72
+_LEAST_BINS = 12
 _TAIL = 0.02  # of the objects, at each end: such times are left out if they stretch the axis
 _SERIES = 6
 
@@ -63,8 +64,9 @@ def writes_of(inventory: Inventory) -> Writes | None:
     owners = inventory.by_affix(of_affix, foreign)[known]
     first, last = _span(seconds)
     width = next((w for w in _WIDTHS if (last - first) // w < _BINS), _WIDTHS[-1])
-    start = first // width * width
-    bins = min((last - start) // width + 1, 4 * _BINS)
+    end = last // width + 1
+    start = min(first // width, end - _LEAST_BINS) * width
+    bins = min(end - start // width, 4 * _BINS)
     at = (seconds - start) // width
     drawn = (at >= 0) & (at < bins)
     codes = owners[drawn] * bins + at[drawn]
@@ -86,13 +88,16 @@ def writes_of(inventory: Inventory) -> Writes | None:
 
 
 def _span(seconds: IntArray) -> tuple[int, int]:
-    """Return the first and the last time to draw, without few that are far from all others."""
+    """Return the first and the last time to draw.
+
+    Few times are left out if drawing them would squeeze all others into one bin.
+    """
     tail = int(len(seconds) * _TAIL)
     ordered = np.partition(seconds, (tail, len(seconds) - 1 - tail))
     low, high = int(ordered[tail]), int(ordered[len(seconds) - 1 - tail])
     first, last = int(seconds.min()), int(seconds.max())
     middle = max(high - low, _HOUR)
     return (
-        first if low - first <= middle else low,
-        last if last - high <= middle else high,
+        first if low - first <= _BINS * middle else low,
+        last if last - high <= _BINS * middle else high,
     )

@@ -30,7 +30,15 @@ def usable_text(document: Mapping[str, Any], *, now: bool = False) -> str:
     requested = document["requested_tokens"]
     of = "the requested pages" if requested is None else counted(requested, "token")
     by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
-    return f"{usable_share(document):.0%} of {of} usable{' now' if now else ''}{by or ''}"
+    return f"{_percent(document)}% of {of} usable{' now' if now else ''}{by or ''}"
+
+
+def _percent(document: Mapping[str, Any]) -> int:
+    """Return the share in percent, rounded down: 100 means all."""
+    requested = document["requested_tokens"]
+    if requested:
+        return int(document["usable_tokens"] * 100 // requested)
+    return int(usable_share(document) * 100 + 1e-9)
 
 
 def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:

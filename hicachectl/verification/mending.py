@@ -10,7 +10,8 @@ import msgspec
 from hicachectl.checks.codes import OPTIONS, STORE
 
 _REPAIR = ("--repair", "quarantine")
-_MODEL, _SIZE = "MODEL", "SIZE"
+_MODEL, _SIZE, _PROFILE = "MODEL", "SIZE", "FILE"
+_GIVEN = "--profile"
 _LABEL = re.compile(
     r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)"
 )  # of keys.labels, unescaped names
@@ -23,7 +24,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     program: words before the command's name. store: as given. options: words of the options that
     a next run needs, too. profiled: whether the run had a profile. deletes: whether objects can be
     deleted. quarantine: to be named in a repair; empty for the store's own. model, sizes: of the
-    profile, as in keys; empty without one.
+    profile, as in keys; empty without one. stamped: whether the run writes a stamp.
     """
 
     program: tuple[str, ...] = ("hicachectl",)
@@ -34,6 +35,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     quarantine: str = ""
     model: str = ""
     sizes: dict[str, int] = {}
+    stamped: bool = False
 
     def command(self, template: str, deployment: str | None = None) -> str:
         """Return a command for a shell, from that of a code.
@@ -58,6 +60,8 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             elif word == OPTIONS:
                 said += map(quote, self.options)
                 said += [] if self.profiled or not repairs else ["--profile", "FILE"]
+            elif word == _PROFILE and _GIVEN in self.options:
+                said.append(quote(self.options[self.options.index(_GIVEN) + 1]))
             else:
                 said.append(word)
             at += 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from hicachectl.checks.codes import is_repair
+from hicachectl.checks.codes import STAMP_MISMATCH, is_repair
 from hicachectl.checks.registry import codes
 from hicachectl.text.tables import table_lines
 from hicachectl.text.terminal import escape_controls
@@ -108,13 +108,17 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
         if done and is_repair(template) and not code.remedy and code.severity == "error":
             continue
         said = mending.command(template, deployment) if template else code.next_step
+        if mending.stamped and name == STAMP_MISMATCH.name:
+            said = "nothing to do: this run compared with the old stamp and wrote a new one"
+        if code.alternative and mending.deletes:
+            said = f"{mending.command(code.alternative)}\n  or: {said}"
         steps.setdefault(f"  {said}", {})[name] = None
     if steps:
         yield ""
         yield "To mend (hicachectl explain CODE has the meaning, the risk and the cost):"
     for step, names in steps.items():
         yield f"{', '.join(names)}:"
-        yield escape_controls(step)
+        yield from map(escape_controls, step.splitlines())
     yield ""
 
 

@@ -157,9 +157,10 @@ def test_a_dtype_change(
     directory, manifest = sglang_store("fp8_mha")
     machine.write(manifest, directory, 10 * 60 + 5)
     (machine.folder / "serve.sh").write_text(f"{LAUNCH}2{FP8}")
-    files = {path.name: path.read_bytes() for path in machine.store.iterdir()}
+    (machine.folder / "old.sh").write_text(f"{LAUNCH}2")
     machine.follow("A DTYPE CHANGE POISONS THE STORE")
-    assert {p.name: p.read_bytes() for p in machine.store.iterdir() if p.is_file()} == files
+    files = {path.name: path.read_bytes() for path in machine.store.iterdir() if path.is_file()}
+    assert files == {path.name: path.read_bytes() for path in before[0].iterdir()}
 
 
 def test_a_tp_change(machine: Machine, before: tuple[Path, Manifest]) -> None:

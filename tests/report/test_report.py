@@ -174,12 +174,26 @@ def test_writes_are_counted_by_deployment_and_time(tmp_path: Path) -> None:
     put(store, "other", mtime=1)
     writes = picture_of(store).writes
     assert writes is not None
-    assert (writes.start, writes.width) == (start, 3600)
+    assert (writes.start, writes.width) == (start - 2 * 3600, 3600)  # at least 12 bars
     assert {name: counts.tolist() for name, counts in writes.series} == {
-        "a tp 1": [4] * 10,
-        "b tp 2": [0] * 3 + [12] + [0] * 6,
+        "a tp 1": [0] * 2 + [4] * 10,
+        "b tp 2": [0] * 5 + [12] + [0] * 6,
     }
     assert (writes.earlier, writes.later) == (1, 0)
+
+
+def test_a_few_writes_have_an_axis_of_an_hour_and_a_late_one_is_drawn(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    start = OLD // 3600 * 3600
+    put_pages(store, range(60), "_a_0_1", mtime=start)
+    writes = picture_of(store).writes
+    assert writes is not None
+    assert (writes.width, writes.bins, writes.end) == (300, 12, start + 300)
+    put_pages(store, [60], "_a_0_1", mtime=start + 2 * 86400)
+    writes = picture_of(store).writes
+    assert writes is not None
+    assert (writes.later, int(writes.series[0][1][-1])) == (0, 1)
 
 
 def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import PointInTime, lock_option, output_options
-from hicachectl.cli.session import config_of, remark
+from hicachectl.cli.session import quarantine_directory, remark
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     cls=Group,
     epilog="""\b
 Examples:
-  hicachectl quarantine list /tmp/hicache/.hicachectl/quarantine
+  hicachectl quarantine list prod:
   hicachectl quarantine purge /var/quarantine --before 30d --dry-run
   hicachectl quarantine purge /var/quarantine --before 30d --yes
 """,
@@ -39,7 +39,8 @@ def command() -> None:
     """List the runs in a quarantine, and delete old ones.
 
     Each verify --repair quarantine that removes pages is one run. hicachectl restore puts pages
-    back.
+    back. QUARANTINE is a directory that verify --repair filled, or a store with a quarantine of
+    its own.
     """
 
 
@@ -57,7 +58,7 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
     """
     from hicachectl.move.purge import list_runs
 
-    directory = _directory(ctx, quarantine)
+    directory = quarantine_directory(ctx, quarantine)
     report = list_runs(directory)
     document = {"quarantine": str(directory), **_sums(report.rows), "runs": None}
     _write(document, report, output_format, output, "in quarantine")
@@ -98,7 +99,7 @@ def purge(
     from hicachectl.text.units import counted, human_size
 
     require_consent(yes=yes, dry_run=dry_run)
-    directory = _directory(ctx, quarantine)
+    directory = quarantine_directory(ctx, quarantine)
     with locked(lock) as is_ours:
         if not is_ours:
             remark(ctx, lock_held(lock))
@@ -133,15 +134,6 @@ def purge(
         remark(ctx, "Dry run: nothing was deleted")
     if report.failures:
         ctx.exit(FINDINGS)
-
-
-def _directory(ctx: click.Context, quarantine: str) -> Path:
-    from hicachectl.backends.urls import parse_url
-
-    url = parse_url(quarantine, config_of(ctx))
-    if url.scheme != "file":
-        raise click.UsageError(f"{quarantine}: not a directory; give the path of a quarantine")
-    return Path(url.path)
 
 
 def _of_state(report: PurgeReport, state: str) -> pa.Table:

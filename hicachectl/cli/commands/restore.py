@@ -15,7 +15,7 @@ from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
-from hicachectl.cli.session import opened, progress, remark, store_name
+from hicachectl.cli.session import opened, progress, quarantine_directory, remark, store_name
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hicachectl.move.reports import GroupReport
     from hicachectl.move.restore import Wanted
     from hicachectl.text.tables import Screen
+
+_SHOWN = 20  # pages in a table
 
 
 @click.command(
@@ -72,7 +74,8 @@ def command(
 ) -> None:
     """Put quarantined pages back into a store.
 
-    QUARANTINE is a directory that verify --repair filled. Each page returns to STORE with all its
+    QUARANTINE is a directory that verify --repair filled, or a store with a quarantine of its own.
+    The table shows at most 20 pages, the failed ones first; other formats have all. Each page returns to STORE with all its
     objects and their times, the kv objects last, and leaves the quarantine. If STORE has any
     object of a page again, the page is a conflict: it stays in the quarantine, and the exit status
     is 4.
@@ -88,7 +91,7 @@ def command(
 
     require_consent(yes=yes, dry_run=dry_run)
     wanted = _wanted(pages)
-    directory = _directory(ctx, quarantine)
+    directory = quarantine_directory(ctx, quarantine)
     with locked(lock) as is_ours:
         if not is_ours:
             remark(ctx, lock_held(lock))
@@ -162,16 +165,6 @@ def _wanted(pages: str | None) -> Wanted:
     return listed_groups(read_page_list(Path(pages)))
 
 
-def _directory(ctx: click.Context, quarantine: str) -> Path:
-    from hicachectl.backends.urls import load_config, parse_url
-
-    config = ctx.obj.config
-    url = parse_url(quarantine, load_config(None if config is None else str(config)))
-    if url.scheme != "file":
-        raise click.UsageError(f"{quarantine}: not a directory; give the path of a quarantine")
-    return Path(url.path)
-
-
 def _question(found: GroupReport, store: str) -> str:
     from hicachectl.text.units import counted, human_size
 
@@ -179,12 +172,15 @@ def _question(found: GroupReport, store: str) -> str:
 
 
 def _lines(document: dict[str, Any], outcome: GroupReport, screen: Screen) -> Iterator[str]:
-    from hicachectl.cli.text_tables import restored_for_people
+    from hicachectl.cli.text_tables import restored_for_people, worst_first
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
     if len(outcome.rows):
-        yield from table_lines(restored_for_people(outcome.rows), screen)
+        shown = worst_first(outcome.rows).slice(0, _SHOWN)
+        yield from table_lines(restored_for_people(shown), screen)
+        if more := len(outcome.rows) - len(shown):
+            yield f"and {counted(more, 'page')} more; --format csv has all"
     conflicts = f", {counted(document['conflicts'], 'conflict')}" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""
     would = "would be " if document["dry_run"] else ""
