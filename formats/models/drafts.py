@@ -237,9 +237,14 @@ def _check_rows(ours: Mapping[str, Pool], draft: HfConfig, rows: Mapping[str, Po
             if target_value != value:  # check_packed_kv_rows, MambaPoolHost
                 raise draft.error(
                     field,
-                    f"{value!r} differs from the target's {target_value!r}; packed rows must be "
-                    "equal",
+                    f"{_shown(value)} differs from the target's {_shown(target_value)}; packed "
+                    "rows must be equal",
                 )
+
+
+def _shown(value: object) -> str:
+    """Return a field's value for a message; of states, the shapes."""
+    return repr([list(state.shape) for state in value] if isinstance(value, tuple) else value)
 
 
 def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Pool, ...]:
@@ -252,13 +257,14 @@ def _counted(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> tuple[Po
     ours = {pool.name: pool for pool in target.pools}
     behind = {name: pool for name, pool in rows.items() if name in ours}
     _check_rows(ours, draft, behind)
-    packed = (
+    *packed, states = (
         replace(pool, packed_draft_layers=len(behind[pool.name].layer_numbers))
         if pool.name in behind
         else pool
         for pool in target.pools
     )
-    return (*packed, *(pool for name, pool in rows.items() if name not in ours))
+    own = (pool for name, pool in rows.items() if name not in ours)
+    return (*packed, *own, states)
 
 
 def _packed(target: Target, rows: dict[str, Pool], layers: int) -> tuple[Pool, ...]:

@@ -149,12 +149,18 @@ def _text(document: Mapping[str, Any]) -> Mapping[str, Any]:
         return _text({**thinker, "architectures": document["architectures"]})
     for name in ("llm_config", "language_config", "text_config"):
         section = document.get(name)
-        if isinstance(section, Mapping) and document.get("model_type") == "inkling_mm_model":
-            return {**section, **_inkling_mtp(document.get("mtp_config"))}
         if isinstance(section, Mapping):
-            flat = document.get("model_type") == "deepseek_v41"  # normalize_deepseek_v41_config
-            return {**section, **document} if flat else section
+            return _completed(section, document)
     return document
+
+
+def _completed(section: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's section with what SGLang sets in it from the document."""
+    if document.get("model_type") == "deepseek_v41":  # normalize_deepseek_v41_config
+        return {**section, **document}
+    if document.get("model_type") == "inkling_mm_model":
+        return {**section, **_inkling_mtp(document.get("mtp_config"))}
+    return section
 
 
 def _inkling_mtp(section: Any) -> dict[str, Any]:

@@ -370,6 +370,11 @@ profile_options = stack(
         help="SGLang's option; counts the layers of a draft with one layer for each step.",
     ),
     _server(
+        "--enable-multi-layer-eagle",
+        is_flag=True,
+        help="SGLang's option: the draft has one layer for each step.",
+    ),
+    _server(
         "--dsa-prefill-backend",
         metavar="NAME",
         help="SGLang's option; decides the row format of fp8 DSA models.",

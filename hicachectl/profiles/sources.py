@@ -28,8 +28,8 @@ _FLAG_OPTIONS = {
         for name in (
             "page_size", "kv_cache_dtype", "layout", "tp", "dp", "enable_dp_attention", "pp",
             "cp", "enable_dsa_cache_layer_split", "dcp", "tp_lcm_size", "tag",
-            "speculative_algorithm", "speculative_num_steps", "dsa_prefill_backend",
-            "dsa_decode_backend", "sglang",
+            "speculative_algorithm", "speculative_num_steps", "enable_multi_layer_eagle",
+            "dsa_prefill_backend", "dsa_decode_backend", "sglang",
             "indexer_dtype", "dsv4_attn_backend", "dsv4_kv_layout", "dsv4_compressed_kv_layout",
             "dsv4_compress_state_dtype",
         )

@@ -115,9 +115,7 @@ def inkling_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     pools = [replace(kv, layers=steps - windows)] if windows < steps else []
     if windows:
         pools.append(
-            replace(
-                swa, name="draft_swa", layers=windows, hit_policy="all_pages", trailing_pages=1
-            )
+            replace(swa, name="draft_swa", layers=windows, hit_policy="all_pages", trailing_pages=1)
         )
     if context.flags.enable_multi_layer_eagle:
         pools.append(replace(states, layers=steps))
@@ -158,9 +156,7 @@ def _inkling_windows(config: HfConfig, steps: int) -> int:
         return 0
     windows, most = config.integers("mtp_local_layer_ids"), config.integer(NEXTN)
     if len(set(windows)) != len(windows) or not set(windows) <= set(range(most)):
-        raise config.error(
-            "mtp_local_layer_ids", f"expected different layers from 0 to {most - 1}"
-        )
+        raise config.error("mtp_local_layer_ids", f"expected different layers from 0 to {most - 1}")
     for name in ("num_key_value_heads", "head_dim"):
         usual = config.text.get(f"swa_{name}") or config.text.get(name)
         if config.text.get(f"mtp_swa_{name}") not in (None, usual):

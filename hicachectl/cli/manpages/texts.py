@@ -66,9 +66,11 @@ DRAFT_FORMS = (
     (
         "MTP layers",
         "With EAGLE, a page object of the target ends with the layers of the draft; with DSPARK, "
-        "the window objects of DeepSeek-V4 end with all stages of its draft. Without "
-        "--draft-model-config, they are those of the target's own config. If the draft's config "
-        "counts num_nextn_predict_layers as 0, the draft has pools like those below.",
+        "the window objects of DeepSeek-V4 end with all stages of its draft. The states of "
+        "Inkling's draft follow the target's; its layers with a window are in draft_swa, for every "
+        "page. Without --draft-model-config, they are those of the target's own config. If the "
+        "draft's config counts num_nextn_predict_layers as 0, the draft has pools like those "
+        "below.",
     ),
     (
         "Models",

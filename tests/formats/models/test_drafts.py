@@ -181,7 +181,10 @@ def test_the_layers_of_inklings_draft_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sconv_kernel_size": 5}, "conv: .* differs from the target's"),
+        (
+            {"sconv_kernel_size": 5},
+            r"conv: \[\[4, 1024\], .* differs from the target's \[\[3, 1024\],",
+        ),
         ({"num_key_value_heads": 4}, "kv_heads: 4 differs from the target's 8"),
     ],
 )
@@ -199,7 +202,7 @@ def test_inklings_draft_serves_inkling_only() -> None:
     with pytest.raises(ProfileError, match="hicachectl knows this draft only of Inkling"):
         profile_of({**model, "flags": DRAFTS[_INKLING]["flags"]}, _ONE)
     flags = {"speculative_algorithm": "EAGLE3"}
-    with pytest.raises(ProfileError, match="speculative_algorithm: .* with EAGLE only"):
+    with pytest.raises(ProfileError, match=r"speculative_algorithm: .* with EAGLE only"):
         profile_of({**model, "flags": flags}, _ONE)
 
 
