@@ -320,7 +320,9 @@ def _split_place(text: str, name: str, place: str) -> tuple[str, str]:
         host, slash, path = place[2:].partition("/")
         return host, slash + path
     if place and not place.startswith("/"):
-        raise UsageError(f"{text}: the path must be absolute, as in {name}://{quote(os.path.abspath(place))}")
+        raise UsageError(
+            f"{text}: the path must be absolute, as in {name}://{quote(str(Path(place).absolute()))}"
+        )
     return "", place
 
 

@@ -121,12 +121,12 @@ STAMP_MISMATCH = Code(
     meaning="The stamp of the store names another profile or weights version than this run.",
     effect="Keys carry no weights version and no dtype. Servers of one deployment read the pages "
     "of the other as their own.",
-    advice="If objects of the two profiles differ in size, the findings truncated and oversized are "
-    "the pages of the other: a repair with the right profile takes them, and verify --stamp then "
-    "writes a new stamp.",
-    remedy="if this run has the wrong profile, give the right one; if the store has pages of another "
-    "deployment that no other finding names, remove them with {command}, then write a new stamp "
-    "with verify --stamp",
+    advice="If objects of the two profiles differ in size, the findings truncated and oversized "
+    "are the pages of the other: a repair with the right profile takes them, and verify --stamp "
+    "then writes a new stamp.",
+    remedy="if this run has the wrong profile, give the right one; if the store has pages of "
+    "another deployment that no other finding names, remove them with {command}, then write a "
+    "new stamp with verify --stamp",
     cost="All pages of the model, which servers compute again. Without the removal, wrong answers.",
     command=f"hicachectl rm {STORE} --model MODEL",
 )

@@ -80,10 +80,10 @@ class StorePair:
         if self.target in (None, profile) and self.grammar == source.grammar:
             if same:
                 raise UsageError(
-                    f"{source.url}: source and destination are the same, and so are the profiles of the "
-                    "pages before and after; to convert pages inside a store, give --profile of "
-                    "the servers that wrote them and another --to-tp or --to-profile, else give "
-                    "another destination"
+                    f"{source.url}: source and destination are the same, and the pages would "
+                    "not change; to convert pages inside a store, give --profile of the servers "
+                    "that wrote them and another --to-tp or --to-profile; else give another "
+                    "destination"
                 )
             return None
         if profile is None or profile.inferred:

@@ -152,7 +152,8 @@ def _served(tree: PrefixTree | None) -> str:
     if tree is None or not tree.pages:
         return ""
     share = tree.usable * 100 // tree.pages
-    return f"Servers of {tree.deployment} can restore {share} % of the requested tokens."
+    unit = "pages" if tree.page_size is None else "tokens"
+    return f"Servers of {tree.deployment} can restore {share} % of the requested {unit}."
 
 
 def _checks(picture: Picture) -> list[dict[str, Any]]:
@@ -205,7 +206,6 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
     found = []
     for name, own in by_code.items():
         code = known[name]
-        template = code.mending_command
         labels = {group.deployment for group in own}
         label = labels.pop() if len(labels) == 1 else None
         found.append(

@@ -34,11 +34,9 @@ def usable_text(document: Mapping[str, Any], *, now: bool = False) -> str:
 
 
 def _percent(document: Mapping[str, Any]) -> int:
-    """Return the share in percent, rounded down: 100 means all."""
-    requested = document["requested_tokens"]
-    if requested:
-        return int(document["usable_tokens"] * 100 // requested)
-    return int(usable_share(document) * 100 + 1e-9)
+    """Return the share in percent, rounded; 100 means all, and 0 means nothing."""
+    share = usable_share(document)
+    return round(share * 100) if share in (0, 1) else min(max(round(share * 100), 1), 99)
 
 
 def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:

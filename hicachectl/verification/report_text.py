@@ -111,13 +111,14 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
         if mending.stamped and name == STAMP_MISMATCH.name:
             said = "nothing to do: this run compared with the old stamp and wrote a new one"
         if code.alternative and mending.deletes:
-            said = f"{mending.command(code.alternative)}\n  or: {said}"
+            said = f"{mending.command(code.alternative)}\n  {said}"
         steps.setdefault(f"  {said}", {})[name] = None
     if steps:
         yield ""
         yield "To mend (hicachectl explain CODE has the meaning, the risk and the cost):"
     for step, names in steps.items():
-        yield f"{', '.join(names)}:"
+        choice = " (convert the pages, or remove them)" if "\n" in step else ""
+        yield f"{', '.join(names)}{choice}:"
         yield from map(escape_controls, step.splitlines())
     yield ""
 

@@ -72,6 +72,8 @@ def test_it_changes_no_exit_code_and_is_in_the_table(
     # The sizes of each other deployment, so that the command can be pasted.
     for sizes in (["--tp", "4", "--pp", "2"], ["--tp", "1"]):
         assert ["hicachectl", "rm", str(store), "--model", "m", *sizes] in mended
+    convert = f"hicachectl migrate {store} {store} --profile OLD --to-profile {profile}"
+    assert convert.split() in mended
     assert 'code="other-deployment"} 2' in metrics.read_text()
 
 

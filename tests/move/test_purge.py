@@ -72,6 +72,16 @@ def test_list_shows_each_run(invoke: Invoke, store: Path) -> None:
     assert "2 runs, 2 pages, 4 objects" in table
 
 
+def test_a_store_stands_for_its_own_quarantine(invoke: Invoke, store: Path) -> None:
+    own = default_quarantine(store)
+    runs = invoke("quarantine", "list", store, "--format", "json").document
+    assert (runs["quarantine"], runs["count"]) == (str(own), 2)
+    own.rename(store.parent / "elsewhere")
+    own.symlink_to(store.parent / "elsewhere")
+    other = invoke("quarantine", "list", store, "--format", "json").document
+    assert other["quarantine"] == str(store)  # the link is not followed
+
+
 def test_purge_deletes_older_runs_only(invoke: Invoke, store: Path) -> None:
     place = default_quarantine(store)
     run = oldest(place)

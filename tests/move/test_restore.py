@@ -67,6 +67,17 @@ def test_groups_come_back_with_bytes_and_times(invoke: Invoke, store: Path) -> N
     )
 
 
+def test_a_long_table_has_the_first_pages_and_the_number_of_the_others(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store = dsa_store(tmp_path / "store", 50)
+    for number in range(25):
+        shorten(store / indexer(number))
+    repaired(store)
+    lines = invoke("restore", store, store, "--yes").stdout.splitlines()
+    assert (len(lines), lines[-2]) == (1 + 20 + 2, "and 5 pages more; --format csv has all")
+
+
 def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Path) -> None:
     repaired(store)
     assert list(restored(invoke, default_quarantine(store), store, "--dry-run")) == [

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
 from hicachectl.requests.chains import Hashing, chains_of_pages
 from hicachectl.verification.request import VerifyRequest
 from tests.report.page_texts import text_of
+from tests.small_file_system import small_file_system
 from tests.stores import DSA, OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
@@ -162,6 +164,7 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     assert "Several sizes: m tp 1 ." in text
     assert "160.0 KiB in objects of 4.0 KiB, 2.0 KiB" in text
     assert "mixed-sizes" in text
+    assert "No errors found; 1 warning: servers may read wrong data" in text
 
 
 def test_writes_are_counted_by_deployment_and_time(tmp_path: Path) -> None:
@@ -190,10 +193,32 @@ def test_a_few_writes_have_an_axis_of_an_hour_and_a_late_one_is_drawn(tmp_path: 
     writes = picture_of(store).writes
     assert writes is not None
     assert (writes.width, writes.bins, writes.end) == (300, 12, start + 300)
-    put_pages(store, [60], "_a_0_1", mtime=start + 2 * 86400)
+    put_pages(store, range(60, 61), "_a_0_1", mtime=start + 2 * 86400)
     writes = picture_of(store).writes
     assert writes is not None
     assert (writes.later, int(writes.series[0][1][-1])) == (0, 1)
+
+
+def test_the_verdict_has_the_share_of_the_requests_and_a_full_store(
+    tmp_path: Path, invoke: Invoke
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(3), "_m_0_1")
+    put(store, "other", 100)
+    put(store, "one", 200)
+    asked, made = tmp_path / "pages.jsonl", tmp_path / "page.html"
+    asked.write_text(json.dumps([page(0), page(1), page(7)]))
+    invoke("report", store, "--pages", asked, "-o", made)
+    assert "can restore 66 % of the requested" in text_of(made)
+    assert "Several sizes" not in text_of(made)
+    with small_file_system(tmp_path / "small", "64k") as full:
+        put_pages(full, range(3), "_m_0_1")
+        with suppress(OSError), (full / "rest").open("wb", buffering=0) as rest:
+            while True:
+                rest.write(bytes(4096))
+        invoke("report", full, "-o", made)
+        assert "The store is full. No errors" in text_of(made)
 
 
 def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path) -> None:

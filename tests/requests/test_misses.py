@@ -57,6 +57,17 @@ def put_chain(
             (store / f"{name}{stem}.bin").write_bytes(bytes(64))
 
 
+def test_all_tokens_are_usable_only_if_none_is_missing(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    put_chain(store, "_org-m_0_2", "_org-m_1_2", pages=slice(9))
+    short = [TOKENS[:37]] * 40
+    arguments = (store, "--profile", profile, "--token-ids")
+    last = invoke("hits", *arguments, requests(tmp_path, TOKENS, *short)).stdout.splitlines()[-1]
+    assert last == "99% of 1480 tokens usable by org/m tp 2"
+    assert "100% of 1440 " in invoke("hits", *arguments, requests(tmp_path, *short)).stdout
+
+
 def measured(invoke: Invoke, *arguments: object, exit_code: int = 0) -> tuple[dict[str, Any], str]:
     """Return the document of `hits`, and its stderr."""
     output = invoke("hits", *arguments, "--format", "json", exit_code=exit_code)

@@ -75,10 +75,10 @@ def command(
     """Put quarantined pages back into a store.
 
     QUARANTINE is a directory that verify --repair filled, or a store with a quarantine of its own.
-    The table shows at most 20 pages, the failed ones first; other formats have all. Each page returns to STORE with all its
-    objects and their times, the kv objects last, and leaves the quarantine. If STORE has any
-    object of a page again, the page is a conflict: it stays in the quarantine, and the exit status
-    is 4.
+    The table shows at most 20 pages, the failed ones first; other formats have all. Each
+    page returns to STORE with all its objects and their times, the kv objects last, and leaves the
+    quarantine. If STORE has any object of a page again, the page is a conflict: it stays in the
+    quarantine, and the exit status is 4.
 
     Restoring does not repair: the page has the same fault as before. A page counts as new when it
     is back, also if a server cleared the store while it was in quarantine.
