@@ -36,7 +36,9 @@ def main() -> None:
 
 def _refusal(name: str, backend: str, place: str) -> str | None:
     case = REFUSED_CASES[name]
-    options = argparse.Namespace(backend=backend, place=place, layout=None, pages=3, seed=0)
+    options = argparse.Namespace(
+        backend=backend, place=place, layout=None, dtype=None, pages=3, seed=0
+    )
     try:
         if case.deployments[0].profile.get("dcp", 1) > 1:  # refused when a store is attached
             with attached_rank.sole_rank(case.deployments[0], options.pages) as rank:
