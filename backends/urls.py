@@ -67,8 +67,8 @@ _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 # Secrets in URLs: the text before the @ of a host, and values of parameters with names like
 # "token". A URL can be percent-encoded inside another. A port before a path or parameters is not
-# a password.
-_SCHEME = r"[a-z][a-z0-9+.-]*(?::|%3a)(?:/|%2f){2}(?!/|%2f)"
+# a password. Of a scheme, the last character is enough: long words must not take long.
+_SCHEME = r"[a-z0-9+.-](?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
 _SECRETS = [
     (

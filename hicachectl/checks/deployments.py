@@ -24,6 +24,8 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
     """Yield an other-deployment finding for each other topology or tag of the profile's model."""
     table, tally = given.table, given.tally
     own = table.deployments[0]  # the profile's comes first
+    of_affix = np.array(table.deployment_ids, dtype=np.int64)
+    unsized = frozenset(of_affix[tally.unsized[: len(of_affix)] > 0].tolist())
     found = [
         (number, deployment)
         for number, deployment in enumerate(table.deployments)
@@ -33,15 +35,17 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
         "other-deployment",
         groups=[deployment.label(table.codec) for _, deployment in found],
         written=[int(tally.newest_ns[number]) // 10**9 or None for number, _ in found],
-        detail=[_described(deployment, number, given) for number, deployment in found],
+        detail=[
+            _described(deployment, number, given, sized=number not in unsized)
+            for number, deployment in found
+        ],
     )
 
 
-def _described(deployment: Deployment, number: int, given: CheckSums) -> str:
+def _described(deployment: Deployment, number: int, given: CheckSums, *, sized: bool) -> str:
     own, tally = given.table.deployments[0], given.tally
     pages = counted(int(tally.states[number].sum()), "page")
-    of_affix = np.append(np.array(given.table.deployment_ids) == number, False)
-    nbytes = 0 if tally.unsized[of_affix].any() else int(tally.nbytes[number])
+    nbytes = int(tally.nbytes[number]) if sized else 0
     oldest_ns, newest_ns = (int(times[number]) for times in (tally.oldest_ns, tally.newest_ns))
     written = "" if NO_TIME in (oldest_ns, newest_ns) else written_between(oldest_ns, newest_ns)
     facts = ", ".join(filter(None, [human_size(nbytes) if nbytes else "", written]))

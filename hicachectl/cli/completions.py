@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import click
     from click.shell_completion import CompletionItem
@@ -29,6 +29,8 @@ _MANY = 40  # hashes; of more, only the next digits are offered
 _STORES = ("store", "source", "destination")
 _HASH = re.compile("([0-9a-f]{64})(.+)")
 _FOLDER = re.compile("[0-9a-f]{2}")
+# Shells put a name into the command line as it is, where `$(…)` would be executed.
+_OFFERED = re.compile(r"(?![-=])[\w@%+=:,./-]+")
 
 
 def complete(instruction: str) -> None:
@@ -92,7 +94,7 @@ def store_names(
     # bash forgets what comes before the directories.
     return [
         CompletionItem(incomplete, type="dir"),
-        *(CompletionItem(name) for name in names if name.startswith(incomplete)),
+        *(CompletionItem(name) for name in _offered(names, incomplete)),
     ]
 
 
@@ -105,7 +107,7 @@ def model_names(ctx: click.Context, parameter: click.Parameter, incomplete: str)
     readings = filter(None, (codec.readings("", suffix) for suffix in suffixes))
     # Ranks can be read as a part of the name, too.
     models = {min((reading.model for reading in one), key=len) for one in readings}
-    return sorted(model for model in models if model.startswith(incomplete))
+    return sorted(_offered(models, incomplete))
 
 
 def page_prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -119,6 +121,11 @@ def page_prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: st
         first, last = min(pages), max(pages)
         length = next(n for n in range(64) if first[n] != last[n]) + 1
     return sorted({page[: max(length, len(incomplete))] for page in pages})
+
+
+def _offered(names: Iterable[str], incomplete: str) -> Iterator[str]:
+    """Yield the names that continue a word and mean nothing else to a shell."""
+    return (name for name in names if name.startswith(incomplete) and _OFFERED.fullmatch(name))
 
 
 def _config(ctx: click.Context) -> Config:

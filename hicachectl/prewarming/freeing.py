@@ -200,13 +200,16 @@ def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
     UNKNOWN_BYTES if neither tells the size of an object.
     """
     column = inventory.objects.column("nbytes")
-    if not column.null_count:
+    # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
+    most = np.iinfo(np.int64).max // max(1, len(column))
+    if not column.null_count and (pc.max(column).as_py() or 0) <= most:
         return groups.nbytes
     specs = inventory.table.specs
     stated = inventory.by_affix(
         [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in specs], UNKNOWN_SIZE
     )
     nbytes = np.where(column.is_null().to_numpy(), stated, column.fill_null(0).to_numpy())
+    nbytes = np.minimum(nbytes, most)
     grouped = groups.of_object >= 0
     owners, nbytes = groups.of_object[grouped], nbytes[grouped]
     sizes = np.zeros(len(groups), dtype=np.int64)

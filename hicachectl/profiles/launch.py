@@ -31,6 +31,7 @@ _DEEPEST = 64  # nested lists and mappings of YAML
 _PROCESS = re.compile(r"pid:([0-9]{1,10})")
 _VARIABLE = re.compile(r"(?:--env=|-e)?(SGLANG_\w+)=(.*)", re.DOTALL)  # `env` and `docker run`
 _REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)")  # in a container's args
+_HUGE_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]{1000}")
 _EXAMPLE = "python -m sglang.launch_server … or sglang serve …"
 _EXTRA = "hicache_storage_backend_extra_config"
 
@@ -50,6 +51,12 @@ class Launch:
     root: Path = Path("/")
     unknown: frozenset[str] = frozenset()
     passes_on: bool = False
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Return a value that only equal commands have, and that can be hashed."""
+        environment = frozenset(self.environment.items())
+        return self.arguments, environment, self.unknown, self.passes_on
 
     def path(self, text: str) -> Path:
         """Return a path of the server as seen from here."""
@@ -99,13 +106,13 @@ def read_launch(text: str) -> Launch:
     if match := _PROCESS.fullmatch(text):
         return _of_process(int(match[1]))
     if not text.startswith("@") and not _is_file(text):
-        return _only(_launches(text), "--launch")
+        return _only(_launches(text, ScriptReader()), "--launch")
     path = Path(text.removeprefix("@")).expanduser()
     data = read_bounded(path, _MAX_BYTES, what="a launch script")
     try:
         content = data.decode("utf-8-sig")
         is_yaml = path.suffix.lower() in (".yaml", ".yml")
-        launches = _launches_of_yaml(content) if is_yaml else _launches(content)
+        launches = _launches_of_yaml(content) if is_yaml else _launches(content, ScriptReader())
         return _only(launches, str(path))
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
@@ -113,16 +120,16 @@ def read_launch(text: str) -> Launch:
         raise FormatError(f"{path}: {error}") from error
 
 
-def _is_file(text: str) -> bool:
+def _is_file(path: str | Path) -> bool:
     try:
-        return Path(text).is_file()
+        return Path(path).is_file()
     except (OSError, ValueError):  # too long for a path, or with a null character
         return False
 
 
 def _only(launches: Iterator[Launch], where: str) -> Launch:
-    found: list[Launch] = []
-    found.extend(launch for launch in launches if launch not in found)
+    # A script can have thousands, so each is not compared with each.
+    found = list({launch.identity: launch for launch in launches}.values())
     if len(found) == 1:
         return found[0]
     if found:
@@ -130,9 +137,7 @@ def _only(launches: Iterator[Launch], where: str) -> Launch:
     raise UsageError(f"{where}: has no command that launches an SGLang server, as {_EXAMPLE}")
 
 
-def _launches(
-    text: str, environment: Mapping[str, str] | None = None, depth: int = 0
-) -> Iterator[Launch]:
+def _launches(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
     """Yield the launch commands of a shell script, or of a JSON list of words.
 
     depth: scripts that the script is in.
@@ -142,9 +147,8 @@ def _launches(
         words = parse_json(text, "the list of words")
         if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
             raise FormatError("the list of words: expected a list of texts")
-        yield from _of_words(words, {}, None)
+        yield from _of_words(words, {}, reader)
         return
-    reader = ScriptReader(environment=dict(environment or {}))
     for command in reader.commands(text):
         yield from _of_words(command.words, command.environment, reader, depth)
 
@@ -152,7 +156,7 @@ def _launches(
 def _of_words(
     words: Sequence[str],
     environment: Mapping[str, str],
-    reader: ScriptReader | None,
+    reader: ScriptReader,
     depth: int = 0,
 ) -> Iterator[Launch]:
     """Yield the launch command that a command is, or has in a script of its own (`bash -c`)."""
@@ -160,15 +164,15 @@ def _of_words(
     if found is None:
         for word in words if depth < _DEEPEST_SCRIPT else ():
             if "sglang" in word and len(word.split()) > 1:
-                yield from _launches(word, environment, depth + 1)
+                yield from _launches(word, reader.inner(environment), depth + 1)
         return
     before = (_VARIABLE.fullmatch(word) for word in words[: len(words) - len(found)])
     own = {**environment, **{match[1]: match[2] for match in before if match}}
     yield Launch(
         found,
         {name: value for name, value in own.items() if name.startswith("SGLANG_")},
-        unknown=frozenset(reader.unknown if reader else ()),
-        passes_on=reader is not None and reader.takes_arguments,
+        unknown=frozenset(reader.unknown),
+        passes_on=reader.takes_arguments,
     )
 
 
@@ -180,11 +184,11 @@ def _server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
     if words and words[0].startswith("--model"):
         return tuple(words)
     for at, word in enumerate(words):
-        rest = tuple(words[at + 1 :])
         if word == "sglang.launch_server" or word.endswith("launch_server.py"):
-            return rest
-        if word.rsplit("/", 1)[-1] in ("sglang", "sglang.cli.main") and rest[:1] == ("serve",):
-            return _of_serve(rest[1:])
+            return tuple(words[at + 1 :])
+        is_cli = word.rsplit("/", 1)[-1] in ("sglang", "sglang.cli.main")
+        if is_cli and tuple(words[at + 1 : at + 2]) == ("serve",):
+            return _of_serve(words[at + 2 :])
     return None
 
 
@@ -205,12 +209,14 @@ def _of_serve(words: Sequence[str]) -> tuple[str, ...]:
 
 def _launches_of_yaml(text: str) -> Iterator[Launch]:
     """Yield the launch commands of the containers in YAML documents, as of Kubernetes."""
+    reader = ScriptReader()
     for document in _parse_yaml(text):
         for container in _containers(document):
             environment = _container_environment(container)
-            words = [*_words(container.get("command")), *_words(container.get("args"))]
+            stated = (container.get("command"), container.get("args"))
+            words = [word for one in stated for word in _words(one, reader)]
             known = [_with_variables(word, environment) for word in words]
-            yield from _of_words(known, environment, None)
+            yield from _of_words(known, environment, reader)
 
 
 def _with_variables(word: str, environment: Mapping[str, str]) -> str:
@@ -233,10 +239,10 @@ def _containers(document: Any) -> Iterator[Mapping[str, Any]]:
             yield from _containers(value)
 
 
-def _words(stated: Any) -> list[str]:
+def _words(stated: Any, reader: ScriptReader) -> list[str]:
     """Return the words of a container's command or args: a list, or a text as in a shell."""
     if isinstance(stated, str):
-        return [word for command in ScriptReader().commands(stated) for word in command.words]
+        return [word for command in reader.inner({}).commands(stated) for word in command.words]
     return [str(word) for word in stated] if isinstance(stated, list) else []
 
 
@@ -268,7 +274,7 @@ def _of_process(number: int) -> Launch:
     except OSError as error:
         why = "run as the server's user, or give its command line"
         raise UsageError(failed(f"pid:{number}", "read the process", error, why)) from error
-    found = _only(_of_words(words, environment, None), f"pid:{number}")
+    found = _only(_of_words(words, environment, ScriptReader()), f"pid:{number}")
     return replace(found, folder=folder, root=place / "root")
 
 
@@ -300,7 +306,7 @@ def _stated(launch: Launch) -> dict[str, Any]:
     """Return the fields of ServerArgs that a command states; options of its store as a mapping."""
     stated = read_arguments(launch.arguments, launch.path)
     extra = stated.get(_EXTRA, "")
-    if extra.startswith("@") and launch.path(extra[1:]).is_file():
+    if extra.startswith("@") and _is_file(launch.path(extra[1:])):
         stated[_EXTRA] = _read_mapping(launch.path(extra[1:]))
     return stated
 
@@ -333,6 +339,12 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return found
 
 
+def _is_huge(scalar: Any) -> bool:
+    """Return whether YAML has a number that takes long to read, or that no text can show."""
+    is_text = bool(scalar.style) and scalar.tag is None
+    return not is_text and _HUGE_NUMBER.match(scalar.value) is not None
+
+
 def _parse_yaml(text: str) -> list[Any]:
     """Parse YAML documents, but no aliases, which can take all memory, and no deep nesting."""
     try:
@@ -342,16 +354,22 @@ def _parse_yaml(text: str) -> list[Any]:
             "YAML files need the package pyyaml; install hicachectl[yaml], or give the flags in "
             "the command"
         ) from None
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # some builds lack the fast one
     try:
         depth = 0
-        for event in yaml.parse(text, yaml.SafeLoader):
+        for event in yaml.parse(text, loader):
             if isinstance(event, yaml.AliasEvent):
                 raise FormatError("YAML aliases are not read; write the values out")
+            if isinstance(event, yaml.ScalarEvent) and _is_huge(event):
+                raise FormatError(f"{event.value[:20]}… is not a number that a flag can have")
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
                 raise FormatError(f"YAML is nested more than {_DEEPEST} times")
-        return list(yaml.safe_load_all(text))
+        return list(yaml.load_all(text, loader))
+    except yaml.MarkedYAMLError as error:  # as a text, it has the line, which can have a password
+        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise FormatError(f"not YAML: {line}{error.problem}"[:200]) from error
     except (yaml.YAMLError, ValueError) as error:
         raise FormatError(f"not YAML: {' '.join(str(error).split())[:200]}") from error
 
@@ -359,7 +377,7 @@ def _parse_yaml(text: str) -> list[Any]:
 def _local_model(launch: Launch, model_path: str, option: str) -> Path:
     """Return a model's directory: a path of the server, or a snapshot in this user's Hub cache."""
     for path in (launch.path(model_path), _hub_snapshot(model_path)):
-        if path is not None and (path / "config.json").is_file():
+        if path is not None and _is_file(path / "config.json"):
             return path
     raise not_here(model_path, option)
 

@@ -56,6 +56,13 @@ class Command:
 
 
 @dataclass(slots=True)
+class _Expanded:
+    """Characters that expansions of a script, and of the scripts in it, may still have."""
+
+    left: int = _MOST_EXPANDED
+
+
+@dataclass(slots=True)
 class ScriptReader:
     """Reader of shell scripts.
 
@@ -67,11 +74,18 @@ class ScriptReader:
     variables: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     takes_arguments: bool = False
-    _left: int = _MOST_EXPANDED
+    _expanded_characters: _Expanded = field(default_factory=_Expanded)
+
+    def inner(self, environment: Mapping[str, str]) -> ScriptReader:
+        """Return a reader of a script in the script: `bash -c`."""
+        return ScriptReader(
+            environment=dict(environment), _expanded_characters=self._expanded_characters
+        )
 
     def commands(self, text: str) -> Iterator[Command]:
         """Yield the commands of a script, in order. Raises FormatError for an unclosed quote."""
         words: list[str] = []
+        assigns = True  # whether all words so far assign
         array: tuple[str, list[str]] | None = None
         target = False  # of a redirection
         for kind, token in _tokens(text):
@@ -81,7 +95,7 @@ class ScriptReader:
                     array = None
             elif kind == "end":
                 yield from self._command(words)
-                words = []
+                words, assigns = [], True
             elif kind == "array":
                 array = token[:-2], []
             elif kind == "redirection":
@@ -90,9 +104,10 @@ class ScriptReader:
                 target = False
             elif array is not None:
                 array[1].extend(self._expanded(token))
-            elif _ASSIGNMENT.fullmatch(token) and all(map(_assigns, words)):
+            elif assigns and _assigns(token):
                 words.append("".join(self._expanded(token, splits=False)))
             else:
+                assigns = False
                 words.extend(self._expanded(token))
         yield from self._command(words)
 
@@ -153,8 +168,8 @@ class ScriptReader:
     def _values(self, expansion: str) -> list[str]:
         """Return the values of an expansion; the expansion itself if they are unknown."""
         values = self._looked_up(expansion)
-        self._left -= sum(map(len, values))
-        if self._left < 0:  # each of a few lines can double the text
+        self._expanded_characters.left -= sum(map(len, values))
+        if self._expanded_characters.left < 0:  # each of a few lines can double the text
             raise FormatError(f"variables expand to more than {_MOST_EXPANDED} characters")
         return values
 

@@ -202,3 +202,13 @@ def test_bash_completes_with_the_printed_script(invoke: Invoke, tmp_path: Path) 
         [need_tool("bash"), "-c", shell], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["prod:"]
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize(
+    "name",
+    ["$(touch x)", "`id`", "a;id", "a b", "*", "~", "!!", 'a"', "a'", "a\\b", "\x1b[31m", "-x"],
+)
+def test_names_that_mean_something_to_a_shell_are_not_offered(store: Path, name: str) -> None:
+    put_pages(store, range(3), f"_{name}_0_1")
+    assert offered("--model", "ls", "prod:") == ["org-large", "org-small"]

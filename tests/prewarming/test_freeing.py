@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +23,6 @@ from tests.speed import slow
 from tests.stores import OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Invoke
 
 SIZE = PROFILE.page_size
@@ -272,3 +272,15 @@ def test_pages_of_unknown_size_stay(
     assert [row["page"] for row in output.document["groups"]] == [page(0)]
     facts = output.document["free"]
     assert (facts["kept_pages"], facts["kept_bytes"]) == (7, None)
+
+
+def test_sizes_of_exbibytes_do_not_disturb_the_order(invoke: Invoke) -> None:
+    with TemporaryDirectory(dir="/dev/shm") as directory:  # ext4 has no such files
+        store = Path(directory)
+        for n in range(6):
+            sparse = put(store, f"{page(n)}_m_0_1.bin", 0, OLD)
+            os.truncate(sparse, 1 << (62 if n < 4 else 10))
+            os.utime(sparse, (OLD + n, OLD + n))
+        freed(invoke, store, "--free", 1, "--model", "m", "--yes")
+        left = {path.name[:64] for path in store.glob("*.bin")}
+        assert left == {page(n) for n in range(1, 6)}

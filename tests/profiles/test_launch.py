@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -366,3 +367,35 @@ def test_files_of_flags_are_bounded(
     told = refused(invoke, f"sglang serve {model} {FLAGS} {option} @{file}")
     assert said in told
     assert told.count(name) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("assignments.sh", "A=1 " * 60_000, "no command that launches"),
+        ("many.sh", "".join(f"sglang serve m{n}\n" for n in range(13_000)), "13000 launch"),
+        ("scripts.sh", f"export A={'a' * 100_000}\n" + f"x '{'$A' * 40} sglang y'\n" * 1500,
+         "variables expand to more than"),
+        ("words.yaml", f"args: [{'a,' * 100_000}]", "no command that launches"),
+        ("hexadecimal.yaml", f"args: [--tp, 0x{'f' * 5000}]", "is not a number"),
+        ("sexagesimal.yaml", f"args: [1{':1' * 100_000}]", "is not a number"),
+        ("path.sh", f"sglang serve {'ab' * 50_000}", "give --model-config"),
+    ],
+    ids=lambda text: str(text)[:12],
+)  # fmt: skip
+def test_large_scripts_take_seconds_at_most(
+    invoke: Invoke, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    script = tmp_path / name
+    script.write_text(text)
+    started = time.process_time()
+    assert said in refused(invoke, script)
+    assert time.process_time() - started < 5  # several took minutes
+
+
+def test_a_refusal_of_yaml_shows_no_line_of_it(invoke: Invoke, tmp_path: Path) -> None:
+    script = tmp_path / "pod.yaml"
+    script.write_text('env:\n- name: KEY\n  value: "hunter2" x\n')
+    said = refused(invoke, script)
+    assert "not YAML: line 3: " in said
+    assert "hunter2" not in said
