@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicachectl.checks.codes import STAMP_MISMATCH
 from hicachectl.checks.registry import remedies
 from hicachectl.move.reports import GONE
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
@@ -62,10 +63,14 @@ class Repaired:
     failed: bool = False
 
 
-def unplaced_remarks(unplaced: Mapping[str, int]) -> Iterator[str]:
-    """Yield remarks about findings that a repair cannot remove. unplaced: see `RepairPlan`."""
+def unplaced_remarks(unplaced: Mapping[str, int], *, stamps: bool) -> Iterator[str]:
+    """Yield remarks about findings that a repair cannot remove.
+
+    unplaced: see `RepairPlan`. stamps: the run writes a new stamp, which mends a stamp-mismatch.
+    """
     instead = remedies()
-    for code in sorted(unplaced.keys() & instead):
+    mended = {STAMP_MISMATCH.name} if stamps else set()
+    for code in sorted((unplaced.keys() & instead) - mended):
         yield f"Not repaired: {unplaced[code]} {code}; {instead[code]}"
 
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.report.names import shortened
-from hicachectl.text.terminal import escape_controls
+from hicachectl.text.terminal import escape_controls, shortened
 from hicachectl.text.units import human_size
 
 if TYPE_CHECKING:

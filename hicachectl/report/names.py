@@ -58,15 +58,3 @@ def rank_text(shard: Shard) -> str:
         *(f"{what} {span[0]}-{span[1] - 1}" for what, span in spans if span is not None),
     ]
     return " ".join(stated) or NO_RANKS
-
-
-def shortened(text: str, most: int) -> str:
-    """Return a label of at most `most` characters; the middle of a longer one is left out.
-
-    Escaped: vl-convert ends the process at a control character.
-    """
-    text = escape_controls(text)
-    if len(text) <= most:
-        return text
-    tail = (most - 1) // 2
-    return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"

@@ -30,6 +30,18 @@ def escape_controls(text: str, *, keep: str = "") -> str:
     return "".join(char if char in keep or _visible(char) else _escaped(char) for char in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters; the middle of a longer one is left out.
+
+    Escaped (`escape_controls`): vl-convert, too, ends the process at a control character.
+    """
+    text = escape_controls(text)
+    if len(text) <= most:
+        return text
+    tail = (most - 1) // 2
+    return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
+
+
 def _visible(char: str) -> bool:
     if char.isprintable():
         return not _INVISIBLE.match(char)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pyarrow as pa
 from hicachectl.checks.codes import STAMP_MISMATCH, is_repair
 from hicachectl.checks.registry import codes
 from hicachectl.text.tables import table_lines
-from hicachectl.text.terminal import escape_controls
+from hicachectl.text.terminal import escape_controls, shortened
 from hicachectl.text.units import counted, human_size
 from hicachectl.verification.grouped import group_findings
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from hicachectl.verification.report import VerifyReport
 
 DEFAULT_LIMIT = 20
+_LEAST_KEY = 24  # characters of a key that a terminal shows at least
+_MOST_LINES = 8  # of an example on a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iter
     for group, line in zip(some, lines, strict=True):
         yield line
         for key, detail in group.examples:
-            yield screen.cut("  " + escape_controls("  ".join(filter(None, (key, detail)))))
+            yield from _example_lines(key or "", escape_controls(detail), screen.width)
         if (more := group.count - len(group.examples)) > 0:
             yield f"  and {more} more"
     if left := groups[limit:]:
@@ -93,6 +96,23 @@ def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iter
             f"and {counted(len(left), 'group')} with {counted(count, 'finding')}; --limit shows "
             "more groups, --all-findings every finding"
         )
+
+
+def _example_lines(key: str, detail: str, width: int | None) -> Iterator[str]:
+    """Yield an example. On a terminal of a width, the detail is whole: a long key is shortened."""
+    if width is None:
+        yield "  " + "  ".join(filter(None, (escape_controls(key), detail)))
+        return
+    key = shortened(key, max(width - len(detail) - 4, _LEAST_KEY))
+    yield from textwrap.wrap(
+        "  ".join(filter(None, (key, detail))),
+        max(width, _LEAST_KEY),
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        max_lines=_MOST_LINES,
+        placeholder=" …",
+    )
 
 
 def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) -> Iterator[str]:

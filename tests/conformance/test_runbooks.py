@@ -205,7 +205,7 @@ def test_a_new_cluster(machine: Machine, before: tuple[Path, Manifest]) -> None:
     directory, manifest = before
     machine.write(manifest, directory, 3600)
     machine.ask(manifest["tokens"])
-    (machine.folder / "prod.toml").write_text(json.dumps(manifest["profile"]))
+    (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
     machine.follow("WARM A NEW CLUSTER FROM CRON")
 
 

@@ -176,6 +176,16 @@ def test_a_gate_says_what_failed_with_both_numbers(
     assert said.splitlines() == ([gate] if exit_code else [])
 
 
+def test_a_gate_says_what_to_do_about_pages_of_another_topology(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    put_chain(store, *(f"_org-m_{rank}_4" for rank in range(4)))
+    asked = requests(tmp_path, TOKENS)
+    arguments = (store, "--token-ids", asked, "--profile", profile, "--min-usable", "0.9")
+    said = measured(invoke, *arguments, exit_code=4)[1].splitlines()[-1]
+    assert "(0 of 40); convert the pages that exist elsewhere with hicachectl migrate" in said
+
+
 def test_a_gate_without_a_page_size_counts_pages(
     invoke: Invoke, store: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -105,3 +106,23 @@ def test_a_pipe_gets_the_whole_table_and_a_terminal_what_fits(tmp_path: Path) ->
     assert max(map(len, narrow)) <= 60
     assert any(line.startswith(page(0)[:8]) for line in narrow)
     assert [line.rstrip() for line in shown_on(400, arguments)] == piped.splitlines()
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_whole_what_a_finding_says(tmp_path: Path) -> None:
+    store, profile = tmp_path / "store", tmp_path / "profile.toml"
+    store.mkdir()
+    profile.write_text('model = "some/model"\npage_size = 4\npools = [{ name = "kv", '
+                       'kind = "opaque", nbytes = 64 }]\n')  # fmt: skip
+    put_pages(store, range(12), "_some-model_0_1")
+    put_pages(store, range(12, 24), "_some-model_0_1", nbytes=128)
+    judged = ["verify", store, "--checks", "names,groups,sizes", "--fail-on", "never"]
+    compared = shown_on(80, judged)
+    assert compared[1].startswith("warning   mixed-sizes")
+    detail = compared[2 : compared.index("")]
+    assert max(map(len, detail)) <= 80
+    assert "dtypes or page sizes; give --profile of the" in " ".join(map(str.strip, detail))
+    key, expected = shown_on(80, [*judged, "--profile", profile])[2].split()[::4]
+    assert expected == "64"
+    first = min(map(page, range(12, 24)))
+    assert re.fullmatch(f"{first[:20]}[0-9a-f]*…[0-9a-f]+_some-model_0_1.bin", key)

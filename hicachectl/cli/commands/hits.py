@@ -119,6 +119,11 @@ def command(
     least = options["min_usable"]
     if least is not None and not passes(report.document, least):
         next_step = "copy pages with hicachectl prewarm, or give a lower share"
+        if report.document["elsewhere"]:
+            next_step = (
+                "convert the pages that exist elsewhere with hicachectl migrate, copy others with "
+                "hicachectl prewarm, or give a lower share"
+            )
         remark(ctx, failed_text(report.document, least, next_step))
         ctx.exit(FINDINGS)
 

@@ -125,7 +125,7 @@ def repaired(
         return checked.result
     chosen = options_of_repair(options)
     plan = plan_repair(checked.groups, checked.findings, codes=chosen.codes)
-    for text in unplaced_remarks(plan.unplaced):
+    for text in unplaced_remarks(plan.unplaced, stamps=options["stamp"]):
         remark(ctx, text)
     plan = _with_descendants(plan, request, checked, options)
     question = _question(store, checked, plan, options) if len(plan.groups) else None
