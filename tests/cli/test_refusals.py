@@ -48,9 +48,11 @@ profile --model-config CONFIG --page-size 64 --pp 9 | pp | 4 layers | 9 stages |
 profile --model-config CONFIG --pp-partition 3,x  | --pp-partition | '3,x' | such as 30,31
 profile --model-config CONFIG --tp 0              | --tp | 0 | x>=1
 migrate STORE NEW --model-config CONFIG --page-size 64 --to-pp-partition x | partition | 'x' | 30,31
+profile --model-config LONG                       | LONG | File name too long | check it
 migrate STORE NEW --to-profile NONE               | NONE | No such file | check the path
 profile --server ftp://x                          | --server | 'ftp://x' | http://host:port
 quarantine list PACK                              | PACK | give the path of a quarantine
+quarantine list LONG                              | LONG | File name too long | check it
 quarantine list NONE                              | NONE | verify --repair
 quarantine purge NONE --before 1d --yes           | NONE | verify --repair
 restore PACK STORE --yes                          | PACK | give the path of a quarantine
@@ -67,6 +69,7 @@ verify STORE --sample 500%                        | --sample | 500% | at most 10
 verify STORE --sample-slice 3                     | --sample-slice | --sample
 verify STORE --time-limit never                   | --time-limit | 'never' | 90s
 verify STORE --catalog TEXT                       | TEXT | --update-catalog
+verify STORE --catalog LONG                       | LONG | File name too long | check it
 verify STORE --update-catalog                     | --update-catalog | --catalog FILE
 verify STORE --fail-on often                      | --fail-on | 'often' | 'error'
 verify TABLES --profile PROFILE --stamp           | TABLES | no directory for a stamp | leave
@@ -101,6 +104,7 @@ ls STORE --limt 3                                 | --limt | no such option | di
 ls STORE --limit                                  | --limit | requires an argument | ls --help
 ls STORE --objects=3                              | --objects | does not take a value; see
 completion                                        | SHELL | is missing | bash, zsh, fish
+report STORE -o LONG                              | LONG | File name too long | check it
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?
 quarantine prune                                  | 'prune' | did you mean purge?
@@ -123,6 +127,7 @@ ls NONE                       | NONE | No such file | check the path
 ls TEXT                       | TEXT | Not a directory | give the directory
 ls FIFO                       | FIFO | Not a directory | give the directory
 ls hf3fs:///none/x?snapshot=/none | /none | no such directory | check the prefix
+ls LONG3FS                    | nnn: no such directory | check the prefix
 ls UNSAVED                    | NONE | No such file | --persistence-path
 migrate STORE TEXT/x --profile PROFILE | TEXT/x | Not a directory | check the path
 migrate STORE NIXL --profile PROFILE | TEXT/x | Not a directory | check the path
@@ -193,6 +198,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         "NIXL": f"nixl://{tmp_path}/text/x",
         "MANY": f"nixl://{','.join(f'/d{number}' for number in range(257))}",
         "NONE": tmp_path / "none",
+        "LONG": tmp_path / ("n" * 300),
+        "LONG3FS": f"hf3fs://{tmp_path}/{'n' * 300}/x?snapshot=/none",
         "NEW": tmp_path / "new",
         "RUN": tmp_path / "run",
         "Q": tmp_path / "q",
