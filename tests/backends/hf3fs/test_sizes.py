@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.hf3fs.claims import claim_path
 from hicachectl.backends.hf3fs.creating import TableMaker
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.sizes import PageSizes
 from hicachectl.backends.hf3fs.snapshot import read_snapshot
-from hicachectl.backends.testing import rows_of
+from hicachectl.backends.testing import ARENA_BYTES, write
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import profile_tag
 from hicachectl.move.destination import refuse_other_owner
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+OURS = replace(PROFILE, weights="a" * 32)
 URL = "hf3fs:///x"
 KEY = f"0:kv:{page(0)}-k".encode()
 NOBODYS = f"0:kv:{page(0)}-z".encode()
@@ -125,12 +128,12 @@ def test_the_owner_of_the_data_files_is_named(tmp_path: Path, url: str) -> None:
     assert str(path) == claim_path(f"{tmp_path}/hicache")
     path.write_text("b" * 32)
     with open_store(url) as store:
-        message = refusal(lambda: refuse_other_owner(store, PROFILE))
+        message = refusal(lambda: refuse_other_owner(store, OURS))
         unknown = refusal(lambda: refuse_other_owner(store, None))
         path.unlink()
         path.symlink_to("elsewhere")
-        unreadable = refusal(lambda: refuse_other_owner(store, PROFILE))
-    for said in ("PREFIX.hicachectl-deployment", "b" * 32, profile_tag(PROFILE), "; use other"):
+        unreadable = refusal(lambda: refuse_other_owner(store, OURS))
+    for said in ("PREFIX.hicachectl-deployment", "b" * 32, str(profile_tag(OURS)), "; use other"):
         assert said in message
     assert "unknown without the weights; give --weights" in unknown
     assert unreadable.startswith(
@@ -140,11 +143,8 @@ def test_the_owner_of_the_data_files_is_named(tmp_path: Path, url: str) -> None:
 
 
 def test_a_store_without_a_profile_is_not_written_to(url: str) -> None:
-    with open_store(f"{url}&server=http://127.0.0.1:1") as store:
-        message = refusal(
-            lambda: store.write_from(
-                rows_of([KEY]), np.zeros(1, np.int64), np.full(1, 8, np.int64), if_absent=True
-            )
-        )
-    assert "writing" in message
+    with Arena(ARENA_BYTES) as arena, open_store(f"{url}&server=http://127.0.0.1:1") as store:
+        store.attach(arena)
+        message = refusal(lambda: write(store, {KEY: b"x"}, if_absent=True))
+        assert message.startswith(f"{store.url}: writing needs ")
     assert "--profile" in message
