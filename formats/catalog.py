@@ -155,7 +155,7 @@ def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, sourc
             "a new catalog with --update-catalog"
         )
     if not file.schema_arrow.equals(SCHEMA):  # type: ignore[attr-defined]
-        raise FormatError(f"{source}: its columns are not the columns of a catalog")
+        raise FormatError(f"{source}: its columns are not the columns of a catalog; {_RIGHT_FILE}")
     claimed = file.metadata  # type: ignore[attr-defined]
     groups = [claimed.row_group(number) for number in range(claimed.num_row_groups)]
     uncompressed = sum(group.total_byte_size for group in groups)
@@ -163,14 +163,14 @@ def _check_claims(file: object, metadata: dict[bytes, bytes], nbytes: int, sourc
     if not 0 <= rows <= _MOST_ROWS or uncompressed > rows * _MOST_ROW_BYTES + (1 << 20):
         raise FormatError(
             f"{source}: claims {rows} entries in {uncompressed} bytes ({nbytes} compressed), "
-            "outside the limits of a catalog"
+            f"outside the limits of a catalog; {_RIGHT_FILE}"
         )
 
 
 def _check_rows(entries: pa.Table, source: str) -> None:
     for field in SCHEMA:
         if not field.nullable and entries.column(field.name).null_count:
-            raise FormatError(f"{source}: column {field.name} has nulls")
+            raise FormatError(f"{source}: column {field.name} has nulls; record a new catalog")
     if pc.count_distinct(entries.column("key")).as_py() != len(entries):
         raise FormatError(f"{source}: a key occurs twice; record a new catalog")
 

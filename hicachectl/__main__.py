@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import hicachectl.cli.startup  # noqa: F401 - handles signals during the imports below
 
+import errno
 import io
 import os
 import signal
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+# pathlib's questions about a path, such as `is_dir`, raise these.
+_CLOSED_PATH = {errno.EACCES, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE, errno.ENOTCONN}
 _NO_THREAD = "can't start new thread"  # the text of Python's RuntimeError
 
 
@@ -145,11 +148,11 @@ def _say(text: str) -> None:
 
 
 def _unexpected(error: Exception) -> int:
-    """Return the status if the system refused output or a thread; raise any other error, a bug."""
+    """Return the status if the system refused output, a path or a thread; raise bugs again."""
     import click
 
     from hicachectl.cli.exit_codes import BAD_INPUT
-    from hicachectl.formats.wording import reason_of
+    from hicachectl.formats.wording import failed, reason_of
 
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
@@ -157,6 +160,10 @@ def _unexpected(error: Exception) -> int:
     echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
     if isinstance(error, OSError) and echoing:
         _say(f"Cannot write to stdout: {reason_of(error)}")
+        return BAD_INPUT
+    if isinstance(error, OSError) and error.filename and error.errno in _CLOSED_PATH:
+        path = os.fsdecode(error.filename)
+        _say(failed(path, "use the path", error, "check it, its permissions and its mount"))
         return BAD_INPUT
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         _say("Cannot start another thread; raise the limit (ulimit -u) or give fewer --jobs")

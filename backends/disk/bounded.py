@@ -40,7 +40,7 @@ def read_bounded(
         with _opened(path, regular) as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise (refusal or UsageError)(failed(name, "read", error)) from error
+        raise (refusal or UsageError)(failed(name, "read", error, "check the path")) from error
     if len(data) > limit:
         raise (refusal or FormatError)(
             f"{name}: larger than {limit} bytes, so not {what}; check the path"
@@ -65,7 +65,7 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, b
                     )
                 yield number, line
     except (OSError, ValueError) as error:
-        raise UsageError(failed(path, "read", error)) from error
+        raise UsageError(failed(path, "read", error, "check the path")) from error
 
 
 def _opened(path: Path | str, regular: bool) -> BinaryIO:

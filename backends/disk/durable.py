@@ -201,7 +201,8 @@ def whole_file(
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(failed(path, "write", error)) from error
+        next_step = "check its directory, permissions and free space"
+        raise UsageError(failed(path, "write", error, next_step)) from error
 
 
 def _facts_of(path: Path) -> os.stat_result | None:

@@ -57,7 +57,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         names = sorted(os.listdir(directory))  # noqa: PTH208 - names only
     except OSError as error:
-        raise UsageError(failed(directory, "read the model directory", error)) from error
+        next_step = "give the directory of a model"
+        raise UsageError(failed(directory, "read the model directory", error, next_step)) from error
     configs = {name: _read_json(directory / name) for name in CONFIGS if name in names}
     if not any(name in configs for name in MODEL_CONFIGS):
         raise FormatError(f"{directory}: no config.json; give the directory of a model")
@@ -159,4 +160,5 @@ def _opened(path: Path) -> Iterator[int]:
         finally:
             os.close(file)
     except OSError as error:
-        raise UsageError(failed(path, "read the weights", error)) from error
+        next_step = "check the file, or download the model again"
+        raise UsageError(failed(path, "read the weights", error, next_step)) from error

@@ -49,7 +49,7 @@ class PageSizes:
             if known != size:
                 raise ProfileError(
                     f"pools[{table[1]}]: objects of {known} and {size} bytes cannot share a 3FS "
-                    "file, which has pages of one size"
+                    "file, which has pages of one size; check the profile"
                 )
             affixes.add((before.encode(), after.encode()))
         return cls(nbytes, frozenset(affixes))

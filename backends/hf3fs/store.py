@@ -111,7 +111,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
         self._doubt: str | None = None  # why the page size may be wrong
         self._server: MetadataClient | None = None
         directory = Path(settings.prefix).parent
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # noqa: PTH112 - false also for a path that is closed
             raise StoreUnavailable(
                 f"{directory}: no such directory; check the prefix, and whether 3FS is mounted"
             )

@@ -155,13 +155,17 @@ class MooncakeSsdStore(Losing):
         """Refuse: raises UnsupportedByBackend."""
         _refuse(self.url, "deleted from")
 
+    def _lost(self, action: str, error: OSError) -> StoreUnavailable:
+        next_step = "check that the file system is mounted"
+        return StoreUnavailable(failed(self.url, action, error, next_step))
+
     def _current(self) -> Index:
         """Return the index of the files as they are now."""
         with self._reading:
             try:
                 places = open_places(self._root)
             except OSError as error:
-                raise StoreUnavailable(failed(self.url, "list the directory", error)) from error
+                raise self._lost("list the directory", error) from error
             states = [place.state for place in places]
             if self._index is not None and states == [place.state for place in self._places]:
                 close_places(places)
@@ -171,7 +175,7 @@ class MooncakeSsdStore(Losing):
             try:
                 self._index = read_index(places, self._tenant)
             except OSError as error:
-                raise StoreUnavailable(failed(self.url, "read the metadata", error)) from error
+                raise self._lost("read the metadata", error) from error
             return self._index
 
 

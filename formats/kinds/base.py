@@ -175,7 +175,7 @@ def stored_rows(pool: Pool, tokens: int) -> int:
     if tokens % ratio:
         raise ProfileError(
             f"pools[{pool.name}].compress_ratio: {ratio} tokens of a row do not divide a page of "
-            f"{tokens} tokens"
+            f"{tokens} tokens; give another page_size"
         )
     return tokens // ratio
 

@@ -59,7 +59,10 @@ def write_demo(directory: Path, pages: int) -> Path:
         profile_path.parent.mkdir()
         profile_path.write_text(dump_profile(PROFILE), encoding="utf-8")
     except OSError as error:
-        raise StoreUnavailable(failed(directory, "write the demo store", error)) from error
+        next_step = "name a new directory that you can write to"
+        raise StoreUnavailable(
+            failed(directory, "write the demo store", error, next_step)
+        ) from error
     with open_store(str(directory)) as store:
         fill(store, pages)
     return profile_path

@@ -183,7 +183,8 @@ def read_journals(paths: Iterable[Path], identity: Mapping[str, Any]) -> Progres
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise UsageError(failed(path, "read the journal", error)) from error
+            next_step = "check its owner and permissions, or move the file away"
+            raise UsageError(failed(path, "read the journal", error, next_step)) from error
         with os.fdopen(descriptor, "rb") as stream:
             progress.owners[path] = _read(stream, path, identity, progress)
     return progress if progress.owners else None
@@ -219,7 +220,7 @@ def _opened(path: Path, flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "not a regular file; move it away")
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _whole_lines(stream: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:

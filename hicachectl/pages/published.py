@@ -196,7 +196,10 @@ def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
     """
     ids = objects.column(AFFIX_ID.name).to_numpy()
     if len(ids) and not -1 <= ids.min() <= ids.max() < len(table.affixes):
-        raise FormatError("a part of the listing has affixes that the listing does not have")
+        raise FormatError(
+            f"The listing of the part has affixes {ids.min()} to {ids.max()}, but the run has only "
+            f"{len(table.affixes)}; give another --run"
+        )
     inventory = Inventory(objects.drop_columns([AFFIX_ID.name]), ids, table)
     return inventory.without_unused_columns()
 

@@ -203,7 +203,10 @@ def _entries(store: FileStore, listed: Inventory) -> tuple[list[str], list[str]]
                     continue
                 (directories if is_directory else others).append(entry.name)
     except OSError as error:
-        raise StoreUnavailable(failed(store.path, "read the directory", error)) from error
+        next_step = "check that the file system is mounted"
+        raise StoreUnavailable(
+            failed(store.path, "read the directory", error, next_step)
+        ) from error
     if store.objects.folders:
         keys = map(os.fsdecode, listed.objects.column("key").to_pylist())
         others += [key for key in keys if folder_of(os.fsencode(key)) is not None]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.capabilities import Archive, Leases
-from hicachectl.formats.errors import UsageError
+from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import profile_to_mapping
 from hicachectl.pages.published import Listing
 from hicachectl.parts.manifest import MANIFEST
@@ -43,7 +43,10 @@ def profile_identity(name: str, profile: Profile | None) -> dict[str, Any]:
 
 def listing_of(manifest: Manifest, grammar: str, profile: Profile | None) -> Listing:
     """Return the published listing without its objects. Raises FormatError."""
-    return Listing.from_mapping(manifest.published.table, grammar, profile, MANIFEST)
+    try:
+        return Listing.from_mapping(manifest.published.table, grammar, profile, MANIFEST)
+    except FormatError as error:
+        raise FormatError(f"{error}; {LIST_AGAIN}") from error
 
 
 def refuse_pack(destination: Store) -> None:

@@ -151,6 +151,8 @@ def kind_of(command: str, source: str) -> Kind:
     """Return a command's kind. Raises FormatError, naming `source`, for an unknown command."""
     module = MODULES.get(command)
     if module is None:
-        raise FormatError(f"{source}: is a run of {command!r:.40}, which has no parts")
+        raise FormatError(
+            f"{source}: is a run of {command!r:.40}, which has no parts; give another run"
+        )
     kind: Kind = import_module(module).KIND
     return kind

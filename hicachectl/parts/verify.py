@@ -376,7 +376,10 @@ class VerifyJob:
         planned = kept.tables[_REPAIR]
         about = planned.column("about").to_numpy()
         if len(about) and not 0 <= about.min() <= about.max() < len(groups):
-            raise FormatError("The plan of the part names groups that the listing does not have")
+            raise FormatError(
+                f"Plan of part {given.part}: names groups {about.min()} to {about.max()}, but the "
+                f"listing has only {len(groups)}; {LIST_AGAIN}"
+            )
         plan = RepairPlan(
             groups=np.unique(about),
             outright=np.zeros(0, dtype=np.int64),
@@ -489,8 +492,11 @@ def _catalog(facts: _Facts, tables: Tables) -> Catalog | None:
 
 def _part_result(record: Record, table: AffixTable) -> PartResult:
     source = f"{record.path}: facts"
-    form = convert(record.facts, _ResultForm, source)
-    tally = Tally.from_mapping(form.tally, table, source)
+    try:
+        form = convert(record.facts, _ResultForm, source)
+        tally = Tally.from_mapping(form.tally, table, source)
+    except FormatError as error:
+        raise FormatError(f"{error}; {record.next_step}") from error
     found = _known(record.table(_FOUND), record.path, record.next_step)
     return PartResult(form.facts, tally, packed(found))  # all parts are in memory at once
 

@@ -40,6 +40,7 @@ _GIVE_UP_AFTER = 3  # failed requests in a row
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 _BUSY = (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE)
+_CHECK_SERVER = "check that --through-server names an SGLang server"
 _SAID_CHARS = 200  # of a server's error text
 _SOURCES = ("device", "host", "storage")
 
@@ -104,10 +105,10 @@ def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
         size = server_info.get(name)
         if type(size) is int and size > 0:
             for problem in above(name, size, MAX_RANKS):
-                raise ProfileError(f"server_info: {problem}")
+                raise ProfileError(f"server_info: {problem}; {_CHECK_SERVER}")
             ranks *= size
     for problem in above("dp_size x attn_dp_size", ranks, MAX_ALL_RANKS):
-        raise ProfileError(f"server_info: {problem}")
+        raise ProfileError(f"server_info: {problem}; {_CHECK_SERVER}")
     return tuple(range(ranks)) if ranks > 1 else (None,)
 
 

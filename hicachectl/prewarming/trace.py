@@ -173,7 +173,7 @@ def read_requests(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[Request
     except FormatError as error:
         raise FormatError(f"{path}: changed since it was read; run again") from error
     except OSError as error:
-        raise UsageError(failed(path, "read the trace again", error)) from error
+        raise UsageError(failed(path, "read the trace again", error, "check the file")) from error
 
 
 def _trace(lines: _Lines, profile: Profile | None) -> Trace:

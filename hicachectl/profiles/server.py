@@ -197,7 +197,10 @@ def not_here(model_path: str, option: str) -> ProfileError:
 
 def _read_json(file: Path) -> dict[str, Any]:
     data = read_bounded(file, MAX_CONFIG_BYTES, what="a model config", refusal=ProfileError)
-    return parse_json_object(data, str(file), refusal=ProfileError)
+    try:
+        return parse_json_object(data, str(file), refusal=ProfileError)
+    except ProfileError as error:
+        raise ProfileError(f"{error}; give a model's config.json") from error
 
 
 def checked_url(url: str, option: str = "--server") -> str:

@@ -137,7 +137,8 @@ def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Dire
     except OSError as error:
         verb = "write" if writes else "read"
         path = f"{store.side_directory()}/{_FOLDER}"
-        raise StoreUnavailable(failed(path, verb, error)) from error
+        next_step = "check its owner and permissions"
+        raise StoreUnavailable(failed(path, verb, error, next_step)) from error
 
 
 def _check_place(directory: Directory | None, name: str) -> None:
@@ -199,7 +200,8 @@ def _parse(data: bytes, path: str) -> Stamp:
         raise FormatError(f"{path}: not a stamp, or damaged; remove the file") from error
     if stamp.form != _FORM:
         raise FormatError(
-            f"{path}: has stamp form {stamp.form}, but this version reads form {_FORM}"
+            f"{path}: has stamp form {stamp.form}, but this version reads form {_FORM}; use the "
+            "release that wrote it, or remove the file"
         )
     profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
     return Stamp(profile, stamp.weights_version)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.spec import object_specs
 from tests.move.migrations import demo_store, profile_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.conftest import Invoke
 
@@ -32,13 +36,23 @@ prewarm STORE --all                               | --from SRC | --through-serve
 prewarm --trace TEXT --profile PROFILE            | --trace | --dry-run | --from SRC
 prewarm --trace TEXT --profile PROFILE --dry-run --format json | --format json | leave out --format
 prewarm NEW --all --from STORE --budget 1GiB      | profile | give --profile
+prewarm NEW --all --from TABLES --profile PROFILE --budget-pages 1 | --all | timestamps | --pages
+prewarm --trace TRACE --dry-run --budget 1GiB     | --budget | block ids | give --budget-pages
 prewarm NEW --all --from STORE --pin-ttl 5m       | --pin-ttl | --pin
 prewarm NEW --through-server http://127.0.0.1:1 --pages TEXT | --through-server | give --prompts
 profile                                           | profile | give --profile, --model-config
 profile --print-probe STORE                       | --print-probe | no STORE | -o
-profile --model-config TEXT                       | TEXT | not JSON
+profile --model-config TEXT                       | TEXT | not JSON | give a model's config.json
+profile --model-config LIST                       | LIST | not a JSON object | give a model's
+profile --model-config CONFIG --page-size 64 --pp 9 | pp | 4 layers | 9 stages | give a smaller pp
+profile --model-config CONFIG --pp-partition 3,x  | --pp-partition | '3,x' | such as 30,31
+profile --model-config CONFIG --tp 0              | --tp | 0 | x>=1
+migrate STORE NEW --model-config CONFIG --page-size 64 --to-pp-partition x | partition | 'x' | 30,31
+profile --model-config LONG                       | LONG | File name too long | check it
+migrate STORE NEW --to-profile NONE               | NONE | No such file | check the path
 profile --server ftp://x                          | --server | 'ftp://x' | http://host:port
 quarantine list PACK                              | PACK | give the path of a quarantine
+quarantine list LONG                              | LONG | File name too long | check it
 quarantine list NONE                              | NONE | verify --repair
 quarantine purge NONE --before 1d --yes           | NONE | verify --repair
 restore PACK STORE --yes                          | PACK | give the path of a quarantine
@@ -55,12 +69,17 @@ verify STORE --sample 500%                        | --sample | 500% | at most 10
 verify STORE --sample-slice 3                     | --sample-slice | --sample
 verify STORE --time-limit never                   | --time-limit | 'never' | 90s
 verify STORE --catalog TEXT                       | TEXT | --update-catalog
+verify STORE --catalog LONG                       | LONG | File name too long | check it
 verify STORE --update-catalog                     | --update-catalog | --catalog FILE
 verify STORE --fail-on often                      | --fail-on | 'often' | 'error'
+verify TABLES --profile PROFILE --stamp           | TABLES | no directory for a stamp | leave
+verify SHORT --profile PROFILE                    | SHORT | 0:kv | 128 pages | 9000 | file_size=
+verify TABLES --profile PROFILE --repair delete --yes --shard 1/2 --run RUN | TABLES | one process
 verify STORE --repair-code x                      | --repair-code | 'x' | 'missing-pool'
 rm STORE                                          | --model | --temporaries
 rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
+rm TABLES --before 1d --yes --profile PROFILE     | --before | TABLES | timestamps | --pages
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
@@ -72,6 +91,9 @@ merge STORE                                       | STORE | run.json | check the
 completion tcsh                                   | 'tcsh' | 'bash', 'zsh', 'fish'
 demo STORE                                        | STORE | not empty | name a new directory
 ls STORE --sort-by x                              | --sort-by | 'x' | mtime
+-q ls TABLES --sort-by mtime                      | --sort-by mtime | sort by another column
+ls TABLES --before 1d                             | --before | no timestamps | leave out --before
+-q ls STORE --format arrow -o NONE/x              | NONE/x | No such file | check its directory
 ls STORE --limit 0                                | --limit | 0 | x>=1
 ls STORE --before 2026-13-01                      | --before | '2026-13-01' | ISO 8601
 ls STORE --state odd                              | --state | 'odd' | whole, partial
@@ -82,11 +104,16 @@ ls STORE --limt 3                                 | --limt | no such option | di
 ls STORE --limit                                  | --limit | requires an argument | ls --help
 ls STORE --objects=3                              | --objects | does not take a value; see
 completion                                        | SHELL | is missing | bash, zsh, fish
+report STORE -o LONG                              | LONG | File name too long | check it
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?
 quarantine prune                                  | 'prune' | did you mean purge?
 ls STORE --objects --summary                      | --objects | --summary | leave out
 ls hf3fs:///x                                     | hf3fs:///x | server=http | snapshot=FILE
+ls SERVED                                         | SERVED | cannot list keys | snapshot=FILE
+migrate STORE TABLES --profile PROFILE            | TABLES | metadata server | give server=http
+ls mooncake-ssd:                                  | mooncake-ssd: | name the directory | ssd:///
+ls MANY                                           | nixl:///d0,/d1 | 257 directories | at most 256
 ls mooncake://h:1?nope=1                          | 'nope' | known: admin
 ls mooncake://h:1?protocol=tcp&protocol=rdma      | 'protocol' | twice
 hits STORE                                        | --prompts, --token-ids and --pages
@@ -99,6 +126,12 @@ UNREACHABLE = """
 ls NONE                       | NONE | No such file | check the path
 ls TEXT                       | TEXT | Not a directory | give the directory
 ls FIFO                       | FIFO | Not a directory | give the directory
+ls hf3fs:///none/x?snapshot=/none | /none | no such directory | check the prefix
+ls LONG3FS                    | nnn: no such directory | check the prefix
+ls UNSAVED                    | NONE | No such file | --persistence-path
+migrate STORE TEXT/x --profile PROFILE | TEXT/x | Not a directory | check the path
+migrate STORE NIXL --profile PROFILE | TEXT/x | Not a directory | check the path
+demo TEXT/x                   | TEXT/x | Not a directory | name a new directory
 ls nixl:///none/at/all        | /none/at/all | No such file | check the path
 ls mooncake-ssd:///none       | /none | No such file | check the path
 ls PACK                       | a.hcpack | No such file | check the path
@@ -108,21 +141,65 @@ rm mooncake://127.0.0.1:1 --before 1d --yes | 127.0.0.1 | refused | --metrics_po
 """.strip().splitlines()
 
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "head_dim": 8,
+    "torch_dtype": "bfloat16", "_name_or_path": "m",
+}  # fmt: skip
+FILE_BYTES = 1 << 20
+
+
+def snapshot_store(folder: Path) -> str:
+    """Make the data files and the saved tables of a 3FS cluster; return the URL without a server.
+
+    Each table has one key; its page was never written.
+    """
+    tables = {}
+    for spec in object_specs(PROFILE, "hf3fs"):
+        rank, pool, _ = spec.affix[0].split(":")
+        side = "" if pool == "kv" else f".{pool}"
+        with (folder / f"hicache.{rank}.bin{side}").open("wb") as file:
+            file.truncate(FILE_BYTES)
+        pages = FILE_BYTES // spec.nbytes
+        tables[f"{rank}:{pool}"] = {
+            "num_pages": pages,
+            "free_pages": list(range(1, pages)),
+            "key_to_index": [["0" * 64 + spec.affix[1], 0]],
+        }
+    (folder / "snapshot.json").write_text(json.dumps(tables))
+    return f"hf3fs://{folder}/hicache?snapshot={folder}/snapshot.json"
+
+
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return a function that puts the paths of a store and of files into a text."""
     tmp_path = tmp_path_factory.mktemp("refused")
     (tmp_path / "text").write_text("x")
     (tmp_path / "ids").write_text("[1, 2, 3]\n")
+    (tmp_path / "list").write_text("[1]")
+    (tmp_path / "config").write_text(json.dumps(CONFIG))
+    (tmp_path / "trace").write_text('{"timestamp": 0, "hash_ids": [1]}\n')
     os.mkfifo(tmp_path / "fifo")
+    tables = snapshot_store(tmp_path)
     places = {
         "STORE": demo_store(tmp_path / "store"),
         "PROFILE": profile_file(tmp_path / "profile.toml"),
         "PACK": f"pack://{tmp_path}/a.hcpack",
         "TEXT": tmp_path / "text",
         "IDS": tmp_path / "ids",
+        "LIST": tmp_path / "list",
+        "CONFIG": tmp_path / "config",
+        "TRACE": tmp_path / "trace",
         "FIFO": tmp_path / "fifo",
+        "TABLES": tables,
+        "SHORT": f"{tables}&file_size=9000",
+        "SERVED": f"hf3fs://{tmp_path}/hicache?server=http://127.0.0.1:1",
+        "UNSAVED": f"hf3fs://{tmp_path}/hicache?snapshot={tmp_path}/none",
+        "NIXL": f"nixl://{tmp_path}/text/x",
+        "MANY": f"nixl://{','.join(f'/d{number}' for number in range(257))}",
         "NONE": tmp_path / "none",
+        "LONG": tmp_path / ("n" * 300),
+        "LONG3FS": f"hf3fs://{tmp_path}/{'n' * 300}/x?snapshot=/none",
         "NEW": tmp_path / "new",
         "RUN": tmp_path / "run",
         "Q": tmp_path / "q",

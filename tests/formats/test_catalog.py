@@ -89,7 +89,9 @@ def test_another_form_is_refused_by_name() -> None:
 
 
 def test_other_columns_are_refused() -> None:
-    with pytest.raises(FormatError, match="columns"):
+    with pytest.raises(
+        FormatError, match=r"columns .*; give a file that .* --update-catalog wrote"
+    ):
         read_catalog(parquet(pa.table({"a": [1]}), catalog="1"))
 
 
@@ -97,6 +99,13 @@ def test_a_key_recorded_twice_is_refused() -> None:
     twice = written(catalog([ENTRY, ENTRY]))
     with pytest.raises(FormatError, match="twice"):
         read_catalog(twice)
+
+
+def test_a_catalog_of_too_large_rows_is_refused_with_its_numbers() -> None:
+    data = written(catalog([{**ENTRY, "key": bytes(3 << 20)}]))
+    said = rf"c: claims 1 entries in 31\d+ bytes \({len(data)} compressed\), .*; give a file"
+    with pytest.raises(FormatError, match=said):
+        read_catalog(data, source="c")
 
 
 @pytest.mark.slow

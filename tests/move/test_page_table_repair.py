@@ -315,3 +315,11 @@ def test_a_server_that_was_down_starts_sound_from_a_repaired_snapshot(
             6,
             7,
         ]
+
+
+def test_a_table_must_be_in_both_snapshots() -> None:
+    table = PageTable(0, "kv", 1, np.zeros(0, np.int64), pa.chunked_array([[]], pa.binary()),
+                      np.zeros(0, np.int64))  # fmt: skip
+    said = "0:kv: this table is missing from one of the two snapshots; check that both come from"
+    with pytest.raises(UsageError, match=said):
+        releasable("0:kv", Snapshot(2, (table,)), Snapshot(3, ()), stopped_at_ns=1)

@@ -161,13 +161,18 @@ def cut_record(run: Path) -> str:
     return f"{record}:"
 
 
+def swollen_record(run: Path) -> str:
+    os.truncate(record := run / "000000.json", (64 << 20) + 1)
+    return f"{record}: larger than {64 << 20} bytes, so not a quarantine record; move the file out"
+
+
 def linked_folder(run: Path) -> str:
     (run / "000000").rename(run.parents[3] / "elsewhere")
     (run / "000000").symlink_to(run.parents[3] / "elsewhere")
     return f"{run / '000000'}: is a symbolic link"
 
 
-@pytest.mark.parametrize("damage", [cut_record, linked_folder])
+@pytest.mark.parametrize("damage", [cut_record, swollen_record, linked_folder])
 def test_list_names_a_run_that_cannot_be_read_and_shows_the_others(
     invoke: Invoke, store: Path, damage: Callable[[Path], str]
 ) -> None:

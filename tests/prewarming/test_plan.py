@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.errors import UsageError
 from hicachectl.prewarming.hazard import Factor, Waits, age_edges, fit_hazards
-from hicachectl.prewarming.plan import TracePlan, plan_order
+from hicachectl.prewarming.plan import TracePlan, pages_within, plan_order
 from hicachectl.prewarming.uses import link_requests, walk_uses
 from hicachectl.prewarming.value import fit_reuse
 from tests.bench.bench_prewarm_plan import captured
 from tests.bench.warm_replay import part
+from tests.formats.small_models import LOGICAL
 from tests.prewarming.traces import Row, conversations, trace_of
+
+if TYPE_CHECKING:
+    from hicachectl.formats.profile import Profile
+
+UNSIZED = replace(PROFILE, pools=(LOGICAL,))
 
 
 def chains(draw: st.DrawFn) -> list[list[int]]:
@@ -191,3 +202,23 @@ def test_a_plan_captures_more_than_counting_does() -> None:
             shares.setdefault(name, []).append(float(row[-1]))
     means = {name: np.mean(values) for name, values in shares.items()}
     assert means["ours"] > 1.05 * max(value for name, value in means.items() if name != "ours")
+
+
+@pytest.mark.parametrize(
+    ("profile", "hashed", "said"),
+    [
+        (None, False, "--budget: block ids have no size; give --budget-pages"),
+        (None, True, "--budget: page sizes need a profile; give --profile, or --budget-pages"),
+        (
+            replace(PROFILE, pools=(LOGICAL,)),
+            True,
+            "--budget: the profile does not give a page's bytes; give --budget-pages",
+        ),
+    ],
+)
+def test_a_budget_in_bytes_needs_the_size_of_a_page(
+    profile: Profile | None, hashed: bool, said: str
+) -> None:
+    with pytest.raises(UsageError) as refusal:
+        pages_within(1 << 30, profile, hashed=hashed)
+    assert str(refusal.value) == said

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable, UsageError
 from hicachectl.formats.hashing import page_hashes_hex, restorable_pages
 from hicachectl.prewarming import through_server
 from hicachectl.prewarming.through_server import (
@@ -121,6 +121,18 @@ def test_dp_ranks_are_replicas_times_attention_groups(
     info: dict[str, Any], ranks: tuple[int | None, ...]
 ) -> None:
     assert dp_ranks(info) == ranks
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"dp_size": 10**6}, "server_info: dp_size: must be at most 4096, but is 1000000; check "),
+        ({"dp_size": 4096, "attn_dp_size": 4096}, "dp_size x attn_dp_size: must be at most "),
+    ],
+)
+def test_more_ranks_than_a_server_has_are_refused(info: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProfileError, match=f"{said}.*that --through-server names an SGLang server"):
+        dp_ranks(info)
 
 
 def test_no_more_requests_than_jobs_are_under_way(play: Play) -> None:

@@ -124,6 +124,14 @@ def test_a_tokenizer_without_a_template_takes_texts_only(tmp_path: Path) -> None
         tokenizer.encode([Chat([USER], {})])
 
 
+def test_several_templates_are_refused(tmp_path: Path) -> None:
+    """SGLang takes one; which of several, no file says."""
+    named = [{"name": name, "template": "{{ messages }}"} for name in ("default", "tool_use")]
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=named))
+    with pytest.raises(UsageError, match=f"{tmp_path}: has several .*; give --token-ids"):
+        tokenizer.encode([Chat([USER], {})])
+
+
 @pytest.mark.parametrize("missing", ["tokenizers", "transformers"])
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str

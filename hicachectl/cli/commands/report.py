@@ -220,7 +220,8 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
         with place.open("rb") as file:
             is_page = file.read(len(_HEAD)) in (_HEAD, b"")
     except OSError as error:
-        raise UsageError(failed(output, "read the file that would be replaced", error)) from error
+        action = "read the file that would be replaced"
+        raise UsageError(failed(output, action, error, "name another file")) from error
     if not is_page:
         raise UsageError(f"{output}: exists and is not an HTML page; name another file")
 

@@ -1,0 +1,95 @@
+"""The Mooncake client without a usable package or master: what is missing, and what to do."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from hicachectl.backends.mooncake.client import MooncakeClient
+from hicachectl.backends.mooncake.settings import settings_from
+from hicachectl.backends.urls import parse_url
+from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    """Return an address that accepts connections and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def refusal(master: str, kind: type[HicacheError]) -> str:
+    with pytest.raises(kind) as refused:
+        MooncakeClient(settings_from(parse_url(f"mooncake://{master}?protocol=tcp"), {}))
+    return str(refused.value)
+
+
+def package(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
+    """Let the package have a store with these members."""
+    mooncake = ModuleType("mooncake")
+    mooncake.store = SimpleNamespace(  # type: ignore[attr-defined]
+        MooncakeDistributedStore=type("MooncakeDistributedStore", (), members),
+        ReplicateConfig=object,
+    )
+    monkeypatch.setitem(sys.modules, "mooncake", mooncake)
+
+
+class Unloadable(ModuleType):
+    """A package whose library lacks another one."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError("libcuda.so.1: cannot open shared object file")
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    said = "The mooncake package is missing; run pip install 'hicachectl[mooncake]'"
+    assert refusal(master, UsageError).startswith(said)
+
+
+def test_a_package_that_cannot_be_loaded_names_the_library(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", Unloadable("mooncake"))
+    message = refusal(master, UsageError)
+    assert "cannot be loaded (libcuda.so.1: cannot open" in message
+    assert "; install the missing library, or " in message
+
+
+def test_an_old_package_names_the_call_and_the_release(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(monkeypatch, **dict.fromkeys(_CALLS[:-1]))
+    assert refusal(master, UsageError) == (
+        "The mooncake package is too old: register_buffer is missing; install 0.3.13 or later"
+    )
+
+
+def test_a_client_that_cannot_be_set_up_names_its_settings(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(monkeypatch, setup=lambda *_: -900, **dict.fromkeys(_CALLS))
+    message = refusal(master, StoreUnavailable)
+    assert message.startswith(f"mooncake://{master}: cannot set up a client (error -900); check ")
+    assert "--rpc_port), protocol 'tcp', device '' and metadata 'P2PHANDSHAKE'" in message
+
+
+def test_a_master_that_is_not_there_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    package(monkeypatch, **dict.fromkeys(_CALLS))
+    assert refusal("127.0.0.1:1", StoreUnavailable) == (
+        "mooncake://127.0.0.1:1: cannot connect to the master: Connection refused; check that the "
+        "master is running and that this is its --rpc_port (default 50051)"
+    )
