@@ -133,7 +133,7 @@ class Slice:
         """Return the survey row of each page. Raises FormatError for a page without objects."""
         rows = pc.index_in(self.pages.column("page"), value_set=survey.pages)
         if rows.null_count:
-            raise FormatError("a slice of the plan has pages without objects; give another --run")
+            raise FormatError("A slice of the plan has pages without objects; give another --run")
         found: IntArray = rows.combine_chunks().to_numpy().astype(np.int64)
         return found
 
