@@ -256,7 +256,7 @@ class MooncakeClient:
         if code < 0:
             raise StoreUnavailable(
                 f"mooncake://{self._settings.master}: the master refused to look up a key: "
-                f"{message_of(code)}"
+                f"{message_of(code)}; check the master's log"
             )
 
 

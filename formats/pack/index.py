@@ -69,6 +69,7 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.string()) for name in SPAN_COLUMNS),
     ]
 )
+_WRITE_AGAIN = "use the release that wrote it, or write the pack again"
 _BATCH_ROWS = 1 << 16
 _HASH_PLACE = 32  # of a byte that lies in the page hash of most keys
 _METADATA = {
@@ -154,9 +155,9 @@ def read_index(
         if isinstance(error, OSError) and error.errno is not None:  # not pyarrow's own
             raise
         reason = " ".join(str(error).split())[:120]
-        raise FormatError(f"{source}: cannot read its index: {reason}") from error
+        raise FormatError(f"{source}: cannot read its index: {reason}; {_WRITE_AGAIN}") from error
     except HicacheError as error:
-        raise FormatError(f"{source}: its index {error}") from error
+        raise FormatError(f"{source}: its index {error}; {_WRITE_AGAIN}") from error
     return table, texts
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -237,3 +239,16 @@ def test_a_store_that_cannot_be_reached_is_named_with_the_remedy(
     invoke: Invoke, filled: Callable[[str], str], case: str
 ) -> None:
     refuse(invoke, filled, case, 3)
+
+
+def test_a_binary_format_is_not_written_to_a_terminal(
+    invoke: Invoke, filled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, terminal = pty.openpty()
+    with os.fdopen(reader), os.fdopen(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        outcome = invoke("-q", "ls", filled("STORE"), "--format", "arrow", exit_code=2)
+    assert outcome.stderr == (
+        "hicachectl: --format arrow is binary, and stdout is a terminal; add -o FILE or a "
+        "redirection\n"
+    )

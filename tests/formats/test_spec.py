@@ -560,6 +560,16 @@ def test_a_broken_profile_is_refused_with_its_problems() -> None:
         object_specs(structs.replace(MHA_TARGET, page_size=0), "file")
 
 
+def test_rows_of_several_tokens_must_fill_a_page() -> None:
+    model = profile(mla(), indexer(compress_ratio=4), page_size=6)
+    with pytest.raises(ProfileError) as refusal:
+        object_specs(model, "file")
+    assert str(refusal.value) == (
+        "pools[indexer].compress_ratio: 4 tokens of a row do not divide a page of 6 tokens; give "
+        "another page_size"
+    )
+
+
 def test_without_a_kv_object_the_first_pool_of_all_pages_is_the_anchor() -> None:
     model = profile(LOGICAL, opaque("swa"), opaque("deepseek_v4_c4"), opaque("deepseek_v4_c128"))
     found = object_specs(model, "mooncake")

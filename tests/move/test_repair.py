@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import subprocess
 import time
 from contextlib import suppress
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hicachectl.backends.base import Status, Store
+from hicachectl.backends.base import Status, Store, open_store
 from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.store import FileStore
@@ -25,6 +26,8 @@ from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.move.planning import plan_removal, plan_repair, with_descendants
+from hicachectl.move.purge import list_runs
+from hicachectl.move.quarantine import Quarantine
 from hicachectl.move.record_file import dump_record, parse_record
 from hicachectl.move.restore import restore_groups
 from hicachectl.move.withdrawal import count_unfinished, finish_removals, remove_groups
@@ -413,6 +416,27 @@ def test_places_that_are_no_quarantine_are_refused(store: Path, tmp_path: Path, 
     with pytest.raises(UsageError):
         repaired(store, quarantine=place.format(store=store, file=tmp_path / "file"))
     assert contents(store) == before
+
+
+def test_a_store_without_side_files_needs_a_named_quarantine(tmp_path: Path) -> None:
+    (tmp_path / "saved.json").write_text("{}")
+    with open_store(f"hf3fs://{tmp_path}/x?snapshot={tmp_path}/saved.json") as store:
+        said = f"^{re.escape(store.url)}: no default quarantine; give --quarantine DIR$"
+        with pytest.raises(UsageError, match=said):
+            Quarantine(store)
+
+
+def test_a_quarantine_with_a_name_too_long_is_said(store: Path, tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 300)
+    said = f"^{path}: cannot use the quarantine: File name too long; check its owner"
+    with (
+        FileStore(store) as opened,
+        pytest.raises(StoreUnavailable, match=said),
+        Quarantine(opened, path).opened(writes=True),
+    ):
+        pass
+    with pytest.raises(StoreUnavailable, match=said):
+        list_runs(path)
 
 
 def test_a_quarantine_that_cannot_be_written_is_said(store: Path) -> None:

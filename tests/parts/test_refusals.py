@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
-from hicachectl.cli.commands.parts import chosen_shard, do_part
+from hicachectl.cli.commands.parts import chosen_shard, do_part, opened_destination
 from hicachectl.cli.group import COMMANDS, CommandEntry
 from hicachectl.cli.options import lock_option, output_options, parts_options
-from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.errors import HicacheError, StoreUnavailable
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store
 from tests.parts.runs import ToyRun, names_in, toy_run  # noqa: F401 - a fixture
@@ -204,3 +204,11 @@ def test_a_directory_with_other_files_is_refused(toy_run: ToyRun) -> None:  # no
     assert names_in(toy_run.path) == ["lost+found", "notes.txt"]
     (toy_run.path / "notes.txt").unlink()
     assert toy_run.part(0, 1).record.settled
+
+
+def test_a_destination_that_a_node_lacks_is_named(tmp_path: Path) -> None:
+    """The driver has made it, so the node does not mount the same file system."""
+    said = f"^file://{tmp_path}/new: does not exist on this node; mount it there$"
+    with pytest.raises(StoreUnavailable, match=said), opened_destination(str(tmp_path / "new")):
+        pass
+    assert not (tmp_path / "new").exists()

@@ -17,6 +17,7 @@ from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+LOST_RPC = -900
 _CALLS = ("batch_get_into", "batch_put_from", "batch_remove", "register_buffer")
 
 
@@ -27,9 +28,13 @@ def master() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+def client(master: str) -> MooncakeClient:
+    return MooncakeClient(settings_from(parse_url(f"mooncake://{master}?protocol=tcp"), {}))
+
+
 def refusal(master: str, kind: type[HicacheError]) -> str:
     with pytest.raises(kind) as refused:
-        MooncakeClient(settings_from(parse_url(f"mooncake://{master}?protocol=tcp"), {}))
+        client(master)
     return str(refused.value)
 
 
@@ -81,7 +86,7 @@ def test_an_old_package_names_the_call_and_the_release(
 def test_a_client_that_cannot_be_set_up_names_its_settings(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package(monkeypatch, setup=lambda *_: -900, **dict.fromkeys(_CALLS))
+    package(monkeypatch, setup=lambda *_: LOST_RPC, **dict.fromkeys(_CALLS))
     message = refusal(master, StoreUnavailable)
     assert message.startswith(f"mooncake://{master}: cannot set up a client (error -900); check ")
     assert "--rpc_port), protocol 'tcp', device '' and metadata 'P2PHANDSHAKE'" in message
@@ -93,3 +98,57 @@ def test_a_master_that_is_not_there_names_the_option(monkeypatch: pytest.MonkeyP
         "mooncake://127.0.0.1:1: cannot connect to the master: Connection refused; check that the "
         "master is running and that this is its --rpc_port (default 50051)"
     )
+
+
+CONNECTED = {name: lambda *_: 0 for name in (*_CALLS, "setup", "is_exist", "close")}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (LOST_RPC, "the master accepts connections, but does not answer the mooncake package here; "
+                   "install the version that the cluster runs"),
+        (-1, "the master refused to look up a key: "),
+    ],
+)  # fmt: skip
+def test_a_master_that_does_not_answer_is_told_from_one_that_refuses(
+    master: str, monkeypatch: pytest.MonkeyPatch, code: int, said: str
+) -> None:
+    package(monkeypatch, **{**CONNECTED, "is_exist": lambda *_: code})
+    message = refusal(master, StoreUnavailable)
+    assert message.startswith(f"mooncake://{master}: {said}")
+    assert "; " in message
+
+
+@pytest.mark.parametrize(
+    ("members", "call", "said"),
+    [
+        (
+            {"register_buffer": lambda *_: -1},
+            lambda one: one.register(0, 4096),
+            "{url}: cannot register 4096 bytes of memory for transfers; raise `ulimit -l`, or give "
+            "a smaller --buffer-bytes",
+        ),
+        (
+            {},
+            lambda one: one.put_from(["k"], [0], [8], pin=True),
+            "The mooncake package here cannot pin objects; install a newer version, or leave out "
+            "--pin",
+        ),
+        (
+            {"batch_remove": lambda *_: [LOST_RPC]},
+            lambda one: one.remove(["k"]),
+            "{url}: the master does not answer (error -900); check that it is running, and is the "
+            "same version as the mooncake package here",
+        ),
+    ],
+)
+def test_what_a_connected_client_cannot_do_says_what_to_change(
+    master: str, monkeypatch: pytest.MonkeyPatch, members: dict[str, Any], call: Any, said: str
+) -> None:
+    package(monkeypatch, **{**CONNECTED, **members})
+    one = client(master)
+    with pytest.raises(HicacheError) as refused:
+        call(one)
+    one.close()
+    assert str(refused.value) == said.format(url=f"mooncake://{master}")
