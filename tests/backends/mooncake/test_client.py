@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -51,7 +51,9 @@ def package(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
 class Unloadable(ModuleType):
     """A package whose library lacks another one."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         raise ImportError("libcuda.so.1: cannot open shared object file")
