@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 AGAIN = "give another --run"
 RESULT = "remove result-0.json beside it and run part 0 again"
 HUGE = (64 << 20) + 1
+FIRST, PLAN = "parts/00000/result-0.json", "parts/00000/plan.json"
 
 
 class Begun(NamedTuple):
@@ -43,7 +44,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Begun]:
     store = demo_store(folder / "store")
     profile = ("--profile", profile_file(folder / "profile.toml"))
     asked = prompts(folder / "asked.jsonl", 8)
+    damaged = demo_store(folder / "damaged")
+    for path in sorted(damaged.glob("*.bin"))[::3]:
+        os.truncate(path, 7)
+    repair = ("--grace", "0s", "--fail-on", "never", "--repair", "delete", "--yes")
     commands = {
+        "repair": ("verify", damaged, *profile, *repair),
         "verify": ("verify", store, *profile, "--grace", "0s"),
         "migrate": ("migrate", store, folder / "migrated", *profile, "--grace", "0s"),
         "prewarm": ("prewarm", folder / "warm", "--from", store, *profile, "--token-ids", asked),
@@ -112,8 +118,18 @@ def column(name: str, value: object) -> Callable[[pa.Table], pa.Table]:
 
 def without_result(path: Path) -> None:
     """Let part 0 be done again by its plan, which has lost its table."""
-    (path / "parts/00000/result-0.json").unlink()
-    edited("parts/00000/plan.json", lambda plan: plan["tables"].clear())(path)
+    (path / FIRST).unlink()
+    edited(PLAN, lambda plan: plan["tables"].clear())(path)
+
+
+def with_other_groups(path: Path) -> None:
+    """Let part 0 be done again by its plan, which names other groups."""
+    (path / FIRST).unlink()
+    (place,) = path.glob("parts/00000/plan-*-repair.parquet")
+    table = column("about", 99)(pq.read_table(place))
+    pq.write_table(table, place)
+    size = place.stat().st_size
+    edited(PLAN, lambda plan: plan["tables"]["repair"].update(nbytes=size))(path)
 
 
 def strange_mix(document: Any) -> None:
@@ -123,7 +139,6 @@ def strange_mix(document: Any) -> None:
     table["mixes"] = [mix]
 
 
-FIRST = "parts/00000/result-0.json"
 MERGED: list[tuple[str, Callable[[Path], None], str]] = [
     ("verify", swollen("run.json"), f"run.json: larger than {HUGE - 1} bytes; {AGAIN}"),
     ("verify", swollen(FIRST), f"{FIRST}: larger than {HUGE - 1} bytes; {RESULT}"),
@@ -153,6 +168,10 @@ CONTINUED: list[tuple[str, int, Callable[[Path], None], str]] = [
         f"The listing of the part has affixes 99 to 99, but the run has only 4; {AGAIN}",
     ),
     ("migrate", 1, unlisted("found.parquet"), f"run.json: does not list found.parquet; {AGAIN}"),
+    (
+        "repair", 0, with_other_groups,
+        f"Plan of part 0: names groups 99 to 99, but the listing has only 3; {AGAIN}",
+    ),
     ("migrate", 0, without_result, f"Plan of part 0: has no table 'groups'; {AGAIN}"),
     (
         "prewarm", 1, unlisted("pages.parquet"),
