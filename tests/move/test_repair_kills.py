@@ -18,6 +18,8 @@ from hicachectl.move.withdrawal import finish_removals
 from tests import stores
 from tests.killed import Runner
 from tests.move.repairs import (
+    INDEXER_BYTES,
+    KV_BYTES,
     default_quarantine,
     dsa_store,
     indexer,
@@ -71,6 +73,9 @@ class Commands:
 
     def remove(self, kill: tuple[Unit, int] | None = None) -> Run:
         return self._run("rm", self.store, "--model", "x/dsa", "--yes", kill=kill)
+
+    def free(self, nbytes: int, kill: tuple[Unit, int] | None = None) -> Run:
+        return self._run("rm", self.store, "--free", nbytes, "--yes", kill=kill)
 
     def restore(self, quarantine: Path, kill: tuple[Unit, int] | None = None) -> Run:
         return self._run("restore", quarantine, self.store, "--yes", kill=kill)
@@ -170,6 +175,34 @@ def check_removal(commands: Commands, count: int) -> None:
             finish_removals(opened)
         assert len(contents(commands.store)) in (0, 2 * PAGES), (words, kill)
         assert not list(commands.store.glob(".hicachectl/quarantine/*")), (words, kill)
+
+
+def test_a_killed_run_that_frees_space_is_completed(commands: Commands) -> None:
+    """The next run completes it, then frees as much again: the pages that are next by their use."""
+    page_bytes = KV_BYTES + INDEXER_BYTES
+    asked = 4 * page_bytes
+    dsa_store(commands.store, PAGES)
+    kills, words = points(commands.free(asked), KILLS)
+    assert whole_pages(commands.store) == {*range(4, PAGES)}
+    for kill in kills:
+        shutil.rmtree(commands.store)
+        dsa_store(commands.store, PAGES)
+        assert commands.free(asked, kill).killed, (words, kill)
+        begun = len(list(commands.store.glob(".hicachectl/quarantine/*/*.begun")))
+        names = {path.name for path in commands.store.glob("*.bin")}
+        for number in range(PAGES):
+            assert (kv(number) in names) <= (indexer(number) in names), (words, kill)
+        untouched = whole_pages(commands.store) == {*range(PAGES)} and not begun
+        assert commands.free(asked).code == 0, (words, kill)
+        first = 4 if untouched else 8
+        assert whole_pages(commands.store) == {*range(first, PAGES)}, (words, kill)
+        assert len(list(commands.store.glob("*.bin"))) == 2 * (PAGES - first), (words, kill)
+        assert not list(commands.store.glob(".hicachectl/quarantine/*")), (words, kill)
+
+
+def whole_pages(store: Path) -> set[int]:
+    """Return the pages with both objects, by their names: reading an object would be a use."""
+    return {n for n in range(PAGES) if (store / kv(n)).exists() and (store / indexer(n)).exists()}
 
 
 def test_a_killed_restore_goes_on(commands: Commands) -> None:
