@@ -94,6 +94,13 @@ class GroupReport:
         return self.count(KEPT)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of the groups kept, as far as sizes are known."""
+        rows = self.rows.filter(pc.equal(self.rows.column("state"), KEPT))
+        found: int = pc.sum(rows.column("nbytes")).as_py() or 0
+        return found
+
+    @property
     def conflicts(self) -> int:
         """Number of groups not restored: the store has another object under a key."""
         return self.count(CONFLICT)

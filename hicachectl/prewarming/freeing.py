@@ -65,10 +65,9 @@ class Freeing:
     facts: dict[str, Any]
     remarks: tuple[str, ...] = ()
 
-    @property
-    def lacking(self) -> int:
-        """Bytes asked for beyond those of the groups."""
-        return max(0, int(self.facts["asked_bytes"]) - int(self.facts["bytes"]))
+    def lacking(self, stayed: int = 0) -> int:
+        """Return the bytes asked for beyond those of the groups. stayed: bytes not removed."""
+        return max(0, int(self.facts["asked_bytes"]) - int(self.facts["bytes"]) + stayed)
 
 
 def worth_of_trace(path: Path, profile: Profile) -> Worth:
@@ -100,8 +99,8 @@ def choose_groups(
 
     candidates: numbers. If they have less, all are chosen. With worth and a profile, groups of
     other deployments are no candidates; groups with an object of unknown size never are.
-    inventory: with `atime_ns` if the store has it. Raises UsageError, and UnsupportedByBackend if
-    the order or all sizes are unknown.
+    inventory: with `atime_ns` if the store has it. Raises UsageError if worth is of other pages
+    than the store's, and UnsupportedByBackend if the order or all sizes are unknown.
     """
     _refuse_unordered(store, groups, candidates, worth, profile)
     sizes = _sizes(inventory, groups)
@@ -122,6 +121,8 @@ def choose_groups(
             )
         remarks.append(f"{counted(unsized, 'page')} with objects of unknown size left alone")
     known = _places(groups, sized, worth)
+    if worth is not None and len(known) and (known < 0).all():
+        _refuse_of_other_pages(store, groups, worth, profile)
     order = _least_useful_first(groups.used_ns[sized], known)
     ends = np.cumsum(sizes[sized[order]])
     taken = order[: int(np.searchsorted(ends, asked)) + 1]
@@ -192,6 +193,19 @@ def _refuse_unordered(
                 f"({listed(labels)}), but a plan is of one; give "
                 "--profile, or choose one by --model, --tp, --pp or --cp"
             )
+
+
+def _refuse_of_other_pages(
+    store: Store, groups: PageGroups, worth: Worth, profile: Profile | None
+) -> None:
+    """Raise if the store has none of the pages of worth, not even pages that are no candidates."""
+    there = groups.pages_at(slice(None) if profile is None else groups.span(0))
+    if not pc.any(pc.is_in(there.cast(worth.pages.type), value_set=worth.pages)).as_py():
+        option = "--trace" if worth.source == "trace" else "--keep-plan"
+        raise UsageError(
+            f"{option}: {store.url} has none of its pages, so all would count as unused; give one "
+            f"of this deployment's page size and tokenizer, or leave out {option}"
+        )
 
 
 def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +20,11 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.spec import object_specs
+from tests.move.repairs import INDEXER_BYTES, KV_BYTES, dsa_store, indexer, kv
 from tests.move.test_migrate_stores import place_of, settle
 from tests.prewarming.test_prewarm import HASHES, tokens
+from tests.skips import needs_root
+from tests.small_file_system import small_file_system
 from tests.speed import slow
 from tests.stores import OLD, contents, page, put, put_pages
 
@@ -212,6 +218,37 @@ def test_a_plan_is_of_one_deployment(invoke: Invoke, aged: Path, tmp_path: Path)
     assert {name for name in contents(aged) if "_2.bin" in name and page(0) in name}
 
 
+@pytest.mark.parametrize("what", ["plan", "trace"])
+def test_a_plan_or_trace_of_other_pages_is_refused(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path, what: str
+) -> None:
+    """A plan of another page size or tokenizer would make all pages count as unused."""
+    before = contents(source)
+    if what == "plan":
+        value = tmp_path / "plan.jsonl"
+        other = page_hashes_hex(tokens(), 2 * SIZE)
+        value.write_text("".join(f"{json.dumps({'page': name})}\n" for name in other))
+    else:
+        value = trace_file(tmp_path / "trace.jsonl", [[token + 1 for token in tokens()]])
+    option = "--keep-plan" if what == "plan" else "--trace"
+    said = invoke("rm", source, "--free", 1, option, value, "--profile", profile, "--yes",
+                  exit_code=2).stderr  # fmt: skip
+    assert said.count("\n") == 1
+    assert f"{option}: file://{source} has none of its pages" in said
+    assert f"or leave out {option}" in said
+    assert contents(source) == before
+
+
+def test_filters_may_leave_out_every_page_of_a_plan(
+    invoke: Invoke, aged: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text(json.dumps({"page": page(5)}))
+    before = datetime.fromtimestamp(OLD + 2500, UTC).isoformat()
+    freed(invoke, aged, "--free", 1, "--keep-plan", plan, "--before", before, "--yes")
+    assert pages_of(aged) == {page(n) for n in range(1, 6)}
+
+
 @pytest.mark.parametrize("kind", ["file", slow("hf3fs"), slow("mooncake"), "nixl"])
 def test_every_store_makes_room_by_a_trace(
     invoke: Invoke,
@@ -284,3 +321,74 @@ def test_sizes_of_exbibytes_do_not_disturb_the_order(invoke: Invoke) -> None:
         freed(invoke, store, "--free", 1, "--model", "m", "--yes")
         left = {path.name[:64] for path in store.glob("*.bin")}
         assert left == {page(n) for n in range(1, 6)}
+
+
+def test_a_page_that_a_server_rewrites_meanwhile_stays_and_is_said(
+    invoke: Invoke, aged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = FileStore.look
+
+    def meanwhile(store: FileStore, *arguments: Any) -> Any:
+        put_pages(aged, range(1), "_m_0_2", "_m_1_2", nbytes=NBYTES, mtime=OLD + 7)
+        return look(store, *arguments)
+
+    monkeypatch.setattr(FileStore, "look", meanwhile)
+    output = invoke("rm", aged, "--free", 3 * NBYTES, "--yes", exit_code=4)
+    assert "--free: servers rewrote 1 page (200 B), left alone; run again with --free 100" in (
+        output.stderr
+    )
+    assert pages_of(aged) == {page(n) for n in (0, 2, 3, 4, 5)}
+    put_pages(aged, range(2, 3), "_m_0_2", "_m_1_2", nbytes=NBYTES, mtime=OLD - 7)
+    enough = invoke("rm", aged, "--free", 2 * NBYTES, "--yes").stderr
+    assert "rewrote" not in enough
+
+
+def test_a_further_hard_link_keeps_its_bytes(invoke: Invoke, aged: Path, tmp_path: Path) -> None:
+    """Each name counts, as `ls` counts it, and the other name stays."""
+    backup = tmp_path / "backup"
+    backup.mkdir()
+    for path in aged.iterdir():
+        os.link(path, backup / path.name)
+    assert freed(invoke, aged, "--free", 1, "--yes")["bytes"] == 2 * NBYTES
+    assert pages_of(aged) == {page(n) for n in range(1, 6)}
+    assert len(contents(backup)) == 12
+
+
+@pytest.mark.slow
+def test_a_page_that_a_server_is_writing_is_last_and_never_half(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """The server writes the anchor after its sidecar has left: it cannot know."""
+    store = dsa_store(tmp_path / "store", 2)
+    sidecar, anchor = store / indexer(7), store / kv(7)
+    put(store, sidecar.name, INDEXER_BYTES, time.time())
+    nbytes = KV_BYTES + INDEXER_BYTES
+    freed(invoke, store, "--free", nbytes, "--yes")
+    assert pages_of(store) == {page(1), page(7)}
+
+    def finish() -> None:
+        while sidecar.exists():
+            time.sleep(0.01)
+        put(store, anchor.name, KV_BYTES, time.time())
+
+    writer = Thread(target=finish, daemon=True)
+    writer.start()
+    freed(invoke, store, "--free", nbytes + 1, "--model", "x/dsa", "--yes")
+    writer.join(timeout=10)
+    assert not writer.is_alive()
+    assert pages_of(store) == set()
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_read_only_store_loses_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "fixed", 1 << 20) as fixed:
+        put_pages(fixed, range(3), "_m_0_1", nbytes=NBYTES)
+        subprocess.run(["mount", "-o", "remount,ro", fixed], check=True)
+        output = invoke("rm", fixed, "--free", 1, "--yes", exit_code=3)
+        rehearsed = freed(invoke, fixed, "--free", 1, "--dry-run")
+        assert len(contents(fixed)) == 3
+    assert output.stdout == ""
+    assert output.stderr.count("\n") == 1
+    assert "Read-only file system" in output.stderr
+    assert rehearsed["pages"] == 1

@@ -208,7 +208,7 @@ def command(
         )
     if dry_run:
         remark(ctx, "Dry run: nothing was removed")
-    short = removal.freeing is not None and removal.freeing.lacking > 0
+    short = removal.freeing is not None and _falls_short(ctx, removal.freeing, outcome)
     if outcome.failures or outcome.remaining or short:
         ctx.exit(FINDINGS)
 
@@ -377,6 +377,17 @@ def _refuse_to_empty(
             f"--free: {store.url} has only {human_size(freeing.facts['bytes'])} in pages, so "
             f"{human_size(options['free'])} would empty it; give a smaller SIZE, or a filter too"
         )
+
+
+def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> bool:
+    """Return whether less has left the store than --free asks for; say so if servers are why."""
+    from hicachectl.text.units import counted, human_size
+
+    lacking = freeing.lacking(outcome.kept_bytes)
+    if lacking and outcome.kept:
+        kept = f"{counted(outcome.kept, 'page')} ({human_size(outcome.kept_bytes)})"
+        remark(ctx, f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}")
+    return lacking > 0
 
 
 def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:

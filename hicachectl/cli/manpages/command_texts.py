@@ -104,7 +104,9 @@ BACKGROUND: dict[str, dict[str, str]] = {
             --free counts the bytes of objects. Copies of an object on several Mooncake segments
             free as much each. A file with further hard links frees its space with the last link.
             3FS hands freed pages out again; its files keep their size. Groups with an object of
-            unknown size stay.
+            unknown size stay. Pages of an interrupted run, which are removed first, do not count.
+            Pages that servers rewrite meanwhile stay and do not count either; the run says how many
+            bytes that leaves to free.
 
             Without --trace or --keep-plan, the pages whose last use is oldest are removed first.
             The last use is the later of write and read, as far as the file system notes reads:
@@ -121,7 +123,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             deployment are removed. A trace should cover the requests of at least a day.
 
             With --keep-plan, the pages outside the plan are removed first, then the plan's, from
-            its last page to its first.
+            its last page to its first. A plan or trace none of whose pages are in the store is
+            refused: it is of another page size or tokenizer.
 
             The member free of the JSON document has what is lost and kept: the pages that the trace
             or plan names and those of them that are removed, and, with a trace, how many tokens
