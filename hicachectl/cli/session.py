@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.urls import Config
 
 PROGRESS_DELAY_S = 1.0
+_CONFIG = "hicachectl.config"  # in the meta of contexts
 
 
 class Settings(NamedTuple):
@@ -78,11 +79,14 @@ def opened_store(
 
 
 def config_of(ctx: click.Context) -> Config:
-    """Read the config file."""
+    """Read the config file, once: it may be a pipe."""
     from hicachectl.backends.urls import load_config
 
-    path = None if ctx.obj is None else ctx.obj.config
-    return load_config(None if path is None else str(path))
+    if _CONFIG not in ctx.meta:
+        path = None if ctx.obj is None else ctx.obj.config
+        ctx.meta[_CONFIG] = load_config(None if path is None else str(path))
+    config: Config = ctx.meta[_CONFIG]
+    return config
 
 
 def whole_url(ctx: click.Context, text: str) -> str:

@@ -334,9 +334,10 @@ def test_a_reader_of_mooncake_is_refused_at_every_moment(
 ) -> None:
     arguments = at_admin(filled, command, tmp_path)
     attack_reader(filled.admin, said, arguments, {**BROKEN, **SLOW}, most=4)
-    requests = requests_of(filled.admin, said, arguments)
+    # The last answers to hits are about keys of other topologies, of which there are none.
+    good = 0 if command == "hits" else requests_of(filled.admin, said, arguments) - 1
     for bad in OF_KEYS.values():
-        found, address = turned(said, arguments, Turning(filled.admin, requests - 1, bad))
+        found, address = turned(said, arguments, Turning(filled.admin, good, bad))
         assert_refused(found, address)
 
 

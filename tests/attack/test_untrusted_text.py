@@ -200,7 +200,9 @@ def _given(option: str, path: Path, tmp_path: Path, pass_fds: tuple[int, ...] = 
     return attacked(*arguments, variables=variables, pass_fds=pass_fds)
 
 
-@pytest.mark.parametrize("content", ["[" + "[]," * 40_000_000, '{"a":' * 1_000_000])
+@pytest.mark.parametrize(
+    "content", ["[" + "[]," * 40_000_000, '{"a":' * 1_000_000], ids=["long", "deep"]
+)
 def test_a_record_of_a_quarantine_may_be_hostile(content: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
     run = store / ".hicachectl" / "quarantine" / "20260101T000000Z-abcdef"
