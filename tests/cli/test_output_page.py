@@ -229,8 +229,10 @@ def rm(stores: Stores) -> Documents:
     yield stores.run("rm", stores.damaged, "--state", "partial", "--dry-run")
     yield stores.held("rm", stores.damaged, "--state", "partial", "--yes")
     yield stores.run("rm", stores.whole, "--free", "1", "--dry-run")
-    trace = stores.folder / "requests.jsonl"
-    trace.write_text(json.dumps({"timestamp": 1, "token_ids": list(range(200))}))
+    requests = prompts(stores.folder / "requests.jsonl", 8, 3)
+    tokens = json.loads(requests.read_text().splitlines()[0])
+    trace = stores.folder / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens}))
     yield stores.run(
         "rm", stores.whole, "--free", "1", "--trace", trace, *stores.profile, "--dry-run"
     )
