@@ -380,7 +380,7 @@ def _refuse_to_empty(
 
 
 def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> bool:
-    """Return whether less has left the store than --free asks for; say so if servers are why."""
+    """Return whether --free fell short of its size; remark on pages that servers rewrote."""
     from hicachectl.text.units import counted, human_size
 
     lacking = freeing.lacking(outcome.kept_bytes)
