@@ -92,7 +92,8 @@ class TestOnCluster:
             assert driver.document() == UNDISTURBED
         finally:
             ray_cluster.remove(node)
-        said = driver.remarks.splitlines()
+        # The driver may also have had to wait for the other nodes.
+        said = [line for line in driver.remarks.splitlines() if ": Waiting for " not in line]
         assert len(said) == 1, said
         assert "is left out: " in said[0]
         assert said[0].endswith(f"{toy_run.store}: not mounted here")

@@ -167,7 +167,9 @@ def test_what_a_killed_write_of_a_page_leaves_is_swept(
     store.close()
     with ObjectDirectory.open(str(path)) as directory:
         sweeper = Sweeper(directory, (KV,))
-        assert len(list(path.glob(".hicachectl-*.tmp"))) == 1
+        left = list(path.glob(".hicachectl-*.tmp"))
+        # The store's own listing may have left its clock, which is empty.
+        assert [bool(file.stat().st_size) for file in left].count(True) == 1
         monkeypatch.setattr(sweeper, "now_ns", lambda: time.time_ns() + 61 * 10**9)
         sweeper.list(lambda: False)
         assert not list(path.glob(".hicachectl-*.tmp"))
