@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hicachectl import __version__
 from hicachectl.checks.codes import MIXED_SIZES, SEVERITIES
 from hicachectl.checks.registry import codes, group_names
-from hicachectl.formats.keys.columns import RANK_COLUMNS
-from hicachectl.formats.objects import Shard
 from hicachectl.report.charts import (
     MAGNITUDES,
     Bar,
@@ -25,7 +23,7 @@ from hicachectl.report.charts import (
     tree_chart,
     write_chart,
 )
-from hicachectl.report.names import FOREIGN, rank_text, summary_name
+from hicachectl.report.names import FOREIGN, pool_text, rank_text, summary_name
 from hicachectl.text.terminal import escape_controls, message_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
@@ -388,9 +386,8 @@ def _tree(tree: PrefixTree) -> dict[str, Any]:
 def _page(report: PageReport) -> dict[str, Any]:
     document = report.document
     objects = report.objects.to_pylist()
-    rank_of = {one["key"]: rank_text(Shard(**{n: one[n] for n in RANK_COLUMNS})) for one in objects}
     what_of = {
-        one["key"]: " ".join(filter(None, (one["pool"], one["part"], rank_of[one["key"]])))
+        one["key"]: f"{pool_text(one['pool'], one['part'])} {rank_text(one)}".lstrip()
         for one in objects
     }
     contents = sorted(

@@ -284,6 +284,21 @@ def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> Non
     assert (most.at, most.row, most.pages_lost) == (6, 0.5, 6)
 
 
+def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invoke) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    stems = [f"_ukv1-0123456789abcdef_L{span}" for span in ("0-16", "16-32")]
+    put_pages(store, range(4), stems[0])
+    put_pages(store, range(2), stems[1])
+    tree = picture_of(store, chains=chains_of_pages([[page(n) for n in range(4)]], None)).tree
+    assert tree is not None
+    assert [stop.rank for stop in tree.stops] == ["layers 16-32"]
+    made = tmp_path / "page.html"
+    invoke("report", store, "--page", page(0), "-o", made, exit_code=4)
+    text = text_of(made)
+    assert all(text.count(f"kv layers {span} 64 ") == 1 for span in ("0-16", "16-32"))
+
+
 def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
     store.mkdir()
