@@ -331,6 +331,21 @@ def test_a_trace_needs_a_profile_and_makes_a_tree(
     assert "Give exactly one of --prompts, --token-ids, --pages and --trace" in several
 
 
+def test_a_model_is_chosen_for_requests_without_a_profile_only(
+    invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
+) -> None:
+    listed, made = tmp_path / "chains.jsonl", tmp_path / "page.html"
+    listed.write_text(json.dumps([page(n) for n in range(4)]) + "\n")
+    put_pages(dsa, range(3), "_other")
+    asked = ("report", dsa, "--model", "other", "-o", made)
+    said = invoke(*asked, "--pages", listed, "--profile", dsa_profile, exit_code=2).stderr
+    assert "--model chooses a model from the contents of STORE; leave out --profile" in said
+    said = invoke(*asked, exit_code=2).stderr
+    assert "--model chooses a model for requests, such as --token-ids" in said
+    invoke(*asked, "--pages", listed, "--fail-on", "never")
+    assert "Servers of other can restore 75 % of the requested pages." in text_of(made)
+
+
 def test_marks_are_shown_with_their_text_and_time(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
