@@ -41,7 +41,9 @@ _QUOTED = re.compile(
     re.DOTALL,
 )
 _VARIABLE = re.compile(
-    r"(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?(?:(?P<colon>:?)[-=](?P<default>.*))?", re.S
+    r"(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?"
+    r"(?:(?P<colon>:?)(?P<operator>[-=])(?P<default>.*))?",
+    re.DOTALL,
 )
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.S)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
@@ -193,7 +195,10 @@ class ScriptReader:
             if any(values) or (match["name"] in self.variables and not match["colon"]):
                 return values if match["all"] else values[:1]
             if match["default"] is not None:
-                return [" ".join(self._expanded(match["default"], splits=False))]
+                default = [" ".join(self._expanded(match["default"], splits=False))]
+                if match["operator"] == "=":
+                    self.variables[match["name"]] = default
+                return default
         self.unknown.add(expansion)
         return [expansion]
 
