@@ -57,16 +57,19 @@ def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
     return read_prompts(options["prompts"], find_tokenizer(options["tokenizer"], places))
 
 
-def of_profile(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options that state a profile.
+def of_requests(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the flags of a profile that only set the hashing of requests or choose a deployment.
 
-    Without a source of one, flags such as --page-size only set the hashing or choose a deployment.
+    They do without a source of a profile, such as --model-config.
     """
     from hicachectl.profiles.sources import states_source
 
-    if states_source(options):
-        return options
-    return {**options, **dict.fromkeys(("page_size", "speculative_algorithm", *AXES))}
+    return () if states_source(options) else ("page_size", "speculative_algorithm", *AXES)
+
+
+def of_profile(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those `of_requests`."""
+    return {**options, **dict.fromkeys(of_requests(options))}
 
 
 def refuse_choice(options: Mapping[str, Any]) -> None:

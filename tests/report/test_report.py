@@ -346,6 +346,20 @@ def test_a_model_is_chosen_for_requests_without_a_profile_only(
     assert "Servers of other can restore 75 % of the requested pages." in text_of(made)
 
 
+def test_commands_leave_out_flags_that_are_about_the_requests(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store, asked, made = (tmp_path / name for name in ("store", "asked.jsonl", "page.html"))
+    store.mkdir()
+    put_pages(store, range(8), "_m_0_2", "_m_1_2")
+    put(store, f"{page(0)}_m_0_2.bin", 10)
+    asked.write_text("[1, 2, 3, 4, 5]\n")
+    flags = ("--token-ids", asked, "--page-size", 4, "--tp", 2, "--grace", "90s")
+    invoke("report", store, *flags, "-o", made, exit_code=4)
+    repair = f"hicachectl verify {store} --grace 90s --profile FILE --repair quarantine"
+    assert repair in text_of(made)
+
+
 def test_marks_are_shown_with_their_text_and_time(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()

@@ -39,6 +39,7 @@ from hicachectl.requests.chain_options import (
     asked_chains,
     asked_hashing,
     of_profile,
+    of_requests,
     refuse_choice,
     refuse_other_sources,
 )
@@ -183,7 +184,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
-            ctx, store, source, profile=request.verify.real_profile, not_next=_NOT_NEXT
+            ctx,
+            store,
+            source,
+            profile=request.verify.real_profile,
+            not_next={*_NOT_NEXT, *of_requests(options)},
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)

@@ -102,7 +102,7 @@ def _lines(report: PageReport, screen: Screen) -> Iterator[str]:
     for group in report.document["groups"]:
         pools = " ".join(f"{p} {n['present']}/{n['expected']}" for p, n in group["pools"].items())
         model = escape_controls(group["model"] or "-")
-        yield f"model {model}: {group['state']}, {pools}"
+        yield f"model {model}: {', '.join(filter(None, (group['state'], pools)))}"
         yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
     yield ""
     yield from table_lines(objects_for_people(report.objects), screen)
