@@ -188,11 +188,12 @@ class ScriptReader:
         inner = expansion[2:-1] if expansion.startswith("${") else expansion[1:]
         match = None if expansion.startswith(("$(", "`")) else _VARIABLE.fullmatch(inner)
         if match is not None:
-            values = self.variables.get(match["name"])
-            if not values and not (match["all"] and match["name"] in self.variables):
+            is_set = match["name"] in self.variables
+            values = self.variables.get(match["name"], [])
+            if not values and not (is_set and match["all"]):
                 values = [self.environment.get(match["name"], "")]
             # With a colon, the default also stands for an empty value.
-            if any(values) or (match["name"] in self.variables and not match["colon"]):
+            if any(values) or (is_set and not match["colon"]):
                 return values if match["all"] else values[:1]
             if match["default"] is not None:
                 default = [" ".join(self._expanded(match["default"], splits=False))]
