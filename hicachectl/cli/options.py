@@ -518,6 +518,14 @@ request_options = stack(
     ),
 )
 
+model_option = _profile(
+    "--model",
+    variable=False,
+    metavar="NAME",
+    shell_complete=model_names,
+    help="Choose one of several models in STORE.",
+)
+
 grace_option = click.option(
     "--grace",
     type=Duration(),

@@ -6,15 +6,16 @@ file states for the store of a command.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from hicachectl.cli.session import config_of
+from hicachectl.cli.session import config_of, remark
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 _SOURCES = (ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
 _PROFILE = "profile_file"
@@ -29,6 +30,17 @@ _WRITES = ("repair", "stamp", "update_catalog")
 def on_command_line(ctx: click.Context, name: str) -> bool:
     """Return whether the command line has a parameter."""
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
+    """Return what is called if the profile contradicts the store; None: refuse.
+
+    A profile from elsewhere than the command line is about the store that servers use now. It may
+    have pages of their predecessors only, and they can be listed and removed all the same.
+    """
+    if ctx.params.get(_PROFILE) is None or on_command_line(ctx, _PROFILE):
+        return None
+    return partial(remark, ctx)
 
 
 def settle(ctx: click.Context, profile_options: Collection[str]) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hicachectl.backends.base import scan_schema, take_rows
 from hicachectl.backends.capabilities import Trailed
+from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import page_words, pages_of
 from hicachectl.formats.spec import UNKNOWN_SIZE
@@ -122,18 +123,26 @@ def take_inventory(
     *,
     columns: Collection[str] = (),
     only_others: bool = False,
+    on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Scan a store and parse its keys.
 
     columns: of the scan, besides key, nbytes and mtime_ns. only_others: accept a store with pages
-    of other deployments only. on_batch: takes the number of objects of each batch. Memory: about
-    120 bytes per object. Raises StoreUnavailable, and ProfileError if the profile contradicts the
-    store.
+    of other deployments only. on_contradiction: takes how the profile contradicts the store; None:
+    raise ProfileError. on_batch: takes the number of objects of each batch. Memory: about 120 bytes
+    per object. Raises StoreUnavailable.
     """
     wanted = scan_columns(store, columns)
-    scanned = store.scan(wanted)
-    return _inventory(scanned, scan_schema(wanted), store, profile, only_others, on_batch)
+    return _inventory(
+        store.scan(wanted),
+        scan_schema(wanted),
+        store,
+        profile,
+        only_others=only_others,
+        on_contradiction=on_contradiction,
+        on_batch=on_batch,
+    )
 
 
 def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
@@ -157,7 +166,7 @@ def look_up(
     columns = _columns(store)
     tables = (store.look(pa.table({"key": part}), columns) for part in some)
     batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
-    found = _inventory(batches, scan_schema(columns), store, profile, only_others)
+    found = _inventory(batches, scan_schema(columns), store, profile, only_others=only_others)
     return replace(found, partial=True)
 
 
@@ -173,24 +182,37 @@ def _inventory(
     schema: pa.Schema,
     store: Store,
     profile: Profile | None,
+    *,
     only_others: bool,
+    on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     spool = Spool(schema)
     spool.fill(scanned, on_batch)
-    (inventory,) = understood(spool, store.grammar, profile, only_others=only_others)[1]
+    (inventory,) = understood(
+        spool,
+        store.grammar,
+        profile,
+        only_others=only_others,
+        on_contradiction=on_contradiction,
+    )[1]
     pa.default_memory_pool().release_unused()
     return inventory.without_unused_columns()
 
 
 def understood(
-    spool: Spool, grammar: str, profile: Profile | None, *, only_others: bool = False
+    spool: Spool,
+    grammar: str,
+    profile: Profile | None,
+    *,
+    only_others: bool = False,
+    on_contradiction: Callable[[str], None] | None = None,
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
     Decides what only all objects show: shared keys, and sizes that no profile states. Counts decide
-    most of it; pieces are read only where they do not. only_others: see `take_inventory`. Raises
-    ProfileError if the profile contradicts the store, OSError.
+    most of it; pieces are read only where they do not. only_others, on_contradiction: see
+    `take_inventory`. Raises OSError.
     """
     census = spool.census()
     scanned = assign_affixes(spool.affixes, codec_for(grammar), profile)
@@ -203,7 +225,12 @@ def understood(
         found = pieces(table, affix_ids)
         census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
     table = with_seen_sizes(table, census, lambda: map(_objects, pieces(table, affix_ids)))
-    refuse_contradiction(table, census, only_others=only_others)
+    try:
+        refuse_contradiction(table, census, only_others=only_others)
+    except ProfileError as error:
+        if on_contradiction is None:
+            raise
+        on_contradiction(str(error))
     return table, pieces(table, affix_ids)
 
 

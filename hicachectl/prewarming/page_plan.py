@@ -115,7 +115,7 @@ class PagePlan:
     """Pages to copy, best first.
 
     parents, depths: of each item of `pages` in its chain; null and 0 if unknown.
-    names: pages that servers could restore from the source. hits: of the chains in the source.
+    names: pages that servers could restore from the source.
     """
 
     pages: WantedPages
@@ -123,7 +123,6 @@ class PagePlan:
     depths: IntArray
     names: pa.StringArray
     facts: PlanFacts
-    hits: Hits | None = None
 
     def rows(self) -> pa.Table:
         """Return the pages to copy, best first."""
@@ -152,10 +151,10 @@ def plan_chains(
     survey: Survey,
     request: PrewarmRequest,
     acceptance: Acceptance,
-) -> PagePlan:
+) -> tuple[PagePlan, Hits]:
     """Choose the pages of chains that servers can restore, best first, within the budget.
 
-    acceptance: of the inventory's objects.
+    Also return the hits of the chains in the source. acceptance: of the inventory's objects.
     """
     assert request.chains is not None
     assert request.rank is not None  # given with chains
@@ -173,7 +172,7 @@ def plan_chains(
     forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
     places = choice.names_of(items)
     parents = forest.parents[places]
-    return PagePlan(
+    plan = PagePlan(
         pages=WantedPages(
             inventory=inventory,
             groups=groups,
@@ -193,8 +192,8 @@ def plan_chains(
             requested_tokens=int(request.chains.reach.sum()) * request.target.page_size,
             cut=cut,
         ),
-        hits=hits,
     )
+    return plan, hits
 
 
 def plan_pages(

@@ -89,11 +89,14 @@ def plan_prewarm(
     survey, large = leave_too_large(
         survey, verify=warming.options.verify, buffer_bytes=warming.options.buffer_bytes
     )
-    plan = (
-        plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
-        if request.chains is None
-        else plan_chains(inventory, groups, survey, request, trailers.acceptance(inventory))
-    )
+    if request.chains is None:
+        plan = plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
+        missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
+    else:
+        accepted = trailers.acceptance(inventory)
+        plan, hits = plan_chains(inventory, groups, survey, request, accepted)
+        elsewhere = find_elsewhere(source, inventory, hits)
+        missed = miss_remarks(source, inventory, hits, elsewhere, Hashing.of(request.profile))
     pages = plan.pages
     conflicting = pages.wanted[pages.actions[pages.wanted] == Action.CONFLICT]
     problems = [
@@ -104,13 +107,7 @@ def plan_prewarm(
     plan.facts.failed, plan.facts.problems = len(problems), problems[:MOST_PROBLEMS]
     if request.options.pin and not request.dry_run:
         plan.facts.not_pinned = plan.facts.there
-    plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark])]
-    if request.chains is None and not len(groups):
-        plan.facts.remarks.append(explain_selection(source, inventory, EVERYTHING))
-    if plan.hits is not None:
-        elsewhere = find_elsewhere(source, inventory, plan.hits)
-        hashing = Hashing.of(request.profile)
-        plan.facts.remarks += miss_remarks(source, inventory, plan.hits, elsewhere, hashing)
+    plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark]), *missed]
     return plan
 
 

@@ -113,10 +113,10 @@ def profile_from_server(
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
-    path = model_config or local_model(server.model_path, "--model-config")
+    path = model_config or _local_model(server.model_path, "--model-config")
     draft = draft_model_config
     if draft is None and server.draft_model_path:
-        draft = local_model(server.draft_model_path, "--draft-model-config")
+        draft = _local_model(server.draft_model_path, "--draft-model-config")
     flags = flags_with(server, draft, overrides or {})
     config = overridden_config(read_model_config(path), server.settings)
     try:
@@ -175,7 +175,7 @@ def flags_with(
     return replace(server.flags, draft_model_config=config, **overrides)
 
 
-def local_model(model_path: str, option: str) -> Path:
+def _local_model(model_path: str, option: str) -> Path:
     """Return a server's model path. option: gives the config of others.
 
     Raises ProfileError if the path is relative, and so in the server's working directory or on the

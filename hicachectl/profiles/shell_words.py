@@ -40,7 +40,11 @@ _QUOTED = re.compile(
     r"|(?P<plain>[^\\$`]+|.)",
     re.DOTALL,
 )
-_VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?(?::?[-=](?P<default>.*))?", re.S)
+_VARIABLE = re.compile(
+    r"(?P<name>[A-Za-z_]\w*)(?P<all>\[[@*]\])?"
+    r"(?:(?P<colon>:?)(?P<operator>[-=])(?P<default>.*))?",
+    re.DOTALL,
+)
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.S)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _MOST_EXPANDED = 4 << 20  # characters, of all expansions of a script
@@ -105,7 +109,7 @@ class ScriptReader:
             elif array is not None:
                 array[1].extend(self._expanded(token))
             elif assigns and _assigns(token):
-                words.append("".join(self._expanded(token, splits=False)))
+                words.append(" ".join(self._expanded(token, splits=False)))
             else:
                 assigns = False
                 words.extend(self._expanded(token))
@@ -145,8 +149,7 @@ class ScriptReader:
                 fields[-1] += match["single"]
                 quoted = True
             elif match["double"] is not None:
-                self._expand_quoted(match["double"], fields)
-                quoted |= match["double"] not in _SCRIPT_ARGUMENTS
+                quoted |= self._expand_quoted(match["double"], fields)
             elif match["expansion"] is not None:
                 values = self._values(match["expansion"])
                 if splits and values != [match["expansion"]]:
@@ -156,14 +159,19 @@ class ScriptReader:
                 fields[-1] += match["plain"] or (match["escaped"] or "").replace("\n", "")
         return [] if fields == [""] and not quoted else fields
 
-    def _expand_quoted(self, text: str, fields: list[str]) -> None:
+    def _expand_quoted(self, text: str, fields: list[str]) -> bool:
+        """Expand a quoted text. Return whether it is a word: "" is one, an array of none is not."""
+        is_word = not text
         for match in _QUOTED.finditer(text):
             if match["expansion"] is None:
                 fields[-1] += match["plain"] or (match["escaped"] or "").replace("\n", "")
+                is_word = True
                 continue
             values = self._values(match["expansion"])
             one = "[@]" not in match["expansion"]
             _append(fields, [" ".join(values)] if one and values else values)
+            is_word |= bool(values)
+        return is_word
 
     def _values(self, expansion: str) -> list[str]:
         """Return the values of an expansion; the expansion itself if they are unknown."""
@@ -180,12 +188,18 @@ class ScriptReader:
         inner = expansion[2:-1] if expansion.startswith("${") else expansion[1:]
         match = None if expansion.startswith(("$(", "`")) else _VARIABLE.fullmatch(inner)
         if match is not None:
-            values = self.variables.get(match["name"])
-            values = values or [self.environment.get(match["name"], "")]
-            if any(values) or match["name"] in self.variables:
+            is_set = match["name"] in self.variables
+            values = self.variables.get(match["name"], [])
+            if not values and not (is_set and match["all"]):
+                values = [self.environment.get(match["name"], "")]
+            # With a colon, the default also stands for an empty value.
+            if any(values) or (is_set and not match["colon"]):
                 return values if match["all"] else values[:1]
             if match["default"] is not None:
-                return ["".join(self._expanded(match["default"], splits=False))]
+                default = [" ".join(self._expanded(match["default"], splits=False))]
+                if match["operator"] == "=":
+                    self.variables[match["name"]] = default
+                return default
         self.unknown.add(expansion)
         return [expansion]
 

@@ -225,8 +225,8 @@ def _distinct(labels: list[str]) -> list[str]:
 # --- writes ---
 
 
-def write_chart(writes: Writes, marks: Sequence[Mark], unit: str) -> str:
-    """Return the chart of objects by time of the last write. unit: of a bin, such as "hour"."""
+def write_chart(writes: Writes, marks: Sequence[Mark]) -> str:
+    """Return the chart of objects by time of the last write."""
     import altair as alt
 
     colours = [*SERIES[: len(writes.series)], REST][: len(writes.series)]
@@ -261,7 +261,7 @@ def write_chart(writes: Writes, marks: Sequence[Mark], unit: str) -> str:
             .encode(
                 x=alt.X("start:T", title="UTC", scale=scale, axis=axis),
                 x2="end:T",
-                y=alt.Y("low:Q", title=f"objects per {unit}", scale=alt.Scale(zero=True),
+                y=alt.Y("low:Q", title=f"objects per {writes.unit}", scale=alt.Scale(zero=True),
                         axis=alt.Axis(tickCount=5, format=",d", tickMinStep=1)),
                 y2="high:Q",
                 color=alt.Color("name:N", scale=alt.Scale(domain=labels, range=colours),
@@ -284,7 +284,7 @@ def write_chart(writes: Writes, marks: Sequence[Mark], unit: str) -> str:
             layers += [text.encode(text="text:N") for text in texts]
         return _fitted(alt.layer(*layers).properties(height=220), width)
 
-    return drawn(chart, f"Bars over time: objects by the {unit} of their last write")
+    return drawn(chart, f"Bars over time: objects by the {writes.unit} of their last write")
 
 
 def _time_format(seconds: float) -> str:

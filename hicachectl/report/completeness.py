@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.formats.keys.columns import shard_fields
 from hicachectl.report.names import deployment_name, pool_text, rank_text
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """Shares of a deployment. pages: judged. ranks_left_out: complete ones that are not shown."""
+    """Shares of a deployment. pages: judged. ranks_left_out: the most complete, not shown."""
 
     deployment: str
     pages: int
@@ -59,7 +60,10 @@ def completeness_of(groups: PageGroups, in_flight: BoolArray) -> list[Completene
             present = np.bincount(places, minlength=len(block.columns)).tolist()
             for position, have in zip(block.columns.tolist(), present, strict=True):
                 coordinate = table.specs[position].coordinate
-                key = pool_text(coordinate), rank_text(coordinate.shard)
+                key = (
+                    pool_text(coordinate.pool, coordinate.part),
+                    rank_text(shard_fields(coordinate.shard)),
+                )
                 before = counts.get(key, (0, 0))
                 counts[key] = before[0] + have, before[1] + expected
         shares = [Share(*key, *both) for key, both in counts.items() if both[1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.formats.keys.columns import SPAN_COLUMNS
 from hicachectl.formats.keys.labels import key_name
 from hicachectl.formats.objects import AXES
 from hicachectl.pages.naming import deployment_text
@@ -12,7 +13,6 @@ from hicachectl.text.terminal import escape_controls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicachectl.formats.objects import Coordinate, Shard
     from hicachectl.pages.deployments import Deployment
 
 AMBIGUOUS = "ambiguous keys"
@@ -45,16 +45,16 @@ def _named(model: str, tag: str, sizes: Mapping[str, int | None]) -> str:
     return escape_controls(deployment_text({"model": key_name(model, tag) or NAMELESS, **sizes}))
 
 
-def pool_text(coordinate: Coordinate) -> str:
+def pool_text(pool: str | None, part: str | None) -> str:
     """Return the pool of an object, with the part."""
-    return escape_controls(" ".join(filter(None, (coordinate.pool, coordinate.part))))
+    return escape_controls(" ".join(filter(None, (pool, part))))
 
 
-def rank_text(shard: Shard) -> str:
-    """Return the rank of an object: `tp0 pp1`."""
-    spans = (("layers", shard.layers), ("heads", shard.heads))
+def rank_text(fields: Mapping[str, Any]) -> str:
+    """Return the rank of an object: `tp0 pp1`, or `layers 0-16`. fields: as of `shard_fields`."""
+    ranks = {axis: fields[f"{axis}_rank"] for axis in AXES}
     stated = [
-        *(f"{axis}{rank}" for axis, rank, _ in shard.axes if rank is not None),
-        *(f"{what} {span[0]}-{span[1] - 1}" for what, span in spans if span is not None),
+        *(f"{axis}{rank}" for axis, rank in ranks.items() if rank is not None),
+        *(f"{name} {fields[name]}" for name in SPAN_COLUMNS if fields[name]),
     ]
     return " ".join(stated) or NO_RANKS

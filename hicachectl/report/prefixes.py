@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.formats.keys.columns import RANK_COLUMNS
-from hicachectl.formats.objects import Shard
 from hicachectl.formats.restorable import positions_of
 from hicachectl.prewarming.forest import grow_forest
-from hicachectl.report.names import rank_text
+from hicachectl.report.names import NO_RANKS, pool_text, rank_text
 from hicachectl.requests.chains import raw_pages
 from hicachectl.text.terminal import escape_controls
 
@@ -172,9 +170,6 @@ def _placed(runs: _Runs) -> tuple[list[Node], dict[int, float]]:
     """Place the runs with the most requests; also return the middle row of each, by run."""
     # A run comes after its parent, which has at least as many requests.
     order = np.lexsort((runs.first, -runs.requests))[:_NODES].tolist()
-    children: dict[int, list[int]] = {}
-    for number in order:
-        children.setdefault(int(runs.parents[number]), []).append(number)
     nodes: list[Node] = []
     rows: dict[int, float] = {}
     free = {-1: 0}  # by run: the next row for a child
@@ -209,16 +204,11 @@ def _stops(
     for number in order:
         chain = int(chains[first[number]])
         said = stopped_by[chain].as_py()
-        shard = (
-            Shard(**{name: said["shard"][name] for name in RANK_COLUMNS})
-            if said["shard"]
-            else Shard()
-        )
         stops.append(
             Stop(
                 key=escape_controls(said["key"] or ""),
-                pool=escape_controls(" ".join(filter(None, (said["pool"], said["part"])))),
-                rank=rank_text(shard),
+                pool=pool_text(said["pool"], said["part"]),
+                rank=rank_text(said["shard"]) if said["shard"] else NO_RANKS,
                 page=said["page"],
                 elsewhere=escape_controls(said["exists_at"] or ""),
                 requests=int(requests[number]),

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hicachectl import __version__
 from hicachectl.checks.codes import MIXED_SIZES, SEVERITIES
 from hicachectl.checks.registry import codes, group_names
-from hicachectl.formats.keys.columns import RANK_COLUMNS
-from hicachectl.formats.objects import Shard
 from hicachectl.report.charts import (
     MAGNITUDES,
     Bar,
@@ -25,7 +23,7 @@ from hicachectl.report.charts import (
     tree_chart,
     write_chart,
 )
-from hicachectl.report.names import FOREIGN, rank_text, summary_name
+from hicachectl.report.names import FOREIGN, pool_text, rank_text, summary_name
 from hicachectl.text.terminal import escape_controls, message_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
@@ -234,8 +232,8 @@ def _commands(code: Code, mending: Mending, label: str | None) -> Iterator[str]:
 
 def _sizes(picture: Picture) -> dict[str, Any]:
     rows = picture.rows.to_pylist()
-    counts_bytes = all(row["nbytes"] is not None for row in rows)
-    amount = "nbytes" if counts_bytes else "objects"
+    sized = all(row["nbytes"] is not None for row in rows)
+    unit, amount = ("bytes", "nbytes") if sized else ("objects", "objects")
     of_deployment: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         row["name"] = summary_name(row, models=picture.models)
@@ -256,18 +254,11 @@ def _sizes(picture: Picture) -> dict[str, Any]:
         default=0,
     )
     return {
-        "counted": "bytes" if counts_bytes else "objects",
+        "counted": unit,
         "charts": [
             {
                 "name": name,
-                "svg": _chart(
-                    size_chart(
-                        bars[name],
-                        longest=longest,
-                        counted="bytes" if counts_bytes else "objects",
-                        of=name,
-                    )
-                ),
+                "svg": _chart(size_chart(bars[name], longest=longest, counted=unit, of=name)),
             }
             for name in order[:_DEPLOYMENTS]
         ],
@@ -291,11 +282,10 @@ def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
         (row for row in rows if row["object_nbytes"] is not None), key=lambda row: -row["objects"]
     )
     rest = [row for row in rows if row["object_nbytes"] is None]
-    sizes = [human_size(row["object_nbytes"]) for row in known]
     return [
         *(
-            Bar(pool, size, min(rank, 3), row[amount])
-            for rank, (row, size) in enumerate(zip(known, sizes, strict=True))
+            Bar(pool, human_size(row["object_nbytes"]), min(rank, 3), row[amount])
+            for rank, row in enumerate(known)
         ),
         *(
             Bar(pool, "unknown size" if row["nbytes"] is None else "other sizes", 4, row[amount])
@@ -306,15 +296,11 @@ def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
 
 # --- writes ---
 
-_BIN_NAMES = {300: "5 minutes", 3600: "hour", 6 * 3600: "6 hours", 86400: "day",
-              7 * 86400: "7 days", 28 * 86400: "28 days", 364 * 86400: "364 days"}  # fmt: skip
-
 
 def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
     writes = picture.writes
     if writes is None:
         return None
-    unit = _BIN_NAMES[writes.width]
     near = [m for m in marks if abs(m.at - writes.start) < 10 * (writes.end - writes.start) + 86400]
     outside = [
         text
@@ -326,8 +312,8 @@ def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
         for text in [f"{_many(count)} of them {text}"]
     ]
     return {
-        "svg": _chart(write_chart(writes, near, unit)),
-        "bar": "an hour" if unit == "hour" else "a day" if unit == "day" else unit,
+        "svg": _chart(write_chart(writes, near)),
+        "bar": {"hour": "an hour", "day": "a day"}.get(writes.unit, writes.unit),
         "outside": outside,
         "far": [mark for mark in marks if mark not in near],
         "marks": near,
@@ -388,9 +374,8 @@ def _tree(tree: PrefixTree) -> dict[str, Any]:
 def _page(report: PageReport) -> dict[str, Any]:
     document = report.document
     objects = report.objects.to_pylist()
-    rank_of = {one["key"]: rank_text(Shard(**{n: one[n] for n in RANK_COLUMNS})) for one in objects}
     what_of = {
-        one["key"]: " ".join(filter(None, (one["pool"], one["part"], rank_of[one["key"]])))
+        one["key"]: f"{pool_text(one['pool'], one['part'])} {rank_text(one)}".lstrip()
         for one in objects
     }
     contents = sorted(

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_WIDTHS = (5 * _MINUTE, _HOUR, 6 * _HOUR, _DAY, 7 * _DAY, 28 * _DAY, 364 * _DAY)
+# Seconds of a bin, with their name.
+_WIDTHS = {5 * _MINUTE: "5 minutes", _HOUR: "hour", 6 * _HOUR: "6 hours", _DAY: "day",
+           7 * _DAY: "7 days", 28 * _DAY: "28 days", 364 * _DAY: "364 days"}  # fmt: skip
 _BINS = 72
 _LEAST_BINS = 12
 _TAIL = 0.02  # of the objects, at each end: such times are left out if they stretch the axis
@@ -41,6 +43,11 @@ class Writes:
         return len(self.series[0][1])
 
     @property
+    def unit(self) -> str:
+        """Name of the time of a bin, such as "hour"."""
+        return _WIDTHS[self.width]
+
+    @property
     def end(self) -> int:
         """Unix seconds, of the end of the last bin."""
         return self.start + self.width * self.bins
@@ -63,7 +70,7 @@ def writes_of(inventory: Inventory) -> Writes | None:
     ]
     owners = inventory.by_affix(of_affix, foreign)[known]
     first, last = _span(seconds)
-    width = next((w for w in _WIDTHS if (last - first) // w < _BINS), _WIDTHS[-1])
+    width = next((w for w in _WIDTHS if (last - first) // w < _BINS), max(_WIDTHS))
     end = last // width + 1
     start = min(first // width, end - _LEAST_BINS) * width
     bins = min(end - start // width, 4 * _BINS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import GIVE_PROFILE
 
 if TYPE_CHECKING:
@@ -54,6 +55,32 @@ def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
 
     places = (options["model_config"], options["profile_file"])
     return read_prompts(options["prompts"], find_tokenizer(options["tokenizer"], places))
+
+
+def of_requests(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the flags of a profile that only set the hashing of requests or choose a deployment.
+
+    They do without a source of a profile, such as --model-config.
+    """
+    from hicachectl.profiles.sources import states_source
+
+    return () if states_source(options) else ("page_size", "speculative_algorithm", *AXES)
+
+
+def of_profile(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those `of_requests`."""
+    return {**options, **dict.fromkeys(of_requests(options))}
+
+
+def refuse_choice(options: Mapping[str, Any]) -> None:
+    """Raise UsageError for --model beside a profile, which already names the model."""
+    from hicachectl.profiles.sources import states_source
+
+    if options["model"] and states_source(options):
+        raise UsageError(
+            "--model chooses a model from the contents of STORE; leave out --profile, "
+            "--model-config and --server"
+        )
 
 
 def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> None:

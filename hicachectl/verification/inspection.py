@@ -66,13 +66,15 @@ def inspect_page(
     prefix: str,
     *,
     grace_seconds: float = 60.0,
+    on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
     """Read and report on the page whose hash starts with the prefix.
 
-    Raises UsageError if no page or several pages match, and StoreUnavailable.
+    Callbacks and errors: as of `take_inventory`; also raises UsageError if no page or several pages
+    match.
     """
-    listed = take_inventory(store, profile, on_batch=on_batch)
+    listed = take_inventory(store, profile, on_contradiction=on_contradiction, on_batch=on_batch)
     return inspect_listed(store, listed, profile, prefix, grace_seconds=grace_seconds)
 
 

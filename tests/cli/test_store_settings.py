@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.test_lock_held import content, held
+from tests.stores import page, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +54,35 @@ def test_a_store_named_by_its_directory_has_no_settings(
     invoke: Invoke, config: Path, source: Path
 ) -> None:
     assert "No --profile" in invoke("--config", config, "ls", source).stderr
+
+
+@pytest.mark.parametrize(
+    ("stated", "wrong", "why"),
+    [("tp = 2", "tp = 4", "tp size 4"), ("nbytes = 64", "nbytes = 32", "expected 32 bytes")],
+    ids=["topology", "sizes"],
+)
+def test_a_profile_that_the_store_contradicts_stops_no_look_and_no_removal(
+    invoke: Invoke, tmp_path: Path, stated: str, wrong: str, why: str
+) -> None:
+    """Servers with new settings have not written yet; the pages are those of their predecessors."""
+    store, profile, config = (tmp_path / name for name in ("store", "p.toml", "config.toml"))
+    store.mkdir()
+    put_pages(store, range(4), "_m_0_2", "_m_1_2")
+    described = 'model = "m"\npage_size = 4\ntp = 2\n[[pools]]\nname = "kv"\n'
+    described += 'kind = "opaque"\nnbytes = 64\n'
+    profile.write_text(described.replace(stated, wrong))
+    config.write_text(f'[stores.prod]\nurl = "{store}"\nprofile = "p.toml"\n')
+    call = ["--config", config]
+    listed = invoke(*call, "ls", "prod:", "--format", "jsonl")
+    assert why in listed.stderr
+    assert [(row["tp_size"], row["state"]) for row in listed.rows] == [(2, "whole")] * 4
+    assert why in invoke(*call, "show", "prod:", page(0)).stderr
+    for command in ("ls", "verify"):
+        given = ("--profile", profile) if command == "ls" else ()
+        assert why in invoke(*call, command, "prod:", *given, exit_code=2).stderr
+    removed = invoke(*call, "rm", "prod:", "--tp", 2, "--yes")
+    assert why in removed.stderr
+    assert not list(store.glob("*.bin"))
 
 
 def test_the_model_that_hits_and_profile_choose_says_otherwise(

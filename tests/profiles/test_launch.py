@@ -124,6 +124,10 @@ def test_words_are_those_of_bash(tmp_path: Path) -> None:
         ("a `b c` $(d $(e f)) ${X%1}", ["a", "`b c`", "$(d $(e f))", "${X%1}"]),
         ("a <in b >>out 2>&1 c", ["a", "b", "c"]),
         ('a "${L[@]}" "${L[*]}" ${L[@]}', ["a", "x", "y z", "x y z", "x", "y", "z"]),
+        ('E=\na "${E:-d}" ${E-d} "$E"', ["a", "d", ""]),
+        ('M=()\na "${M[@]}" ${M[@]} b"${M[@]}" "${M[@]:-d}"', ["a", "b", "d"]),
+        ('a ${N:=n} $N "${X:=m}"', ["a", "n", "n", "1 2"]),
+        ('C="p ${L[@]}"\na $C', ["a", "p", "x", "y", "z"]),
     ],
 )
 def test_words_and_variables(script: str, words: list[str]) -> None:

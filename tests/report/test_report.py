@@ -284,6 +284,21 @@ def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> Non
     assert (most.at, most.row, most.pages_lost) == (6, 0.5, 6)
 
 
+def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invoke) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    stems = [f"_ukv1-0123456789abcdef_L{span}" for span in ("0-16", "16-32")]
+    put_pages(store, range(4), stems[0])
+    put_pages(store, range(2), stems[1])
+    tree = picture_of(store, chains=chains_of_pages([[page(n) for n in range(4)]], None)).tree
+    assert tree is not None
+    assert [stop.rank for stop in tree.stops] == ["layers 16-32"]
+    made = tmp_path / "page.html"
+    invoke("report", store, "--page", page(0), "-o", made, exit_code=4)
+    text = text_of(made)
+    assert all(text.count(f"kv layers {span} 64 ") == 1 for span in ("0-16", "16-32"))
+
+
 def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke) -> None:
     store = tmp_path / "store"
     store.mkdir()
@@ -314,6 +329,35 @@ def test_a_trace_needs_a_profile_and_makes_a_tree(
         "report", dsa, "--trace", trace, "--pages", trace, "-o", made, exit_code=2
     ).stderr
     assert "Give exactly one of --prompts, --token-ids, --pages and --trace" in several
+
+
+def test_a_model_is_chosen_for_requests_without_a_profile_only(
+    invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
+) -> None:
+    listed, made = tmp_path / "chains.jsonl", tmp_path / "page.html"
+    listed.write_text(json.dumps([page(n) for n in range(4)]) + "\n")
+    put_pages(dsa, range(3), "_other")
+    asked = ("report", dsa, "--model", "other", "-o", made)
+    said = invoke(*asked, "--pages", listed, "--profile", dsa_profile, exit_code=2).stderr
+    assert "--model chooses a model from the contents of STORE; leave out --profile" in said
+    said = invoke(*asked, exit_code=2).stderr
+    assert "--model chooses a model for requests, such as --token-ids" in said
+    invoke(*asked, "--pages", listed, "--fail-on", "never")
+    assert "Servers of other can restore 75 % of the requested pages." in text_of(made)
+
+
+def test_commands_leave_out_flags_that_are_about_the_requests(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store, asked, made = (tmp_path / name for name in ("store", "asked.jsonl", "page.html"))
+    store.mkdir()
+    put_pages(store, range(8), "_m_0_2", "_m_1_2")
+    put(store, f"{page(0)}_m_0_2.bin", 10)
+    asked.write_text("[1, 2, 3, 4, 5]\n")
+    flags = ("--token-ids", asked, "--page-size", 4, "--tp", 2, "--grace", "90s")
+    invoke("report", store, *flags, "-o", made, exit_code=4)
+    repair = f"hicachectl verify {store} --grace 90s --profile FILE --repair quarantine"
+    assert repair in text_of(made)
 
 
 def test_marks_are_shown_with_their_text_and_time(invoke: Invoke, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import hicachectl
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.requests import hits as hits_module
+from hicachectl.requests.gate import passes
 from tests.stores import page, put_pages
 
 if TYPE_CHECKING:
@@ -174,6 +175,13 @@ def test_a_gate_says_what_failed_with_both_numbers(
         "tokens (20 of 40); copy pages with hicachectl prewarm, or give a lower share"
     )
     assert said.splitlines() == ([gate] if exit_code else [])
+
+
+@pytest.mark.parametrize("percent", [28, 55, 56])
+def test_a_gate_passes_at_exactly_its_share(percent: int) -> None:
+    document = {"requested_tokens": 1600, "usable_tokens": 16 * percent}
+    assert passes(document, percent / 100)
+    assert not passes(document | {"usable_tokens": 16 * percent - 16}, percent / 100)
 
 
 def test_a_gate_says_what_to_do_about_pages_of_another_topology(

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import PROFILE, Command, in_section
-from hicachectl.cli.completions import model_names
+from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     allow_leases_option,
     min_usable_option,
+    model_option,
     output_options,
     profile_options,
     request_options,
@@ -20,7 +20,13 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.formats.objects import AXES
-from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
+from hicachectl.requests.chain_options import (
+    asked_chains,
+    asked_hashing,
+    of_profile,
+    refuse_choice,
+    refuse_other_sources,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,8 +37,6 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 _SOURCES = ("prompts", "token_ids", "pages")
-
-_choice = in_section(PROFILE)
 
 
 @click.command(
@@ -48,13 +52,7 @@ Examples:
 )
 @store_argument
 @request_options
-@_choice(
-    "--model",
-    variable=False,
-    metavar="NAME",
-    shell_complete=model_names,
-    help="Choose one of several models in STORE.",
-)
+@model_option
 @min_usable_option
 @allow_leases_option
 @output_options
@@ -129,24 +127,12 @@ def command(
 
 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
-    from hicachectl.profiles.sources import states_source
-
     refuse_other_sources(options, _SOURCES)
-    if options["model"] and states_source(options):
-        raise click.UsageError(
-            "--model chooses a model from the contents of STORE; leave out --profile, "
-            "--model-config and --server"
-        )
+    refuse_choice(options)
 
 
 def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profile | None:
-    """Return the profile of the options, else that of a pack, else None.
+    """Return the profile of the options, else that of a pack, else None."""
+    from hicachectl.profiles.sources import profile_from_options
 
-    Without a profile, flags such as --page-size only set the hashing or choose a deployment.
-    """
-    from hicachectl.profiles.sources import profile_from_options, states_source
-
-    if not states_source(options):
-        for_us = ("page_size", "speculative_algorithm", *AXES)
-        options = {**options, **dict.fromkeys(for_us)}
-    return profile_from_options(options, store, warn=partial(remark, ctx))
+    return profile_from_options(of_profile(options), store, warn=partial(remark, ctx))

@@ -17,6 +17,7 @@ from hicachectl.cli.options import (
     profile_options,
     store_argument,
 )
+from hicachectl.cli.precedence import contradiction_remark
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.text.vocabulary import SORT_COLUMNS, STATES
 
@@ -127,7 +128,13 @@ def command(
         columns = [
             name for name in ("replicas", "locator") if objects and name in source.traits.columns
         ]
-        listed = take_inventory(source, profile, columns=columns, on_batch=advance)
+        listed = take_inventory(
+            source,
+            profile,
+            columns=columns,
+            on_contradiction=contradiction_remark(ctx),
+            on_batch=advance,
+        )
         inventory = select(listed, selection)
         markers = markers_of(source) if summary else []
         free = source.free_bytes() if summary else None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import PROFILE, Command, in_section
-from hicachectl.cli.completions import model_names, store_names
-from hicachectl.cli.options import OutputFile, profile_options
+from hicachectl.cli.completions import store_names
+from hicachectl.cli.options import OutputFile, model_option, profile_options
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import opened, progress, remark, store_name
 
@@ -39,13 +39,7 @@ Examples:
 """,
 )
 @click.argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
-@_choice(
-    "--model",
-    variable=False,
-    metavar="NAME",
-    shell_complete=model_names,
-    help="Choose one of several models in STORE.",
-)
+@model_option
 @_choice(
     "--launch",
     variable=False,

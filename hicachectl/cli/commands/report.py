@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import group_names, reading_groups
-from hicachectl.cli.command import CHECKS, PROFILE, in_section
-from hicachectl.cli.completions import model_names, page_prefixes
+from hicachectl.cli.command import CHECKS, in_section
+from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.options import (
@@ -25,6 +25,7 @@ from hicachectl.cli.options import (
     bwlimit_option,
     fail_on_option,
     grace_option,
+    model_option,
     profile_options,
     request_options,
     store_argument,
@@ -34,7 +35,14 @@ from hicachectl.cli.session import bytes_progress, config_of, opened, progress, 
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import failed
-from hicachectl.requests.chain_options import asked_chains, asked_hashing, refuse_other_sources
+from hicachectl.requests.chain_options import (
+    asked_chains,
+    asked_hashing,
+    of_profile,
+    of_requests,
+    refuse_choice,
+    refuse_other_sources,
+)
 from hicachectl.text.terminal import message_text
 
 if TYPE_CHECKING:
@@ -43,7 +51,6 @@ if TYPE_CHECKING:
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import PictureRequest
 
-_choice = in_section(PROFILE)
 _check = in_section(CHECKS)
 
 _HEAD = b"<!DOCTYPE html>"
@@ -114,13 +121,7 @@ Examples:
 )
 @click.option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
 @request_options
-@_choice(
-    "--model",
-    variable=False,
-    metavar="NAME",
-    shell_complete=model_names,
-    help="Choose one of several models for the requests.",
-)
+@model_option
 @_check(
     "--checks",
     type=NameList(group_names),
@@ -183,7 +184,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
-            ctx, store, source, profile=request.verify.real_profile, not_next=_NOT_NEXT
+            ctx,
+            store,
+            source,
+            profile=request.verify.real_profile,
+            not_next={*_NOT_NEXT, *of_requests(options)},
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)
@@ -199,8 +204,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
     if any(options[name] for name in _REQUESTS):
         refuse_other_sources(options, _REQUESTS)
+        refuse_choice(options)
     elif options["tokenizer"]:
         raise click.UsageError("--tokenizer needs --prompts")
+    elif options["model"]:
+        raise click.UsageError("--model chooses a model for requests, such as --token-ids")
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
 
@@ -259,16 +267,11 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
 def _profile(
     ctx: click.Context, store: Store, options: dict[str, Any]
 ) -> tuple[Profile | None, str]:
-    """Return the profile of the options, and why it describes no objects, if so.
+    """Return the profile of the options, and why it describes no objects, if so."""
+    from hicachectl.profiles.sources import profile_to_look
 
-    For requests without a profile, flags such as --page-size only set the hashing, or choose a
-    deployment, as for `hits`.
-    """
-    from hicachectl.profiles.sources import profile_to_look, states_source
-
-    if any(options[name] for name in _REQUESTS) and not states_source(options):
-        options = {**options, **dict.fromkeys(("page_size", "speculative_algorithm", *AXES))}
-    return profile_to_look(options, store, warn=partial(remark, ctx))
+    stated = of_profile(options) if any(options[name] for name in _REQUESTS) else options
+    return profile_to_look(stated, store, warn=partial(remark, ctx))
 
 
 def _chains(profile: Profile | None, options: dict[str, Any]) -> dict[str, Any]:

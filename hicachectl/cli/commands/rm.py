@@ -22,7 +22,7 @@ from hicachectl.cli.options import (
     output_options,
     store_argument,
 )
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.precedence import contradiction_remark, on_command_line
 from hicachectl.cli.session import opened, progress, remark, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
@@ -320,8 +320,15 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     worth = _worth(options, profile)
     wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
     columns = tuple(wanted & store.traits.columns)
+    hashes = options["trace"] or options["token_ids"]  # by the page size of the profile
     with progress(ctx, "listing", " objects") as advance:
-        inventory = take_inventory(store, profile, columns=columns, on_batch=advance)
+        inventory = take_inventory(
+            store,
+            profile,
+            columns=columns,
+            on_contradiction=None if hashes else contradiction_remark(ctx),
+            on_batch=advance,
+        )
     for text in store.remarks:
         remark(ctx, text)
     groups = PageGroups(inventory)

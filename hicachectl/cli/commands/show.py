@@ -16,6 +16,7 @@ from hicachectl.cli.options import (
     profile_options,
     store_argument,
 )
+from hicachectl.cli.precedence import contradiction_remark
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.text.terminal import escape_controls
 
@@ -71,7 +72,14 @@ def command(
         progress(ctx, "listing", " objects") as advance,
     ):
         profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
-        report = inspect_page(source, profile, page, grace_seconds=grace, on_batch=advance)
+        report = inspect_page(
+            source,
+            profile,
+            page,
+            grace_seconds=grace,
+            on_contradiction=contradiction_remark(ctx),
+            on_batch=advance,
+        )
         for text in source.remarks:
             remark(ctx, text)
     if profile is None:
@@ -94,7 +102,7 @@ def _lines(report: PageReport, screen: Screen) -> Iterator[str]:
     for group in report.document["groups"]:
         pools = " ".join(f"{p} {n['present']}/{n['expected']}" for p, n in group["pools"].items())
         model = escape_controls(group["model"] or "-")
-        yield f"model {model}: {group['state']}, {pools}"
+        yield f"model {model}: {', '.join(filter(None, (group['state'], pools)))}"
         yield from (f"  missing {escape_controls(key)}" for key in group["missing"])
     yield ""
     yield from table_lines(objects_for_people(report.objects), screen)
