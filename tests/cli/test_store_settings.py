@@ -80,6 +80,8 @@ def test_a_profile_that_the_store_contradicts_stops_no_look_and_no_removal(
     for command in ("ls", "verify"):
         given = ("--profile", profile) if command == "ls" else ()
         assert why in invoke(*call, command, "prod:", *given, exit_code=2).stderr
+    assert why in invoke(*call, "rm", "prod:", "--state", "whole", "--yes", exit_code=2).stderr
+    assert len(list(store.glob("*.bin"))) == 8
     removed = invoke(*call, "rm", "prod:", "--tp", 2, "--yes")
     assert why in removed.stderr
     assert not list(store.glob("*.bin"))

@@ -320,13 +320,14 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     worth = _worth(options, profile)
     wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
     columns = tuple(wanted & store.traits.columns)
-    hashes = options["trace"] or options["token_ids"]  # by the page size of the profile
+    # What the profile decides: the hashes of requests, by its page size, and the states of pages.
+    decides = options["trace"] or options["token_ids"] or options["state"]
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(
             store,
             profile,
             columns=columns,
-            on_contradiction=None if hashes else contradiction_remark(ctx),
+            on_contradiction=None if decides else contradiction_remark(ctx),
             on_batch=advance,
         )
     for text in store.remarks:

@@ -283,7 +283,8 @@ CONFIG_MEMBERS = (
         "profile",
         "As --profile, for all commands with that option. migrate and prewarm take the profile of "
         "SRC; prewarm without --from that of DST. If the store contradicts it, ls, show and rm say "
-        "so and go on, since all pages may be those of earlier servers. Other commands refuse it.",
+        "so and go on, since all pages may be those of earlier servers. Other commands refuse it, "
+        "and so does rm with --state, --trace or --token-ids, for which the profile decides.",
     ),
     ("catalog", "As --catalog of verify, if digests are checked."),
     (
