@@ -207,13 +207,12 @@ MOONCAKE_SSD = (
     "files: a client writes a bucket once it has 500 objects or 256 MB.",
 )
 OPTION_VARIABLES = (
-    "Settings have a variable, which holds for all commands with the option: HICACHECTL_PROFILE "
-    "stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. What a command does, "
-    "chooses, writes or removes is said on the command line only: the options for that have no "
-    "variable.",
+    "Each setting has a variable, which all commands with the option read: HICACHECTL_PROFILE "
+    "stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. Options that say what a "
+    "command does, chooses, writes or removes have no variable: give them on the command line.",
     "The command line beats the environment, which beats the config file. So --profile replaces "
     "the variables of other options that build a profile, and these options replace "
-    "HICACHECTL_PROFILE. If both are variables, HICACHECTL_PROFILE counts.",
+    "HICACHECTL_PROFILE. If all come from variables, HICACHECTL_PROFILE counts.",
     "HICACHECTL_LOCK holds for commands that write to the store, as the lock of the config file "
     "does. An empty variable counts as not set. A flag takes 1 or 0. A variable that begins with "
     "HICACHECTL_ and is not read by any command gets a remark.",
