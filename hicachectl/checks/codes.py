@@ -312,8 +312,8 @@ UNWRITTEN_PAGE = Code(
 REPLICA_MISMATCH = Code(
     "replica-mismatch",
     "warning",
-    meaning="What should be equal is not: KV heads that several TP ranks hold, or the sizes of "
-    "replicas of one object.",
+    meaning="Copies that should be equal differ: KV heads that several TP ranks hold, or the sizes "
+    "of the replicas of one object.",
     effect="Ranks or servers compute with different values. Answers may depend on who reads.",
 )
 DISK_ONLY = Code(
@@ -321,7 +321,7 @@ DISK_ONLY = Code(
     "info",
     meaning="The object is on the SSDs of the cluster, but no longer in its memory.",
     effect="Servers can read the object, but slowly.",
-    remedy="servers can read the objects, but slowly: load them into memory with {command}",
+    remedy="load the objects into memory with {command}",
     cost="Memory of the cluster, and the eviction of other objects if it is full.",
     command=f"hicachectl prewarm {STORE} --trace TRACE --through-server URL",
 )
@@ -359,8 +359,8 @@ ALL_ZERO = Code(
     meaning="The object, a layer of it or the row of a token has only zero bytes: often a write "
     "that never reached the disk.",
     effect="If the zeros are not real, attention ignores what the page said: wrong answers.",
-    advice="Models whose real values are zero exist; see with hicachectl show whether neighbours "
-    "of the page have zeros in the same layers.",
+    advice="In some models, real values are zero: see with hicachectl show whether other pages "
+    "have zeros in the same layers.",
 )
 LAYOUT_MISMATCH = Code(
     "layout-mismatch",

@@ -53,8 +53,8 @@ MODELS = (
     "pools from config.json. Each was compared with the pools that SGLang itself allocates, at TP "
     "1, 2 and 4, and at PP 1 and 2. A model that SGLang does not divide into stages is refused "
     "with PP above 1.",
-    "A field that a config lacks, and that SGLang's own config class would fill with a number, is "
-    "asked for by name. For the other architectures, write a profile file; see "
+    "If config.json lacks a field for which SGLang's own config class has a number, the message "
+    "names the field to give. For the other architectures, write a profile file; see "
     "hicachectl-profile(1).",
 )
 UNVERIFIED_MODELS = (
@@ -320,6 +320,9 @@ FINDINGS = (
     "the commands, STORE is the store, and FILE a profile of the servers; see "
     "hicachectl-profile(1). Commands that remove something ask first; --dry-run only shows what "
     "they would do.",
+    "A repair does not reach the memory of servers: a server that has read a damaged page may "
+    "still hold that page. After the repair, send POST /flush_cache to each such server while no "
+    "request runs.",
 )
 DOCUMENT_MEMBERS = (
     "With --format json, a command prints one document: an object with the members below, and with "
