@@ -82,8 +82,8 @@ class Code:
     @property
     def exceptions(self) -> str:
         """When the severity is another one, as a text; empty if never."""
-        texts = (f"{severity} {RULES.get(rule, rule)}" for rule, severity in self.rules.items())
-        return "; ".join(texts)
+        others = {rule: changed for rule, changed in self.rules.items() if changed != self.severity}
+        return "; ".join(f"{changed} {RULES.get(rule, rule)}" for rule, changed in others.items())
 
     def explanation(self) -> dict[str, str]:
         """Return the texts of `explain`: meaning, effect, remedy, cost, command."""
@@ -121,12 +121,10 @@ STAMP_MISMATCH = Code(
     meaning="The stamp of the store names another profile or weights version than this run.",
     effect="Keys carry no weights version and no dtype. Servers of one deployment read the pages "
     "of the other as their own.",
-    advice="If objects of the two profiles differ in size, the findings truncated and oversized "
-    "are the pages of the other: a repair with the right profile takes them, and verify --stamp "
-    "then writes a new stamp.",
-    remedy="if this run has the wrong profile, give the right one; if the store has pages of "
-    "another deployment that no other finding names, remove them with {command}, then write a "
-    "new stamp with verify --stamp",
+    advice="If this run has the wrong profile, give the right one. Pages of another object size "
+    "have the finding truncated or oversized: repair them with the right profile.",
+    remedy="pages of the same size have no finding of their own: if the store has such pages, "
+    "remove the model with {command}; then write a new stamp with verify --stamp",
     cost="All pages of the model, which servers compute again. Without the removal, wrong answers.",
     command=f"hicachectl rm {STORE} --model MODEL",
 )
@@ -145,14 +143,14 @@ MISPLACED_OBJECT = Code(
     "warning",
     meaning="A file lies in a directory where servers do not look for its key.",
     effect="Servers miss the page and compute it again. The file only takes space.",
-    remedy="give the directories of the servers, all and in their order; if these are, remove the "
+    remedy="give all directories of the servers, in their order; if they were given, remove the "
     "files by hand",
     cost="Nothing: no server reads the files.",
 )
 LOST_OBJECTS = Code(
     "lost-objects",
     "warning",
-    meaning="The store says that objects were written which it no longer has, or cannot find.",
+    meaning="The store lists objects that it no longer has, or cannot find.",
     effect="Servers miss the pages and compute them again.",
     remedy="copy the objects that are left to another store with {command}; servers compute the "
     "others again",
@@ -162,8 +160,8 @@ LOST_OBJECTS = Code(
 AMBIGUOUS_KEY = Code(
     "ambiguous-key",
     "warning",
-    meaning="Keys of this form can be read in several ways: the model's name and the rank are not "
-    "told apart. There is one finding for each form of key.",
+    meaning="Keys of this form can be read in several ways: their end can be a rank, or belong to "
+    "the model's name. There is one finding for each form of key.",
     effect="Servers know their own keys, so they are not affected. hicachectl cannot judge these "
     "pages, and neither repairs nor moves them.",
     remedy="give the profile that wrote the keys, or remove them with {command}",
@@ -175,7 +173,7 @@ FOREIGN_OBJECT = Code(
     "info",
     meaning="The key is not one that SGLang writes.",
     effect="None: no server reads the object. It only takes space.",
-    remedy="SGLang never reads the object: remove the object by hand",
+    remedy="remove the object by hand, if no other program needs it",
     cost="Nothing for servers.",
 )
 STALE_TEMPORARY = Code(
@@ -218,7 +216,7 @@ MISSING_RANK = Code(
     structural=True,
     absent=True,
     meaning="The objects of a rank are missing, while other ranks have theirs: an interrupted "
-    "write, or an eviction that took some of the objects.",
+    "write, a full disk, or an eviction that took some of the objects.",
     effect="The ranks agree on the prefix that all of them have. The page and those after it are "
     "misses; no wrong data is read.",
     advice="Many of them at once often mean another TP size than the profile says: compare with "
@@ -314,8 +312,8 @@ UNWRITTEN_PAGE = Code(
 REPLICA_MISMATCH = Code(
     "replica-mismatch",
     "warning",
-    meaning="What should be equal is not: KV heads that several TP ranks hold, or the sizes of "
-    "replicas of one object.",
+    meaning="Copies that should be equal differ: KV heads that several TP ranks hold, or the sizes "
+    "of the replicas of one object.",
     effect="Ranks or servers compute with different values. Answers may depend on who reads.",
 )
 DISK_ONLY = Code(
@@ -323,7 +321,7 @@ DISK_ONLY = Code(
     "info",
     meaning="The object is on the SSDs of the cluster, but no longer in its memory.",
     effect="Servers can read the object, but slowly.",
-    remedy="servers can read the objects, but slowly: load them into memory with {command}",
+    remedy="load the objects into memory with {command}",
     cost="Memory of the cluster, and the eviction of other objects if it is full.",
     command=f"hicachectl prewarm {STORE} --trace TRACE --through-server URL",
 )
@@ -361,8 +359,8 @@ ALL_ZERO = Code(
     meaning="The object, a layer of it or the row of a token has only zero bytes: often a write "
     "that never reached the disk.",
     effect="If the zeros are not real, attention ignores what the page said: wrong answers.",
-    advice="Models whose real values are zero exist; see with hicachectl show whether neighbours "
-    "of the page have zeros in the same layers.",
+    advice="In some models, real values are zero: see with hicachectl show whether other pages "
+    "have zeros in the same layers.",
 )
 LAYOUT_MISMATCH = Code(
     "layout-mismatch",

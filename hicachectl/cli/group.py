@@ -78,7 +78,7 @@ class LazyGroup(Group):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="STORE is a directory, a URL (see hicachectl(1)), or NAME: for a store of the config "
-    "file.",
+    "file.\n\nGarbled answers, no hits, full disk, new cluster: hicachectl-runbooks(7).",
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
 @own_setting("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debug messages.")

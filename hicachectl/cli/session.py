@@ -159,10 +159,13 @@ def _bar(ctx: click.Context, what: str, unit: str, *, unit_divisor: int = 1000) 
         yield bar
 
 
-def remark(ctx: click.Context, text: str) -> None:
-    """Print a remark on stderr, unless --quiet is given."""
+def remark(ctx: click.Context, text: str, *, failure: bool = False) -> None:
+    """Print a remark on stderr, unless --quiet is given.
+
+    failure: the text says why the exit status is not 0, so it is printed in any case.
+    """
     settings: Settings = ctx.obj
-    if not settings.quiet:
+    if failure or not settings.quiet:
         click.echo(f"hicachectl: {message_text(text)}", err=True)
 
 

@@ -142,7 +142,7 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
     ranks = _ranks_text(pa.Table.from_struct_array(shard))
     page = pc.binary_join_element_wise("page ", _short(page), "")
     place = pc.binary_join_element_wise("(exists at ", place, ")", "")
-    stopped = join_present([pool, part, ranks, page, place], " ")
+    stopped = join_present([pool, part, ranks, place, page], " ")
     counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
     return pa.table(
         {

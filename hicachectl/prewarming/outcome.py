@@ -25,6 +25,13 @@ BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
+_NEXT_STEPS = {  # of a gate that failed because the copy ended early
+    BUDGET: "give a larger --budget or --budget-pages",
+    DEADLINE: "give a later --deadline",
+    FULL: "enlarge the destination",
+    EVICTS: "enlarge the destination",
+}
+_OTHER_STEP = "look for the missing pages in another source"
 _REASONS = (FULL, EVICTS, DEADLINE)  # that end a copy early; the first one counts
 _SHOWN_PROBLEMS = 20
 
@@ -125,8 +132,8 @@ class PrewarmOutcome:
         """Return the message that less than this share of tokens is usable, if so."""
         if min_usable is None or passes(self.document, min_usable):
             return []
-        next_step = "look for the missing pages in another source, or give a lower share"
-        return [failed_text(self.document, min_usable, next_step)]
+        step = _NEXT_STEPS.get(self.document["stopped_by"], _OTHER_STEP)
+        return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
 
     def summary(self, *, dry_run: bool = False) -> str:
         """Return the outcome in one line."""

@@ -174,11 +174,11 @@ def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, s
             if any(tensor.dtype in alike for alike in _ALIKE):
                 assumed.setdefault(checker.expected.coordinate.pool, set()).add(tensor.dtype)
     if assumed:
-        texts = [f"{pool} as {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
+        texts = [f"{pool}: {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
         yield (
             "dtypes",
-            f"{'; '.join(texts)}: taken from the profile, because values do not distinguish dtypes "
-            "of the same width; compare the profile with the servers' --kv-cache-dtype",
+            f"values do not prove the dtypes of the profile ({'; '.join(texts)}), because dtypes "
+            "of one width look alike; compare the profile with the servers' --kv-cache-dtype",
         )
 
 

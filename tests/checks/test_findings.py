@@ -103,6 +103,12 @@ def test_codes_and_severities_are_those_of_the_design() -> None:
     } == CHANGED
 
 
+def test_an_exception_has_another_severity_than_its_code() -> None:
+    for code in codes():
+        said = {text.split()[0] for text in filter(None, code.exceptions.split("; "))}
+        assert code.severity not in said, code.name
+
+
 @pytest.mark.parametrize(
     ("code", "rule", "severity"),
     [

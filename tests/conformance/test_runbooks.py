@@ -56,12 +56,13 @@ def steps(title: str) -> list[Step]:
     shown = re.findall(r"^\.Bd -literal$\n(.*?)^\.Ed$", section, re.MULTILINE | re.DOTALL)
     found: list[Step] = []
     texts = (block.replace("\\-", "-").replace("\\&", "") for block in shown)
-    for line in chain.from_iterable(map(str.splitlines, texts)):
+    tried = (text for text in texts if "$ hicachectl " in text)
+    for line in chain.from_iterable(map(str.splitlines, tried)):
         if line.startswith("$ hicachectl "):
             found.append(Step(shlex.split(line)[2:], [], 0))
         elif status := re.fullmatch(r"\(status (\d+)\)", line):
             found[-1] = found[-1]._replace(status=int(status[1]))
-        elif "* * " not in line:
+        else:
             found[-1].lines.append(line)
     return found
 
@@ -190,6 +191,10 @@ def test_a_full_disk(
         stale = machine.store / f".{'0a' * 16}.tmp"
         stale.write_bytes(bytes(4096))
         os.utime(stale, (1e9, 1e9))
+        lone = next(before[0].glob("*.bin"))  # the other rank found no room
+        partial = machine.store / f"{'ab' * 32}{lone.name[64:]}"
+        shutil.copy(lone, partial)
+        os.utime(partial, (1e9, 1e9))
         fill(machine.store / ".hicachectl" / "filler")
         free: list[Any] = []
 

@@ -203,6 +203,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         'hicachectl_verify_complete{store="b"}': "0x20",
         'hicachectl_prewarm_succeeded{store="a"}': "1x20",
         'hicachectl_prewarm_succeeded{store="b"}': "0x20",
+        'hicachectl_prewarm_last_run_timestamp_seconds{store="b"}': "1x20",
         'hicachectl_prewarm_usable_tokens{store="a"}': "95x20",
         'hicachectl_prewarm_usable_tokens{store="b"}': "50x20",
         'hicachectl_prewarm_usable_tokens{store="c"}': "0x20",
@@ -215,11 +216,12 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         "HicacheVerifyNotRun": {"store": "a"},
         "HicacheVerifyIncomplete": {"store": "b"},
         "HicachePrewarmFailed": {"store": "b"},
+        "HicachePrewarmNotRun": {"store": "b"},
         "HicacheColdAfterPrewarm": {"store": "b"},
     }
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     assert {rule["alert"] for rule in group["rules"]} == set(fired)
-    at = f"{4 * day}m"
+    at = f"{4 * day + 360}m"
     queries = [
         {
             "expr": f'ALERTS{{alertname="{name}",alertstate="firing"}}',

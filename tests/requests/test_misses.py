@@ -105,7 +105,7 @@ def test_pages_of_another_topology_are_named_with_their_number(
         "pages with hicachectl migrate"
     ) in said
     table = invoke("hits", *arguments).stdout.splitlines()
-    assert table[1].endswith("(exists at tp 4)")
+    assert "kv tp 0/2 (exists at tp 4) page " in table[1]
     assert table[-1] == "42% of 48 tokens usable by org/m tp 2"
 
 
@@ -221,6 +221,10 @@ def test_a_failed_gate_of_prewarm_names_the_deployment_and_both_numbers(
         "hicachectl: --min-usable 0.9: servers of org/m tp 2 can restore 50.0% of the requested "
         "tokens (20 of 40); look for the missing pages in another source, or give a lower share"
     )
+    quiet = invoke("-q", *stores, "--min-usable", "0.9", exit_code=4).stderr
+    assert said[-1] in quiet.splitlines()  # cron mails it
+    few = ("prewarm", tmp_path / "few", *stores[2:], "--budget-pages", "2", "--min-usable", "0.9")
+    assert "give a larger --budget or --budget-pages, or" in invoke(*few, exit_code=4).stderr
     run = ("--run", tmp_path / "run", "--min-usable", "0.9")
     for part in range(2):
         invoke(*stores, *run, "--shard", f"{part}/2")

@@ -137,7 +137,7 @@ def test_dtypes_of_one_width_are_said_to_be_unchecked(
         document = outcome.document
         assert document["findings"] == []
         assert "dtypes" in document["skipped_checks"]
-        assert f"dtypes: kv as {dtype}: " in outcome.stderr
+        assert f"dtypes of the profile (kv: {dtype})" in outcome.stderr
 
 
 def test_a_pool_that_the_profile_does_not_list_has_no_values_to_check(

@@ -13,8 +13,11 @@ from hicachectl.cli.completions import VARIABLE
     cls=Command,
     epilog="""\b
 Examples:
+  mkdir -p ~/.local/share/bash-completion/completions
   hicachectl completion bash > ~/.local/share/bash-completion/completions/hicachectl
+  mkdir -p ~/.zfunc        # and fpath+=~/.zfunc before compinit in ~/.zshrc
   hicachectl completion zsh > ~/.zfunc/_hicachectl
+  mkdir -p ~/.config/fish/completions
   hicachectl completion fish > ~/.config/fish/completions/hicachectl.fish
 """,
 )

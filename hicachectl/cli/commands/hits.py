@@ -122,7 +122,7 @@ def command(
                 "convert the pages that exist elsewhere with hicachectl migrate, copy others with "
                 "hicachectl prewarm, or give a lower share"
             )
-        remark(ctx, failed_text(report.document, least, next_step))
+        remark(ctx, failed_text(report.document, least, next_step), failure=True)
         ctx.exit(FINDINGS)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import FILTERS, Command, in_section
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -77,7 +77,9 @@ Examples:
 )
 @click.argument("source", metavar="SRC", shell_complete=store_names)
 @click.argument("destination", metavar="DST", shell_complete=store_names)
-@click.option("--match", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page.")
+@in_section(FILTERS)(
+    "--match", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page."
+)
 @click.option(
     "--pages-from",
     type=FILE,

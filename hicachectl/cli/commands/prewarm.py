@@ -80,14 +80,14 @@ _output = in_section(OUTPUT)
     cls=Command,
     epilog="""\b
 Examples:
-  hicachectl prewarm mooncake: --from pack:///backup/monday.hcpack --trace requests.jsonl \\
+  hicachectl prewarm mooncake: --from pack:///backup/monday.hcpack --trace day.jsonl \\
       --budget 200GiB --deadline 10m --min-usable 0.9
   hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --prompts system.jsonl --pin
-  hicachectl prewarm --trace conversation_trace.jsonl --dry-run -o plan.jsonl
+  hicachectl prewarm --trace day.jsonl --profile prod.toml --dry-run -o plan.jsonl
   hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --plan plan.jsonl
   hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \\
       --through-server http://127.0.0.1:30000
-  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace requests.jsonl \\
+  hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace day.jsonl \\
       --deadline 10m --shard /64 --run /shared/warm
 """,
 )

@@ -29,9 +29,9 @@ def write_report(
 
         succeeded = outcome.interruption is None and not is_failed(outcome, options)
         write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
-    remark(ctx, outcome.summary(dry_run=options["dry_run"]))
+    remark(ctx, outcome.summary(dry_run=options["dry_run"]), failure=is_failed(outcome, options))
     for text in () if options["dry_run"] else outcome.gate(options["min_usable"]):
-        remark(ctx, text)
+        remark(ctx, text, failure=True)
     write_outcome(outcome, output_format, output, with_plan=options["dry_run"])
 
 

@@ -32,7 +32,8 @@ _choice = in_section(PROFILE)
 Examples:
   hicachectl profile --model-config config.json --tp 2 --page-size 64 -o prod.toml
   hicachectl profile --server http://127.0.0.1:30000 -o prod.toml
-  hicachectl profile --launch 'sglang serve --model-path /models/m --tp 8 --page-size 64'
+  hicachectl profile --launch 'sglang serve --model-path /models/m --tp 8 --page-size 64 \\
+      --enable-hierarchical-cache'
   hicachectl profile --launch @serve.sh --model-config config.json -o prod.toml
   hicachectl profile /tmp/hicache --model Qwen/Qwen3-32B --tp 2
   hicachectl profile --print-probe > probe.py

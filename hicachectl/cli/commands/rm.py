@@ -115,8 +115,8 @@ Examples:
     "--free",
     type=Size(1),
     metavar="SIZE",
-    help="Of these pages, only the least useful, up to SIZE (200GiB). Without --trace or "
-    "--keep-plan: the longest unused.",
+    help="Remove only the least useful of these pages, until SIZE (such as 200GiB) is freed. "
+    "Without --trace or --keep-plan: the longest unused.",
 )
 @click.option(
     "--trace",
@@ -139,8 +139,8 @@ Examples:
 @click.option(
     "--token-ids",
     type=FILE,
-    help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
-    "removed page in a prompt, because servers can no longer reach them. Needs --profile.",
+    help="Also remove pages after removed ones in FILE. FILE has prompts, one JSON list of "
+    "token ids per line. Servers could not reach these pages. Needs --profile.",
 )
 @own_setting(
     "--profile",

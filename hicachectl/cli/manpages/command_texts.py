@@ -26,10 +26,10 @@ kind = "mamba"                      # needs temporal, conv or both
 layers = [0, 1, 2, 4, 5, 6]
 temporal = { shape = [32, 128, 128], dtype = "float32" }
 conv = [{ shape = [8192, 3], dtype = "bfloat16", groups = [2048, 2048, 4096] }]
-                                    # groups: lengths that TP divides separately; whole = [1, 2]
-                                    # numbers those of which every rank has a copy, as B and C of
-                                    # Mamba2 with one group; least = 128: a head, of which more
-                                    # ranks than heads have copies (for a state without groups)
+                                    # groups: lengths that TP divides separately; whole = [1, 2]:
+                                    # every rank has a copy of these groups, as B and C of Mamba2
+                                    # with one group; least = 128: the length of a head, which
+                                    # ranks share if they are more than the heads (without groups)
 """
 # Sections of a command's page that follow its examples, as texts like click's help.
 _REQUEST_FILES = """
@@ -187,16 +187,17 @@ BACKGROUND: dict[str, dict[str, str]] = {
             servers read only objects of their identity.
 
             With --trailers auto, objects that keep key and bytes between file stores keep their
-            trailers. Other objects get new ones if the profile names the weights, and SRC has
-            trailers, or DST has, or SRC is a pack. The weights are those of the profile, of
-            --weights, or of the markers of SRC, if these name only one model's. Transforms change
-            the identity, not the weights. write always writes trailers and refuses to run if the
-            weights are unknown. drop writes none. A pack, Mooncake and 3FS keep no trailers.
+            trailers. Other objects get new trailers if the profile names the weights and one of
+            these is true: SRC has trailers, DST has trailers, SRC is a pack. The weights are those
+            of the profile, of --weights, or of the markers of SRC if these name the weights of one
+            model only. Transforms change the identity, not the weights. write always writes
+            trailers, and refuses to run if the weights are unknown. drop writes none. A pack,
+            Mooncake and 3FS keep no trailers.
 
-            Pages with objects of another identity than the profile's are not copied. Without
-            --trailers write or drop, neither are objects without a trailer, if they would get one
-            but lie beside objects that have one. An object of another identity in DST is a
-            conflict, and with --trailers write also one without a trailer.
+            Pages with objects of another identity than the profile's are not copied. Objects
+            without a trailer are not copied either if they would get a trailer but lie beside
+            objects that have one; --trailers write or drop copies them. An object of another
+            identity in DST is a conflict; with --trailers write, so is an object without a trailer.
         """,
         "INTERRUPTED RUNS": """
             A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without
@@ -229,9 +230,9 @@ BACKGROUND: dict[str, dict[str, str]] = {
 
             A command or a script of a POSIX shell or bash: as a text, or in a file (@FILE, or the
             path alone). Quotes, comments, continued lines, variables and arrays that the script
-            sets, defaults such as ${NAME:-4} and scripts in bash -c are read. What only an
-            execution could tell, such as $(hostname), may stand in flags that do not matter to the
-            profile; in others it is refused by name.
+            sets, defaults such as ${NAME:-4} and scripts in bash -c are read. Values
+            that only an execution shows, such as $(hostname), are accepted in flags that do not
+            matter to the profile. In other flags they are refused, and the message names the flag.
 
             A JSON list of words, or YAML of Kubernetes or Compose in a .yaml file: command, args
             and env of the one container that launches a server. YAML needs the Python package
@@ -243,10 +244,10 @@ BACKGROUND: dict[str, dict[str, str]] = {
             scheduler.
 
             Abbreviations, other spellings and --config FILE are read as SGLang reads them, and the
-            file of --hicache-storage-backend-extra-config too. Page size, layout and sizes are
-            those after SGLang's own changes, as far as these depend neither on the GPU nor on the
-            checkpoint; where they do, the flag to give is named. A flag that SGLang lacks, and one
-            with which a server has no HiCache, is refused.
+            file of --hicache-storage-backend-extra-config too. Page size, layout and sizes
+            include the changes that SGLang itself makes. Where a change depends on the GPU or on
+            the checkpoint, the message names the flag to give. A flag that SGLang lacks, and one
+            with which a server has no HiCache, are refused.
 
             Flags given beside --launch replace those of the command. The model's config.json is
             read from --model-path, if that exists on this machine, or from this user's Hugging Face
@@ -277,8 +278,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             another deployment, and a change of --tp-size loses all hits. Where STORE has requested
             pages of another deployment, the row says "exists at tp 4", and a remark on stderr says
             how many pages. In JSON, deployment is the measured one, elsewhere has the number of
-            pages by deployment, and exists_at in stopped_by is that of the page. hicachectl migrate
-            converts pages.
+            pages by deployment, and exists_at in stopped_by is the deployment that has the page.
+            hicachectl migrate converts pages.
 
             If only a few pages are asked for, STORE is not listed, but the usual TP and PP sizes
             are looked up.
@@ -297,7 +298,7 @@ BACKGROUND: dict[str, dict[str, str]] = {
             In a file store that the SGLang plug-in of hicachectl wrote, objects of another identity
             (weights, dtype, layout, page size) do not count, nor do objects without a trailer, as
             for plug-in servers. This needs a profile that names the weights, or markers that name
-            only one model's.
+            the weights of one model only.
         """,
     },
     "verify": {
@@ -332,9 +333,10 @@ BACKGROUND: dict[str, dict[str, str]] = {
             servers of the profile: they refuse it, but servers without the plug-in read it. The
             detail says what differs.
 
-            Identities need a profile that names the weights. A profile without weights takes those
-            that the markers in .hicachectl/plugin state, if only one model's agree with it. Objects
-            without a trailer are no findings, but counted in skipped_checks as undigested-objects.
+            Identities need a profile that names the weights. A profile without weights takes the
+            weights from the markers in .hicachectl/plugin, if the markers of only one model agree
+            with the profile. Objects without a trailer are no findings, but skipped_checks counts
+            them as undigested-objects.
         """,
         "STAMPS": """
             --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A

@@ -53,8 +53,8 @@ MODELS = (
     "pools from config.json. Each was compared with the pools that SGLang itself allocates, at TP "
     "1, 2 and 4, and at PP 1 and 2. A model that SGLang does not divide into stages is refused "
     "with PP above 1.",
-    "A field that a config lacks, and that SGLang's own config class would fill with a number, is "
-    "asked for by name. For the other architectures, write a profile file; see "
+    "If config.json lacks a field for which SGLang's own config class has a number, the message "
+    "names the field to give. For the other architectures, write a profile file; see "
     "hicachectl-profile(1).",
 )
 UNVERIFIED_MODELS = (
@@ -207,13 +207,12 @@ MOONCAKE_SSD = (
     "files: a client writes a bucket once it has 500 objects or 256 MB.",
 )
 OPTION_VARIABLES = (
-    "Settings have a variable, which holds for all commands with the option: HICACHECTL_PROFILE "
-    "stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. What a command does, "
-    "chooses, writes or removes is said on the command line only: the options for that have no "
-    "variable.",
+    "Each setting has a variable, which all commands with the option read: HICACHECTL_PROFILE "
+    "stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. Options that say what a "
+    "command does, chooses, writes or removes have no variable: give them on the command line.",
     "The command line beats the environment, which beats the config file. So --profile replaces "
     "the variables of other options that build a profile, and these options replace "
-    "HICACHECTL_PROFILE. If both are variables, HICACHECTL_PROFILE counts.",
+    "HICACHECTL_PROFILE. If all come from variables, HICACHECTL_PROFILE counts.",
     "HICACHECTL_LOCK holds for commands that write to the store, as the lock of the config file "
     "does. An empty variable counts as not set. A flag takes 1 or 0. A variable that begins with "
     "HICACHECTL_ and is not read by any command gets a remark.",
@@ -321,6 +320,9 @@ FINDINGS = (
     "the commands, STORE is the store, and FILE a profile of the servers; see "
     "hicachectl-profile(1). Commands that remove something ask first; --dry-run only shows what "
     "they would do.",
+    "A repair does not reach the memory of servers: a server that has read a damaged page may "
+    "still hold that page. After the repair, send POST /flush_cache to each such server while no "
+    "request runs.",
 )
 DOCUMENT_MEMBERS = (
     "With --format json, a command prints one document: an object with the members below, and with "
