@@ -19,8 +19,12 @@ PAGES_COMPARED = (
 
 
 def reason_of(error: Exception) -> str:
-    """Return the system's text for an error, without its number and file name."""
-    return getattr(error, "strerror", None) or str(error)
+    """Return the reason that an error gives, in one line without a final period.
+
+    For an error of the system: without its number and file name.
+    """
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(text).partition("\n")[0].rstrip(" .")
 
 
 def failed(place: object, action: str, error: Exception, next_step: str = "") -> str:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import DeviceError, UsageError
+from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,8 +127,9 @@ def _touch(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise DeviceError(f"{device}: not usable: {reason}; check with nvidia-smi") from error
+        raise DeviceError(
+            f"{device}: not usable: {reason_of(error)}; check with nvidia-smi"
+        ) from error
 
 
 def _index(name: str) -> int:
