@@ -29,6 +29,7 @@ migrate STORE NEW --profile PROFILE --to-profile PROFILE --to-tp 2 | --to-tp | -
 migrate STORE NEW --profile PROFILE --to-tp 3     | mamba | [8, 32, 32] | TP size 3 | `whole`
 migrate STORE NEW --profile PROFILE --to-layout x | layout | 'x' | layer_first
 migrate STORE NEW --bwlimit fast                  | --bwlimit | 'fast' | 200GiB
+migrate STORE NEW --bwlimit 0                     | --bwlimit | '0' | less than 1 byte
 migrate STORE NEW --jobs 0                        | --jobs | 0 | 1<=x<=256
 migrate STORE NEW --shard 9/8 --run RUN           | --shard 9/8 | part 9 of 8 | the last is 7
 migrate STORE NEW --shard 1/8                     | --shard | --run DIR
