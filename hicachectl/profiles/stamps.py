@@ -135,10 +135,10 @@ def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Dire
                     directory = exits.enter_context(side.directory(_FOLDER))
             yield directory
     except OSError as error:
-        verb = "write" if writes else "read"
+        action = "write the stamp" if writes else "read the stamp"
         path = f"{store.side_directory()}/{_FOLDER}"
-        next_step = "check its owner and permissions"
-        raise StoreUnavailable(failed(path, verb, error, next_step)) from error
+        next_step = "check its permissions and free space" if writes else "check its permissions"
+        raise StoreUnavailable(failed(path, action, error, next_step)) from error
 
 
 def _check_place(directory: Directory | None, name: str) -> None:
