@@ -83,6 +83,7 @@ rm STORE                                          | --model | --temporaries
 rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | TABLES | timestamps | --pages
+-q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
