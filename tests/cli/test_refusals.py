@@ -109,6 +109,9 @@ ls STORE --limit                                  | --limit | requires an argume
 ls STORE --objects=3                              | --objects | does not take a value; see
 completion                                        | SHELL | is missing | bash, zsh, fish
 report STORE -o LONG                              | LONG | File name too long | check it
+report STORE -o TEXT                              | TEXT | not an HTML page | another file
+report STORE -o /proc/self/mem                    | self/mem | Input/output | name another file
+report STORE -o STORE/page.html                   | page.html | lies in the store | name a file
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?
 quarantine prune                                  | 'prune' | did you mean purge?

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.unmatched import explain_nothing
 from tests.move.repairs import default_quarantine, dsa_store, repaired, shorten
 from tests.move.repairs import kv as kv_name
 from tests.stores import DSA, page, put, put_pages
@@ -220,3 +224,17 @@ def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path:
 def test_what_matches_gets_no_such_remark(invoke: Invoke, store: Path) -> None:
     for arguments in (("ls", store, "--model", "c"), ("rm", store, "--model", "c", "--dry-run")):
         assert "match" not in invoke(*arguments).stderr
+
+
+def test_a_directory_that_is_gone_after_the_listing_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    place.mkdir()
+    with FileStore(place) as store:
+        listed = take_inventory(store, None)
+        place.rmdir()
+        with pytest.raises(StoreUnavailable) as refusal:
+            explain_nothing(store, listed, {})
+    assert str(refusal.value) == (
+        f"{place}: cannot read the directory: No such file or directory; check that the file "
+        "system is mounted"
+    )
