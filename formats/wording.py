@@ -35,6 +35,13 @@ def failed(place: object, action: str, error: Exception, next_step: str = "") ->
     return with_next(f"{place}: cannot {action}: {reason_of(error)}", next_step)
 
 
+def lost_stdout(error: OSError) -> str:
+    """Return the message for a result that cannot be written."""
+    return (
+        f"Cannot write to stdout: {reason_of(error)}; check the file or pipe that it is, or give -o"
+    )
+
+
 def with_next(problem: str, next_step: str) -> str:
     """Append the next step to a problem, unless it is empty."""
     return f"{problem}; {next_step}" if next_step else problem

@@ -15,6 +15,7 @@ from hicachectl.checks.findings import findings
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
     FormatError,
+    ProfileError,
     StoreUnavailable,
     UnsupportedByBackend,
 )
@@ -203,5 +204,8 @@ def _parse(data: bytes, path: str) -> Stamp:
             f"{path}: has stamp form {stamp.form}, but this version reads form {_FORM}; use the "
             "release that wrote it, or remove the file"
         )
-    profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
+    try:
+        profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
+    except ProfileError as error:
+        raise ProfileError(f"{error}; remove the file") from error
     return Stamp(profile, stamp.weights_version)

@@ -388,7 +388,9 @@ def test_a_server_that_does_not_save_keeps_its_leaked_pages(
     )  # fmt: skip
     (said,) = (line for line in refused.stderr.splitlines() if "saved no snapshot" in line)
     assert said.startswith(f"hicachectl: hf3fs://{place.folder}/hicache?")
-    assert ": the metadata server saved no snapshot within 1 s; check its --persistence-path" in said
+    assert (
+        ": the metadata server saved no snapshot within 1 s; check its --persistence-path" in said
+    )
 
 
 def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, place: Place) -> None:

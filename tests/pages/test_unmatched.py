@@ -64,7 +64,7 @@ def test_a_directory_of_another_layout_is_not_called_empty(
     told = said(invoke, command[0], tmp_path, *command[1:])
     assert "empty" not in told
     assert f"{tmp_path} has no HiCacheFile objects, only 3 sub-directories" in told
-    assert told.endswith(" and 2 other files; the first: 0a")
+    assert told.endswith(" and 2 other files, the first named 0a; check the path")
 
 
 @pytest.mark.parametrize("command", LOOKING)
@@ -83,19 +83,22 @@ def test_a_store_with_folders_and_no_objects_is_empty(
     put(store / name[:2], name)
     (store / "other").mkdir()
     told = said(invoke, command[0], store, *command[1:])
-    assert told.endswith("only 1 sub-directory and 1 other file; the first: other")
+    assert told.endswith(
+        "only 1 sub-directory and 1 other file, the first named other; check the path"
+    )
 
 
 def test_names_that_are_not_text_are_escaped_as_keys_are(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9\n")).mkdir()
-    assert said(invoke, "ls", tmp_path).endswith(r"; the first: caf\xe9\x0a")
+    assert said(invoke, "ls", tmp_path).endswith(r", the first named caf\xe9\x0a; check the path")
 
 
 def test_one_sub_directory_is_enough(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     told = said(invoke, "rm", tmp_path, "--model", "x/a", "--dry-run")
     assert told.endswith(
-        f"{tmp_path} has no HiCacheFile objects, only 1 sub-directory; the first: objects"
+        f"{tmp_path} has no HiCacheFile objects, only 1 sub-directory, the first named objects; "
+        "check the path"
     )
     told = said(invoke, "migrate", tmp_path, tmp_path.with_name("new"), "--dry-run")
     assert "1 sub-directory" in told

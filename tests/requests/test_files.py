@@ -114,7 +114,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ([1, 2], "Expected `object`"),
         ([{"content": "a"}], "no role"),
         ([{"role": "user", "content": [IMAGE]}], "image_url"),
-        ([{"role": "user", "content": 5}], "neither a text nor a list of parts"),
+        ([{"role": "user", "content": 5}], "content: 5 is no text or list of parts; give one"),
         ([{"role": "user", "content": ["x"]}], "part of type 'x'"),
         ({"messages": [], "tools": [1]}, "Expected `object`"),
         ({"text": "a", "tools": [{}]}, "need messages"),

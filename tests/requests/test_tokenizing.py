@@ -88,11 +88,15 @@ def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_pat
 @pytest.mark.parametrize(
     ("tools", "choice", "said"),
     [
-        ([{"type": "function"}], "auto", r"tools\[0\]: has no function with a name"),
-        ([TOOL, {"function": {"name": 3}}], "auto", r"tools\[1\]: has no function with a name"),
-        ([TOOL], "sometimes", "'sometimes' is not one of auto"),
-        ([TOOL], {"function": {"name": "x"}}, "'x' is not one of the tools"),
-        ([TOOL], {"function": 1}, "is not one of the tools"),
+        ([{"type": "function"}], "auto", r"tools\[0\]: has no function with a name; give"),
+        (
+            [TOOL, {"function": {"name": 3}}],
+            "auto",
+            r"tools\[1\]: has no function with a name; give",
+        ),
+        ([TOOL], "sometimes", "tool_choice: 'sometimes' is not one of auto, required, none"),
+        ([TOOL], {"function": {"name": "x"}}, "tool_choice: 'x' is not one of the tools; name one"),
+        ([TOOL], {"function": 1}, "tool_choice: None is not one of the tools; name one"),
         (
             [{"function": {"name": "f", "parameters": {"anyOf": [{"type": ["varchar"]}]}}}],
             "auto",
