@@ -68,11 +68,13 @@ verify STORE --device gpu                         | --device | 'gpu' | cuda:0
 verify STORE --checks x                           | --checks | 'x' | names, groups, sizes
 verify STORE --checks digests                     | digests | --catalog FILE
 verify STORE --checks values                      | values | --profile
+verify STORE --sample 5                           | --sample | '5' | write 5%
 verify STORE --sample 500%                        | --sample | 500% | at most 100%
 verify STORE --sample-slice 3                     | --sample-slice | --sample
 verify STORE --time-limit never                   | --time-limit | 'never' | 90s
 verify STORE --catalog TEXT                       | TEXT | --update-catalog
 verify STORE --catalog LONG                       | LONG | File name too long | check it
+verify STORE --catalog TEXT --checks names        | --catalog | digests | add digests
 verify STORE --update-catalog                     | --update-catalog | --catalog FILE
 verify STORE --fail-on often                      | --fail-on | 'often' | 'error'
 verify TABLES --profile PROFILE --stamp           | TABLES | no directory for a stamp | leave
@@ -84,6 +86,7 @@ rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | TABLES | timestamps | --pages
 -q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
+rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --free | --token-ids | --trace
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
@@ -125,6 +128,7 @@ ls mooncake://h:1?nope=1                          | 'nope' | known: admin
 ls mooncake://h:1?protocol=tcp&protocol=rdma      | 'protocol' | twice
 hits STORE                                        | --prompts, --token-ids and --pages
 hits STORE --token-ids IDS                        | page size | --page-size
+hits STORE --token-ids IDS --page-size 4 --tokenizer STORE | --tokenizer | needs --prompts
 hits STORE --token-ids TEXT --page-size 64        | TEXT | line 1 | not JSON
 hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | x>=1
 hits STORE --token-ids IDS --profile PROFILE --model x | --model | leave out --profile

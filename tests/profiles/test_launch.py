@@ -221,7 +221,8 @@ def test_a_running_server_is_read_by_its_process(
         found = profile(invoke, f"pid:{server.pid}")
         server.communicate()
     assert (found["model"], found["page_size"]) == ("model", 128)
-    assert "no such process" in refused(invoke, f"pid:{server.pid}")
+    said = f"pid:{server.pid}: no such process on this machine; see ps -ef"
+    assert said in refused(invoke, f"pid:{server.pid}")
 
 
 def test_a_process_that_has_ended_cannot_be_read(invoke: Invoke) -> None:
@@ -286,7 +287,8 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
         ("sglang serve FOLDER --tp $TP", "--tp-size: the command does not set $TP; write"),
         ("sglang serve $(cat model)", "--model-path: the command does not set $(cat model)"),
         ("sglang serve --tp 2", "model_path: missing"),
-        ("sglang serve FOLDER --config=x.yaml", "SGLang does not read the file; write"),
+        ("sglang serve FOLDER --config=x.yaml",
+         "--config=FILE: SGLang does not read the file; write --config FILE"),
         ("sglang serve FOLDER --config none.yaml",
          "hicachectl: none.yaml: cannot read: No such file or directory; check the path"),
         ("sglang serve FOLDER --config a --config b", "--config: SGLang takes one file of flags;"),
@@ -295,7 +297,7 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
         ("python -m vllm.entrypoints.openai.api_server",
          "--launch: has no command that launches an SGLang server; give one, such as python -m"),
         ("sglang serve a; sglang serve b", "has 2 launch commands; give one of them"),
-        ("sglang serve 'FOLDER", "--launch: line 1: a quote or a parenthesis is not closed; close it"),
+        ("sglang serve 'FOLDER", "--launch: line 1: a quote or a parenthesis is not closed; close"),
         (f"sglang serve FOLDER --tp 2 --host {'h' * 300} --xyzzy", "no flag --xyzzy"),
         ("[1, 2]", "--launch: the list of words: 1 is no text; put it in quotes"),
         ("@none.sh", "none.sh: cannot read: No such file or directory; check the path"),
