@@ -241,7 +241,7 @@ def test_snapshots_that_are_not_both_from_after_the_stop_release_nothing(
     stop, first, second = times
     table = replace(empty_table(3), free=np.zeros(0, dtype=np.int64))
     with pytest.raises(
-        UsageError, match="^Releasing leaked pages needs two snapshots, .*; wait until"
+        UsageError, match=r"^Releasing leaked pages needs two snapshots, .*; wait until"
     ):
         releasable(
             "0:kv", Snapshot(first, (table,)), Snapshot(second, (table,)), stopped_at_ns=stop
