@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -260,4 +261,16 @@ def test_a_binary_format_is_not_written_to_a_terminal(
     assert outcome.stderr == (
         "hicachectl: --format arrow is binary, and stdout is a terminal; add -o FILE or a "
         "redirection\n"
+    )
+
+
+def test_a_result_that_has_no_room_is_refused(
+    invoke: Invoke, filled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with suppress(OSError), open("/dev/full", "w") as stdout:  # noqa: PTH123 - a device
+        monkeypatch.setattr(sys, "stdout", stdout)
+        outcome = invoke("-q", "ls", filled("STORE"), "--format", "jsonl", exit_code=2)
+    assert outcome.stderr == (
+        "hicachectl: Cannot write to stdout: No space left on device; check the file or pipe that "
+        "it is, or give -o\n"
     )
