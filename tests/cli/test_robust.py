@@ -245,7 +245,10 @@ def test_what_no_parser_takes_is_one_line(invoke: Invoke, tmp_path: Path, text: 
     refused = re.compile("not TOML|not JSON|10000[01] keys, tables and arrays")
     assert refused.search(one_line(invoke, "profile", "--profile", path))
     assert refused.search(one_line(invoke, "--config", path, "ls", tmp_path))
-    assert "not JSON" in one_line(invoke, "profile", "--model-config", path)
+    said = one_line(invoke, "profile", "--model-config", path)
+    assert "not JSON" in said
+    assert said.endswith("; give a model's config.json")
+    assert "sys." not in said  # Python's advice
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(
