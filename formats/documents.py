@@ -145,5 +145,5 @@ def _inner(value: Any) -> Iterable[Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return f"nested more than {MAX_DEPTH} levels deep"
-    text = str(error)
+    text = str(error).partition("; use sys.")[0]  # Python's advice for programmers
     return text if len(text) <= _MAX_REASON_CHARS else f"{text[:_MAX_REASON_CHARS]}..."

@@ -19,8 +19,12 @@ PAGES_COMPARED = (
 
 
 def reason_of(error: Exception) -> str:
-    """Return the system's text for an error, without its number and file name."""
-    return getattr(error, "strerror", None) or str(error)
+    """Return the reason that an error gives, in one line without a final period.
+
+    For an error of the system: without its number and file name.
+    """
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(text).partition("\n")[0].rstrip(" .")
 
 
 def failed(place: object, action: str, error: Exception, next_step: str = "") -> str:
@@ -29,6 +33,13 @@ def failed(place: object, action: str, error: Exception, next_step: str = "") ->
     place: file, directory or URL. action: follows "cannot", such as "read the snapshot".
     """
     return with_next(f"{place}: cannot {action}: {reason_of(error)}", next_step)
+
+
+def lost_stdout(error: OSError) -> str:
+    """Return the message for a result that cannot be written."""
+    return (
+        f"Cannot write to stdout: {reason_of(error)}; check the file or pipe that it is, or give -o"
+    )
 
 
 def with_next(problem: str, next_step: str) -> str:

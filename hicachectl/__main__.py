@@ -152,14 +152,14 @@ def _unexpected(error: Exception) -> int:
     import click
 
     from hicachectl.cli.exit_codes import BAD_INPUT
-    from hicachectl.formats.wording import failed, reason_of
+    from hicachectl.formats.wording import failed, lost_stdout
 
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     echoing = place is not None and place.tb_frame.f_code is click.echo.__code__
     if isinstance(error, OSError) and echoing:
-        _say(f"Cannot write to stdout: {reason_of(error)}")
+        _say(lost_stdout(error))
         return BAD_INPUT
     if isinstance(error, OSError) and error.filename and error.errno in _CLOSED_PATH:
         path = os.fsdecode(error.filename)
@@ -175,7 +175,7 @@ def _unexpected(error: Exception) -> int:
 def _flush(status: int) -> int:
     """Flush stdout and return the status; a closed pipe (`| head`) is not an error."""
     from hicachectl.cli.exit_codes import BAD_INPUT
-    from hicachectl.formats.wording import reason_of
+    from hicachectl.formats.wording import lost_stdout
 
     try:
         sys.stdout.flush()
@@ -183,7 +183,7 @@ def _flush(status: int) -> int:
         pass
     except OSError as error:
         if not status:
-            _say(f"Cannot write to stdout: {reason_of(error)}")
+            _say(lost_stdout(error))
             return BAD_INPUT
     return status
 

@@ -44,6 +44,7 @@ PROFILE = Profile(
 _PAGES_PER_NODE = 4  # Mamba states exist only at the end of a radix node
 _SEED = 20_251_120
 _AGE_S = 6 * 3600
+_NEXT_STEP = "name a new directory that you can write to, with free space"
 
 
 def write_demo(directory: Path, pages: int) -> Path:
@@ -59,9 +60,8 @@ def write_demo(directory: Path, pages: int) -> Path:
         profile_path.parent.mkdir()
         profile_path.write_text(dump_profile(PROFILE), encoding="utf-8")
     except OSError as error:
-        next_step = "name a new directory that you can write to"
         raise StoreUnavailable(
-            failed(directory, "write the demo store", error, next_step)
+            failed(directory, "write the demo store", error, _NEXT_STEP)
         ) from error
     with open_store(str(directory)) as store:
         fill(store, pages)
@@ -97,8 +97,12 @@ def fill(store: Store, pages: int) -> None:
                     "mtime_ns": pa.array([start_ns + number * 10**9] * len(present)),
                 }
             )
-            if not store.write_from(rows, offsets, sizes, if_absent=True).all_ok:
-                raise StoreUnavailable(f"{store.url}: cannot write page {page}")
+            written = store.write_from(rows, offsets, sizes, if_absent=True)
+            if not written.all_ok:
+                why = next(iter(written.errors.values()), "it has the page already")
+                raise StoreUnavailable(
+                    f"{store.url}: cannot write page {page}: {why}; {_NEXT_STEP}"
+                )
         store.detach()
 
 

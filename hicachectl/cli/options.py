@@ -464,7 +464,7 @@ buffer_option = _resources(
     help="Memory to read objects into.",
 )
 bwlimit_option = _resources(
-    "--bwlimit", type=Size(), help="Read at most this many bytes per second."
+    "--bwlimit", type=Size(least=1), help="Read at most this many bytes per second."
 )
 
 parts_options = stack(

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from hicachectl import __version__
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.wording import reason_of
+from hicachectl.formats.wording import lost_stdout
 from hicachectl.text.jsontext import json_rows, json_text, json_values
 from hicachectl.text.tables import NO_SCREEN, Screen, printable, table_lines
 
@@ -220,4 +220,4 @@ def _destination(output: Path | None, output_format: str) -> Iterator[IO[Any]]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UsageError(f"Cannot write to stdout: {reason_of(error)}") from error
+        raise UsageError(lost_stdout(error)) from error

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import DeviceError, UsageError
+from hicachectl.formats.wording import reason_of
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,14 +109,18 @@ def cuda_devices(names: tuple[str, ...]) -> list[torch.device]:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        reasons = [str(warning.message).partition("\n")[0] for warning in said]
+        reasons = [str(warning.message).partition("\n")[0] for warning in said[:1]]
+        next_step = "check with nvidia-smi"
         if not torch.version.cuda:
-            reasons = ["this torch is built without CUDA; install a build with CUDA"]
-        raise UsageError(": ".join(["CUDA: no usable device", *reasons[:1]]))
+            reasons, next_step = ["this torch is built without CUDA"], "install a build with CUDA"
+        raise UsageError(f"{': '.join(['CUDA: no usable device', *reasons])}; {next_step}")
     devices = [torch.device("cuda", _index(name)) for name in names]
     for device in devices:
         if device.index >= count:
-            raise UsageError(f"{device}: not found; CUDA devices, from cuda:0 on: {count}")
+            raise UsageError(
+                f"--device {device}: this machine has {counted(count, 'CUDA device')}, from "
+                "cuda:0 on; name one of these"
+            )
         _touch(device)
     return devices
 
@@ -126,8 +132,9 @@ def _touch(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise DeviceError(f"{device}: not usable: {reason}; check with nvidia-smi") from error
+        raise DeviceError(
+            f"{device}: not usable: {reason_of(error)}; check with nvidia-smi"
+        ) from error
 
 
 def _index(name: str) -> int:

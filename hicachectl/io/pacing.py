@@ -23,11 +23,15 @@ class Pace:
     ) -> None:
         """Raise UsageError for less than 1 byte per second. clock: returns seconds."""
         if bytes_per_second < 1:
-            raise UsageError("--bwlimit: must be at least 1 byte per second")
+            raise UsageError(f"bytes_per_second: must be at least 1, but is {bytes_per_second}")
         self._rate = bytes_per_second
         self._clock = clock
         self._lock = threading.Lock()
         self._free_at = clock()
+
+    def seconds(self, nbytes: int) -> float:
+        """Return the time that some bytes take."""
+        return nbytes / self._rate
 
     def wait(self, nbytes: int, stopped: threading.Event, *, deadline: float | None = None) -> bool:
         """Wait until `nbytes` may pass; return False if stopped, or if the deadline is earlier.
@@ -37,7 +41,7 @@ class Pace:
         with self._lock:
             now = self._clock()
             begin = max(now, self._free_at)
-            self._free_at = begin + nbytes / self._rate
+            self._free_at = begin + self.seconds(nbytes)
         in_time = deadline is None or begin <= deadline
         until = begin if in_time or deadline is None else deadline
         return not stopped.wait(max(0.0, until - now)) and in_time

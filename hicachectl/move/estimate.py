@@ -9,6 +9,7 @@ import numpy as np
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Confirm, Leases
+from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Pipeline, batches
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def estimated_seconds(
     Writing overlaps with reading and is not measured; a slower destination takes longer.
     """
     if options.bytes_per_second is not None:
-        return nbytes / options.bytes_per_second
+        return Pace(options.bytes_per_second).seconds(nbytes)
     if isinstance(source, (Leases, Confirm)):
         return None
     rows, sizes = _sample(plan)

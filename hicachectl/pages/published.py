@@ -98,6 +98,9 @@ class Listing:
                 raise ValueError("an affix has too many ranks")
             resolved = [Resolved(one, tuple(readings)) for one, readings in form.resolved]
             table = make_table(form.affixes, resolved, codec_for(grammar), profile)
+            specs = [len(deployment.specs) for deployment in table.deployments]
+            if specs != [len(sizes) for sizes in form.sizes]:
+                raise ValueError("the affixes have other objects than the sizes")
             deployments = [
                 replace(
                     deployment,

@@ -60,7 +60,7 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
     if selection.page:
         prefix = selection.page.lower()
         if not set(prefix) <= set("0123456789abcdef"):
-            raise UsageError(f"page prefix {selection.page!r}: must be hexadecimal digits")
+            raise UsageError(f"Page prefix {selection.page!r}: must be hexadecimal digits")
         chosen &= pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
     for option, moment in (("--since", selection.since), ("--before", selection.before)):
         if moment is None:

@@ -183,7 +183,10 @@ def _describe_place(store: Store, listed: Inventory) -> str:
     )
     said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
     name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
-    return f"{store.path} has no HiCacheFile objects, only {said}; the first: {name}"
+    return (
+        f"{store.path} has no HiCacheFile objects, only {said}, the first named {name}; check the "
+        "path"
+    )
 
 
 def _entries(store: FileStore, listed: Inventory) -> tuple[list[str], list[str]]:

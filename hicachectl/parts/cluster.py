@@ -109,13 +109,14 @@ class Cluster:
         self.close()
 
     def _connect(self, address: str) -> None:
-        parse_address(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        meant = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        parse_address(meant)
         options: dict[str, Any] = {}
         if address == "local":
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to others
             options = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES}
-        elif address != "auto":
-            _refuse_unreachable(address)
+        elif meant not in ("auto", "local"):
+            _refuse_unreachable(meant)
         self._stack.callback(self._ray.shutdown)
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         terminated = False
@@ -125,7 +126,10 @@ class Cluster:
             terminated = True
         # Ray raises ConnectionError, RuntimeError for other versions, ValueError, and more.
         except Exception as error:
-            raise StoreUnavailable(f"--ray {address}: {_line(error)}") from error
+            raise StoreUnavailable(
+                f"--ray {address}: {_line(error)}; check that the cluster runs, with the Ray and "
+                "Python of this environment"
+            ) from error
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -38,6 +38,7 @@ from hicachectl.parts.messages import (
 )
 from hicachectl.parts.results import merge_run
 from hicachectl.parts.running import begin, run_part
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -154,7 +155,11 @@ class Driver:
             self._say(f"Node {node.name} is left out: {reason}")
         able = [node for node in nodes if node not in refusals]
         if not able:
-            reason = "all are left out" if nodes else "none has a CPU for tasks"
+            reason = (
+                f"{counted(len(nodes), 'node')} left out; see above why"
+                if nodes
+                else "none has a CPU for tasks; start one with --num-cpus"
+            )
             raise StoreUnavailable(f"--ray {address}: no node of the cluster can work: {reason}")
         return able
 
@@ -175,7 +180,9 @@ class _Nodes:
         with self._changed:
             while not stopped():
                 if not self._busy:
-                    raise StoreUnavailable("No node is left that can work")
+                    raise StoreUnavailable(
+                        "No node is left that can work; see above why, then run again"
+                    )
                 wanted = [node for node in self._busy if node not in avoided] or [*self._busy]
                 node = min(wanted, key=self._busy.__getitem__)
                 if self._busy[node] < self._most:

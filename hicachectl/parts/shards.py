@@ -33,7 +33,7 @@ def parse_shard(text: str, environ: Mapping[str, str] = os.environ) -> Shard:
         raise UsageError(f"--shard {text!r:.40}: write I/N with I from 0, such as 0/8, or /8")
     count = int(match[2])
     if not 1 <= count <= MOST_PARTS:
-        raise UsageError(f"--shard {text}: a run has 1 to {MOST_PARTS} parts")
+        raise UsageError(f"--shard {text}: a run has 1 to {MOST_PARTS} parts; give another N")
     number = int(match[1]) if match[1] else _scheduled(text, count, environ)
     if number >= count:
         raise UsageError(
@@ -63,7 +63,10 @@ def _scheduled(text: str, count: int, environ: Mapping[str, str]) -> int:
             )
     least = _integer("SLURM_ARRAY_TASK_MIN", environ)
     if number < least:
-        raise UsageError(f"{_SLURM} is {number}, but SLURM_ARRAY_TASK_MIN is {least}")
+        raise UsageError(
+            f"--shard {text}: {_SLURM} is {number}, but SLURM_ARRAY_TASK_MIN is {least}; give "
+            f"--shard I/{count}"
+        )
     return number - least
 
 

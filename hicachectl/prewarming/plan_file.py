@@ -112,7 +112,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
     if len(row.page) != _HEX or row.page.strip("0123456789abcdef"):
         raise FormatError(f"page: {row.page!a:.80} is not a page hash (64 hexadecimal digits)")
     if row.page in position:
-        raise FormatError(f"page {row.page} occurs twice")
+        raise FormatError(f"page {row.page} occurs twice; remove one of its rows")
     if row.page in outside:
         raise FormatError(f"page {row.page} is the parent of an earlier page; list parents first")
     position[row.page] = len(position)

@@ -6,7 +6,6 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import UsageError
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.temporaries import mark_writes
 from hicachectl.pages.naming import profile_document
@@ -94,9 +93,11 @@ def _executed(
 
 
 def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
-    """Return the outcome without copying: the pages that servers can now restore."""
-    if request.chains is None:
-        raise UsageError("--all needs a store to copy from; give --from SRC")
+    """Return the outcome without copying: the pages of the request that servers can now restore.
+
+    The request has chains.
+    """
+    assert request.chains is not None
     started = time.monotonic()
     found = count_usable(store, request.target, request.served, request.chains, explains=True)
     requested = len(found.target.page_names)

@@ -116,7 +116,8 @@ class _Lines:
         try:
             self.ids.extend(ids)
         except OverflowError as error:
-            raise FormatError("hash_ids: an id does not fit into 64 bits") from error
+            beyond = next(one for one in ids if not -(2**63) <= one < 2**63)
+            raise FormatError(f"hash_ids: {beyond} does not fit into 64 bits") from error
         return len(ids)
 
     def _hash(self, request: _TraceLine) -> int:
@@ -224,7 +225,12 @@ def _hash_index(lines: _Lines) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.in
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     names = hashes[first]
     if not np.array_equal(names[inverse], hashes):
-        raise FormatError("two different pages share the first 64 bits of their hashes")
+        at = int((names[inverse] != hashes).any(axis=1).argmax())
+        one, other = (page.tobytes().hex() for page in (names[inverse[at]], hashes[at]))
+        raise FormatError(
+            f"pages {one} and {other} share the first 64 bits of their hashes; remove the requests "
+            "of one of them"
+        )
     return names, inverse.astype(np.int32)
 
 
@@ -257,7 +263,8 @@ def _block_tokens(inputs: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64])
 
 def _same(before: bool | None, now: bool, yes: str, no: str) -> bool:
     if before is not None and before != now:
-        raise FormatError(f"has {yes if now else no}, but earlier lines have {no if now else yes}")
+        mine, theirs = (yes, no) if now else (no, yes)
+        raise FormatError(f"has {mine}, but earlier lines have {theirs}; write all lines alike")
     return now
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
-from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml
+from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml, shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.launch import launched_deployment
@@ -106,7 +106,10 @@ def read_launch(text: str) -> Launch:
     if match := _PROCESS.fullmatch(text):
         return _of_process(int(match[1]))
     if not text.startswith("@") and not _is_file(text):
-        return _only(_launches(text, ScriptReader()), "--launch")
+        try:
+            return _only(_launches(text, ScriptReader()), "--launch")
+        except FormatError as error:
+            raise FormatError(f"--launch: {error}") from error
     path = Path(text.removeprefix("@")).expanduser()
     data = read_bounded(path, _MAX_BYTES, what="a launch script")
     try:
@@ -134,7 +137,9 @@ def _only(launches: Iterator[Launch], where: str) -> Launch:
         return found[0]
     if found:
         raise UsageError(f"{where}: has {len(found)} launch commands; give one of them")
-    raise UsageError(f"{where}: has no command that launches an SGLang server, as {_EXAMPLE}")
+    raise UsageError(
+        f"{where}: has no command that launches an SGLang server; give one, such as {_EXAMPLE}"
+    )
 
 
 def _launches(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
@@ -145,8 +150,9 @@ def _launches(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launc
     # A list ends with its bracket; the test of a shell, `[ … ]`, is followed by a command.
     if text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         words = parse_json(text, "the list of words")
-        if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
-            raise FormatError("the list of words: expected a list of texts")
+        for word in words:
+            if not isinstance(word, str):
+                raise FormatError(f"the list of words: {shown(word)} is no text; put it in quotes")
         yield from _of_words(words, {}, reader)
         return
     for command in reader.commands(text):
@@ -312,8 +318,9 @@ def _stated(launch: Launch) -> dict[str, Any]:
 
 
 def _config_arguments(path: Path) -> list[str]:
+    stated = _read_mapping(path)
     try:
-        return config_arguments(_read_mapping(path))
+        return config_arguments(stated)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
 
@@ -335,7 +342,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     if not isinstance(found, dict):
-        raise FormatError(f"{path}: expected names and values, found {type(found).__name__}")
+        raise FormatError(f"{path}: expected names and values, found {shown(found)}")
     return found
 
 
@@ -351,8 +358,8 @@ def _parse_yaml(text: str) -> list[Any]:
         import yaml
     except ImportError:
         raise UsageError(
-            "YAML files need the package pyyaml; install hicachectl[yaml], or give the flags in "
-            "the command"
+            "YAML needs the package pyyaml; run pip install 'hicachectl[yaml]', or give the flags "
+            "in the command"
         ) from None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # some builds lack the fast one
     try:
@@ -361,11 +368,15 @@ def _parse_yaml(text: str) -> list[Any]:
             if isinstance(event, yaml.AliasEvent):
                 raise FormatError("YAML aliases are not read; write the values out")
             if isinstance(event, yaml.ScalarEvent) and _is_huge(event):
-                raise FormatError(f"{event.value[:20]}… is not a number that a flag can have")
+                raise FormatError(
+                    f"{event.value[:20]}… is not a number that a flag can have; correct it"
+                )
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
-                raise FormatError(f"YAML is nested more than {_DEEPEST} times")
+                raise FormatError(
+                    f"YAML is nested more than {_DEEPEST} times; give the command alone"
+                )
         return list(yaml.load_all(text, loader))
     except yaml.MarkedYAMLError as error:  # as a text, it has the line, which can have a password
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "

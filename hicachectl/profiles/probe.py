@@ -32,6 +32,7 @@ RELEASE = "0.5.23"
 STATE_SLOTS = 4
 _PAGES = 4
 _MOST_LAYERS = 1024
+_WITHOUT = "check the store without a profile"
 _STATED_LAYERS = re.compile(r"self\.start_layer\b[^=\n]*=[^=]")
 
 
@@ -575,7 +576,7 @@ def _profile_text(server_args: Any, enter: Callable[[str], None]) -> str:
 
     flags = server_args.resolved_dict()
     if not flags["enable_hierarchical_cache"]:
-        raise Refused("SGLang disables HiCache for these flags")
+        raise Refused("SGLang disables HiCache for these flags; the server stores no pages")
     tp, pp = _attention_tp(flags), flags["pp_size"]
     whole = stored(server_args, Rank(1, 1, 0), enter)
     stages = [stored(server_args, Rank(tp, pp, stage), enter) for stage in range(pp)]
@@ -658,8 +659,8 @@ def _check_ranks(
     attn_dp = flags["attn_dp_size"] or 1
     if scalars.get("cp", 1) > 1 and attn_dp == 1 and (not replicated or "mamba" in names):
         raise Refused(
-            "cp: without DP attention, keys name the full TP size, but heads are divided by the "
-            "attention TP size, which a profile cannot describe"
+            f"cp {scalars['cp']}: without DP attention, keys name the full TP size, but heads are "
+            f"divided by the attention TP size, which a profile cannot describe; {_WITHOUT}"
         )
 
 
@@ -700,7 +701,7 @@ def _described(
     if len(sizes) != 1:
         raise Refused(
             f"pools[{pool.name}]: {type(pool.host).__name__} has objects of {sorted(sizes)} bytes "
-            "in pipeline stages, which a profile cannot describe"
+            f"in pipeline stages, which a profile cannot describe; {_WITHOUT}"
         )
     opaque: dict[str, Any] = {"name": pool.name, "kind": "opaque", "nbytes": sizes.pop()}
     if replicated and pool.name != "mamba":

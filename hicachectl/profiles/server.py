@@ -159,7 +159,7 @@ def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
     ]
     return (
         f"the server tells {told}{', pools ' * bool(names)}{', '.join(names)}, but not the layers "
-        "and bytes of its pools. Run hicachectl profile --print-probe > probe.py, and in the "
+        "and bytes of its pools; run hicachectl profile --print-probe > probe.py, and in the "
         "server's environment python probe.py with the server's flags; it prints the profile"
     )
 

@@ -178,7 +178,10 @@ class ScriptReader:
         values = self._looked_up(expansion)
         self._expanded_characters.left -= sum(map(len, values))
         if self._expanded_characters.left < 0:  # each of a few lines can double the text
-            raise FormatError(f"variables expand to more than {_MOST_EXPANDED} characters")
+            raise FormatError(
+                f"variables expand to more than {_MOST_EXPANDED} characters; give the launch "
+                "command alone"
+            )
         return values
 
     def _looked_up(self, expansion: str) -> list[str]:
@@ -210,7 +213,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         match = _TOKEN.match(text, at)
         if match is None:
             line = text.count("\n", 0, at) + 1
-            raise FormatError(f"line {line}: a quote or a parenthesis is not closed")
+            raise FormatError(f"line {line}: a quote or a parenthesis is not closed; close it")
         at = match.end()
         if match.lastgroup != "blank":
             yield str(match.lastgroup), match[0]

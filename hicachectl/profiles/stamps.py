@@ -15,6 +15,7 @@ from hicachectl.checks.findings import findings
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
     FormatError,
+    ProfileError,
     StoreUnavailable,
     UnsupportedByBackend,
 )
@@ -135,10 +136,10 @@ def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Dire
                     directory = exits.enter_context(side.directory(_FOLDER))
             yield directory
     except OSError as error:
-        verb = "write" if writes else "read"
+        action = "write the stamp" if writes else "read the stamp"
         path = f"{store.side_directory()}/{_FOLDER}"
-        next_step = "check its owner and permissions"
-        raise StoreUnavailable(failed(path, verb, error, next_step)) from error
+        next_step = "check its permissions and free space" if writes else "check its permissions"
+        raise StoreUnavailable(failed(path, action, error, next_step)) from error
 
 
 def _check_place(directory: Directory | None, name: str) -> None:
@@ -203,5 +204,8 @@ def _parse(data: bytes, path: str) -> Stamp:
             f"{path}: has stamp form {stamp.form}, but this version reads form {_FORM}; use the "
             "release that wrote it, or remove the file"
         )
-    profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
+    try:
+        profile = profile_from_mapping(stamp.profile, source=f"{path}: profile")
+    except ProfileError as error:
+        raise ProfileError(f"{error}; remove the file") from error
     return Stamp(profile, stamp.weights_version)

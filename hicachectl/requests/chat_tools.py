@@ -37,14 +37,14 @@ def template_tools(chat: Chat) -> list[dict[str, Any]] | None:
     name = function.get("name") if isinstance(function, dict) else None
     chosen = [tool for tool in tools if tool["function"]["name"] == name]
     if not chosen:
-        raise FormatError(f"tool_choice: {name!r:.40} is not one of the tools")
+        raise FormatError(f"tool_choice: {name!r:.40} is not one of the tools; name one")
     return chosen
 
 
 def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
     given = tool.get("function")
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-        raise FormatError(f"tools[{number}]: has no function with a name")
+        raise FormatError(f"tools[{number}]: has no function with a name; give one")
     _refuse_other_types(given.get("parameters"), f"tools[{number}].function.parameters")
     later = tool.get("defer_loading")
     function = {name: value for name, value in given.items() if name in (*_ALWAYS, *_WHERE_GIVEN)}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
 
@@ -247,7 +248,7 @@ def _prompt(line: _PromptLine, where: str) -> Prompt:
         return given[0]
     for number, message in enumerate(given[0]):
         if not isinstance(message.get("role"), str):
-            raise FormatError(f"{where}: messages[{number}]: has no role")
+            raise FormatError(f"{where}: messages[{number}]: has no role; give one")
         _check_content(message.get("content"), f"{where}: messages[{number}]")
     choice = line.tool_choice or "auto"
     return Chat(given[0], line.chat_template_kwargs, line.tools or (), choice)
@@ -258,7 +259,9 @@ def _check_content(content: object, where: str) -> None:
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise FormatError(f"{where}.content: is neither a text nor a list of parts")
+        raise FormatError(
+            f"{where}.content: {shown(content)} is no text or list of parts; give one"
+        )
     for part in content:
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str) or part.get("type") not in ("text", "input_text"):

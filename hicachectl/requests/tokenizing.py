@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json, parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.wording import failed, reason_of
 from hicachectl.requests.chat_tools import template_tools
 from hicachectl.requests.files import Chat
 
@@ -28,6 +29,7 @@ _TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known file has about 40 MB
 _MAX_CONFIG_BYTES = 64 << 20
 _INSTALL = "pip install 'hicachectl[tokenizers]'"
+_OTHER_SOURCE = "give --token-ids"
 # Classes whose add_bos_token (default true) overrides tokenizer.json's post-processor;
 # add_eos_token does not in fast classes (_fix_v5_add_bos_eos_token).
 _BOS_BY_FLAG = frozenset(
@@ -83,7 +85,8 @@ class DirectoryTokenizer:
         try:
             self._fast: Any = Tokenizer.from_buffer(data)
         except Exception as error:  # tokenizers raises Exception itself
-            raise FormatError(f"{file}: {error}") from error
+            why = failed(file, "load the tokenizer", error, "copy it from the model again")
+            raise FormatError(why) from error
         self._fast.no_truncation()
         self._fast.no_padding()
         self._config = _read_json(directory / "tokenizer_config.json")
@@ -105,7 +108,8 @@ class DirectoryTokenizer:
         try:
             found = self._fast.encode_batch(texts, add_special_tokens=special)
         except Exception as error:  # tokenizers raises Exception itself
-            raise FormatError(f"the tokenizer cannot encode the text: {error}") from error
+            why = f"the tokenizer cannot encode the text: {reason_of(error)}; {_OTHER_SOURCE}"
+            raise FormatError(why) from error
         return [encoding.ids for encoding in found]
 
     def _flagged_prefix(self) -> list[int] | None:
@@ -143,7 +147,8 @@ class DirectoryTokenizer:
                 refusal = error
             else:
                 return str(text)
-        raise FormatError(f"the chat template cannot render the messages: {refusal}") from refusal
+        why = f"the chat template cannot render the messages: {reason_of(refusal)}; {_OTHER_SOURCE}"
+        raise FormatError(why) from refusal
 
     @cached_property
     def _templated(self) -> Any:
@@ -163,7 +168,8 @@ class DirectoryTokenizer:
                 str(self._directory), local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{self._directory}: cannot load the tokenizer: {error}") from error
+            why = failed(self._directory, "load the tokenizer", error, _OTHER_SOURCE)
+            raise FormatError(why) from error
         if not found.chat_template:
             raise UsageError(
                 f"{self._directory}: the tokenizer has no chat template; give --token-ids"

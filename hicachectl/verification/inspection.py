@@ -96,7 +96,10 @@ def inspect_listed(
             f"no page begins with {prefix!r}; hicachectl ls lists the pages"
         )
         if len(cleared):
-            reason = f"{prefix}: has only objects from before a server cleared the store"
+            reason = (
+                f"{prefix}: has only objects from before a server cleared the store; choose "
+                "another page"
+            )
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))

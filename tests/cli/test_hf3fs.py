@@ -376,6 +376,23 @@ def test_without_a_server_a_repaired_snapshot_is_written_beside(
     beside.unlink()
 
 
+def test_a_server_that_does_not_save_keeps_its_leaked_pages(
+    invoke: Invoke, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.server.reserve(0, ["never-confirmed"])
+    place.server.save()
+    monkeypatch.setattr("hicachectl.move.table_repair._SAVES_S", 1.0)
+    refused = invoke(
+        "verify", place.url, "--profile", place.profile, "--grace", "0s", *REPAIR,
+        "--writers-stopped", exit_code=2,
+    )  # fmt: skip
+    (said,) = (line for line in refused.stderr.splitlines() if "saved no snapshot" in line)
+    assert said.startswith(f"hicachectl: hf3fs://{place.folder}/hicache?")
+    assert (
+        ": the metadata server saved no snapshot within 1 s; check its --persistence-path" in said
+    )
+
+
 def test_leaked_pages_are_released_when_writers_have_stopped(invoke: Invoke, place: Place) -> None:
     place.server.reserve(0, ["never-confirmed"])
     place.server.save()

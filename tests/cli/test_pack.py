@@ -90,6 +90,7 @@ def test_a_profile_that_is_given_wins(invoke: Invoke, pack: Path, tmp_path: Path
     )
     refused = invoke("verify", f"pack://{pack}", "--profile", other, exit_code=2).stderr
     assert "expected 8192 bytes for kv objects, found 16384 bytes" in refused
+    assert "; check dtype, page size, layers and TP size, or list what the store has" in refused
 
 
 def test_damage_in_a_pack_is_found_by_verify(invoke: Invoke, pack: Path) -> None:

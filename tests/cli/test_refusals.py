@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +30,7 @@ migrate STORE NEW --profile PROFILE --to-profile PROFILE --to-tp 2 | --to-tp | -
 migrate STORE NEW --profile PROFILE --to-tp 3     | mamba | [8, 32, 32] | TP size 3 | `whole`
 migrate STORE NEW --profile PROFILE --to-layout x | layout | 'x' | layer_first
 migrate STORE NEW --bwlimit fast                  | --bwlimit | 'fast' | 200GiB
+migrate STORE NEW --bwlimit 0                     | --bwlimit | '0' | less than 1 byte
 migrate STORE NEW --jobs 0                        | --jobs | 0 | 1<=x<=256
 migrate STORE NEW --shard 9/8 --run RUN           | --shard 9/8 | part 9 of 8 | the last is 7
 migrate STORE NEW --shard 1/8                     | --shard | --run DIR
@@ -67,11 +69,13 @@ verify STORE --device gpu                         | --device | 'gpu' | cuda:0
 verify STORE --checks x                           | --checks | 'x' | names, groups, sizes
 verify STORE --checks digests                     | digests | --catalog FILE
 verify STORE --checks values                      | values | --profile
+verify STORE --sample 5                           | --sample | '5' | write 5%
 verify STORE --sample 500%                        | --sample | 500% | at most 100%
 verify STORE --sample-slice 3                     | --sample-slice | --sample
 verify STORE --time-limit never                   | --time-limit | 'never' | 90s
 verify STORE --catalog TEXT                       | TEXT | --update-catalog
 verify STORE --catalog LONG                       | LONG | File name too long | check it
+verify STORE --catalog TEXT --checks names        | --catalog | digests | add digests
 verify STORE --update-catalog                     | --update-catalog | --catalog FILE
 verify STORE --fail-on often                      | --fail-on | 'often' | 'error'
 verify TABLES --profile PROFILE --stamp           | TABLES | no directory for a stamp | leave
@@ -82,6 +86,8 @@ rm STORE                                          | --model | --temporaries
 rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | TABLES | timestamps | --pages
+-q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
+rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --free | --token-ids | --trace
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls
@@ -107,6 +113,9 @@ ls STORE --limit                                  | --limit | requires an argume
 ls STORE --objects=3                              | --objects | does not take a value; see
 completion                                        | SHELL | is missing | bash, zsh, fish
 report STORE -o LONG                              | LONG | File name too long | check it
+report STORE -o TEXT                              | TEXT | not an HTML page | another file
+report STORE -o /proc/self/mem                    | self/mem | Input/output | name another file
+report STORE -o STORE/page.html                   | page.html | lies in the store | name a file
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?
 quarantine prune                                  | 'prune' | did you mean purge?
@@ -120,6 +129,7 @@ ls mooncake://h:1?nope=1                          | 'nope' | known: admin
 ls mooncake://h:1?protocol=tcp&protocol=rdma      | 'protocol' | twice
 hits STORE                                        | --prompts, --token-ids and --pages
 hits STORE --token-ids IDS                        | page size | --page-size
+hits STORE --token-ids IDS --page-size 4 --tokenizer STORE | --tokenizer | needs --prompts
 hits STORE --token-ids TEXT --page-size 64        | TEXT | line 1 | not JSON
 hits STORE --token-ids IDS --page-size 0          | --page-size | 0 | x>=1
 hits STORE --token-ids IDS --profile PROFILE --model x | --model | leave out --profile
@@ -251,4 +261,16 @@ def test_a_binary_format_is_not_written_to_a_terminal(
     assert outcome.stderr == (
         "hicachectl: --format arrow is binary, and stdout is a terminal; add -o FILE or a "
         "redirection\n"
+    )
+
+
+def test_a_result_that_has_no_room_is_refused(
+    invoke: Invoke, filled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with suppress(OSError), open("/dev/full", "w") as stdout:  # noqa: PTH123 - a device
+        monkeypatch.setattr(sys, "stdout", stdout)
+        outcome = invoke("-q", "ls", filled("STORE"), "--format", "jsonl", exit_code=2)
+    assert outcome.stderr == (
+        "hicachectl: Cannot write to stdout: No space left on device; check the file or pipe that "
+        "it is, or give -o\n"
     )

@@ -72,6 +72,9 @@ _KNOWN = {
 _UNKNOWN = {
     "form": _Case("DeepseekV4ForCausalLM", ("--tp", "2", "--page-size", "256")),
     "refused": _Case("LlamaForCausalLM", ("--kv-cache-dtype", "mxfp8")),
+    "ranks": _Case("LlamaForCausalLM", ("--tp", "4", "--page-size", "64", "--attn-cp-size", "2")),
+    "stages of a form": _Case("DeepseekV4ForCausalLM",
+                              ("--tp", "2", "--page-size", "256", "--pp-size", "2")),
     "disabled": _Case("SDARForCausalLM", ("--dllm-algorithm", "LowConfidence")),
 }  # fmt: skip
 
@@ -140,7 +143,26 @@ def test_flags_for_which_sglang_disables_hicache_have_no_profile(answers: dict[s
     """SGLang only logs that it does, for diffusion language models."""
     answer = answers["disabled"]
     assert (answer["code"], answer["stdout"]) == (2, "")
-    assert answer["stderr"] == "probe: SGLang disables HiCache for these flags\n"
+    said = "probe: SGLang disables HiCache for these flags; the server stores no pages\n"
+    assert answer["stderr"] == said
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ranks", "cp 2: without DP attention, keys name the full TP size, but heads are "),
+        ("stages of a form", "pools[swa]: DeepSeekV4PagedHostPool has objects of [3144960, 3294720]"
+         " bytes in pipeline stages"),
+    ],
+)  # fmt: skip
+def test_servers_that_no_profile_describes_are_told(
+    name: str, said: str, answers: dict[str, Any]
+) -> None:
+    answer = answers[name]
+    assert (answer["code"], answer["stdout"]) == (2, "")
+    line = answer["stderr"].splitlines()[-1]
+    assert line.startswith(f"probe: {said}")
+    assert line.endswith("; check the store without a profile")
 
 
 def test_print_probe_takes_no_source(invoke: Invoke, tmp_path: Path) -> None:

@@ -621,9 +621,35 @@ def test_a_driver_s_complaint_is_the_reason_that_there_is_no_device(
 
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(UsageError, match=r"CUDA: no usable device: .* the driver is too old$"):
+    said = r"^CUDA: no usable device: .* the driver is too old; check with nvidia-smi$"
+    with pytest.raises(UsageError, match=said):
         devices.cuda_devices(("auto",))
     assert not len(recwarn)
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    said = rf"^CUDA: no usable device: .*{package}.*; run pip install 'hicachectl\[gpu\]'$"
+    with pytest.raises(UsageError, match=said):
+        devices.cuda_devices(("cuda",))
+
+
+def test_devices_that_are_missing_or_busy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    said = "^--device cuda:2: this machine has 2 CUDA devices, from cuda:0 on; name one of these$"
+    with pytest.raises(UsageError, match=said):
+        devices.cuda_devices(("cuda:2",))
+    monkeypatch.setattr(torch, "zeros", busy)
+    said = "^cuda:1: not usable: CUDA error: all CUDA-.* are busy; check with nvidia-smi$"
+    with pytest.raises(DeviceError, match=said):
+        devices.cuda_devices(("cuda:1",))
 
 
 def test_an_old_triton_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,5 +56,5 @@ def test_a_turn_after_the_deadline_is_waited_for_no_longer_than_that() -> None:
 
 
 def test_a_pace_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="--bwlimit"):
+    with pytest.raises(UsageError, match=r"^bytes_per_second: must be at least 1, but is 0$"):
         Pace(0)

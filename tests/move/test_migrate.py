@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
-from hicachectl.cli.demo_store import PROFILE
+from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
@@ -453,8 +454,27 @@ def test_verbatim_copies_are_not_put_under_keys_of_another_size(
         put(target, f"{page(number)}_{MODEL}_0_2.bin", 8192)
     before = contents(target)
     output = invoke("migrate", source, target, "--profile", profile, exit_code=2)
-    assert "another topology or dtype" in output.stderr
+    assert output.stderr == (
+        f"hicachectl: file://{target}: already has kv objects of 8192 bytes under the keys to "
+        "write, but they should have 16384 bytes: a deployment with another topology or dtype "
+        "wrote them; remove them (hicachectl rm), or give another --to-tag or --to-model\n"
+    )
     assert contents(target) == before
+
+
+def test_keys_without_a_tp_size_are_not_shared_with_a_larger_topology(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    url = f"pack://{target}.hcpack?keys=mooncake"
+    with open_store(url, create=True) as store:
+        fill(store, 2)  # of TP 2; too few to tell by their sizes
+    assert invoke(
+        "migrate", source, url, "--profile", profile, "--to-tp", 1, "--grace", "0s", exit_code=2
+    ).stderr == (
+        f"hicachectl: pack://{target}.hcpack: already has objects of TP rank 1 of {MODEL}, but the "
+        "new TP size is 1: Mooncake keys carry no TP size, so both would share keys; remove them "
+        "(hicachectl rm), or give another --to-tag\n"
+    )
 
 
 def test_a_dry_run_of_comparing_copies_nothing(invoke: Invoke, source: Path, target: Path) -> None:

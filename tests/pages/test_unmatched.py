@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.file.store import FileStore
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.unmatched import explain_nothing
 from tests.move.repairs import default_quarantine, dsa_store, repaired, shorten
 from tests.move.repairs import kv as kv_name
 from tests.stores import DSA, page, put, put_pages
@@ -60,7 +64,7 @@ def test_a_directory_of_another_layout_is_not_called_empty(
     told = said(invoke, command[0], tmp_path, *command[1:])
     assert "empty" not in told
     assert f"{tmp_path} has no HiCacheFile objects, only 3 sub-directories" in told
-    assert told.endswith(" and 2 other files; the first: 0a")
+    assert told.endswith(" and 2 other files, the first named 0a; check the path")
 
 
 @pytest.mark.parametrize("command", LOOKING)
@@ -79,19 +83,22 @@ def test_a_store_with_folders_and_no_objects_is_empty(
     put(store / name[:2], name)
     (store / "other").mkdir()
     told = said(invoke, command[0], store, *command[1:])
-    assert told.endswith("only 1 sub-directory and 1 other file; the first: other")
+    assert told.endswith(
+        "only 1 sub-directory and 1 other file, the first named other; check the path"
+    )
 
 
 def test_names_that_are_not_text_are_escaped_as_keys_are(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9\n")).mkdir()
-    assert said(invoke, "ls", tmp_path).endswith(r"; the first: caf\xe9\x0a")
+    assert said(invoke, "ls", tmp_path).endswith(r", the first named caf\xe9\x0a; check the path")
 
 
 def test_one_sub_directory_is_enough(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     told = said(invoke, "rm", tmp_path, "--model", "x/a", "--dry-run")
     assert told.endswith(
-        f"{tmp_path} has no HiCacheFile objects, only 1 sub-directory; the first: objects"
+        f"{tmp_path} has no HiCacheFile objects, only 1 sub-directory, the first named objects; "
+        "check the path"
     )
     told = said(invoke, "migrate", tmp_path, tmp_path.with_name("new"), "--dry-run")
     assert "1 sub-directory" in told
@@ -220,3 +227,17 @@ def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path:
 def test_what_matches_gets_no_such_remark(invoke: Invoke, store: Path) -> None:
     for arguments in (("ls", store, "--model", "c"), ("rm", store, "--model", "c", "--dry-run")):
         assert "match" not in invoke(*arguments).stderr
+
+
+def test_a_directory_that_is_gone_after_the_listing_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    place.mkdir()
+    with FileStore(place) as store:
+        listed = take_inventory(store, None)
+        place.rmdir()
+        with pytest.raises(StoreUnavailable) as refusal:
+            explain_nothing(store, listed, {})
+    assert str(refusal.value) == (
+        f"{place}: cannot read the directory: No such file or directory; check that the file "
+        "system is mounted"
+    )

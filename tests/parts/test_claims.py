@@ -137,7 +137,8 @@ def test_a_stopped_holder_ends_with_one_line(claimants: Claimants) -> None:
     first.send_signal(signal.SIGCONT)
     _, said = first.communicate(timeout=60)
     assert said.count("\n") == 1
-    assert "run/claim.0: another process has taken over this work" in said
+    assert "run/claim.0: another process has taken over this work, " in said
+    assert said.endswith("; nothing is left to do here\n")
     assert claimants.attempt_of(second) == 1
     assert ("lost", 0, first.pid) in claimants.log
     assert "end" not in {what for what, _, _ in claimants.log}

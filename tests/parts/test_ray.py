@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -61,6 +62,12 @@ class Driven:
         document: dict[str, Any] = json.loads(output)
         return document
 
+    def refusal(self) -> str:
+        """Wait for the end with an error; return the last line of stderr."""
+        output, self.remarks = self._process.communicate(timeout=120)
+        assert (output, self._process.returncode) == ("", 2)
+        return self.remarks.splitlines()[-1]
+
     def end(self, signal_number: int) -> int:
         """Send a signal; return the exit status."""
         self._process.send_signal(signal_number)
@@ -99,6 +106,38 @@ class TestOnCluster:
         assert said[0].endswith(f"{toy_run.store}: not mounted here")
         assert toy_run.listings == 1
         assert not toy_run.path.exists()
+
+    @pytest.mark.parametrize(
+        ("setting", "said"),
+        [
+            ("unmounted", "no node of the cluster can work: [34] nodes left out; see above why"),
+            ("other_ray", "Version mismatch: .* Ray: 2.0.0 .*; check that the cluster runs, with "),
+        ],
+    )
+    def test_a_cluster_that_cannot_work_is_refused(
+        self,
+        ray_cluster: RayCluster,
+        toy_run: ToyRun,  # noqa: F811
+        setting: str,
+        said: str,
+    ) -> None:
+        refused = Driven(ray_cluster, toy_run, **{setting: 1}).refusal()
+        assert re.match(f"hicachectl: --ray {ray_cluster.address}: {said}", refused)
+
+    def test_a_store_that_all_nodes_lose_ends_the_run(
+        self,
+        ray_cluster: RayCluster,
+        toy_run: ToyRun,  # noqa: F811
+    ) -> None:
+        driver = Driven(ray_cluster, toy_run, seconds=0.7)
+        children = driver.children()
+        (toy_run.folder / "unmounted").touch()
+        for child, _ in children:
+            os.kill(child, signal.SIGKILL)
+        said = "hicachectl: No node is left that can work; see above why, then run again"
+        assert driver.refusal() == said
+        reason = f"{toy_run.store}: not mounted here"
+        assert driver.remarks.count(f" is left out: {reason}") == NODES
 
     def test_lost_processes_and_nodes_lose_nothing(
         self,
@@ -309,6 +348,19 @@ def test_a_port_without_a_cluster(invoke: Invoke, ray_options: list[object]) -> 
     refused = invoke(*ray_options, f"127.0.0.1:{port}", exit_code=3)
     assert f"--ray 127.0.0.1:{port}: nothing answers there" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+def test_the_address_of_a_lost_cluster_in_the_environment(
+    invoke: Invoke, ray_options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would try for minutes."""
+    need_module("ray")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    refused = invoke(*ray_options, "auto", exit_code=3)
+    assert f"--ray 127.0.0.1:{port}: nothing answers there" in refused.stderr
+    assert "; give the address of the cluster's head node" in refused.stderr
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])

@@ -14,7 +14,10 @@ import pytest
 from hicachectl.cli.commands.parts import chosen_shard, do_part, opened_destination
 from hicachectl.cli.group import COMMANDS, CommandEntry
 from hicachectl.cli.options import lock_option, output_options, parts_options
-from hicachectl.formats.errors import HicacheError, StoreUnavailable
+from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
+from hicachectl.parts import manifest
+from hicachectl.parts.directory import RunDirectory
+from hicachectl.parts.results import Place
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store
 from tests.parts.runs import ToyRun, names_in, toy_run  # noqa: F401 - a fixture
@@ -73,6 +76,11 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
     assert invoke("merge", toy_run.path, "--format", "json").document["copied"] == 12
     assert invoke("merge", toy_run.path).stdout == "12 copied\n"
     assert len(invoke("merge", toy_run.path, "--format", "jsonl").rows) == 12
+    metrics = toy_run.folder / "metrics"
+    refused = invoke("merge", toy_run.path, "--metrics-file", metrics, exit_code=2)
+    said = "hicachectl: --metrics-file: toy writes no metrics; leave it out"
+    assert refused.stderr.splitlines()[-1] == said
+    assert not metrics.exists()
 
 
 @pytest.mark.usefixtures("toy_commands")
@@ -204,6 +212,37 @@ def test_a_directory_with_other_files_is_refused(toy_run: ToyRun) -> None:  # no
     assert names_in(toy_run.path) == ["lost+found", "notes.txt"]
     (toy_run.path / "notes.txt").unlink()
     assert toy_run.part(0, 1).record.settled
+
+
+def test_records_that_another_process_removes_at_once_are_named(
+    toy_run: ToyRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = toy_run.path / "parts" / "00000"
+    results = iter([object(), None])
+    for owner, method, as_if_removed, said in (
+        (RunDirectory, "publish_manifest", lambda *_: True,
+         f"{toy_run.path}: run.json was removed; run the part again"),
+        (Place, "keep", lambda *_: False, f"{part}: its plan was removed; give another --run"),
+        (Place, "settled", lambda _: next(results),
+         f"{part}: its result was removed; run the part again"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, as_if_removed)
+            with pytest.raises(UsageError, match=f"^{said}$"):
+                toy_run.part(0, 2)
+    assert toy_run.part(0, 2).record.settled
+
+
+def test_a_record_that_no_reader_would_take_is_not_written(
+    toy_run: ToyRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manifest, "MOST_BYTES", 99)
+    said = r"^A record of the run takes \d{3} bytes, more than 99; give fewer parts$"
+    with pytest.raises(UsageError, match=said):
+        toy_run.part(0, 2)
+    assert not (toy_run.path / "run.json").exists()
 
 
 def test_a_destination_that_a_node_lacks_is_named(tmp_path: Path) -> None:

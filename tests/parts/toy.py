@@ -143,8 +143,8 @@ class ToyJob:
 
 @contextmanager
 def opened(store: Path, destination: Path, **settings: Any) -> Iterator[ToyJob]:
-    """Open the job; picklable, so that a node can."""
-    if os.environ.get("TOY_REFUSES"):
+    """Open the job; picklable, so that a node can, unless `unmounted` lies beside the store."""
+    if os.environ.get("TOY_REFUSES") or (store.parent / "unmounted").exists():
         raise StoreUnavailable(f"{store}: not mounted here")
     yield ToyJob(store, destination, **settings)
 

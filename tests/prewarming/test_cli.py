@@ -384,6 +384,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,
                      exit_code=2).stderr  # fmt: skip
     assert f"{listed}: 1 row of other deployments than the profile's" in refused
+    assert refused.endswith("; remove such rows from a file with chains\n")
     others = [row for row in rows[:3] if row["page"] not in HASHES[-1:]][:2]
     listed.write_text("".join(f"{json.dumps(row)}\n" for row in ([HASHES[-1]] * 2, *others)))
     refused = invoke("prewarm", target, "--from", source, "--profile", profile, "--pages", listed,

@@ -118,7 +118,10 @@ def test_what_cannot_be_planned_is_refused(
     [
         (["x"], "line 1"),
         ([{"page": "ab"}], "line 1: page: 'ab' is not a page hash"),
-        ([{"page": "a" * 64}, {"page": "a" * 64}], "line 2: page a+ occurs twice"),
+        (
+            [{"page": "a" * 64}, {"page": "a" * 64}],
+            "line 2: page a+ occurs twice; remove one of its rows",
+        ),
         (
             [{"page": "a" * 64, "parent": "b" * 64}, {"page": "b" * 64}],
             "line 2: page b+ is the parent of an earlier page; list parents first",

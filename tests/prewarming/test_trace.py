@@ -17,6 +17,7 @@ from tests import stores
 from tests.prewarming.traces import trace_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 PROFILE = parse_profile(stores.DSA)
@@ -109,14 +110,20 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
         ({"timestamp": 1}, 'exactly one of "token_ids" and "hash_ids"'),
         ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
         ({"timestamp": 1, "hash_ids": [1.5]}, "hash_ids"),
-        ({"timestamp": 1, "hash_ids": [2**63]}, "hash_ids"),
+        ({"timestamp": 1, "hash_ids": [3, 2**63]}, f"hash_ids: {2**63} does not fit into 64 bits"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),
         ({"timestamp": "noon", "hash_ids": [1]}, "not ISO 8601"),
         ({"timestamp": 1e300, "hash_ids": [1]}, "timestamp: 1e+300 is not in -1e18..1e18"),
-        ({"timestamp": 1, "hash_ids": [1], "input_length": -1}, "input_length"),
+        ({"timestamp": 1, "hash_ids": [1], "input_length": -1}, "input_length: -1 is not"),
         ({"timestamp": 1, "hash_ids": [1], "output_length": 2**40}, "output_length"),
-        ({"hash_ids": [1]}, "has no timestamp, but earlier lines have a timestamp"),
-        ({"timestamp": 1, "token_ids": [1]}, 'has "token_ids", but earlier lines have "hash_ids"'),
+        (
+            {"hash_ids": [1]},
+            "has no timestamp, but earlier lines have a timestamp; write all lines alike",
+        ),
+        (
+            {"timestamp": 1, "token_ids": [1]},
+            'has "token_ids", but earlier lines have "hash_ids"; write all lines alike',
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, reason: str) -> None:
@@ -136,6 +143,30 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none.jsonl: cannot read"):
         read_trace(tmp_path / "none.jsonl", None)
+
+
+def test_a_trace_too_large_for_its_indices_is_to_be_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, {"hash_ids": [1, 2]}, {"hash_ids": [1, 3]})
+    monkeypatch.setattr("hicachectl.prewarming.trace._MAX_INDEX", 3)
+    said = f"^{path}: has 4 block references, but at most 2.31-1 are allowed; split the file$"
+    with pytest.raises(FormatError, match=said):
+        read_trace(path, None)
+
+
+def test_hashes_that_collide_in_64_bits_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def colliding(tokens: Sequence[int], *_: object, **__: object) -> object:
+        return np.array([[7] * 31 + [tokens[0]]], np.uint8)
+
+    monkeypatch.setattr("hicachectl.prewarming.trace.page_hashes", colliding)
+    path = written(tmp_path, *({"token_ids": [first]} for first in (1, 1, 2)))
+    one, other = ("07" * 31 + last for last in ("01", "02"))
+    said = f"^{path}: pages {one} and {other} share the first 64 bits of their hashes; remove the"
+    with pytest.raises(FormatError, match=said):
+        read_trace(path, PROFILE)
 
 
 @pytest.mark.parametrize(

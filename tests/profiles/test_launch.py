@@ -221,7 +221,16 @@ def test_a_running_server_is_read_by_its_process(
         found = profile(invoke, f"pid:{server.pid}")
         server.communicate()
     assert (found["model"], found["page_size"]) == ("model", 128)
-    assert "no such process" in refused(invoke, f"pid:{server.pid}")
+    said = f"pid:{server.pid}: no such process on this machine; see ps -ef"
+    assert said in refused(invoke, f"pid:{server.pid}")
+
+
+def test_a_process_that_has_ended_cannot_be_read(invoke: Invoke) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        said = refused(invoke, f"pid:{ended.pid}")
+    assert said.startswith(f"hicachectl: pid:{ended.pid}: cannot read the process: No such ")
+    assert said.endswith("; run as the server's user, or give its command line\n")
 
 
 def test_options_replace_flags(invoke: Invoke, model: Path, tmp_path: Path) -> None:
@@ -278,16 +287,20 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
         ("sglang serve FOLDER --tp $TP", "--tp-size: the command does not set $TP; write"),
         ("sglang serve $(cat model)", "--model-path: the command does not set $(cat model)"),
         ("sglang serve --tp 2", "model_path: missing"),
-        ("sglang serve FOLDER --config=x.yaml", "SGLang does not read the file; write"),
-        ("sglang serve FOLDER --config none.yaml", "none.yaml"),
+        ("sglang serve FOLDER --config=x.yaml",
+         "--config=FILE: SGLang does not read the file; write --config FILE"),
+        ("sglang serve FOLDER --config none.yaml",
+         "hicachectl: none.yaml: cannot read: No such file or directory; check the path"),
+        ("sglang serve FOLDER --config a --config b", "--config: SGLang takes one file of flags;"),
         ("sglang serve FOLDER", "page_size: missing, and SGLang's default depends on the GPU"),
         ("sglang serve FOLDER --enable-hisparse --page-size 8", "enable_hisparse: not supported"),
-        ("python -m vllm.entrypoints.openai.api_server", "has no command that launches an SGLang"),
+        ("python -m vllm.entrypoints.openai.api_server",
+         "--launch: has no command that launches an SGLang server; give one, such as python -m"),
         ("sglang serve a; sglang serve b", "has 2 launch commands; give one of them"),
-        ("sglang serve 'FOLDER", "line 1: a quote or a parenthesis is not closed"),
+        ("sglang serve 'FOLDER", "--launch: line 1: a quote or a parenthesis is not closed; close"),
         (f"sglang serve FOLDER --tp 2 --host {'h' * 300} --xyzzy", "no flag --xyzzy"),
-        ("[1, 2]", "expected a list of texts"),
-        ("@none.sh", "none.sh"),
+        ("[1, 2]", "--launch: the list of words: 1 is no text; put it in quotes"),
+        ("@none.sh", "none.sh: cannot read: No such file or directory; check the path"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_flag_and_the_remedy(
@@ -343,30 +356,52 @@ def test_hostile_yaml_is_refused(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "engine.yaml"
     bomb = "".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}'] * 9)}]\n" for n in range(1, 12))
     for text, said in (
-        (f"b0: &b0 [x]\n{bomb}", "YAML aliases are not read"),
-        ("!!python/object/apply:os.system [id]", "not YAML"),
-        ("[" * 2_000, "YAML is nested more than 64 times"),
-        ("a: [", "not YAML"),
-        ("x" * (257 << 10), "engine.yaml"),
+        (f"b0: &b0 [x]\n{bomb}", "YAML aliases are not read; write the values out"),
+        ("!!python/object/apply:os.system [id]", "not YAML: line 1: could not determine a"),
+        ("[" * 2_000, "YAML is nested more than 64 times; give the command alone"),
+        ("a: [", "not YAML: line "),
+        ("a: \0", "not YAML: unacceptable character"),
+        ("a: 2000-13-01", "not YAML: month must be in 1..12"),
+        ("x" * (257 << 10), "larger than 262144 bytes, so not a launch script; check the path"),
     ):
         file.write_text(text)
-        assert said in refused(invoke, file)
+        assert f"hicachectl: {file}: {said}" in refused(invoke, file)
+
+
+def test_yaml_needs_its_package(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "engine.yaml"
+    file.touch()
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert refused(invoke, file) == (
+        "hicachectl: YAML needs the package pyyaml; run pip install 'hicachectl[yaml]', or give "
+        "the flags in the command\n"
+    )
+
+
+def test_a_script_of_bytes_is_refused(invoke: Invoke, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_bytes(b"\xff")
+    assert f"{script}: not UTF-8 text; save the file as UTF-8" in refused(invoke, script)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
+        ("x.yaml", "\udcff", "x.yaml: not UTF-8 text; save the file as UTF-8"),
+        ("x.yaml", "a: [", "x.yaml: not YAML: line "),
         ("x.json", "{bad", "x.json: not JSON"),
         ("x.json", "[1]", "x.json: not a JSON object"),
         ("x.toml", f"{'a.' * 20_000}a = 1", "x.toml: a key has 20001 parts"),
-        ("x.yaml", "- 1", "x.yaml: expected names and values"),
+        ("x.yaml", "- 1", "x.yaml: expected names and values, found [1]"),
     ],
 )
 def test_files_of_flags_are_bounded(
     invoke: Invoke, model: Path, tmp_path: Path, name: str, text: str, said: str
 ) -> None:
     file = tmp_path / name
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     option = "--hicache-storage-backend-extra-config"
     told = refused(invoke, f"sglang serve {model} {FLAGS} {option} @{file}")
     assert said in told
@@ -379,9 +414,10 @@ def test_files_of_flags_are_bounded(
         ("assignments.sh", "A=1 " * 60_000, "no command that launches"),
         ("many.sh", "".join(f"sglang serve m{n}\n" for n in range(13_000)), "13000 launch"),
         ("scripts.sh", f"export A={'a' * 100_000}\n" + f"x '{'$A' * 40} sglang y'\n" * 1500,
-         "variables expand to more than"),
+         "scripts.sh: variables expand to more than 4194304 characters; give the launch command"),
         ("words.yaml", f"args: [{'a,' * 100_000}]", "no command that launches"),
-        ("hexadecimal.yaml", f"args: [--tp, 0x{'f' * 5000}]", "is not a number"),
+        ("hexadecimal.yaml", f"args: [--tp, 0x{'f' * 5000}]",
+         "hexadecimal.yaml: 0xffffffffffffffffff… is not a number that a flag can have; correct"),
         ("sexagesimal.yaml", f"args: [1{':1' * 100_000}]", "is not a number"),
         ("path.sh", f"sglang serve {'ab' * 50_000}", "give --model-config"),
     ],

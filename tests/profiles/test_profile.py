@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,7 @@ def test_inferred_profiles_state_what_was_seen(
 
 
 TP2 = ["_m_0_2", "_m_1_2"]
+STAGES = ["_m_2_0", "_m_2_1"]  # of PP 2, without TP ranks
 DCP = [f"_m_tp4_dcp{rank}_2_page64" for rank in range(2)]
 
 
@@ -218,14 +220,18 @@ def test_sidecars_without_kv_do_not_ask_for_a_choice(invoke: Invoke, tmp_path: P
 @pytest.mark.parametrize(
     ("stems", "message"),
     [
-        ([], "no pages to infer a profile from; give --profile"),
+        ([], "The store has no pages to infer a profile from; give --profile"),
         (["-foreign"], "The store has 4 keys, but none that SGLang writes; check the store's URL"),
-        (["_m_1_2"], "several ways"),
-        ([".swa_m_0_2", ".swa_m_1_2"], "no kv objects of model 'm'"),
-        (["_m", *(f".mamba_m_{r}_{n}" for n in (2, 4) for r in range(n))], "TP sizes (2, 4)"),
+        (["_m_1_2"], "keys, such as <hash>_m_1_2.bin, can be read in several ways.*; give --pro"),
+        ([".swa_m_0_2", ".swa_m_1_2"], "no kv objects of model 'm'; give --profile"),
         (
-            [f"_m_2_{stage}" for stage in range(2)] + [".indexer_m_2_0"],
-            "indexer objects exist on some",
+            ["_m", *(f".mamba_m_{r}_{n}" for n in (2, 4) for r in range(n))],
+            r"Model 'm' has mamba objects of several TP sizes \(2, 4\).*; give --profile",
+        ),
+        ([*STAGES, ".indexer_m_2_0"], "indexer objects exist on some.*; give --profile"),
+        (
+            [*STAGES, ".draft_m_2_0"],
+            "both keys like <hash>.draft_m_2_0.bin and the other keys of model 'm'; give --profile",
         ),
     ],
 )
@@ -233,7 +239,7 @@ def test_what_shows_no_profile_is_said(
     invoke: Invoke, tmp_path: Path, stems: list[str], message: str
 ) -> None:
     put_pages(tmp_path, range(4), *stems)
-    assert message in refused(invoke, tmp_path)
+    assert re.search(message, refused(invoke, tmp_path))
 
 
 def test_stages_of_unequal_size_are_refused_with_what_to_do(invoke: Invoke, tmp_path: Path) -> None:
@@ -247,13 +253,15 @@ def test_stages_of_unequal_size_are_refused_with_what_to_do(invoke: Invoke, tmp_
 def test_objects_of_no_usual_size_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     for number in range(4):
         put(tmp_path, f"{page(number)}_m.bin", 64 + number)
-    assert "several sizes, and the usual size is unclear" in refused(invoke, tmp_path)
+    line = refused(invoke, tmp_path)
+    assert "kv objects of one rank have several sizes, and the usual size is unclear; run " in line
+    assert "hicachectl ls --objects" in line
 
 
 def test_empty_sidecars_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(4), "_m")
     put_pages(tmp_path, range(4), ".indexer_m", nbytes=0)
-    assert "indexer objects are empty" in refused(invoke, tmp_path)
+    assert "indexer objects are empty; run hicachectl verify" in refused(invoke, tmp_path)
 
 
 def test_a_config_beside_a_store_takes_the_name_from_it(invoke: Invoke, tmp_path: Path) -> None:

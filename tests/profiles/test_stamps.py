@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.formats.errors import HicacheError
+from hicachectl.formats.errors import HicacheError, StoreUnavailable, UnsupportedByBackend
 from hicachectl.profiles.stamps import Stamp, read_stamp, write_stamp
+from tests.small_file_system import small_file_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def of_the_future(path: Path) -> None:
@@ -64,3 +66,23 @@ def test_a_place_for_stamps_that_is_none_is_named(tmp_path: Path) -> None:
     for refusal in (read, written):
         said = f"{path.parent}: is a regular file, not a directory; move it out of "
         assert str(refusal.value).startswith(said)
+
+
+def test_a_stamp_for_which_there_is_no_room_is_named(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "full", "64k") as full, FileStore(full) as store:
+        (full / "other").write_bytes(bytes(60 << 10))
+        write_stamp(store, Stamp(PROFILE))  # the last block
+        (full / "more").touch()
+        with pytest.raises(StoreUnavailable) as refusal:
+            write_stamp(store, Stamp(PROFILE))
+    assert str(refusal.value) == (
+        f"{full}/.hicachectl/stamps: cannot write the stamp: No space left on device; check its "
+        "permissions and free space"
+    )
+
+
+def test_a_store_without_a_place_for_stamps_is_named(tmp_path: Path) -> None:
+    url = f"pack://{Path(__file__).parents[1]}/data/packs/unified.hcpack"
+    said = f"^{url} has no directory for a stamp; leave out --stamp$"
+    with open_store(url) as store, pytest.raises(UnsupportedByBackend, match=said):
+        write_stamp(store, Stamp(PROFILE))

@@ -291,7 +291,10 @@ def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, 
         (["--pages", "x", "--kv-cache-dtype", "auto"], "--kv-cache-dtype needs --model-config"),
         (["--pages", "x", "--model", "m", "--profile", "y"], "--model"),
         (["--pages", "/dev/null/missing"], "/dev/null/missing: cannot read"),
-        (["--prompts", "x", "--page-size", "4"], "--tokenizer DIR"),
+        (
+            ["--prompts", "x", "--page-size", "4"],
+            "--prompts needs a tokenizer; give --tokenizer",
+        ),
         (["--token-ids", "x", "--page-size", "4", "--speculative-algorithm", "magic"], "magic"),
     ],
 )

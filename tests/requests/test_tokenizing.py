@@ -50,7 +50,8 @@ def test_texts_and_chats_keep_their_order(tmp_path: Path) -> None:
 def test_a_chat_that_the_template_refuses_is_said(tmp_path: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=template))
-    with pytest.raises(FormatError, match="roles must alternate"):
+    said = "the chat template cannot render the messages: roles must alternate; give --token-ids"
+    with pytest.raises(FormatError, match=f"^{said}$"):
         tokenizer.encode([Chat([USER], {})])
 
 
@@ -87,11 +88,15 @@ def test_tools_are_written_by_the_template_and_a_choice_picks_among_them(tmp_pat
 @pytest.mark.parametrize(
     ("tools", "choice", "said"),
     [
-        ([{"type": "function"}], "auto", r"tools\[0\]: has no function with a name"),
-        ([TOOL, {"function": {"name": 3}}], "auto", r"tools\[1\]: has no function with a name"),
-        ([TOOL], "sometimes", "'sometimes' is not one of auto"),
-        ([TOOL], {"function": {"name": "x"}}, "'x' is not one of the tools"),
-        ([TOOL], {"function": 1}, "is not one of the tools"),
+        ([{"type": "function"}], "auto", r"tools\[0\]: has no function with a name; give"),
+        (
+            [TOOL, {"function": {"name": 3}}],
+            "auto",
+            r"tools\[1\]: has no function with a name; give",
+        ),
+        ([TOOL], "sometimes", "tool_choice: 'sometimes' is not one of auto, required, none"),
+        ([TOOL], {"function": {"name": "x"}}, "tool_choice: 'x' is not one of the tools; name one"),
+        ([TOOL], {"function": 1}, "tool_choice: None is not one of the tools; name one"),
         (
             [{"function": {"name": "f", "parameters": {"anyOf": [{"type": ["varchar"]}]}}}],
             "auto",
@@ -113,14 +118,15 @@ def test_tools_that_sglang_would_not_take_or_would_change_are_refused(
 def test_chats_that_sglang_renders_itself_are_refused(tmp_path: Path, architecture: str) -> None:
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen"))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    with pytest.raises(UsageError, match="rendered by SGLang's code"):
+    said = f"^Chats of {architecture} are rendered by SGLang's code.*; give --token-ids$"
+    with pytest.raises(UsageError, match=said):
         tokenizer.encode([Chat([USER], {})])
 
 
 def test_a_tokenizer_without_a_template_takes_texts_only(tmp_path: Path) -> None:
     tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", chat_template=None))
     assert tokenizer.encode(["a"])
-    with pytest.raises(UsageError, match="no chat template"):
+    with pytest.raises(UsageError, match=f"^{tmp_path}: .* no chat template; give --token-ids$"):
         tokenizer.encode([Chat([USER], {})])
 
 
@@ -144,20 +150,42 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("tokenizer.json", "{"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "["),
-     ("tokenizer_config.json", "[]")],
+    ("name", "text", "said"),
+    [("tokenizer.json", "{", "cannot load the tokenizer: .* EOF while .*; copy it from"),
+     ("tokenizer.json", "[]", "cannot load the tokenizer: .*; copy it from the model again"),
+     ("tokenizer_config.json", "[", "not JSON: Expecting value"),
+     ("tokenizer_config.json", "[]", "not a JSON object")],
 )  # fmt: skip
-def test_damaged_tokenizers_are_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_damaged_tokenizers_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
     make_tokenizer(tmp_path, "qwen")
     (tmp_path / name).write_text(text)
-    with pytest.raises(FormatError, match=name):
+    with pytest.raises(FormatError, match=f"^{tmp_path / name}: {said}"):
         DirectoryTokenizer(tmp_path)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_said(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    make_tokenizer(tmp_path, "qwen")
+    Tokenizer(models.WordLevel({"known": 0})).save(str(tmp_path / "tokenizer.json"))
+    said = r"^the tokenizer cannot encode the text: .*Missing \[UNK\] token.*; give --token-ids$"
+    with pytest.raises(FormatError, match=said):
+        DirectoryTokenizer(tmp_path).encode(["unknown"])
+
+
+def test_a_tokenizer_with_code_of_its_own_takes_texts_only(tmp_path: Path) -> None:
+    own_class = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    tokenizer = DirectoryTokenizer(make_tokenizer(tmp_path, "qwen", **own_class))
+    assert tokenizer.encode(["a"])
+    said = f"^{tmp_path}: cannot load the tokenizer: .* contains custom code.*; give --token-ids$"
+    with pytest.raises(FormatError, match=said):
+        tokenizer.encode([Chat([USER], {})])
 
 
 def test_a_flagged_token_that_is_unknown_is_refused(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, "deepseek", bos_token="<nobody>")
-    with pytest.raises(FormatError, match="<nobody>"):
+    said = f"^{tmp_path}: .* bos_token '<nobody>', which tokenizer.json lacks; check that both"
+    with pytest.raises(FormatError, match=said):
         DirectoryTokenizer(tmp_path)
 
 
@@ -168,7 +196,8 @@ def test_the_tokenizer_lies_beside_the_config_unless_it_is_given(tmp_path: Path)
     assert find_tokenizer(None, (model,)).encode(["a"])[0][0] == 0
     assert find_tokenizer(other, (model,)).encode(["a"])[0][0] != 0
     for given in (tmp_path, tmp_path / "none"):
-        with pytest.raises(UsageError, match=r"no tokenizer\.json"):
+        said = rf"^{given}: has no tokenizer\.json; give a local directory that has it"
+        with pytest.raises(UsageError, match=said):
             find_tokenizer(given)
     with pytest.raises(UsageError, match="--tokenizer DIR"):
         find_tokenizer(None, (None, tmp_path))

@@ -37,9 +37,9 @@ class FindingCode(click.ParamType[Code]):
         name = str(value).strip().lower().replace("_", "-")
         if name not in known:
             close = get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
+            meant = f"did you mean {close[0]}? Give" if close else "give"
             names = ", ".join(known)
-            self.fail(f"{value!r} is no finding code; {meant}The codes: {names}", param, ctx)
+            self.fail(f"{value!r} is no finding code; {meant} one of {names}", param, ctx)
         return known[name]
 
     def shell_complete(
