@@ -201,6 +201,20 @@ def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) ->
     assert cluster.list_keys() == [other]
 
 
+def test_another_name_of_the_cluster_is_refused(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    """Proves that --move between two names of a cluster does not empty it."""
+    keys = cluster.list_keys()
+    other = cluster.url.replace("127.0.0.1", "localhost")
+    assert other != cluster.url
+    said = invoke(
+        "migrate", cluster.url, other, "--profile", profile, "--move", "--yes", exit_code=2
+    ).stderr
+    assert "source and destination are the same" in said
+    assert sorted(cluster.list_keys()) == sorted(keys)
+
+
 def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(
     invoke: Invoke, cluster: Cluster, profile: Path
 ) -> None:

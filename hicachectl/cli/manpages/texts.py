@@ -132,7 +132,9 @@ NIXL = (
     "ignored, and verify reports misplaced-object, because no server finds them. If most files are "
     "elsewhere, the order or number of directories in the URL is wrong. A URL with only some of "
     "the directories is refused by every command if 64 objects of a directory show it. For a lost "
-    "disk, name an empty directory.",
+    "disk, name an empty directory. If servers now use fewer directories than before, give "
+    "directories=N. Pages of before are then incomplete until they are written again. To keep "
+    "them, migrate from the store with all its directories to the store with the remaining ones.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
     "needs --quarantine DIR, a directory outside the store.",
@@ -154,6 +156,11 @@ NIXL_PARAMETERS = (
         "For servers with use_direct_io false (SGLANG_HICACHE_NIXL_USE_DIRECT_IO=0). They write K "
         "and V, or the states of a page, apart even if their sizes are no multiple of 4 KiB. "
         "Default: on.",
+    ),
+    (
+        "directories=N",
+        "The number of directories in the URL, to state that servers use no others, also where the "
+        "files show that they once did.",
     ),
     (
         "high_watermark=PERCENT",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,32 @@ def test_every_command_refuses_a_part_of_the_directories(
         said = invoke(*command, exit_code=2).stderr
         assert f"{tmp_path}/a: has the objects of one of 3 directories" in said
     assert demo.traces() == before
+
+
+def test_pages_of_dropped_directories_move_into_the_remaining_one(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that all pages are whole where servers look now, and that --move cannot remove them.
+
+    The other way, into more directories, works the same.
+    """
+    profile, grace = ("--profile", demo.profile), ("--grace", "0s")
+    for path in tmp_path.glob(f"?/*/{demo.short.name[:64]}*"):
+        path.unlink()
+    before = demo.traces()
+    left = url_of(tmp_path, "a", "&high_watermark=100&directories=1")
+    for source, destination in ((demo.url, left), (left, demo.url)):
+        refused = invoke("migrate", source, destination, "--move", "--yes", exit_code=2).stderr
+        assert "which --move would remove; leave out --move" in refused
+    assert demo.traces() == before
+    invoke("verify", left, *profile, *grace, exit_code=4)
+    invoke("migrate", demo.url, left, *profile, *grace)
+    invoke("verify", left, *profile, *grace)
+    shutil.rmtree(tmp_path / "b")
+    invoke("migrate", left, url_of(tmp_path, "ab"), *profile, *grace)
+    grown = ("verify", url_of(tmp_path, "ab"), *profile, *grace, "--format", "json")
+    counts = invoke(*grown, exit_code=4).document["counts"]
+    assert counts.keys() == {"misplaced-object"}  # the files that a had for b
 
 
 def test_directories_in_the_wrong_order_are_named_without_a_listing(

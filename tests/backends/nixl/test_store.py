@@ -111,6 +111,31 @@ def test_missing_directories_are_refused_where_no_file_seems_misplaced(
     with pytest.raises(UsageError) as refused:
         open_store(url_of(tmp_path, given))
     assert f"has the objects of one of {len(made)} directories" in str(refused.value)
+    assert f"add directories={len(given)} to the URL" in str(refused.value)
+
+
+@pytest.mark.parametrize(("made", "left"), [("abc", "a"), ("abc", "c"), ("abcd", "ab")])
+def test_a_store_reduced_to_fewer_directories_opens_if_the_url_says_so(
+    tmp_path: Path, made: str, left: str
+) -> None:
+    """Proves that what servers find in the remaining directories is all listed."""
+    put_many(tmp_path, made)
+    there = {path.name.encode() for name in left for path in tmp_path.glob(f"{name}/*/*")}
+    stated = f"&high_watermark=100&directories={len(left)}"
+    with Arena(ARENA_BYTES) as arena, open_store(url_of(tmp_path, left, stated)) as store:
+        assert set(listing(store)) == there
+        assert store.remarks == ()
+        store.attach(arena)
+        lost = f"{1:064x}_m_0_1".encode()
+        write(store, {lost: b"abc"}, if_absent=True)
+        assert file_of(store, lost).read_bytes() == b"abc"
+
+
+def test_stated_directories_do_not_hide_a_wrong_order(tmp_path: Path) -> None:
+    put_many(tmp_path, "ab")
+    stated = url_of(tmp_path, "ba", "&directories=2")
+    with open_store(stated) as store:
+        assert "files outside the folders of their keys" in "".join(store.remarks)
 
 
 def test_a_refused_destination_leaves_no_new_directory(tmp_path: Path) -> None:
@@ -234,6 +259,8 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
         ("nixl:///tmp,/tmp/../tmp", "names a directory twice"),
         ("nixl:///tmp?direct_io=yes", "direct_io: 'yes' is not one of on, off"),
         ("nixl:///tmp?high_watermark=nan", "must be a percentage"),
+        ("nixl:///tmp?directories=2", "directories is '2', but the URL has 1; give all"),
+        ("nixl:///tmp,/?directories=one", "directories is 'one', but the URL has 2"),
         ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
     ],
 )
