@@ -168,13 +168,22 @@ class NixlDisks(ObjectTree):
         """Look at some files of each directory; return which lie outside the folders of their keys.
 
         With n of k * n directories given, all files can lie where n directories would have them,
-        and pages only look incomplete. Raises UsageError if so, unless `complete`; OSError.
+        and pages only look incomplete. In another order, most files lie elsewhere, and a repair
+        would remove the others. Raises UsageError for both, unless `complete`; OSError.
         """
         left_out, given = LeftOut(), len(self._disks)
         for number, disk in enumerate(self._disks):
+            before = left_out.misplaced.count
             turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
-            if complete or len(turns) < _SAMPLE:
+            misplaced = left_out.misplaced.count - before
+            if complete or max(len(turns), misplaced) < _SAMPLE:
                 continue
+            if misplaced > len(turns):
+                raise UsageError(
+                    f"{disk.path}: {misplaced} of {misplaced + len(turns)} files lie where servers "
+                    "with these directories do not look; give all directories of its servers, in "
+                    f"their order; if these are, add directories={given} to the URL"
+                )
             for times in range(2, MAX_DIRECTORIES // given + 1):
                 if len({turn % times for turn in turns}) == 1:
                     raise UsageError(

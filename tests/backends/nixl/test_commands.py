@@ -14,6 +14,7 @@ from hicachectl.cli.demo_store import fill
 from hicachectl.formats.keys.nixl import route
 from tests.backends.nixl.test_store import put_many, url_of
 from tests.move.migrations import PAGES, profile_file
+from tests.report.page_texts import text_of
 from tests.stores import OLD
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ def test_commands_that_look_leave_no_trace(demo: Demo, invoke: Invoke, tmp_path:
     (chain,) = invoke("hits", demo.url, *profile, "--pages", pages, "--format", "jsonl").rows
     assert chain["kv_pages"] == 1
     invoke("rm", demo.url, "--before", "1s", "--dry-run")
+    made = tmp_path / "page.html"
+    invoke("report", demo.url, *profile, "-o", made, exit_code=4)
+    text = text_of(made)
+    assert "36 objects, 8 pages, 669.0 KiB: 1 truncated" in text
+    assert f"'{demo.url}' --profile {demo.profile} --repair quarantine --quarantine DIR" in text
     assert demo.traces() == before
 
 

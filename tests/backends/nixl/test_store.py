@@ -131,10 +131,18 @@ def test_a_store_reduced_to_fewer_directories_opens_if_the_url_says_so(
         assert file_of(store, lost).read_bytes() == b"abc"
 
 
-def test_stated_directories_do_not_hide_a_wrong_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["ba", "abc"])
+def test_an_order_in_which_most_files_lie_elsewhere_is_refused_unless_stated(
+    tmp_path: Path, given: str
+) -> None:
+    """Proves that a repair cannot remove pages that are whole in another order."""
     put_many(tmp_path, "ab")
-    stated = url_of(tmp_path, "ba", "&directories=2")
-    with open_store(stated) as store:
+    (tmp_path / "c").mkdir()
+    most = "files lie where servers with these directories do not look; give all directories"
+    with pytest.raises(UsageError, match=most) as refused:
+        open_store(url_of(tmp_path, given))
+    assert f"add directories={len(given)} to the URL" in str(refused.value)
+    with open_store(url_of(tmp_path, given, f"&directories={len(given)}")) as store:
         assert "files outside the folders of their keys" in "".join(store.remarks)
 
 
