@@ -131,10 +131,10 @@ NIXL = (
     "in the same order, since both decide where the file of a key lies. Files elsewhere are "
     "ignored, and verify reports misplaced-object, because no server finds them. A URL with only "
     "some of the directories, or with another order, is refused by every command if 64 files of a "
-    "directory show it. For a lost "
-    "disk, name an empty directory. If servers now use other directories than before, or "
-    "another order, give directories=N. Pages of before are then incomplete until they are written again. To keep "
-    "them, migrate from the store with the earlier directories to the store with the present ones.",
+    "directory show it. For a lost disk, name an empty directory. If servers now use other "
+    "directories than before, or another order, give directories=N. Pages of before are then "
+    "incomplete until they are written again. To keep them, migrate from the "
+    "store with the earlier directories to the store with the present ones.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
     "needs --quarantine DIR, a directory outside the store.",

@@ -141,6 +141,9 @@ def test_objects_behind_the_end_of_a_bucket_are_damage(tmp_path: Path) -> None:
         result, _ = read(store, scanned_rows(store, [C]), [50])  # as listed
         assert result.statuses.tolist() == [Status.ERROR]
     assert "7.bucket: 1 objects lie partly or wholly behind the end" in remarks_of(tmp_path)
+    os.truncate(path, path.stat().st_size - 60)
+    with open_store(url_of(tmp_path)) as store:
+        assert listing(store)[C] == 0
 
 
 def test_a_bucket_overwritten_by_another_client_is_damage(tmp_path: Path) -> None:
