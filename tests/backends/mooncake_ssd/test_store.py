@@ -403,6 +403,11 @@ def put_renamed_file_per_key(directory: Path) -> None:
     (directory / "c" / "p").mkdir(parents=True)
 
 
+def put_all_folders(directory: Path) -> None:
+    for name in "abcdefghijklmnop":
+        (directory / name).mkdir()
+
+
 @pytest.mark.parametrize(
     ("put", "words"),
     [
@@ -411,6 +416,7 @@ def put_renamed_file_per_key(directory: Path) -> None:
         (put_without_meta, "MOONCAKE_OFFSET_PERSIST_MODE"),
         (put_file_per_key, "file_per_key"),
         (put_renamed_file_per_key, "file_per_key"),
+        (put_all_folders, "file_per_key"),
     ],
 )
 @pytest.mark.parametrize("folder", ["", "rank_0_1_0_0"])

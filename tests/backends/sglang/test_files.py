@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PAGES = hashes(4)
 NBYTES = 1000
-SECONDS = 5.0
+SECONDS = 60.0  # for calls that end; a busy machine may be slow
 
 
 @contextmanager
@@ -378,7 +378,7 @@ def test_a_read_that_comes_late_changes_no_host_page(
         begun = time.monotonic()
         with Call(0.1) as call:
             assert store.read(host.pool, PAGES, host.pieces(range(4)), call) == [False] * 4
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < SECONDS / 2  # the read is held until after it
         host.fill(8)
         reused = [host.page(index) for index in range(4)]
         held.release.set()
