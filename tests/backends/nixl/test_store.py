@@ -267,6 +267,8 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
         ("nixl:///tmp,/tmp/../tmp", "names a directory twice"),
         ("nixl:///tmp?direct_io=yes", "direct_io: 'yes' is not one of on, off"),
         ("nixl:///tmp?high_watermark=nan", "must be a percentage"),
+        ("nixl:///tmp?high_watermark=0", "must be a percentage above 0, not '0'"),
+        ("nixl:///tmp?high_watermark=100.5", "must be a percentage"),
         ("nixl:///tmp?directories=2", "directories is '2', but the URL has 1; give all"),
         ("nixl:///tmp,/?directories=one", "directories is 'one', but the URL has 2"),
         ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
@@ -277,8 +279,18 @@ def test_urls_that_name_no_store_are_refused(url: str, message: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize("percentage", ["0.5", "100"])
+def test_any_percentage_is_a_watermark(tmp_path: Path, percentage: str) -> None:
+    with open_store(f"nixl://{tmp_path}?high_watermark={percentage}") as store:
+        assert listing(store) == {}
+
+
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/b: "):
+    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/b: ") as missing:
         open_store(url_of(tmp_path, "ab"))
+    assert "create the directories" not in str(missing.value)
     assert not (tmp_path / "b").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnavailable, match=r"create the director.*check the path and the perm"):
+        open_store(url_of(tmp_path / "file", "ab"), create=True)

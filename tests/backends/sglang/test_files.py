@@ -515,13 +515,13 @@ def test_a_slow_store_serves_what_it_can_in_time(
     original = os.preadv
 
     def slow(*arguments: Any) -> int:
-        time.sleep(0.1)
+        time.sleep(0.3)
         return original(*arguments)
 
     with opened(tmp_path, host, threads=1) as store:
         write(store, host)
         monkeypatch.setattr(os, "preadv", slow)
-        with Call(0.25) as call:
+        with Call(0.75) as call:
             done = store.read(host.pool, PAGES, host.pieces(range(4)), call)
         assert 1 <= done.count(True) < 4
         assert store.counters.snapshot()["timeout"] == done.count(False)
