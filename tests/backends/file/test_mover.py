@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,6 @@ from hicachectl.backends.urls import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 KEY = b"a.bin"
 
@@ -99,6 +99,29 @@ def test_only_regular_files_come_back(
         mover.put_back("0", b"b.bin")
     assert not (store / "b.bin").is_symlink()
     assert not (store / "b.bin").exists()
+
+
+def test_a_link_in_place_of_an_object_is_left_alone(
+    mover: FileMover, store: Path, aside: Path
+) -> None:
+    (store / "link.bin").symlink_to(store / "a.bin")
+    assert mover.take(b"link.bin", "0") == Status.CHANGED
+    (aside / "1").write_bytes(b"held")
+    (store / "to_aside.bin").symlink_to(aside / "1")
+    mover.drop_double(b"to_aside.bin", "1")
+    assert (store / "link.bin").is_symlink()
+    assert (store / "to_aside.bin").is_symlink()
+
+
+def test_a_closed_mover_leaves_no_descriptor(mover: FileMover) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    mover.close()
+    assert count() == before - 1
+    mover.close()
+    assert count() == before - 1
 
 
 def test_a_removed_directory_is_named(mover: FileMover, store: Path, aside: Path) -> None:

@@ -279,6 +279,14 @@ def test_urls_that_name_no_store_are_refused(url: str, message: str) -> None:
         open_store(url)
 
 
+def test_more_directories_than_names_can_tell_apart_are_refused(tmp_path: Path) -> None:
+    paths = [f"{tmp_path}/{number}" for number in range(257)]
+    with pytest.raises(UsageError, match="has 257 directories; at most 256 work"):
+        open_store(f"nixl://{','.join(paths)}")
+    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/0: "):
+        open_store(f"nixl://{','.join(paths[:256])}")
+
+
 @pytest.mark.parametrize("percentage", ["0.5", "100"])
 def test_any_percentage_is_a_watermark(tmp_path: Path, percentage: str) -> None:
     with open_store(f"nixl://{tmp_path}?high_watermark={percentage}") as store:
