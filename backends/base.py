@@ -21,7 +21,7 @@ from hicachectl.backends.urls import SCHEMES, parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator
+    from collections.abc import Collection, Generator, Hashable, Iterator
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.urls import Config, StoreUrl
@@ -198,6 +198,15 @@ class Store(ABC):
     @abstractmethod
     def grammar(self) -> str:
         """Return the name of the key grammar, as in formats.keys."""
+
+    @property
+    def places(self) -> tuple[Hashable, ...]:
+        """Return what identifies the places of the objects, by whatever URL they were named.
+
+        Stores of one class with equal places are the same; with one in common, they can have
+        objects in common.
+        """
+        return (self.url,)
 
     @abstractmethod
     def scan(self, columns: Collection[str] = ("nbytes", "mtime_ns")) -> Generator[Any, None, None]:

@@ -453,6 +453,11 @@ class StoreSuite(ABC):
             lack(store, "touch")
         assert store.touch(rows_of(self.keys[:1])).tolist() == [False]
 
+    def test_its_place_is_known_again(self, store: Store) -> None:
+        self.raw_put(store, self.keys[0], b"a value")
+        with self.reopen(store) as other:
+            assert other.places == store.places
+
     def test_exists_answers_for_each_row(self, store: Store) -> None:
         self.raw_put(store, self.keys[1], self.value(1))
         answer = store.exists(rows_of(self.keys[:3]))

@@ -52,7 +52,8 @@ SCHEMES = {
     ),
     # The path is a list of directories. direct_io: "off" for servers without O_DIRECT.
     "nixl": Scheme(
-        "hicachectl.backends.nixl.store:NixlStore", frozenset({"direct_io", "high_watermark"})
+        "hicachectl.backends.nixl.store:NixlStore",
+        frozenset({"direct_io", "directories", "high_watermark"}),
     ),
     # keys: the key grammar of a new pack.
     "pack": Scheme("hicachectl.backends.pack.store:PackStore", frozenset({"keys"})),

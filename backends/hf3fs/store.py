@@ -62,7 +62,7 @@ from hicachectl.formats.errors import ProfileError, StoreUnavailable, Unsupporte
 from hicachectl.formats.wording import needs_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping
+    from collections.abc import Collection, Generator, Hashable, Mapping
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.hf3fs.snapshot import PageTable
@@ -134,6 +134,14 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
         New files have `file_size` bytes. The directory must exist, since it is on a mount.
         """
         return cls(settings_from(url, os.environ), create=True)
+
+    @property
+    def places(self) -> tuple[Hashable, ...]:
+        """Return the prefix in its directory; a snapshot without a server is a place of its own."""
+        prefix, saved = Path(self.settings.prefix), self.settings.snapshot
+        facts = prefix.parent.stat()
+        where = saved if self.settings.server is None else None
+        return ((facts.st_dev, facts.st_ino, prefix.name, where),)
 
     def readable_by(self, *, listing: bool = False) -> Permissions:
         """Return which users may read the data files read so far."""

@@ -48,7 +48,7 @@ from hicachectl.backends.mooncake.master import VERSION_BYTES, MasterAdmin
 from hicachectl.backends.mooncake.settings import MooncakeSettings, settings_from
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Collection, Generator, Hashable, Sequence
 
     import numpy.typing as npt
 
@@ -112,6 +112,12 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def places(self) -> tuple[Hashable, ...]:
+        """Return the cluster's segments, all in one: a storage process belongs to one master."""
+        segments = frozenset((one.name, one.endpoint) for one in self._admin.segments())
+        return (segments or self.url,)
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:

@@ -150,8 +150,6 @@ def open_places(root: Directory) -> list[Place]:
         for name, facts in entries.items():
             if not stat.S_ISDIR(facts.st_mode):
                 continue
-            if name == _FILE_PER_KEY:
-                _refuse_file_per_key(f"{root.path}/{name}")
             if _RANK.fullmatch(name):
                 directory = root.directory(name)
                 places.append(Place(directory, directory.entries()))

@@ -45,6 +45,7 @@ class NixlDisks(ObjectTree):
     """The open directories of a store, in order.
 
     high_watermark: percentage of a disk in use at which servers begin to remove objects.
+    complete: servers are known to use these directories only, also if they used more before.
     sample: what some files of each directory have shown.
     """
 
@@ -55,16 +56,23 @@ class NixlDisks(ObjectTree):
         "URL those of the servers; otherwise no server finds the files"
     )
 
-    def __init__(self, disks: Sequence[FolderedDirectory], *, high_watermark: float) -> None:
+    def __init__(
+        self, disks: Sequence[FolderedDirectory], *, high_watermark: float, complete: bool = False
+    ) -> None:
         """Take over open directories; `close` closes them. Raises as `open`."""
         self.path = ",".join(disk.path for disk in disks)
         self.high_watermark = high_watermark
         self._disks = tuple(disks)
-        self.sample = self._sampled()
+        self.sample = self._sampled(complete=complete)
 
     @classmethod
     def open(
-        cls, paths: Sequence[str], *, high_watermark: float, made: list[str] | None = None
+        cls,
+        paths: Sequence[str],
+        *,
+        high_watermark: float,
+        complete: bool = False,
+        made: list[str] | None = None,
     ) -> Self:
         """Open directories; create those that are missing if `made` is given.
 
@@ -83,7 +91,7 @@ class NixlDisks(ObjectTree):
             facts = [os.fstat(disk.descriptor) for disk in disks]
             if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):
                 raise UsageError(f"nixl://{','.join(paths)}: names a directory twice")
-            tree = cls(disks, high_watermark=high_watermark)
+            tree = cls(disks, high_watermark=high_watermark, complete=complete)
             opened.pop_all()
         return tree
 
@@ -156,21 +164,33 @@ class NixlDisks(ObjectTree):
         found: list[bool] = held.tolist()
         return found
 
-    def _sampled(self) -> LeftOut:
+    def _sampled(self, *, complete: bool) -> LeftOut:
         """Look at some files of each directory; return which lie outside the folders of their keys.
 
         With n of k * n directories given, all files can lie where n directories would have them,
-        and pages only look incomplete. Raises UsageError if so, OSError.
+        and pages only look incomplete. In another order, most files lie elsewhere, and a repair
+        would remove the others. Raises UsageError for both, unless `complete`; OSError.
         """
         left_out, given = LeftOut(), len(self._disks)
         for number, disk in enumerate(self._disks):
+            before = left_out.misplaced.count
             turns = [(found >> 16) // given for found in self._some_objects(number, left_out)]
+            misplaced = left_out.misplaced.count - before
+            if complete or max(len(turns), misplaced) < _SAMPLE:
+                continue
+            if misplaced > len(turns):
+                raise UsageError(
+                    f"{disk.path}: {misplaced} of {misplaced + len(turns)} files lie where servers "
+                    "with these directories do not look; give all directories of its servers, in "
+                    f"their order; if these are, add directories={given} to the URL"
+                )
             for times in range(2, MAX_DIRECTORIES // given + 1):
-                if len(turns) >= _SAMPLE and len({turn % times for turn in turns}) == 1:
+                if len({turn % times for turn in turns}) == 1:
                     raise UsageError(
                         f"{disk.path}: has the objects of one of {times * given} directories, but "
                         f"{given} given; give all directories of its servers, in their order, and "
-                        "an empty one for each that is lost"
+                        "an empty one for each that is lost; if servers now use these only, add "
+                        f"directories={given} to the URL"
                     )
         return LeftOut(misplaced=left_out.misplaced, sampled=True)
 

@@ -39,7 +39,12 @@ class NixlStore(ObjectFiles, Emptied):
         paths = _directories_in(url)
         high_watermark = _watermark_in(url)
         try:
-            objects = NixlDisks.open(paths, high_watermark=high_watermark, made=made)
+            objects = NixlDisks.open(
+                paths,
+                high_watermark=high_watermark,
+                complete="directories" in url.params,
+                made=made,
+            )
         except OSError as error:
             if made is None:
                 raise unavailable(str(error.filename or url.path), error) from error
@@ -85,6 +90,12 @@ def _directories_in(url: StoreUrl) -> list[str]:
             )
     if len(paths) > MAX_DIRECTORIES:
         raise UsageError(f"{url}: has {len(paths)} directories; at most {MAX_DIRECTORIES} work")
+    stated = url.params.get("directories", str(len(paths)))
+    if stated != str(len(paths)):
+        raise UsageError(
+            f"{url}: directories is {stated!r:.40}, but the URL has {len(paths)}; give all "
+            "directories of the servers, and their number"
+        )
     return paths
 
 

@@ -47,7 +47,7 @@ from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator
+    from collections.abc import Callable, Collection, Generator, Hashable
 
     from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.disk.directory import Directory
@@ -94,6 +94,12 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
 
     def _refuse_untrusted(self) -> None:
         """Raise UntrustedError before a change that the store's side files do not allow."""
+
+    @property
+    def places(self) -> tuple[Hashable, ...]:
+        """Return the outer directories; links and mounts give them several names."""
+        facts = [os.fstat(root) for root in self.objects.roots]
+        return tuple((one.st_dev, one.st_ino) for one in facts)
 
     def close(self) -> None:
         """Close the directory; remove created directories that are empty."""

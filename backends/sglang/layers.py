@@ -42,7 +42,7 @@ class Layers:
         self.counters = counters
         self.writes = writes
         self._stores = self._read = list(stores)  # all, and those that are read
-        self._pools: list[ServedPool] = []
+        self._pools: dict[str, ServedPool] = {}  # as last asked for
         self._lock = threading.Lock()
         # Stores by page, only for a list: as last asked, and as the anchor was last read.
         self._chosen: dict[str, int] = {}
@@ -52,7 +52,7 @@ class Layers:
         """Serve a pool. Raises ValueError if a store can never hold it."""
         for store in self._stores:
             store.add(pool)
-        self._pools.append(pool)
+        self._pools[pool.name] = pool
 
     def open(self, call: Call) -> None:
         """Open the stores."""
@@ -88,6 +88,7 @@ class Layers:
             chosen[taken], best[taken] = place, scores[better]
             open_ = open_[best[open_] < _best_score(pools)]
         with self._lock:
+            self._pools.update((pool.name, pool) for pool in pools)
             _remember(self._chosen, zip(pages, chosen.tolist(), strict=True))
         return present
 
@@ -147,7 +148,7 @@ class Layers:
         """Return the store of each page; a sidecar's is that of the anchor last read."""
         found = self._remembered(pool, pages)
         if unknown := [page for page, place in zip(pages, found, strict=True) if place is None]:
-            self.exists(self._pools, unknown, call)
+            self.exists(list(self._pools.values()), unknown, call)
             found = self._remembered(pool, pages)
         return [place or 0 for place in found]
 

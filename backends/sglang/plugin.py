@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -73,7 +74,7 @@ def _no_pages(keys: Sequence[str] | None, *_: Any, **__: Any) -> list[bool]:
     return [False] * len(keys or ())
 
 
-def _no_pages_of(_name: str, keys: Sequence[str] | None, *_: Any) -> list[bool]:
+def _no_pages_of(_pool: object, keys: Sequence[str] | None, *_: Any) -> list[bool]:
     return _no_pages(keys)
 
 
@@ -194,14 +195,14 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     ) -> Any:
         """Return how many leading pages every pool can restore, and all such lengths."""
         transfers = [t for t in pool_transfers or () if _gates(t)]
-        names = [str(PoolName.KV), *(str(transfer.name) for transfer in transfers)]
-        pools = [pool for name in names if (pool := self._pools.get(name)) is not None]
-        if not keys or len(pools) < len(names) or not self._is_current():
+        asked = [self._pools.get(str(PoolName.KV)), *(self._pool_of(one) for one in transfers)]
+        pools = [pool for pool in asked if pool is not None]
+        if not keys or len(pools) < len(asked) or not self._is_current():
             return PoolTransferResult.empty()
         found = self._present(pools, keys)
         windows = [ALL_PAGES, *(_window(transfer) for transfer in transfers)]
         pages = [PoolPages(row, window) for row, window in zip(found, windows, strict=True)]
-        return _result(names, pages)
+        return _result([pool.name for pool in pools], pages)
 
     def _present(self, pools: Sequence[ServedPool], keys: list[str]) -> Any:
         """Return which pages of each pool can be read: [pools, pages] bool.
@@ -227,7 +228,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         """Read pages of the anchor's pool into the host pool. Return which were read whole."""
         with self._call() as call:
-            return self._read(str(PoolName.KV), keys, host_indices, call)
+            return self._read(self._pools.get(str(PoolName.KV)), keys, host_indices, call)
 
     @_never_raises(_no_transfers)
     def batch_get_v2(
@@ -236,13 +237,14 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         """Read pages of other pools, all within the time of one call."""
         with self._call() as call:
             return {
-                t.name: self._read(str(t.name), t.keys or [], t.host_indices, call)
+                t.name: self._read(self._pool_of(t), t.keys or [], t.host_indices, call)
                 for t in transfers
             }
 
     @_never_raises(_no_pages_of)  # a pool that fails costs its own pages only
-    def _read(self, name: str, keys: list[str], host_indices: Any, call: Call) -> list[bool]:
-        pool = self._pools.get(name)
+    def _read(
+        self, pool: ServedPool | None, keys: list[str], host_indices: Any, call: Call
+    ) -> list[bool]:
         if pool is None or not keys or not self._is_current():
             return [False] * len(keys)
         begun = time.perf_counter()
@@ -263,7 +265,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._failed.pop(key, None)
         if any(failed):
             self._counters.refused("half", "kv is not written where a sidecar failed", sum(failed))
-        return self._write(str(PoolName.KV), keys, host_indices, failed)
+        return self._write(self._pools.get(str(PoolName.KV)), keys, host_indices, failed)
 
     @_never_raises(_no_transfers)
     def batch_set_v2(
@@ -282,7 +284,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         results = {}
         for transfer in transfers:
             keys = transfer.keys or []
-            written = self._write(str(transfer.name), keys, transfer.host_indices)
+            written = self._write(self._pool_of(transfer), keys, transfer.host_indices)
             results[transfer.name] = written
             if self._layers.writes and _is_needed(transfer):
                 self._remember(key for key, ok in zip(keys, written, strict=True) if not ok)
@@ -290,9 +292,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     @_never_raises(_no_pages_of)  # so that `_remember` learns of every failure
     def _write(
-        self, name: str, keys: list[str], host_indices: Any, skip: Sequence[bool] = ()
+        self, pool: ServedPool | None, keys: list[str], host_indices: Any, skip: Sequence[bool] = ()
     ) -> list[bool]:
-        pool = self._pools.get(name)
         if pool is None or not pool.writes or not keys or not self._is_current():
             return [False] * len(keys)
         wanted = [index for index in range(len(keys)) if not (skip and skip[index])]
@@ -309,6 +310,11 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
                 written[index] = ok
         self._count(self._writes, sum(written), pool, begun)
         return written
+
+    def _pool_of(self, transfer: Any) -> ServedPool | None:
+        """Return the pool that a transfer moves, or None if it is not served."""
+        pool = self._pools.get(str(transfer.name))
+        return pool and as_transferred(pool, transfer)
 
     def _remember(self, pages: Any) -> None:
         for page in pages:
@@ -371,6 +377,15 @@ def _gates(transfer: Any) -> bool:
     BLOCK_GROUPS pools never do (hicache_storage.py :: PoolHitPolicy).
     """
     return transfer.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+
+
+def as_transferred(pool: ServedPool, transfer: Any) -> ServedPool:
+    """Return a pool, trailing as SGLang's transfer says.
+
+    The name does not say it: draft_swa is stored with each window of the target, or with every page
+    (hybrid_pool_assembler.py :: build_swa_draft_pools, _mtp_swa_sidecar_specs).
+    """
+    return replace(pool, trailing=transfer.hit_policy != PoolHitPolicy.ALL_PAGES)
 
 
 def _is_needed(transfer: Any) -> bool:

@@ -89,7 +89,6 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
         page_indices=host_pool.page_size,
         nbytes=nbytes,
         parts=tuple(_parts(form, sizes)),
-        trailing=pool_name(pool).trailing,
         # hybrid_cache_controller.py :: should_backup
         writes=pool_name(pool).states or config.is_storage_writer,
         host=host,

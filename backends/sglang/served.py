@@ -58,8 +58,9 @@ class ServedPool:
     page_indices: host indices per page: the page size, or 1 for states.
     nbytes: bytes of a page, all parts; 0 for a logical anchor.
     parts: of a page; empty for a logical anchor.
-    trailing: only the last pages of a stored node have the pool.
     writes: this rank writes the pool; another rank writes shared objects.
+    trailing: pages are whole without the pool, as only the last ones of a stored node have it.
+        SGLang's transfers say so, not its registrations; False before the first one.
     """
 
     name: str
@@ -68,9 +69,9 @@ class ServedPool:
     page_indices: int
     nbytes: int
     parts: tuple[Part, ...]
-    trailing: bool
     writes: bool
     host: HostPages
+    trailing: bool = False
 
 
 class PageStore(ABC):

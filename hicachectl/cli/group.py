@@ -12,7 +12,7 @@ import click
 from hicachectl import __version__
 from hicachectl.cli.command import Group, own_setting
 from hicachectl.cli.session import Settings
-from hicachectl.text.terminal import MessageFormatter
+from hicachectl.text.terminal import MessageHandler
 
 
 class CommandEntry(NamedTuple):
@@ -93,7 +93,5 @@ class LazyGroup(Group):
 def cli(ctx: click.Context, verbose: int, quiet: bool, config: Path | None) -> None:
     """Inspect, verify, migrate and prewarm SGLang's HiCache L3 stores."""
     level = logging.WARNING - 10 * min(verbose, 2) if not quiet else logging.ERROR
-    logging.basicConfig(level=level, force=True)
-    for handler in logging.root.handlers:
-        handler.setFormatter(MessageFormatter("hicachectl: %(message)s"))
+    logging.basicConfig(level=level, format="%(message)s", force=True, handlers=[MessageHandler()])
     ctx.obj = Settings(config, quiet, bool(verbose))

@@ -91,6 +91,8 @@ class Migration:
         self.request = request
         target = request.destination_profile or request.profile
         self.stores = StorePair(source, destination, request.profile, target)
+        if request.options.move:
+            self.stores.refuse_moves()
         self.trailers = plan_trailers(self.stores, request.options.trailers)
         self.options = replace(request.options, keeps_trailers=self.trailers.keeps)
         # A move needs versions: objects rewritten since the listing must stay.

@@ -13,7 +13,7 @@ from hicachectl.move.routes import planned_route, verbatim_routes
 from hicachectl.move.survey import survey_source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
@@ -50,10 +50,19 @@ class StorePair:
             if destination.open_grammar:
                 self.grammar = source.grammar
             destination.use_grammar(self.grammar)
+        self._shared = _shared_places(source, destination)
         self._plan = self._planned()
         if target is not None and isinstance(destination, Profiled):
             destination.use_profile(target)
         refuse_other_owner(destination, target)
+
+    def refuse_moves(self) -> None:
+        """Raise UsageError if a move could remove objects that both stores have."""
+        if self.unchanged and self._shared:
+            raise UsageError(
+                f"{self.source.url}: has objects of {self.destination.url}, which --move would "
+                "remove; leave out --move"
+            )
 
     def claim(self) -> None:
         """Name the deployment to write in a destination whose keys do not, before the first write.
@@ -76,7 +85,7 @@ class StorePair:
     def _planned(self) -> TransferPlan | None:
         """Return a page's transfer; None if all objects keep key and bytes."""
         source, profile = self.source, self.profile
-        same = source.url == self.destination.url
+        same = self._shared and source.places == self.destination.places
         if self.target in (None, profile) and self.grammar == source.grammar:
             if same:
                 raise UsageError(
@@ -90,7 +99,7 @@ class StorePair:
             raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")
         plan = transfer_plan(profile, source.grammar, self.target or profile, self.grammar)
         old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
-        if same and old & new:
+        if self._shared and old & new:
             raise UsageError(
                 f"{source.url}: the new objects would have the keys of the objects being read; "
                 "migrate to another store, or give another --to-model or --to-tag"
@@ -130,3 +139,9 @@ class StorePair:
         return survey_destination(
             self.destination, surveys, self.grammar, asks=asks, on_batch=on_batch
         )
+
+
+def _shared_places(source: Store, destination: Store) -> set[Hashable]:
+    if type(source) is not type(destination):
+        return set()
+    return set(source.places) & set(destination.places)

@@ -96,6 +96,30 @@ def summarise(
     return rows.sort_by([(name, "ascending") for name in (*_KIND.names, "object_nbytes")]), total
 
 
+def unusual_sizes(inventory: Inventory) -> pa.Table:
+    """Return how many objects do not have the most common size of their kind of key.
+
+    A row for each deployment and pool: the columns of `summarise` that name them, `objects`, and
+    `unusual`. Parts, ranks and pipeline stages have keys of their own, so their sizes may differ.
+    """
+    kinds, kind_ids = _kinds(inventory, [])
+    sizes = inventory.objects.column("nbytes")
+    objects = pa.table({"kind": kind_ids, "affix": inventory.affix_ids, "size": sizes})
+    by_size = objects.group_by(["kind", "affix", "size"]).aggregate([([], "count_all")])
+    by_affix = by_size.group_by(["kind", "affix"]).aggregate(
+        [("count_all", "sum"), ("count_all", "max")]
+    )
+    counts = by_affix.group_by("kind").aggregate(
+        [("count_all_sum", "sum"), ("count_all_max", "sum")]
+    )
+    total, usual = counts.column("count_all_sum_sum"), counts.column("count_all_max_sum")
+    return (
+        kinds.take(counts.column("kind"))
+        .append_column("objects", total)
+        .append_column("unusual", pc.subtract(total, usual))
+    )
+
+
 def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.NDArray[np.int32]]:
     """Return the distinct kinds of objects, in the columns _KIND, and each object's kind."""
     table = inventory.table

@@ -13,7 +13,7 @@ from hicachectl.backends.capabilities import Leases
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import severity_ranks
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.pages.summary import summarise
+from hicachectl.pages.summary import summarise, unusual_sizes
 from hicachectl.profiles.identities import markers_of
 from hicachectl.profiles.inference import PoolGuess
 from hicachectl.report.completeness import Completeness, completeness_of
@@ -65,9 +65,10 @@ class Picture:
     """What the report shows of a store.
 
     made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: as
-    of `ls --summary`. states: number of page groups by state, in the order of `vocabulary.STATES`.
-    writes: None if the store keeps no times. tree: None without requests; no_tree: why not. page:
-    the page in full; page_choice: why this one, or why none. remarks: to be read before the rest.
+    of `ls --summary`. unusual: as of `unusual_sizes`. states: number of page groups by state, in
+    the order of `vocabulary.STATES`. writes: None if the store keeps no times. tree: None without
+    requests; no_tree: why not. page: the page in full; page_choice: why this one, or why none.
+    remarks: to be read before the rest.
     """
 
     url: str
@@ -77,6 +78,7 @@ class Picture:
     verified: VerifyReport
     findings: tuple[FindingGroup, ...]
     rows: pa.Table
+    unusual: pa.Table
     total: dict[str, Any]
     free_bytes: int | None
     states: tuple[int, ...]
@@ -151,6 +153,7 @@ def take_picture(
         verified=verified,
         findings=tuple(group_findings(verified.placed, made)),
         rows=rows,
+        unusual=unusual_sizes(inventory),
         total=total,
         free_bytes=store.free_bytes(),
         states=_states(groups),

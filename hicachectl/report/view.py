@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ _DEPLOYMENTS = 6  # with charts of their own; the tables have more
 _ROWS = 200  # of a table
 _EXAMPLES = 3
 _STRIPS = 40
-_SEEN = 0.005  # share of a bar
+_SEEN = 0.005  # share of the objects
 _FEW_LEVELS = 1.05  # ratio of values that are shown as one level
 
 
@@ -263,17 +263,20 @@ def _sizes(picture: Picture) -> dict[str, Any]:
             for name in order[:_DEPLOYMENTS]
         ],
         "left_out": len(order[_DEPLOYMENTS:]),
-        "mixed": [name for name in order if name != FOREIGN and _is_mixed(bars[name])],
+        "mixed": _mixed(picture),
         "rows": rows[:_ROWS],
         "more": len(rows[_ROWS:]),
     }
 
 
-def _is_mixed(bars: Sequence[Bar]) -> bool:
-    """Return whether a share that can be seen is not of the first size of its pool."""
-    first = {bar.name: bar for bar in reversed(bars)}
-    others = sum(bar.amount for bar in bars if bar is not first[bar.name])
-    return others > _SEEN * sum(bar.amount for bar in bars)
+def _mixed(picture: Picture) -> list[str]:
+    """Return the deployments with a share of unusual sizes that can be seen."""
+    objects, unusual = Counter[str](), Counter[str]()
+    for row in picture.unusual.to_pylist():
+        name = summary_name(row, models=picture.models)
+        objects[name] += row["objects"]
+        unusual[name] += row["unusual"]
+    return [n for n in objects if n != FOREIGN and unusual[n] > _SEEN * objects[n]]
 
 
 def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:

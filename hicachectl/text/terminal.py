@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import unicodedata
+from contextlib import suppress
 
 # A text without a match is safe as it is. The pattern is valid for `re` and for RE2.
 UNUSUAL_PATTERN = "[^ -~]"
@@ -62,12 +63,22 @@ def message_text(text: str, *, keep: str = "") -> str:
     return escape_controls(without_secrets(text), keep=keep)
 
 
-class MessageFormatter(logging.Formatter):
-    """Formatter that makes log records safe to show."""
+class MessageHandler(logging.Handler):
+    """Handler that writes records, made safe to show, to the stderr of the moment.
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record's message, escaped except for line breaks."""
-        return message_text(super().format(record), keep="\n")
+    `sys.stderr` changes: programs and tests replace it between two commands in one process.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record as a message, escaped except for line breaks."""
+        try:
+            text = message_text(f"hicachectl: {self.format(record)}", keep="\n")
+        except Exception:
+            self.handleError(record)
+            return
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):  # stderr may be closed
+                print(text, file=sys.stderr, flush=True)
 
 
 def mute_native_logs() -> None:
@@ -84,9 +95,6 @@ def mute_native_logs() -> None:
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding,
                            errors=sys.stderr.errors)  # fmt: skip
-    for handler in logging.root.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)

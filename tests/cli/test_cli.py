@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import io
+import logging
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from typing import TYPE_CHECKING
 
 import click
 import pytest
 
+from hicachectl.__main__ import run
 from hicachectl.cli.exit_codes import EXIT_CODES
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.formats import errors
@@ -62,6 +65,25 @@ def one_line(invoke: Invoke, *arguments: object, exit_code: int) -> str:
     lines = outcome.stderr.splitlines()
     assert len(lines) == 1, outcome.stderr
     return lines[0]
+
+
+def test_log_messages_go_to_the_stderr_of_the_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Proves that a command leaves no logger that writes to a stream of earlier."""
+    earlier = io.StringIO()
+    with redirect_stderr(earlier):
+        assert run(["-v", "ls", str(tmp_path)]) == 0
+    said = earlier.getvalue()
+    earlier.close()
+    logging.getLogger("hicachectl.device").warning("a \x1b[31m%s\nof two lines", "two words")
+    assert capsys.readouterr().err == "hicachectl: a \\x1b[31mtwo words\nof two lines\n"
+    assert "two words" not in said
+    with redirect_stderr(None):
+        logging.getLogger("hicachectl").warning("lost")
+    with redirect_stderr(earlier):  # closed
+        logging.getLogger("hicachectl").warning("lost")
+    assert "lost" not in capsys.readouterr().err
 
 
 def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
@@ -239,14 +261,3 @@ def test_named_stores_come_from_the_config(invoke: Invoke, tmp_path: Path) -> No
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_name_the_program(invoke: Invoke, shell: str) -> None:
     assert "_HICACHECTL_COMPLETE" in invoke("completion", shell).stdout
-
-
-def test_completion_completes_commands_and_options() -> None:
-    environment = {
-        **os.environ,
-        "_HICACHECTL_COMPLETE": "bash_complete",
-        "COMP_WORDS": "hicachectl ver",
-        "COMP_CWORD": "1",
-    }
-    command = [sys.executable, "-m", "hicachectl"]
-    assert "verify" in subprocess.check_output(command, env=environment, text=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.cli import completions
 from hicachectl.cli.completions import joined_words, page_prefixes
 from hicachectl.cli.group import cli
 from tests.skips import need_tool
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
+
+
+# The program, with time for a busy machine: it answers nothing after its limits.
+PATIENT = (
+    "import hicachectl.cli.completions as c; c._LIMIT_S = c._LISTING_S = 100.0;"
+    "from hicachectl.__main__ import main; main()"
+)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give listings in this process the same time."""
+    monkeypatch.setattr(completions, "_LISTING_S", 100.0)
 
 
 @pytest.fixture
@@ -47,7 +61,7 @@ def config(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def asked(*words: str, shell: str = "bash") -> list[str]:
     """Return what the program answers to a completion script; it must say nothing else."""
     done = subprocess.run(
-        [sys.executable, "-m", "hicachectl"],
+        [sys.executable, "-c", PATIENT],
         env={
             **os.environ,
             "_HICACHECTL_COMPLETE": f"{shell}_complete",
@@ -72,6 +86,11 @@ def offered(option: str, *words: str, incomplete: str = "") -> list[str]:
                 return page_prefixes(ctx, command.params[1], incomplete)
             param = next(p for p in command.params if option in p.opts)
             return [item.value for item in param.shell_complete(ctx, incomplete)]
+
+
+def test_commands_and_options_are_completed() -> None:
+    assert asked("ver") == ["plain,verify"]
+    assert "plain,--summary" in asked("ls", "--su")
 
 
 @pytest.mark.usefixtures("config")
@@ -192,7 +211,7 @@ def test_bash_completes_with_the_printed_script(invoke: Invoke, tmp_path: Path) 
     script = tmp_path / "completion.bash"
     script.write_text(invoke("completion", "bash").stdout)
     program = tmp_path / "hicachectl"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m hicachectl "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{PATIENT}"\n')
     program.chmod(0o755)
     shell = (
         f"source {script}; COMP_WORDS=(hicachectl ls pro); COMP_CWORD=2;"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.verification import part
 from tests.mooncake_cluster import Cluster
 from tests.report.page_texts import text_of
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,11 +84,48 @@ def test_a_report_reads_no_object_and_says_that_there_are_no_times(
     assert "No errors and no warnings by the checks that ran: names, groups, sizes" in text
     assert "The store keeps no write times, so there is no chart." in text
     assert "Reads of this store grant leases, so no page was read." in text
+    assert "Several sizes" not in text  # states have two
     asked = ("--page", cluster.list_keys()[0].split("_")[1][:12])
     assert cluster.client().remove(cluster.list_keys()[-1], False) == 0  # nothing is leased
     arguments = (cluster.url, "--profile", profile, "--grace", "0s", "--fail-on", "never")
     invoke("report", *arguments, *asked, "-o", made)
     assert "Chosen with --page." in text_of(made)
+
+
+@pytest.mark.slow
+def test_a_report_while_objects_come_and_go(
+    invoke: Invoke, cluster: Cluster, profile: Path, tmp_path: Path
+) -> None:
+    """Proves that pages that servers write or evict meanwhile are no findings."""
+    keys, client, ended = keys_of_page(cluster), cluster.client(), threading.Event()
+    sizes = {key: len(client.get(key)) for key in keys}
+    turns = 0
+
+    def come_and_go() -> None:
+        nonlocal turns
+        while not ended.is_set():
+            turns += 1
+            mine = [key.replace(key.split("_")[1], f"{turns:064x}") for key in keys]
+            for key, like in reversed([*zip(mine, keys, strict=True)]):
+                cluster.put(key, bytes(sizes[like]))
+            for key in mine:
+                client.remove(key, True)
+
+    server = threading.Thread(target=come_and_go)
+    server.start()
+    try:
+        wait_until(lambda: turns > 1)
+        made = tmp_path / "page.html"
+        # The checks look again at what is incomplete; one of such pages is gone by then.
+        invoke("report", cluster.url, "--profile", profile, "--grace", "5s", "-o", made)
+        before = turns
+        wait_until(lambda: turns > before)
+    finally:
+        ended.set()
+        server.join()
+    text = text_of(made)
+    assert "No errors and no warnings by the checks that ran: names, groups, sizes" in text
+    assert f"Page groups: {PAGES} whole, 0 partial, 0 orphan" in text or "in flight" in text
 
 
 def test_an_empty_cluster_is_said_to_be_empty(
@@ -199,6 +238,20 @@ def test_removal_takes_the_pages_of_a_model(invoke: Invoke, cluster: Cluster) ->
     cluster.put(other, b"x" * 100)
     invoke("rm", cluster.url, "--model", PROFILE.model, "--yes")
     assert cluster.list_keys() == [other]
+
+
+def test_another_name_of_the_cluster_is_refused(
+    invoke: Invoke, cluster: Cluster, profile: Path
+) -> None:
+    """Proves that --move between two names of a cluster does not empty it."""
+    keys = cluster.list_keys()
+    other = cluster.url.replace("127.0.0.1", "localhost")
+    assert other != cluster.url
+    said = invoke(
+        "migrate", cluster.url, other, "--profile", profile, "--move", "--yes", exit_code=2
+    ).stderr
+    assert "source and destination are the same" in said
+    assert sorted(cluster.list_keys()) == sorted(keys)
 
 
 def test_a_tag_that_only_a_profile_can_tell_is_not_silently_absent(

@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hicachectl.backends.sglang.served import ServedPool
-    from tests.conformance import attached_rank, rank_pools, sglang_env, write_store
+    from tests.conformance import attached_rank, prompt_nodes, rank_pools, sglang_env, write_store
     from tests.conformance.rank_pools import Rank
     from tests.conformance.store_cases import PLUGIN_CASES, Deployment
 else:
     import attached_rank
+    import prompt_nodes
     import rank_pools
     import sglang_env
     import write_store
@@ -89,6 +90,7 @@ def _described(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str, Any]]:
     from hicachectl.backends.sglang.context import Context
+    from hicachectl.backends.sglang.plugin import as_transferred
     from hicachectl.backends.sglang.pools import served_pool
     from hicachectl.formats.keys.file import FileCodec
 
@@ -104,8 +106,11 @@ def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str
         draft_fp8=dtypes.get("draft", dtypes["kv"]),
         pp_partition=tuple(profile.get("pp_partition", ())),
     )
+    transfers = {transfer.name.value: transfer for transfer in prompt_nodes.queries(pools)}
     for name, host in pools.host.items():
         pool = served_pool(name, host, controller.storage_config, context)
+        if name in transfers:  # kv is moved without one
+            pool = as_transferred(pool, transfers[name])
         prefix, suffix = FileCodec().affix(pool.coordinate)
         yield {
             **dataclasses.asdict(rank),

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from tests.conformance import host_pages, page_values
     from tests.conformance.rank_pools import RankPools
-    from tests.conformance.store_cases import follows_windows, is_trailing
+    from tests.conformance.store_cases import is_trailing
 else:
     import host_pages
     import page_values
-    from store_cases import follows_windows, is_trailing
+    from store_cases import is_trailing
 
 VOCABULARY = 151_936  # Qwen3's
 
@@ -76,20 +76,21 @@ def side_transfers(pools: RankPools, node: Sequence[str]) -> list[Any]:
     """Return a node's transfers of the pools other than kv, as the tree's components build them.
 
     mamba: the node's end (unified_cache/components/mamba.py); swa: its last pages (swa.py);
-    compression states go with swa, the others with kv (SidecarPoolSpec, hybrid_pool_assembler.py).
+    compression states and some drafts' windows go with swa, the others with kv (SidecarPoolSpec,
+    hybrid_pool_assembler.py).
     """
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     transfers = []
     for table in _side_tables(pools):
         name = PoolName(table["name"])
-        if not is_trailing(table["name"]):
+        if not _trails(table):
             transfers.append(PoolTransfer(name=name, indices_from_pool=PoolName.KV))
             continue
         transfer = PoolTransfer(
             name=name,
             hit_policy=PoolHitPolicy.TRAILING_PAGES,
-            indices_from_pool=_source(table["name"]),
+            indices_from_pool=_source(table),
         )
         if transfer.indices_from_pool is None:
             host = pools.host[table["name"]]
@@ -105,30 +106,35 @@ def queries(pools: RankPools) -> list[Any]:
 
     transfers = []
     for table in _side_tables(pools):
-        trailing = is_trailing(table["name"])
+        trailing = _trails(table)
         transfers.append(
             PoolTransfer(
                 name=PoolName(table["name"]),
                 keys=[""] * table.get("trailing_pages", 1) if trailing else None,
                 hit_policy=PoolHitPolicy.TRAILING_PAGES if trailing else PoolHitPolicy.ALL_PAGES,
-                indices_from_pool=_source(table["name"]),
+                indices_from_pool=_source(table),
             )
         )
     return transfers
 
 
-def _source(name: str) -> Any:
+def _trails(table: Mapping[str, Any]) -> bool:
+    """Return whether only the last pages of a node have a pool."""
+    return is_trailing(table["name"]) or table.get("hit_policy") == "trailing_pages"
+
+
+def _source(table: Mapping[str, Any]) -> Any:
     """Return the pool whose host indices a pool uses; None for indices of its own."""
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    if follows_windows(name):
-        return PoolName.SWA
-    return None if is_trailing(name) else PoolName.KV
+    if not _trails(table):
+        return PoolName.KV
+    return None if table["name"] in ("mamba", "swa") else PoolName.SWA
 
 
 def alloc_page(pools: RankPools, name: str) -> Any:
     """Return the host indices of a new page of a pool."""
-    host = pools.host["swa" if follows_windows(name) else name]
+    host = pools.host["swa" if name.endswith("_state") else name]
     return host.alloc(page_indices(host))
 
 

@@ -140,6 +140,7 @@ DAMAGED = (
     ("hybrid_mamba", "mamba", 1, 7),
     ("mha_draft", "draft", 0, 4),
     ("swa", "swa", 1, 6),
+    ("inkling", "draft_swa", 0, 3),
     ("packed_draft", "kv", 0, 4),
     ("deepseek_v4", "deepseek_v4_c128", None, 3),
 )

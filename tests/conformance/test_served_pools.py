@@ -42,6 +42,7 @@ REQUESTS: list[Row] = [
     {"case": "pp2", "profile": _SPECULATIVE, "pools": {"kv": {"packed_draft_layers": 2}}},
     {"case": "mha_draft", "profile": {"draft_weights": ""}},  # as the target's
     {"case": "hybrid_mamba", "profile": {"tp": 4}},
+    {"case": "inkling", "pools": {"draft_swa": {"hit_policy": "trailing_pages"}}},
     {
         "case": "mha_draft",
         "pools": {"kv": {"dtype": "float8_e4m3fn"}, "draft": {"dtype": "float8_e5m2"}},
@@ -108,9 +109,7 @@ def test_sizes_and_identities_are_the_profiles(rows: list[Row]) -> None:
             assert identity is not None
             if row["identity"] != identity.hash().hex():
                 wrong.append(_name(row))
-        # It knows pools by name, and takes a draft's windows for those of the last pages.
-        trailing = spec.trailing or spec.pool == "draft_swa"
-        if spec.nbytes != row["nbytes"] or trailing != row["trailing"]:
+        if spec.nbytes != row["nbytes"] or spec.trailing != row["trailing"]:
             wrong.append(_name(row))
     assert wrong == []
 

@@ -282,6 +282,22 @@ def test_the_same_place_is_refused(invoke: Invoke, source: Path, profile: Path) 
     assert "keys of the objects being read" in output.stderr
 
 
+def test_another_name_of_the_same_place_is_refused(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    """Proves that --move between two names of a directory does not empty it."""
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    before = contents(source)
+    for name in (link, f"file://{link}", f"{source.parent}/../{source.parent.name}/{source.name}"):
+        for more in ((), ("--move", "--yes")):
+            assert "are the same" in invoke("migrate", source, name, *more, exit_code=2).stderr
+        options = ("--profile", profile, "--to-layout", "page_first_direct")
+        output = invoke("migrate", source, name, *options, "--if-exists", "overwrite", exit_code=2)
+        assert "keys of the objects being read" in output.stderr
+    assert contents(source) == before
+
+
 def test_pages_can_get_other_keys_in_the_same_place(
     invoke: Invoke, source: Path, profile: Path
 ) -> None:

@@ -161,10 +161,23 @@ def test_a_mix_of_sizes_is_seen(tmp_path: Path, invoke: Invoke) -> None:
     made = tmp_path / "page.html"
     invoke("report", store, "-o", made, exit_code=4)
     text = text_of(made)
-    assert "Several sizes: m tp 1 ." in text
+    assert "Several sizes under the same keys: m tp 1 . Another dtype" in text
     assert "160.0 KiB in objects of 4.0 KiB, 2.0 KiB" in text
     assert "mixed-sizes" in text
     assert "No errors found; 1 warning: servers may read wrong data" in text
+
+
+def test_parts_of_other_sizes_are_no_mix(tmp_path: Path, invoke: Invoke) -> None:
+    """Proves that states and stages of a pool, each with keys and a size of its own, raise none."""
+    store = tmp_path / "store"
+    store.mkdir()
+    for rank, nbytes in ((0, 4096), (1, 2048)):
+        put_pages(store, range(8), f"_m_0_1_2_{rank}", nbytes=nbytes)
+    made = tmp_path / "page.html"
+    invoke("report", store, "-o", made)
+    text = text_of(made)
+    assert "Several sizes" not in text
+    assert "48.0 KiB in objects of 2.0 KiB, 4.0 KiB" in text
 
 
 def test_writes_are_counted_by_deployment_and_time(tmp_path: Path) -> None:

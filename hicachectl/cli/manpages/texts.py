@@ -129,10 +129,12 @@ HF3FS_PARAMETERS = (
 NIXL = (
     "A URL names the directories of SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR, all of them and "
     "in the same order, since both decide where the file of a key lies. Files elsewhere are "
-    "ignored, and verify reports misplaced-object, because no server finds them. If most files are "
-    "elsewhere, the order or number of directories in the URL is wrong. A URL with only some of "
-    "the directories is refused by every command if 64 objects of a directory show it. For a lost "
-    "disk, name an empty directory.",
+    "ignored, and verify reports misplaced-object, because no server finds them. A URL with only "
+    "some of the directories, or with another order, is refused by every command if 64 files of a "
+    "directory show it. For a lost disk, name an empty directory. If servers now use other "
+    "directories than before, or another order, give directories=N. Pages of before are then "
+    "incomplete until they are written again. To keep them, migrate from the "
+    "store with the earlier directories to the store with the present ones.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
     "needs --quarantine DIR, a directory outside the store.",
@@ -154,6 +156,11 @@ NIXL_PARAMETERS = (
         "For servers with use_direct_io false (SGLANG_HICACHE_NIXL_USE_DIRECT_IO=0). They write K "
         "and V, or the states of a page, apart even if their sizes are no multiple of 4 KiB. "
         "Default: on.",
+    ),
+    (
+        "directories=N",
+        "The number of directories in the URL, to state that servers use no others, also where the "
+        "files show that they once did.",
     ),
     (
         "high_watermark=PERCENT",

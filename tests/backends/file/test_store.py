@@ -345,7 +345,7 @@ def test_looking_never_waits_for_a_fifo(store: FileStore) -> None:
     os.mkfifo(Path(store.path) / "fifo")
     start = time.monotonic()
     assert read(store, rows_of([b"fifo"]), [0])[0].statuses.tolist() == [Status.ERROR]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 BAD_KEYS = [b"", b".", b"..", b"../up.bin", b"/etc/passwd", b"a\0b", b"x" * 256]

@@ -338,6 +338,18 @@ def test_a_missing_data_file_is_an_error_and_is_not_created(place: Place) -> Non
     assert place.reserved() == 0
 
 
+def test_another_name_of_the_files_is_the_same_place(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(place.prefix.parent)
+    linked = place.url.replace(str(place.prefix), str(tmp_path / "link" / place.prefix.name))
+    with open_store(place.url) as store, open_store(linked) as same:
+        assert linked != place.url
+        assert store.places == same.places
+    at_once = f"hf3fs://{place.prefix}?server={place.server.url}"
+    saved = f"hf3fs://{place.prefix}?snapshot={place.server.snapshot}"
+    with open_store(at_once) as same, open_store(saved) as earlier:
+        assert same.places == store.places != earlier.places
+
+
 def test_many_neighbours_and_single_pages_are_read_into_their_places(
     store: FreshStore, place: Place
 ) -> None:

@@ -16,6 +16,7 @@ from hicachectl.cli.demo_store import fill
 from tests.backends.mooncake_ssd.test_store import VALUES, A, B, C, url_of
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
 from tests.move.migrations import profile_file
+from tests.report.page_texts import text_of
 from tests.stores import OLD
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ def test_lost_objects_of_a_bucket_are_a_finding(
     assert document["counts"]["lost-objects"] == 1
     rows = invoke("ls", url_of(store), "--objects", "--format", "jsonl").rows
     assert A.decode() in {row["key"] for row in rows}
+    invoke("report", url_of(store), "-o", tmp_path / "page.html", exit_code=4)
+    text = text_of(tmp_path / "page.html")
+    assert f"in no deployment {place} {detail}" in text
+    assert "Free in the store unknown" in text
+    assert "Objects that were removed from the cluster may still be listed" in text
     run = tmp_path / "run"
     for part in ("0/2", "1/2"):
         invoke("verify", url_of(store), "--shard", part, "--run", run)

@@ -13,9 +13,17 @@ import pytest
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import ReadResult, Status, Store, open_store
+from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.mooncake_ssd import index
 from hicachectl.backends.testing import PAGE_HASHES, StoreSuite, listing, read, scanned_rows
-from hicachectl.formats.errors import HicacheError, StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.errors import (
+    HicacheError,
+    StoreUnavailable,
+    UnsupportedByBackend,
+    UntrustedError,
+)
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
+from tests.skips import needs_root
 from tests.stores import OLD
 
 if TYPE_CHECKING:
@@ -133,6 +141,9 @@ def test_objects_behind_the_end_of_a_bucket_are_damage(tmp_path: Path) -> None:
         result, _ = read(store, scanned_rows(store, [C]), [50])  # as listed
         assert result.statuses.tolist() == [Status.ERROR]
     assert "7.bucket: 1 objects lie partly or wholly behind the end" in remarks_of(tmp_path)
+    os.truncate(path, path.stat().st_size - 60)
+    with open_store(url_of(tmp_path)) as store:
+        assert listing(store)[C] == 0
 
 
 def test_a_bucket_overwritten_by_another_client_is_damage(tmp_path: Path) -> None:
@@ -392,6 +403,11 @@ def put_renamed_file_per_key(directory: Path) -> None:
     (directory / "c" / "p").mkdir(parents=True)
 
 
+def put_all_folders(directory: Path) -> None:
+    for name in "abcdefghijklmnop":
+        (directory / name).mkdir()
+
+
 @pytest.mark.parametrize(
     ("put", "words"),
     [
@@ -400,6 +416,7 @@ def put_renamed_file_per_key(directory: Path) -> None:
         (put_without_meta, "MOONCAKE_OFFSET_PERSIST_MODE"),
         (put_file_per_key, "file_per_key"),
         (put_renamed_file_per_key, "file_per_key"),
+        (put_all_folders, "file_per_key"),
     ],
 )
 @pytest.mark.parametrize("folder", ["", "rank_0_1_0_0"])
@@ -488,3 +505,101 @@ def test_an_empty_directory_says_so_and_a_missing_one_is_unavailable(tmp_path: P
             path.touch()
         with pytest.raises(StoreUnavailable, match=path.name):
             open_store(url_of(path))
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    """Proves it for whole stores, and for those that are refused after ranks were opened."""
+    for name, key in (("rank_0_0_0_0", A), ("rank_0_1_0_0", B)):
+        (tmp_path / name).mkdir()
+        put_offset_files(tmp_path / name, [Record(TENANT + key, VALUES[key], 0, 1)])
+    before = descriptors()
+    with open_store(url_of(tmp_path)) as store:
+        assert set(listing(store)) == {A, B}
+    assert descriptors() == before
+    put_file_per_key(tmp_path / "rank_0_1_0_0")
+    with pytest.raises(UnsupportedByBackend, match="file_per_key"):
+        open_store(url_of(tmp_path))
+    assert descriptors() == before
+
+
+@needs_root
+def test_a_rank_of_another_user_is_refused(tmp_path: Path) -> None:
+    for name in ("rank_0_0_0_0", "rank_0_1_0_0"):
+        (tmp_path / name).mkdir()
+        put_bucket(tmp_path / name, 1, {A: VALUES[A]})
+    os.chown(tmp_path / "rank_0_1_0_0", 12345, -1)
+    before = descriptors()
+    with pytest.raises(UntrustedError, match="rank_0_1_0_0"):
+        open_store(url_of(tmp_path))
+    assert descriptors() == before
+
+
+def test_an_offset_file_that_is_missing_loses_its_own_objects(tmp_path: Path) -> None:
+    put_bucket(tmp_path, 1, {A: VALUES[A]})
+    put_offset_files(tmp_path, [Record(TENANT + B, VALUES[B], 0, 1)]).unlink()
+    assert f"{tmp_path}/kv_cache.meta: its data file is missing" in remarks_of(tmp_path)
+    assert set(read_all(tmp_path)) == {A}
+
+
+def test_only_buckets_list_removed_objects(tmp_path: Path) -> None:
+    put_offset_files(tmp_path, [Record(TENANT + A, VALUES[A], 0, 1)])
+    assert remarks_of(tmp_path) == ""
+
+
+def test_a_record_whose_key_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = put_offset_files(
+        tmp_path, [Record(TENANT + A, VALUES[A], 0, 1), Record(TENANT + C, VALUES[C], 9216, 2)]
+    )
+    os.truncate(path, path.read_bytes().index(TENANT + C) + 5)
+    with open_store(url_of(tmp_path)) as store:
+        assert set(listing(store)) == {A}
+    assert f"{path}: 1 records are left out: their headers are damaged" in remarks_of(tmp_path)
+
+
+def test_a_meta_file_that_cannot_be_read_is_named_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_bucket(tmp_path, 1, {A: VALUES[A]})
+    put_bucket(tmp_path, 2, {B: VALUES[B]})
+    really_read = Directory.read
+
+    def read_all_but_one(directory: Directory, name: str, limit: int) -> bytes:
+        if name == "2.meta":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return really_read(directory, name, limit)
+
+    monkeypatch.setattr(Directory, "read", read_all_but_one)
+    with open_store(url_of(tmp_path)) as store:
+        assert set(listing(store)) == {A}
+        said = "\n".join(store.remarks)
+    assert f"{tmp_path}/2.meta: the objects of the bucket are left out: Permission denied" in said
+
+
+def test_nothing_is_found_in_an_empty_store(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    put_bucket(tmp_path / "full", 1, {A: VALUES[A]})
+    with open_store(url_of(tmp_path / "full")) as full:
+        rows = scanned_rows(full, [A])
+    (tmp_path / "empty").mkdir()
+    with open_store(url_of(tmp_path / "empty")) as empty:
+        assert empty.exists(rows).tolist() == [False]
+        assert empty.look(rows).num_rows == 0
+        assert empty.exists(rows[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_more_keys_than_fit_an_array_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    for number, key in enumerate((A, B)):
+        put_bucket(tmp_path, number, {key: VALUES[key]})
+    monkeypatch.setattr(index, "_MAX_KEYS_BYTES", len(A) + len(B) + spare)
+    if spare < 0:
+        with pytest.raises(UnsupportedByBackend, match=r"1\.bucket: the keys up to this file"):
+            open_store(url_of(tmp_path))
+    else:
+        assert set(read_all(tmp_path)) == {A, B}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from hicachectl.cli.demo_store import fill
 from hicachectl.formats.keys.nixl import route
 from tests.backends.nixl.test_store import put_many, url_of
 from tests.move.migrations import PAGES, profile_file
+from tests.report.page_texts import text_of
 from tests.stores import OLD
 
 if TYPE_CHECKING:
@@ -64,6 +66,11 @@ def test_commands_that_look_leave_no_trace(demo: Demo, invoke: Invoke, tmp_path:
     (chain,) = invoke("hits", demo.url, *profile, "--pages", pages, "--format", "jsonl").rows
     assert chain["kv_pages"] == 1
     invoke("rm", demo.url, "--before", "1s", "--dry-run")
+    made = tmp_path / "page.html"
+    invoke("report", demo.url, *profile, "-o", made, exit_code=4)
+    text = text_of(made)
+    assert "36 objects, 8 pages, 669.0 KiB: 1 truncated" in text
+    assert f"'{demo.url}' --profile {demo.profile} --repair quarantine --quarantine DIR" in text
     assert demo.traces() == before
 
 
@@ -112,6 +119,32 @@ def test_every_command_refuses_a_part_of_the_directories(
         said = invoke(*command, exit_code=2).stderr
         assert f"{tmp_path}/a: has the objects of one of 3 directories" in said
     assert demo.traces() == before
+
+
+def test_pages_of_dropped_directories_move_into_the_remaining_one(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that all pages are whole where servers look now, and that --move cannot remove them.
+
+    The other way, into more directories, works the same.
+    """
+    profile, grace = ("--profile", demo.profile), ("--grace", "0s")
+    for path in tmp_path.glob(f"?/*/{demo.short.name[:64]}*"):
+        path.unlink()
+    before = demo.traces()
+    left = url_of(tmp_path, "a", "&high_watermark=100&directories=1")
+    for source, destination in ((demo.url, left), (left, demo.url)):
+        refused = invoke("migrate", source, destination, "--move", "--yes", exit_code=2).stderr
+        assert "which --move would remove; leave out --move" in refused
+    assert demo.traces() == before
+    invoke("verify", left, *profile, *grace, exit_code=4)
+    invoke("migrate", demo.url, left, *profile, *grace)
+    invoke("verify", left, *profile, *grace)
+    shutil.rmtree(tmp_path / "b")
+    invoke("migrate", left, url_of(tmp_path, "ab"), *profile, *grace)
+    grown = ("verify", url_of(tmp_path, "ab"), *profile, *grace, "--format", "json")
+    counts = invoke(*grown, exit_code=4).document["counts"]
+    assert counts.keys() == {"misplaced-object"}  # the files that a had for b
 
 
 def test_directories_in_the_wrong_order_are_named_without_a_listing(

