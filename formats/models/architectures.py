@@ -64,6 +64,7 @@ from hicachectl.formats.models.families.windows import (
     swa,
     swa_or_mha,
 )
+from hicachectl.formats.wording import WRITE_PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,23 +93,31 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
     return dict.fromkeys(names, answer)
 
 
-_PROFILE_FILE = "write a profile file, see hicachectl-profile(1)"
-_UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {_PROFILE_FILE}")
+_UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {WRITE_PROFILE}")
 # model_loader/utils.py :: get_model_architecture
 _CHOSEN = Refusal(
     "is what SGLang itself runs other architectures as, and no config.json names it; "
-    "give the model's own config, or " + _PROFILE_FILE
+    "give the model's own config, or " + WRITE_PROFILE
 )
 # arg_groups/dllm_hook.py :: handle_dllm_inference
-_DIFFUSION = Refusal("is not supported: SGLang disables HiCache for diffusion language models")
-_NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
-_NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
-_SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
+_NO_STORE = "its servers have no store"
+_DIFFUSION = Refusal(
+    f"is not supported: SGLang disables HiCache for diffusion language models; {_NO_STORE}"
+)
+_NO_CACHE = Refusal(
+    f"is not supported: SGLang disables its radix cache, which HiCache needs; {_NO_STORE}"
+)
+_NO_KV = Refusal(
+    f"is not supported: it keeps states only, and HiCache finds pages by their KV; {_NO_STORE}"
+)
+_SCORES = Refusal(
+    "answers with embeddings or scores, and only models that generate have profiles; " + _NO_STORE
+)
 
 
 def _refused(words: str) -> Refusal:
     """Return the refusal of what SGLang itself refuses. words: SGLang's."""
-    return Refusal(f"is not supported: SGLang's HiCache refuses it: {words}")
+    return Refusal(f"is not supported: SGLang's HiCache refuses it: {words}; {_NO_STORE}")
 
 
 # Fields that SGLang's config classes fill with numbers of their own.
@@ -465,7 +474,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Gemma4UnifiedAssistantForCausalLM",
     ),
     "Dots3NoteForCausalLMNextN": Refusal(
-        "is a draft of Dots3NoteForCausalLM, which SGLang's HiCache refuses"
+        f"is a draft of Dots3NoteForCausalLM, which SGLang's HiCache refuses; {_NO_STORE}"
     ),
     **_each(
         _SCORES,
