@@ -526,6 +526,19 @@ def test_some_stores_have_an_object_for_an_anchor_without_bytes(
     assert all(spec.anchor for spec in markers)
 
 
+NIXL_SCHEMES = ("nixl", "nixl-buffered")
+CONVOLUTIONS = Pool(
+    name="mamba",
+    kind="mamba",
+    layers=4,
+    conv=(StateTensor(shape=(2048, 3), dtype="bfloat16"),),
+)
+NO_TEMPORAL = (
+    r"^pools\[mamba\]: SGLang's NIXL backend never finds states without a temporal one again, .*; "
+    "use a file store$"
+)
+
+
 @pytest.mark.parametrize(
     ("model", "scheme", "reason"),
     [
@@ -538,6 +551,7 @@ def test_some_stores_have_an_object_for_an_anchor_without_bytes(
             "nixl-buffered",
             "does not store this pool whole",
         ),
+        *((profile(mha(), CONVOLUTIONS), scheme, NO_TEMPORAL) for scheme in NIXL_SCHEMES),
     ],
 )
 def test_what_nixl_cannot_hold_is_refused(model: Profile, scheme: str, reason: str) -> None:
