@@ -228,3 +228,22 @@ def test_other_files_and_missing_directories_are_refused_by_name(tmp_path: Path)
         read_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="nowhere: cannot read the model directory: No such file"):
         read_checkpoint(tmp_path / "nowhere" / "config.json")
+
+
+def test_a_file_that_is_cut_while_it_is_read_says_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, SHARDS)
+    real = os.pread
+
+    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == SECOND:
+            os.truncate(directory / SECOND, 4)
+        return real(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(FormatError) as refused:
+        read_checkpoint(directory)
+    assert (
+        str(refused.value) == f"{directory / SECOND}: became shorter while it was read; try again"
+    )

@@ -247,3 +247,15 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=f"{tmp_path}/b: "):
         open_store(url_of(tmp_path, "ab"))
     assert not (tmp_path / "b").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    url = url_of(tmp_path / "file")
+    with pytest.raises(StoreUnavailable) as refused:
+        open_store(url, create=True)
+    paths = ",".join(f"{tmp_path}/file/{name}" for name in "abc")
+    assert str(refused.value) == (
+        f"{paths}: cannot create the directories: Not a directory; check the path and the "
+        "permissions of its parent directories"
+    )
