@@ -233,7 +233,10 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
         ("nixl:///a,", "each directory must be an absolute path"),
         ("nixl:///tmp,/tmp/../tmp", "names a directory twice"),
         ("nixl:///tmp?direct_io=yes", "direct_io: 'yes' is not one of on, off"),
-        ("nixl:///tmp?high_watermark=nan", "must be a percentage"),
+        (
+            "nixl:///tmp?high_watermark=nan",
+            "high_watermark: 'nan' is not a percentage above 0; give one",
+        ),
         ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
     ],
 )
