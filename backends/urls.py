@@ -170,7 +170,10 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
         name = match[1]
         if name in seen:
             chain = " -> ".join([*seen, name])
-            raise UsageError(f"{config.source}: named stores refer to one another: {chain}")
+            raise UsageError(
+                f"{config.source}: named stores refer to one another: {chain}; give one of them "
+                "the URL of a store"
+            )
         seen.append(name)
         text = _named_store(text, name, match[2], config)
     return _scheme_url(text, match[1], match[2]) if match else _directory(text, named=bool(seen))

@@ -74,9 +74,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an architecture has no profile: a clause that follows its name."""
+    """Why an architecture has no profile: a clause that follows its name, and what to do."""
 
     reason: str
+    next_step: str = "its servers have no store"
 
 
 def family_of(config: HfConfig) -> Family:
@@ -84,7 +85,8 @@ def family_of(config: HfConfig) -> Family:
     family = ARCHITECTURES.get(config.architecture, _UNKNOWN)
     if isinstance(family, Refusal):
         raise ProfileError(
-            f"{config.source}: architectures: {shown(config.architecture)} {family.reason}"
+            f"{config.source}: architectures: {shown(config.architecture)} {family.reason}; "
+            f"{family.next_step}"
         )
     return family
 
@@ -93,31 +95,22 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
     return dict.fromkeys(names, answer)
 
 
-_UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {WRITE_PROFILE}")
+_UNKNOWN = Refusal("is not an architecture of SGLang 0.5.23", WRITE_PROFILE)
 # model_loader/utils.py :: get_model_architecture
 _CHOSEN = Refusal(
-    "is what SGLang itself runs other architectures as, and no config.json names it; "
-    "give the model's own config, or " + WRITE_PROFILE
+    "is what SGLang itself runs other architectures as, and no config.json names it",
+    f"give the model's own config, or {WRITE_PROFILE}",
 )
 # arg_groups/dllm_hook.py :: handle_dllm_inference
-_NO_STORE = "its servers have no store"
-_DIFFUSION = Refusal(
-    f"is not supported: SGLang disables HiCache for diffusion language models; {_NO_STORE}"
-)
-_NO_CACHE = Refusal(
-    f"is not supported: SGLang disables its radix cache, which HiCache needs; {_NO_STORE}"
-)
-_NO_KV = Refusal(
-    f"is not supported: it keeps states only, and HiCache finds pages by their KV; {_NO_STORE}"
-)
-_SCORES = Refusal(
-    "answers with embeddings or scores, and only models that generate have profiles; " + _NO_STORE
-)
+_DIFFUSION = Refusal("is not supported: SGLang disables HiCache for diffusion language models")
+_NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
+_NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
+_SCORES = Refusal("answers with embeddings or scores, and only models that generate have profiles")
 
 
 def _refused(words: str) -> Refusal:
     """Return the refusal of what SGLang itself refuses. words: SGLang's."""
-    return Refusal(f"is not supported: SGLang's HiCache refuses it: {words}; {_NO_STORE}")
+    return Refusal(f"is not supported: SGLang's HiCache refuses it: {words}")
 
 
 # Fields that SGLang's config classes fill with numbers of their own.
@@ -474,7 +467,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
         "Gemma4UnifiedAssistantForCausalLM",
     ),
     "Dots3NoteForCausalLMNextN": Refusal(
-        f"is a draft of Dots3NoteForCausalLM, which SGLang's HiCache refuses; {_NO_STORE}"
+        "is a draft of Dots3NoteForCausalLM, which SGLang's HiCache refuses"
     ),
     **_each(
         _SCORES,

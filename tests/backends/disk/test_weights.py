@@ -199,7 +199,11 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
             "only pickles (.bin) and pickles (.pt); name the weights yourself",
         ),
         (lambda d: (d / FIRST).unlink(), FormatError, "names shards that are not in the directory"),
-        (_text(INDEX, '{"weight_map": {"a": 1}}'), FormatError, INDEX + ": weight_map: expected"),
+        (
+            _text(INDEX, '{"weight_map": {"a": 1}}'),
+            FormatError,
+            ": weight_map: expected the file name of each tensor; download",
+        ),
         (_text(INDEX, '{"weight_map": {"a": "../../x"}}'), FormatError, "such as '../../x'"),
         (_unreadable, UsageError, "{d}/" + FIRST + ": cannot read the weights: No such file"),
         (lambda d: _fifo(d, INDEX), UsageError, "{d}/" + INDEX + ": cannot read: not a regular"),

@@ -446,11 +446,11 @@ def put_renamed_file_per_key(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "words"),
     [
-        (put_version_1, "version 1 of Mooncake's offset files"),
-        (put_version_2, "version 2 of Mooncake's offset files"),
+        (put_version_1, "version 1 of Mooncake's offset files, .*; name the mooncake://"),
+        (put_version_2, "version 2 of Mooncake's offset files, .*; name the mooncake://"),
         (put_without_meta, "MOONCAKE_OFFSET_PERSIST_MODE"),
-        (put_file_per_key, "file_per_key"),
-        (put_renamed_file_per_key, "file_per_key"),
+        (put_file_per_key, "file_per_key backend, .*; name the mooncake://"),
+        (put_renamed_file_per_key, "file_per_key backend, .*; name the mooncake://"),
     ],
 )
 @pytest.mark.parametrize("folder", ["", "rank_0_1_0_0"])
