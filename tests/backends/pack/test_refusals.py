@@ -13,6 +13,7 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.pack.recovery import repair
+from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import read, scanned_rows, write
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from tests.backends.pack import pack_files
@@ -185,6 +186,7 @@ def test_a_pack_that_its_writer_may_not_close_to_others_names_the_mode(
     pack_files.build(path, {KEY: b"x"})
     path.chmod(0o644)
     with open_store(f"pack://{path}?keys=file", create=True) as store:
+        assert isinstance(store, PackStore)
         monkeypatch.setattr(os, "fchmod", failing(errno.EPERM))
         with pytest.raises(StoreUnavailable) as refused:
             store.keep_private(Permissions.of_file(private(path)))
