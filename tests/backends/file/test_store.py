@@ -760,3 +760,35 @@ def test_a_store_that_cannot_be_made_names_its_directory(tmp_path: Path) -> None
         f"{tmp_path}/file/store: cannot create the directory: Not a directory; check the path and "
         "the permissions of its parent directories"
     )
+
+
+USES: dict[str, Callable[[FileStore, Any], object]] = {
+    "scan": lambda store, _: list(store.scan()),
+    "look": lambda store, rows: store.look(rows),
+    "exists": lambda store, rows: store.exists(rows),
+    "touch": lambda store, rows: store.touch(rows),
+    "sweep": lambda store, _: store.own_temporaries("a", sweep=True),
+    "flush": lambda store, _: store.flush(),
+    "markers": lambda store, _: store.add_markers([]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_lost_file_system_is_named_whatever_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    def lost(*_: object, **__: object) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with FileStore(str(tmp_path)) as store:
+        rows = scanned_rows(store, [b"a.bin"])
+        with monkeypatch.context() as patch:
+            for call in ("open", "stat", "scandir", "listdir", "utime", "fsync", "sync"):
+                patch.setattr(os, call, lost)
+            with pytest.raises(StoreUnavailable) as refused:
+                USES[use](store, rows)
+    assert str(refused.value) == (
+        f"{tmp_path}: cannot use the store: Stale file handle; check that the file system is "
+        "mounted"
+    )

@@ -218,3 +218,34 @@ def test_a_daemon_that_maps_no_memory_is_named() -> None:
         "/3fs: USRBIO: cannot register the buffer for reads: Cannot allocate memory; check that "
         "hf3fs_fuse runs"
     )
+
+
+class NoRing(NoMemory):
+    """A module of 3FS whose daemon ends after it has mapped the memory."""
+
+    def make_iovec(self, memory: Any, *_: object) -> Any:
+        return memory.buf
+
+    def make_ioring(self, *_: object, **__: object) -> Any:
+        return self
+
+    def prepare(self, *_: object, **__: object) -> None:
+        """Take a read."""
+
+    def register_fd(self, _: int) -> None:
+        """Take a file."""
+
+    deregister_fd = register_fd
+
+    def submit(self) -> None:
+        failing(errno.ENOTCONN)()
+
+
+def test_a_daemon_that_ends_is_named(file: Path) -> None:
+    with Arena(PAGE_BYTES, named=True) as arena:
+        reader = UsrbioReader(Usrbio(NoRing(), "/3fs"), arena)
+        try:
+            said = refusal(StoreUnavailable, lambda: reader.read(str(file), ONE_PAGE, arena.memory))
+        finally:
+            reader.close()
+    assert said == ("/3fs: USRBIO: Transport endpoint is not connected; check that hf3fs_fuse runs")

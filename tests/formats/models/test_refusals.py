@@ -35,6 +35,7 @@ def refusal(name: str, fields: dict[str, Any], **flags: Any) -> str:
         (LLAMA, {"num_hidden_layers": 10_001}, "num_hidden_layers: must be at most 10000, but is "
          "10001"),
         (LLAMA, {"num_hidden_layers": None}, "num_hidden_layers: missing"),
+        (LLAMA, {"dtype": 16}, "dtype: expected a name, found 16"),
         ("LongcatFlashForCausalLM", {"index_topk": 2048}, "index_topk: hicachectl does not know "
          "this model's index keys"),
         ("NanbeigeForCausalLM", {"num_loops": 100}, "num_loops: must be at most 10000, but is "
