@@ -220,7 +220,7 @@ def test_a_daemon_that_maps_no_memory_is_named() -> None:
     )
 
 
-class NoRing(NoMemory):
+class NoRing:
     """A module of 3FS whose daemon ends after it has mapped the memory."""
 
     def make_iovec(self, memory: Any, *_: object) -> Any:
