@@ -262,14 +262,19 @@ class Store(ABC):
         else replace it. Statuses: OK, EXISTS, FULL, ERROR. Raises UnsupportedByBackend unless
         `traits.writes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: objects cannot be written to this store")
+        raise UnsupportedByBackend(
+            f"{self.url}: objects cannot be written to this store; name another one"
+        )
 
     def delete(self, rows: Rows) -> Result:
         """Delete objects by key. Statuses: OK, GONE, ERROR.
 
         Raises UnsupportedByBackend unless `traits.deletes`.
         """
-        raise UnsupportedByBackend(f"{self.url}: objects cannot be deleted from this store")
+        raise UnsupportedByBackend(
+            f"{self.url}: objects cannot be deleted from this store; migrate those to keep to a "
+            "new one"
+        )
 
     def undo_writes(self, rows: Rows) -> Result:
         """Remove objects just written by this instance. Returns the statuses of `delete`."""

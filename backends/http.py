@@ -132,7 +132,7 @@ class HttpService:
                 raise self.refused(path, Reply(response.status, self._body(response)))
             stated = response.headers.get_content_type()
             if kind not in (None, stated) and "Content-Type" in response.headers:
-                raise self.lost(f"{path} returned {fit(stated)} instead of {kind}", self.hint)
+                raise self.lost(f"{path} returned {fit(stated)} instead of {kind}")
             for block in _blocks(response):
                 yield block
                 connection.extend(time.monotonic() + self._timeout_s)
@@ -142,15 +142,15 @@ class HttpService:
             self._put_back(connection, response)
 
     def lost(self, what: str, remedy: str = "") -> StoreUnavailable:
-        """Return the error for a problem with the service."""
-        return StoreUnavailable(with_next(f"{self._name}: {what}", remedy))
+        """Return the error for a problem with the service. remedy: default: the hint."""
+        return StoreUnavailable(with_next(f"{self._name}: {what}", remedy or self.hint))
 
     def refused(self, path: str, reply: Reply) -> StoreUnavailable:
         """Return the error for a reply with an unexpected status."""
         endpoint = path.partition("?")[0]
         if reply.status == http.client.NOT_FOUND:
-            return self.lost(f"has no endpoint {endpoint}", self.hint)
-        return self.lost(f"{endpoint} failed with {self.said(reply)}")
+            return self.lost(f"has no endpoint {endpoint}")
+        return self.lost(f"{endpoint} failed with {self.said(reply)}", "check its log")
 
     def said(self, reply: Reply) -> str:
         """Return the status and first words of a reply, without the request's secrets."""
@@ -193,7 +193,7 @@ class HttpService:
             body += block
             limit = self._max_reply_bytes or MAX_REPLY_BYTES
             if len(body) > limit:
-                raise self.lost(f"a reply is larger than {limit} bytes", self.hint)
+                raise self.lost(f"a reply is larger than {limit} bytes")
         return bytes(body)
 
     def _put_back(self, connection: _Connection, response: http.client.HTTPResponse | None) -> None:

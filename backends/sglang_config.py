@@ -6,6 +6,7 @@ from typing import Any
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json_object
+from hicachectl.formats.errors import FormatError
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -18,4 +19,7 @@ def read_config(path: str, where: str) -> dict[str, Any]:
     data = read_bounded(
         path, MAX_CONFIG_BYTES, what="a config of SGLang", regular=True, where=where
     )
-    return parse_json_object(data, where)
+    try:
+        return parse_json_object(data, where)
+    except FormatError as error:
+        raise FormatError(f"{error}; give the JSON config that the servers read") from None

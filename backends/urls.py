@@ -171,7 +171,10 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
         name = match[1]
         if name in seen:
             chain = " -> ".join([*seen, name])
-            raise UsageError(f"{config.source}: named stores refer to one another: {chain}")
+            raise UsageError(
+                f"{config.source}: named stores refer to one another: {chain}; give one of them "
+                "the URL of a store"
+            )
         seen.append(name)
         text = _named_store(text, name, match[2], config)
     return _scheme_url(text, match[1], match[2]) if match else _directory(text, named=bool(seen))
@@ -204,11 +207,14 @@ def parse_config(text: str, *, source: str = "config", directory: str | Path = "
     """
     from hicachectl.formats.documents import parse_toml
 
-    document = parse_toml(text, source)
+    try:
+        document = parse_toml(text, source)
+    except FormatError as error:
+        raise FormatError(f"{error}; write [stores.NAME] tables, see hicachectl(1)") from None
     _refuse_unknown(document, {"stores"}, source)
     stores = document.get("stores", {})
     if not isinstance(stores, dict):
-        raise FormatError(f"{source}: stores: expected tables [stores.NAME]")
+        raise FormatError(f"{source}: stores: expected tables; write [stores.NAME]")
     base = Path(directory).absolute()
     return Config(
         {name: _named(name, table, source, base) for name, table in stores.items()}, source
@@ -250,13 +256,15 @@ def _user_config(environ: Mapping[str, str]) -> Path | None:
 def _named(name: str, table: Any, source: str, base: Path) -> NamedStore:
     where = f"{source}: stores.{name}"
     if not name or {":", "/"} & set(name) or name in SCHEMES:
-        raise FormatError(f'{where}: a store name must not contain ":" or "/", nor be a URL scheme')
+        raise FormatError(
+            f'{where}: a store name must not contain ":" or "/", nor be a URL scheme; rename it'
+        )
     if not isinstance(table, dict):
-        raise FormatError(f"{where}: expected a table with a url")
+        raise FormatError(f'{where}: expected a table; write url = "URL" in it')
     _refuse_unknown(table, {"url", *_PATHS}, where)
     url = table.get("url")
     if not isinstance(url, str) or not url:
-        raise FormatError(f"{where}: url: expected a store URL as text")
+        raise FormatError(f'{where}: url: expected a store URL as text; write url = "URL"')
     paths = {
         key: _config_path(table[key], f"{where}: {key}", base) for key in table.keys() - {"url"}
     }
@@ -265,7 +273,9 @@ def _named(name: str, table: Any, source: str, base: Path) -> NamedStore:
 
 def _config_path(value: Any, where: str, base: Path) -> Path:
     if not isinstance(value, str) or not value or "://" in value or "\0" in value:
-        raise FormatError(f"{where}: {value!r} is not the path of a file")
+        raise FormatError(
+            f"{where}: {value!r} is not the path of a file; give one, or leave it out"
+        )
     return base / value
 
 
@@ -295,7 +305,10 @@ def _directory(text: str, *, named: bool) -> StoreUrl:
     if not text:
         raise UsageError("STORE: the text is empty; give a directory or a URL")
     if named and not text.startswith("/"):
-        raise UsageError(f"{text!r}: the directory of a store in the config file must be absolute")
+        raise UsageError(
+            f"{text!r}: the directory of a store in the config file must be absolute, as in "
+            f"file://{quote(str(Path(text).absolute()))}"
+        )
     _refuse_nul(text, text)
     return StoreUrl("file", str(Path(text).absolute()))
 
@@ -335,7 +348,7 @@ def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[s
             allowed = ", ".join(sorted(known)) or "none"
             raise UsageError(f"{text}: unknown parameter {name!r}; known: {allowed}")
         if name in params:
-            raise UsageError(f"{text}: parameter {name!r} is given twice")
+            raise UsageError(f"{text}: parameter {name!r} is given twice; give it once")
         if not equals:
             raise UsageError(f"{text}: parameter {name!r} has no value; write {name}=VALUE")
         params[name] = _decode(text, value)
@@ -353,4 +366,4 @@ def _decode(text: str, part: str) -> str:
 
 def _refuse_nul(text: str, part: str) -> None:
     if "\0" in part:
-        raise UsageError(f"{text!r}: a store name must not contain a zero byte")
+        raise UsageError(f"{text!r}: a store name must not contain a zero byte; leave it out")

@@ -20,6 +20,7 @@ from hicachectl.formats.forms import convert
 from hicachectl.formats.identity import Identity
 
 MAX_MARKER_BYTES = 16 << 10
+_REMOVE = "remove the file"
 _FORM = 1
 _MAX_VALUES = 100
 _MAX_OBJECT_BYTES = 1 << 48
@@ -90,7 +91,7 @@ def marker_of(form: MarkerForm, source: str) -> Marker:
     """Return a marker. source: names it in messages. Raises FormatError."""
     identity = Identity(**msgspec.structs.asdict(form.facts))
     if identity.hash().hex() != form.identity:
-        raise FormatError(f"{source}: the identity is not that of its facts; remove the file")
+        raise FormatError(f"{source}: the identity is not that of its facts")
     return Marker(form.suffix, form.nbytes, identity, form.digest)
 
 
@@ -103,9 +104,13 @@ def dump_marker(marker: Marker) -> bytes:
 def parse_marker(data: bytes, source: str) -> Marker:
     """Parse an untrusted marker. source: names it in messages. Raises FormatError."""
     if len(data) > MAX_MARKER_BYTES:
-        raise FormatError(f"{source}: larger than {MAX_MARKER_BYTES} bytes, so not a marker")
-    table = parse_json_object(data, source, max_values=_MAX_VALUES)
-    form = table.get("form")
-    if type(form) is int and form > _FORM:
-        raise FormatError(f"{source}: has form {form}, a later one; use a newer hicachectl")
-    return marker_of(convert(table, MarkerForm, source), source)
+        raise FormatError(
+            f"{source}: larger than {MAX_MARKER_BYTES} bytes, so not a marker; {_REMOVE}"
+        )
+    try:
+        table = parse_json_object(data, source, max_values=_MAX_VALUES)
+        if type(form := table.get("form")) is not int or form <= _FORM:
+            return marker_of(convert(table, MarkerForm, source), source)
+    except FormatError as error:
+        raise FormatError(f"{error}; {_REMOVE}") from None
+    raise FormatError(f"{source}: has form {form}, a later one; use a newer hicachectl")

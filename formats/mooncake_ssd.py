@@ -137,8 +137,8 @@ def parse_offset_meta(data: bytes, source: str) -> OffsetMeta:
         raise FormatError(f"{source}: states no version, so the file is cut off or damaged")
     if version != OFFSET_VERSION:
         raise UnsupportedByBackend(
-            f"{source}: version {version} of Mooncake's offset files; hicachectl reads version "
-            f"{OFFSET_VERSION} only"
+            f"{source}: version {version} of Mooncake's offset files, but only version "
+            f"{OFFSET_VERSION} is read; name the mooncake:// store of its master"
         )
     return OffsetMeta(*_used_extents(state, source), sequence, frozenset(evicted))
 

@@ -76,7 +76,7 @@ class PoolPiece:
             if odd:
                 raise ProfileError(
                     f"tp_lcm_size: a rank's {tensor.shape[at]} KV heads cannot be split into "
-                    f"{slices} equal slices"
+                    f"{slices} equal slices; give another tp_lcm_size"
                 )
             shape = (*tensor.shape[:at], heads, *tensor.shape[at + 1 :])
             tensors.append(replace(tensor, shape=shape))
@@ -86,7 +86,7 @@ class PoolPiece:
         if layout == "page_unified":
             raise UnsupportedByBackend(
                 "layout page_unified: belongs to the unified key scheme, which no SGLang store "
-                "supports"
+                "supports; give the server's --hicache-mem-layout"
             )
         kind_of(self.pool).check_layout(self.pool, layout)
         return tuple(tensor.in_layout(layout) for tensor in self.tensors)
@@ -105,7 +105,10 @@ def pp_ranges(
         return ((0, num_layers),)
     sizes = list(partition) or _even(num_layers, pp)
     if len(sizes) != pp or sum(sizes) != num_layers:
-        raise ProfileError(f"pp_partition: {sizes} does not split {num_layers} layers over pp {pp}")
+        raise ProfileError(
+            f"pp_partition: {sizes} does not split {num_layers} layers over pp {pp}; give the "
+            "layers of each stage"
+        )
     if min(sizes) < 1:
         raise ProfileError(f"pp: {num_layers} layers cannot fill {pp} stages; give a smaller pp")
     ends = list(accumulate(sizes))
@@ -173,7 +176,7 @@ def pool_piece(
         # runtime_context.py :: draft_attn_parallel_group also depends on DP attention.
         raise ProfileError(
             f"pools[{pool.name}]: not supported with cp {profile.cp}, because SGLang shards draft "
-            "heads over a group of ranks that a profile does not state"
+            "heads over a group of ranks that a profile does not state; leave out the pool"
         )
     tp = profile.linear_tp if kind.linear and profile.linear_tp else profile.tp
     tensors = kind.tensors(pool, len(layers) + padding, tokens, tp)
@@ -208,7 +211,9 @@ def _split_layers(
         return layers, 0
     anchor = profile.pools[0]
     if not kind_of(anchor).splits_layers:
-        raise ProfileError("cp_layer_split: needs a DSA model, with a kv pool of kind mla")
+        raise ProfileError(
+            "cp_layer_split: needs a DSA model, with a kv pool of kind mla; leave it out"
+        )
     kv_layers = _stage_layers(profile, anchor, pp_rank)
     start, end = layer_shard_range(cp_rank, profile.cp, len(kv_layers))
     owned = kv_layers[start:end]
@@ -230,8 +235,8 @@ def _stage_layers(profile: Profile, pool: Pool, pp_rank: int) -> tuple[int, ...]
         )
     if max(pool.layer_numbers) >= total:
         raise ProfileError(
-            f"pools[{pool.name}].layers: there is no layer {max(pool.layer_numbers)}; the stages "
-            f"have {total} layers, counted from 0"
+            f"pools[{pool.name}].layers: there is no layer {max(pool.layer_numbers)}; give layers "
+            f"below {total}, counted from 0"
         )
     start, end = stage_ranges(profile)[pp_rank]
     return tuple(layer for layer in pool.layer_numbers if start <= layer < end)

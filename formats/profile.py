@@ -102,11 +102,14 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def parse_profile(text: str, *, source: str = "profile") -> Profile:
     """Parse a profile from TOML or JSON text. Raises ProfileError naming the field at fault."""
     text = text.removeprefix("\ufeff")
-    if text.lstrip().startswith("{"):
-        document = parse_json(text, source, refusal=ProfileError, unique=True)
-    else:
-        document = parse_toml(text, source, refusal=ProfileError)
-    return profile_from_mapping(document, source=source)
+    try:
+        if text.lstrip().startswith("{"):
+            document = parse_json(text, source, refusal=ProfileError, unique=True)
+        else:
+            document = parse_toml(text, source, refusal=ProfileError)
+        return profile_from_mapping(document, source=source)
+    except ProfileError as error:
+        raise ProfileError(f"{error}; see hicachectl-profile(1)") from None
 
 
 def profile_from_mapping(document: Any, *, source: str = "profile") -> Profile:

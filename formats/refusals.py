@@ -52,7 +52,7 @@ def check_transfer(source: Side, destination: Side) -> None:
         if profile.cp > 1 and profile.dcp == 1 and grammar in _GRAMMARS_WITHOUT_CP:
             raise UnsupportedByBackend(
                 f"cp {profile.cp}: {_GRAMMARS_WITHOUT_CP[grammar]} keys do not name the cp rank, "
-                "so objects of ranks after the first are lost"
+                "so objects of ranks after the first are lost; use a file store"
             )
     _check_pools(source.profile, destination.profile)
     for profile, _, specs in (source, destination):
@@ -67,16 +67,25 @@ def _check_profiles(source: Profile, destination: Profile) -> None:
     for name, reason in _FIXED.items():
         one, two = getattr(source, name), getattr(destination, name)
         if one != two:
-            raise UsageError(f"{name}: cannot change from {one} to {two}, because {reason}")
+            raise UsageError(
+                f"{name}: cannot change from {one} to {two}, because {reason}; "
+                f"give a destination with {name} {one}"
+            )
     if source.dcp > 1:
         for name in ("tp", "pp", "pp_partition"):
             if getattr(source, name) != getattr(destination, name):
-                raise UnsupportedByBackend(f"{name}: cannot change under dcp {source.dcp}")
+                raise UnsupportedByBackend(
+                    f"{name}: cannot change from {getattr(source, name)} to "
+                    f"{getattr(destination, name)} under dcp {source.dcp}; keep it"
+                )
     ours, theirs = ({pool.name: pool for pool in p.pools} for p in (source, destination))
     for name in (*ours, *theirs):
         if name not in ours or name not in theirs:
             which = "destination" if name in ours else "source"
-            raise ProfileError(f"pools[{name}]: the {which} does not have this pool")
+            raise ProfileError(
+                f"pools[{name}]: the {which} does not have this pool; give profiles of the same "
+                "pools"
+            )
         _check_pool(ours[name], theirs[name])
 
 
@@ -87,7 +96,7 @@ def _check_pools(source: Profile, destination: Profile) -> None:
         if ordered and not kind_of(pool).has_form:
             raise UnsupportedByBackend(
                 f"pools[{pool.name}]: the axis order of the bytes is unknown, so the layout cannot "
-                f"change from {source.layout} to {destination.layout}"
+                f"change from {source.layout} to {destination.layout}; keep it"
             )
     for profile in (source, destination):
         for pool in profile.pools:
@@ -96,7 +105,7 @@ def _check_pools(source: Profile, destination: Profile) -> None:
             if kind.linear and not pool.replicated and profile.linear_tp not in (0, profile.tp):
                 raise ProfileError(
                     f"linear_tp: {profile.linear_tp} differs from tp {profile.tp}, and keys do "
-                    "not show which rank holds which state"
+                    f"not show which rank holds which state; keep the topology and layout"
                 )
 
 
@@ -105,7 +114,7 @@ def _check_pool(one: Pool, two: Pool) -> None:
     for name in (n for n in one.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)):
         raise ProfileError(
             f"pools[{one.name}].{name}: cannot change from {getattr(ours, name)!r} (source) to "
-            f"{getattr(theirs, name)!r} (destination)"
+            f"{getattr(theirs, name)!r} (destination); give a destination with equal pools"
         )
 
 
@@ -125,5 +134,5 @@ def _check_shared_shard(profile: Profile, expected: ObjectSpec) -> None:
     if profile.tp > 1 and shared:
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: keys beside an MLA target do not name the TP rank, so the store "
-            f"holds only the first of {profile.tp} shards"
+            f"holds only the first of {profile.tp} shards; let servers write these pages again"
         )

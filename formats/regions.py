@@ -107,7 +107,10 @@ def _layer_spans(pool: Pool, expected: ObjectSpec, order: LayerOrder) -> list[Sp
     spans: list[Span] = []
     for place, name in enumerate(names):
         if name not in order:
-            raise ProfileError(f"pools[{pool.name}]: the source does not store {_layer_text(name)}")
+            raise ProfileError(
+                f"pools[{pool.name}]: the source does not store {_layer_text(name)}; give profiles "
+                "of the same layers"
+            )
         at, number = place + (padding if place >= len(held) else 0), order[name]
         last = spans[-1] if spans else None
         if last is not None and (last[0] + last[2], last[1] + last[2]) == (at, number):

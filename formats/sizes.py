@@ -28,7 +28,7 @@ def parse_size(text: str, least: int = 0) -> int:
         raise UsageError(f"{shown(text)} is not a size; write 200GiB, 1.5TB or a number of bytes")
     nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
     if nbytes < least:
-        raise UsageError(f"{shown(text)} is less than {least} bytes")
+        raise UsageError(f"{shown(text)} is less than {least} bytes; give more")
     if nbytes >= _TOO_LARGE:
-        raise UsageError(f"{shown(text)} is 8 EiB or more")
+        raise UsageError(f"{shown(text)} is 8 EiB or more; give less")
     return nbytes

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
+_FILE_STORE = "use a file store"
 _ZERO_COPY_LAYOUTS = PAGE_FIRST_LAYOUTS  # HiCacheHF3FS.register_mem_pool_host
 _HF3FS_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
 UNKNOWN_SIZE = -1
@@ -160,7 +161,9 @@ def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     if the scheme is unknown.
     """
     if scheme == "unified":
-        raise UnsupportedByBackend("A profile cannot describe objects of the unified key scheme")
+        raise UnsupportedByBackend(
+            "A profile cannot describe objects of the unified key scheme; use another store"
+        )
     if scheme not in _SCHEMES:
         raise UsageError(not_one_of("Key scheme", scheme, _SCHEMES))
     problems = validate_profile(profile)
@@ -247,15 +250,19 @@ def _check_dcp(profile: Profile) -> None:
     anchor = profile.pools[0]
     # For opaque pools of an inferred profile, only the form of the keys is known.
     if not kind_of(anchor).stored_with_dcp(anchor):
-        raise UnsupportedByBackend("dcp: SGLang stores DCP pages of MLA models only")
+        raise UnsupportedByBackend(
+            f"dcp {profile.dcp}: SGLang stores DCP pages of MLA models only; give dcp 1"
+        )
     if profile.layout not in HEADLESS_LAYOUTS:
         raise UnsupportedByBackend(
-            f"dcp: SGLang does not store DCP pages in layout {profile.layout}; use one of "
-            f"{', '.join(HEADLESS_LAYOUTS)}"
+            f"dcp {profile.dcp}: SGLang does not store DCP pages in layout {profile.layout}; use "
+            f"one of {', '.join(HEADLESS_LAYOUTS)}"
         )
     for pool in profile.pools:
         if not pool_name(pool.name).dcp:
-            raise UnsupportedByBackend(f"dcp: SGLang does not store {pool.name} pools under DCP")
+            raise UnsupportedByBackend(
+                f"dcp {profile.dcp}: SGLang does not store {pool.name} pools under DCP; give dcp 1"
+            )
 
 
 # --- file ---
@@ -323,7 +330,7 @@ def _mooncake_per_rank(profile: Profile, pool: Pool) -> bool:
     form = pool_name(pool.name).mooncake
     if not form:
         raise UnsupportedByBackend(
-            f"pools[{pool.name}]: SGLang does not store this pool on Mooncake"
+            f"pools[{pool.name}]: SGLang does not store this pool on Mooncake; {_FILE_STORE}"
         )
     if form in ("shared", "states"):
         return form == "states"
@@ -374,7 +381,7 @@ def _mooncake_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]
     if kind.shards not in (None, per_rank):  # MooncakeStore makes too few or too many keys
         raise UnsupportedByBackend(
             f"pools[{pool.name}]: kind {pool.kind} does not fit the Mooncake keys of this pool "
-            f"beside kv of kind {profile.pools[0].kind}"
+            f"beside kv of kind {profile.pools[0].kind}; {_FILE_STORE}"
         )
     kind.check_mooncake(pool)
     if not piece.tensors:
@@ -393,10 +400,13 @@ def _check_hf3fs(profile: Profile) -> None:
     if profile.pp > 1:
         raise CollidingKeys(
             f"pp {profile.pp}: 3FS keys do not name the pp rank, so ranks overwrite each other's "
-            "objects"
+            f"objects; {_FILE_STORE}"
         )
     if profile.dcp > 1:
-        raise UnsupportedByBackend("dcp: SGLang stores DCP pages in file and Mooncake stores only")
+        raise UnsupportedByBackend(
+            f"dcp {profile.dcp}: SGLang stores DCP pages in file and Mooncake stores only; "
+            f"{_FILE_STORE}"
+        )
     if not kind_of(profile.pools[0]).has_bytes:
         raise UnsupportedByBackend(
             "pools[kv]: SGLang's 3FS backend cannot store models without KV (DeepSeek-V4), because "
@@ -404,8 +414,8 @@ def _check_hf3fs(profile: Profile) -> None:
         )
     if profile.layout not in _HF3FS_LAYOUTS:
         raise UnsupportedByBackend(
-            f"layout {profile.layout}: SGLang's 3FS backend supports "
-            f"{', '.join(_HF3FS_LAYOUTS)} only"
+            f"layout {profile.layout}: SGLang's 3FS backend does not store it; use one of "
+            f"{', '.join(_HF3FS_LAYOUTS)}"
         )
 
 
@@ -426,7 +436,8 @@ def _hf3fs_contents(profile: Profile, piece: PoolPiece) -> Iterator[_Content]:
     kind = kind_of(pool)
     if pool.name != "kv" and not kind.hf3fs_sidecar:
         raise UnsupportedByBackend(
-            f"pools[{pool.name}]: SGLang cannot store {kind.name.upper()} pools beside kv on 3FS"
+            f"pools[{pool.name}]: SGLang cannot store {kind.name.upper()} pools beside kv on 3FS; "
+            f"{_FILE_STORE}"
         )
     zero_copy = profile.layout in _ZERO_COPY_LAYOUTS and not profile.rank_replicated
     if pool.name != "kv" or not zero_copy or not kind.hf3fs_parts:
@@ -451,7 +462,7 @@ def _check_nixl(profile: Profile) -> None:
         if (size := getattr(profile, axis)) > 1:
             raise CollidingKeys(
                 f"{axis} {size}: NIXL keys do not name the {axis} rank, so ranks overwrite each "
-                "other's objects; use a file store"
+                f"other's objects; {_FILE_STORE}"
             )
 
 

@@ -203,8 +203,11 @@ def _gap_text(expected: ObjectSpec) -> str:
     ranks = coordinate.shard.ranks_text()
     what = f"pools[{coordinate.pool}]{part} of {ranks or 'all ranks'}"
     if not expected.tensors:
-        return f"{what}: the form of the bytes is unknown, so topology and layout cannot change"
-    return f"{what}: the source lacks a part of the content"
+        return (
+            f"{what}: the form of the bytes is unknown, so topology and layout cannot change; give "
+            "a profile that describes the pool"
+        )
+    return f"{what}: the source lacks a part of the content; check both profiles"
 
 
 def _marker_units(source: Side, destination: Side) -> Iterator[TransferUnit]:

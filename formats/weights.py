@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
 FINGERPRINT_DIGITS = 32  # hexadecimal
+_AGAIN = "download the file again"
 LENGTH_BYTES = 8  # a shard begins with its header's length, little endian
 MAX_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
 MAX_RANGE_BYTES = 1 << 20
@@ -100,7 +101,7 @@ def header_bytes(start: bytes, nbytes: int, source: str) -> int:
     if length > MAX_HEADER_BYTES:
         raise FormatError(
             f"{source}: not a safetensors file: its header would have {length} bytes, but at most "
-            f"{MAX_HEADER_BYTES} are allowed"
+            f"{MAX_HEADER_BYTES} are allowed; {_AGAIN}"
         )
     if LENGTH_BYTES + length > nbytes:
         raise FormatError(_cut_off(source, nbytes, LENGTH_BYTES + length))
@@ -120,8 +121,7 @@ def read_header(header: bytes, nbytes: int, source: str) -> Shard:
         raise FormatError(_cut_off(source, nbytes, described))
     if described < nbytes:
         raise FormatError(
-            f"{source}: has {nbytes} bytes, but its header describes {described}; download the "
-            "file again"
+            f"{source}: has {nbytes} bytes, but its header describes {described}; {_AGAIN}"
         )
     facts = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=_HASH_BYTES)
     facts.update(header)
@@ -210,7 +210,10 @@ def _tensors(header: bytes, source: str) -> list[Range]:
 
     As the format demands, they fill the shard without gaps.
     """
-    entries = parse_json_object(header, source)
+    try:
+        entries = parse_json_object(header, source)
+    except FormatError as error:
+        raise FormatError(f"{error}; {_AGAIN}") from None
     entries.pop("__metadata__", None)
     tensors = []
     for name, entry in entries.items():
@@ -218,12 +221,14 @@ def _tensors(header: bytes, source: str) -> list[Range]:
             case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end:
                 tensors.append(Range(begin, end - begin))
             case _:
-                raise FormatError(f"{source}: tensor {shown(name)} has no valid data_offsets")
+                raise FormatError(
+                    f"{source}: tensor {shown(name)} has no valid data_offsets; {_AGAIN}"
+                )
     tensors.sort()
     end = 0
     for tensor in tensors:
         if tensor.offset != end:
-            raise FormatError(f"{source}: the tensors of its header have gaps or overlap")
+            raise FormatError(f"{source}: the tensors of its header have gaps or overlap; {_AGAIN}")
         end += tensor.nbytes
     return tensors
 
@@ -256,6 +261,5 @@ def _samples(tensor: Range) -> Iterator[Range]:
 
 def _cut_off(source: str, nbytes: int, described: int) -> str:
     return (
-        f"{source}: truncated: has {nbytes} bytes, but its header describes {described}; download "
-        "the file again"
+        f"{source}: truncated: has {nbytes} bytes, but its header describes {described}; {_AGAIN}"
     )

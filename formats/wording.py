@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 GIVE_PROFILE = "give --profile, --model-config or --server"
+WRITE_PROFILE = "write a profile file, see hicachectl-profile(1)"
 PAGES_COMPARED = (
     "pages are compared with each other, so a pool, part or rank missing everywhere goes "
     f"unnoticed; {GIVE_PROFILE}"

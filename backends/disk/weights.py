@@ -113,7 +113,9 @@ def _indexed(directory: Path, shards: list[str]) -> Collection[str]:
     path = directory / _INDEX
     places = _read_json(path).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise FormatError(f"{path}: weight_map: expected the file name of each tensor")
+        raise FormatError(
+            f"{path}: weight_map: expected the file name of each tensor; download the model again"
+        )
     indexed = set(places.values())
     if missing := sorted(indexed - set(shards)):
         raise FormatError(

@@ -165,7 +165,7 @@ class MetadataClient:
     def _done(self, reply: Reply, rank: int, verb: str, namespace: str) -> None:
         if reply.status != http.client.NO_CONTENT:
             self._checked(reply, rank, verb, namespace)
-            raise self._http.lost(f"gave an unexpected reply to {verb}: HTTP {reply.status}", _HINT)
+            raise self._http.lost(f"gave an unexpected reply to {verb}: HTTP {reply.status}")
 
     def _checked(self, reply: Reply, rank: int, verb: str, namespace: str) -> bytes:
         if _lacks_table(reply):

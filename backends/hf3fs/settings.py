@@ -185,9 +185,9 @@ def _count(url: StoreUrl, name: str, most: int) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
-        raise UsageError(f"{name}: {shown(text)} is not a whole number")
+        raise UsageError(f"{name}: {shown(text)} is not a whole number; give 1 to {most}")
     if not 1 <= int(text) <= most:
-        raise UsageError(f"{name}: {text} is not between 1 and {most}")
+        raise UsageError(f"{name}: {text} is out of range; give 1 to {most}")
     return int(text)
 
 
@@ -213,5 +213,7 @@ def _whole(value: float | str, where: str) -> int:
     else:
         is_whole = value == value // 1  # neither infinite nor NaN
     if not is_whole or not 1 <= int(value) <= MAX_FILE_SIZE:
-        raise FormatError(f"{where}: {shown(value)} is not a size in bytes")
+        raise FormatError(
+            f"{where}: {shown(value)} is not a size in bytes; give 1 to {MAX_FILE_SIZE}"
+        )
     return int(value)

@@ -228,11 +228,13 @@ class _Reservation:
         self.held = {}  # from here on, a release could free a mapped page
         try:
             self.server.confirm(*table, pairs, rest)
-        except BaseException:
+        except BaseException as error:
             if pairs:
                 current = self._looked_up([name for name, _ in pairs], len(held))
                 if not any(now == index for now, (_, index) in zip(current, pairs, strict=True)):
                     self.held = held
+            elif isinstance(error, HicacheError):
+                raise self._stranded(str(error), len(held)) from error
             raise
 
     def _looked_up(self, names: Sequence[str], held: int) -> list[int | None]:

@@ -172,7 +172,7 @@ class MasterAdmin:
         """Raise StoreUnavailable unless a master serves and answers without extending leases."""
         reply = self._http.get("/health")
         if reply.status == http.client.OK and reply.body.strip() == b"OK":
-            raise self._http.lost(f"the master is too old; {_OLD_MASTER}")
+            raise self._http.lost("the master is too old", _OLD_MASTER)
         try:
             health = decode(_HEALTH, reply.body)
         except FormatError:
@@ -265,12 +265,10 @@ class MasterAdmin:
         path = f"/batch_query_keys?keys={probe}"
         reply = self._http.get(path)
         if reply.status == http.client.NOT_FOUND:
-            raise self._http.lost(f"has no endpoint /batch_query_keys; {_OLD_MASTER}")
+            raise self._http.lost("has no endpoint /batch_query_keys", _OLD_MASTER)
         body = self._checked(path, reply)
         if probe.encode() in body and b'"nof_values"' not in body:
-            raise self._http.lost(
-                f"the master extends the leases of queried objects; {_OLD_MASTER}"
-            )
+            raise self._http.lost("the master extends the leases of queried objects", _OLD_MASTER)
         self._decoded(body)
 
     def _answers(self, keys: Any, texts: list[str]) -> Any:
@@ -346,7 +344,7 @@ class MasterAdmin:
                     f"its reply to {path} has a line longer than {MAX_KEY_BYTES} bytes"
                 )
         if rest:
-            raise self._http.lost(f"its reply to {path} ends within a key; run again")
+            raise self._http.lost(f"its reply to {path} ends within a key", "run again")
 
 
 # keys

@@ -207,7 +207,9 @@ def _text(url: StoreUrl, given: _SettingsSource, field: str, *, empty: bool = Fa
     value: str = getattr(given.stated, field) if stated is None else stated
     if not value.isprintable() or not (value or empty):
         error, name = (given.error, given.name(field)) if stated is None else (UsageError, field)
-        raise error(f"{name}: {value!r} is empty or has unprintable characters")
+        raise error(
+            f"{name}: {value!r} is empty or has unprintable characters; give printable text"
+        )
     return value
 
 

@@ -197,8 +197,8 @@ def read_index(places: Sequence[Place], tenant: str) -> Index:
 
 def _refuse_file_per_key(path: str) -> None:
     raise UnsupportedByBackend(
-        f"{path}: written by Mooncake's file_per_key backend, which hicachectl does not read; it "
-        "reads buckets and offset files"
+        f"{path}: written by Mooncake's file_per_key backend, but only buckets and offset files "
+        "are read; name the mooncake:// store of its master"
     )
 
 

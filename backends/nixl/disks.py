@@ -90,7 +90,9 @@ class NixlDisks(ObjectTree):
                 opened.callback(disks[-1].close)
             facts = [os.fstat(disk.descriptor) for disk in disks]
             if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):
-                raise UsageError(f"nixl://{','.join(paths)}: names a directory twice")
+                raise UsageError(
+                    f"nixl://{','.join(paths)}: names a directory twice; name each once"
+                )
             tree = cls(disks, high_watermark=high_watermark, complete=complete)
             opened.pop_all()
         return tree

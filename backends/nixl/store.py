@@ -89,7 +89,7 @@ def _directories_in(url: StoreUrl) -> list[str]:
                 f"{url}: each directory must be an absolute path, as in nixl:///disk0,/disk1"
             )
     if len(paths) > MAX_DIRECTORIES:
-        raise UsageError(f"{url}: has {len(paths)} directories; at most {MAX_DIRECTORIES} work")
+        raise UsageError(f"{url}: has {len(paths)} directories; give at most {MAX_DIRECTORIES}")
     stated = url.params.get("directories", str(len(paths)))
     if stated != str(len(paths)):
         raise UsageError(
@@ -113,5 +113,7 @@ def _watermark_in(url: StoreUrl) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= 100:
-        raise UsageError(f"{url}: high_watermark must be a percentage above 0, not {text!r:.40}")
+        raise UsageError(
+            f"{url}: high_watermark: {text!r:.40} is not a percentage above 0; give one such as 80"
+        )
     return value

@@ -223,7 +223,7 @@ def repair(
         if writes_here:
             append_index(descriptor, found.pack_id, entries, found.metadata, found.end)
         elif output is not None and not dry_run:
-            _copy(descriptor, found, entries, output)
+            _copy(descriptor, path, found, entries, output)
         return _summary(entries, found)
     except OSError as error:
         raise StoreUnavailable(
@@ -251,12 +251,24 @@ def _summary(entries: pa.Table, walked: ScannedPack | None = None) -> PackRepair
     )
 
 
-def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -> None:
-    """Write a new pack atomically from the records of a pack.
+def _copy(descriptor: int, path: str, found: ScannedPack, entries: pa.Table, output: str) -> None:
+    """Write a new pack atomically from the records of a pack. Raises StoreUnavailable, UsageError.
 
     Unlike in `new_file`, the temporary file is locked, and a later run replaces it: killed runs
     leave at most one file, as large as the pack.
     """
+    try:
+        _write_copy(descriptor, path, found, entries, output)
+    except FileExistsError as error:
+        raise _taken(output) from error
+    except OSError as error:
+        next_step = "check the directory and its free space"
+        raise StoreUnavailable(failed(output, "write the new pack", error, next_step)) from error
+
+
+def _write_copy(
+    descriptor: int, path: str, found: ScannedPack, entries: pa.Table, output: str
+) -> None:
     import pyarrow as pa
 
     assert found.metadata is not None  # `repair` has checked this
@@ -274,7 +286,7 @@ def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -
             strict=True,
         ):
             moved.append(at)
-            at = _copy_bytes(descriptor, offset, length, target, at)
+            at = _copy_bytes(descriptor, path, offset, length, target, at)
         place = entries.schema.get_field_index("offset")
         entries = entries.set_column(
             place, entries.schema.field(place), pa.array(moved, pa.int64())
@@ -283,8 +295,6 @@ def _copy(descriptor: int, found: ScannedPack, entries: pa.Table, output: str) -
         source = Permissions.of_file(os.fstat(descriptor))
         os.fchmod(target, as_umask_says(source, os.fstat(target).st_gid))
         move_noreplace(None, os.fsencode(partial), None, os.fsencode(output))
-    except FileExistsError as error:
-        raise _taken(output) from error
     finally:
         os.close(target)
         partial.unlink(missing_ok=True)
@@ -312,12 +322,16 @@ def _created(partial: Path) -> int:
     return target
 
 
-def _copy_bytes(source: int, offset: int, length: int, target: int, at: int) -> int:
+def _copy_bytes(source: int, path: str, offset: int, length: int, target: int, at: int) -> int:
     end = offset + length
     while offset < end:
-        data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
+        try:
+            data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
+        except OSError as error:
+            next_step = "check that the file system is mounted"
+            raise StoreUnavailable(failed(path, "read the pack", error, next_step)) from error
         if not data:
-            raise FormatError("the file ends within a record")
+            raise FormatError(f"{path}: became shorter while it was read; run again")
         at = write_fully(target, [data], at)
         offset += len(data)
     return at

@@ -320,7 +320,9 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
     ) -> Result:
         """Append objects, compressed if smaller, with one sync at the end."""
         if self._writer is None:
-            raise UnsupportedByBackend(f"{self.url}: the pack is open for reading only")
+            raise UnsupportedByBackend(
+                f"{self.url}: the pack is open for reading only; open it with create=True"
+            )
         memory = self.memory(offsets, sizes, len(rows))
         starts, ends = offsets.tolist(), (offsets + sizes).tolist()
         objects = [memory[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -402,7 +402,9 @@ class PackWriter:
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: OSError) -> StoreUnavailable:
-        next_step = f"fix the cause, then run hicachectl pack repair {self.path}"
+        next_step = "fix the cause, then run again"
+        if self._written is not None:  # else there is no object to save
+            next_step = f"fix the cause, then run hicachectl pack repair {self.path}"
         return StoreUnavailable(failed(self.path, "write the pack", error, next_step))
 
 

@@ -76,7 +76,9 @@ def _on_mooncake(pool: HeldPool) -> tuple[PageObject, ...]:
         return ()
     form = pool_name(name).mooncake
     if not form:
-        raise UnsupportedByBackend(f"Pool {name}: SGLang does not store this pool on Mooncake")
+        raise UnsupportedByBackend(
+            f"Pool {name}: SGLang does not store this pool on Mooncake; use a file store"
+        )
     if pool.layout == _SCATTERED:
         raise UnsupportedByBackend(
             f"Layout {pool.layout}: SGLang does not store it on Mooncake; give "
@@ -113,8 +115,8 @@ def _on_hf3fs(pool: HeldPool) -> tuple[PageObject, ...]:
         )
     if pool.layout not in (*PAGE_FIRST_LAYOUTS, _SCATTERED):
         raise UnsupportedByBackend(
-            f"Layout {pool.layout}: SGLang's 3FS backend supports "
-            f"{', '.join(PAGE_FIRST_LAYOUTS)} and {_SCATTERED} only"
+            f"Layout {pool.layout}: SGLang's 3FS backend does not store it; start with "
+            f"--hicache-mem-layout {', '.join(PAGE_FIRST_LAYOUTS)} or {_SCATTERED}"
         )
     if shard.pp_rank is not None:
         raise UnsupportedByBackend(
@@ -125,7 +127,7 @@ def _on_hf3fs(pool: HeldPool) -> tuple[PageObject, ...]:
     both = tuple(pool.parts) == _K_AND_V
     if both and name != "kv":
         raise UnsupportedByBackend(
-            f"Pool {name}: SGLang cannot store K and V of a pool beside kv on 3FS"
+            f"Pool {name}: SGLang cannot store K and V of a pool beside kv on 3FS; use a file store"
         )
     held = Shard(tp_rank=shard.tp_rank or 0)
     if pool.shared_anchor and pool_name(name).states:

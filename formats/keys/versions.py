@@ -42,5 +42,5 @@ def _check(profile: Profile, axis: str, fact: str, backend: str) -> None:
     if size > 1 and not getattr(release_of(profile.sglang), fact):
         raise UnsupportedByBackend(
             f"{axis} {size}: {backend} keys of SGLang before {since(fact)} do not name the {axis} "
-            "rank, so ranks overwrite each other's objects"
+            f"rank, so ranks overwrite each other's objects; use SGLang {since(fact)} or later"
         )

@@ -100,8 +100,8 @@ class PoolKind:
         known = self.layouts(pool)
         if layout not in known:
             raise ProfileError(
-                f"layout: SGLang does not build {self.described(pool)} in {layout!r}, only in "
-                f"{', '.join(known)}"
+                f"layout: SGLang does not build {self.described(pool)} in {layout!r}; use one "
+                f"of {', '.join(known)}"
             )
 
     def described(self, pool: Pool) -> str:

@@ -71,7 +71,7 @@ class Mha(PoolKind):
         if _is_asymmetric(pool):
             raise UnsupportedByBackend(
                 f"pools[{pool.name}]: K and V of different width {_widths(pool)} cannot be stored "
-                "as one object; SGLang stores such models on Mooncake only"
+                "as one object; use Mooncake, where SGLang stores such models"
             )
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
@@ -97,7 +97,7 @@ class Mha(PoolKind):
         if not pool.replicated and most % least:
             raise ProfileError(
                 f"pools[{pool.name}].kv_heads: SGLang cannot shard {pool.kv_heads} heads over tp "
-                f"{tp}, because neither number is a multiple of the other"
+                f"{tp}, because neither number is a multiple of the other; give another tp"
             )
 
     def shared_shard(self, pool: Pool, tp_rank: int, tp: int) -> int | None:

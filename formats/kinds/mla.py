@@ -44,14 +44,16 @@ def mla_row(pool: Pool) -> tuple[int, str]:
         if pool.kv_lora_rank % QUANT_BLOCK:
             raise ProfileError(
                 f"pools[{pool.name}].kv_lora_rank: {pool.kv_lora_rank} is not a multiple of "
-                f"{QUANT_BLOCK}, which row {pool.row!r} needs"
+                f"{QUANT_BLOCK}, which row {pool.row!r} needs; give another row"
             )
         scales = pool.kv_lora_rank // QUANT_BLOCK * _SCALE_BYTES
         return pool.kv_lora_rank + scales + pool.qk_rope_head_dim * _ROPE_BYTES, "uint8"
     default, width = _ROWS[pool.row]
     dtype = pool.dtype or default
     if DTYPE_BYTES[dtype] != width:
-        raise ProfileError(f"pools[{pool.name}].dtype: {dtype} contradicts row {pool.row!r}")
+        raise ProfileError(
+            f"pools[{pool.name}].dtype: {dtype} contradicts row {pool.row!r}; leave out one of them"
+        )
     return pool.kv_lora_rank + pool.qk_rope_head_dim, dtype
 
 

@@ -47,7 +47,7 @@ class Opaque(PoolKind):
         if pool.name == "mamba":
             raise UnsupportedByBackend(
                 "pools[mamba]: Mooncake stores one object per state, which kind opaque cannot "
-                "name; use kind mamba. SGLang does not store slot side states there at all"
+                "name, and SGLang does not store slot side states there at all; use kind mamba"
             )
 
     def mooncake_parts(self, pool: Pool, names_rank: bool) -> tuple[str | None, ...]:

@@ -64,6 +64,7 @@ from hicachectl.formats.models.families.windows import (
     swa,
     swa_or_mha,
 )
+from hicachectl.formats.wording import WRITE_PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,9 +74,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an architecture has no profile: a clause that follows its name."""
+    """Why an architecture has no profile: a clause that follows its name, and what to do."""
 
     reason: str
+    next_step: str = "its servers have no store"
 
 
 def family_of(config: HfConfig) -> Family:
@@ -83,7 +85,8 @@ def family_of(config: HfConfig) -> Family:
     family = ARCHITECTURES.get(config.architecture, _UNKNOWN)
     if isinstance(family, Refusal):
         raise ProfileError(
-            f"{config.source}: architectures: {shown(config.architecture)} {family.reason}"
+            f"{config.source}: architectures: {shown(config.architecture)} {family.reason}; "
+            f"{family.next_step}"
         )
     return family
 
@@ -92,18 +95,17 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
     return dict.fromkeys(names, answer)
 
 
-_PROFILE_FILE = "write a profile file, see hicachectl-profile(1)"
-_UNKNOWN = Refusal(f"is not an architecture of SGLang 0.5.23; {_PROFILE_FILE}")
+_UNKNOWN = Refusal("is not an architecture of SGLang 0.5.23", WRITE_PROFILE)
 # model_loader/utils.py :: get_model_architecture
 _CHOSEN = Refusal(
-    "is what SGLang itself runs other architectures as, and no config.json names it; "
-    "give the model's own config, or " + _PROFILE_FILE
+    "is what SGLang itself runs other architectures as, and no config.json names it",
+    f"give the model's own config, or {WRITE_PROFILE}",
 )
 # arg_groups/dllm_hook.py :: handle_dllm_inference
 _DIFFUSION = Refusal("is not supported: SGLang disables HiCache for diffusion language models")
 _NO_CACHE = Refusal("is not supported: SGLang disables its radix cache, which HiCache needs")
 _NO_KV = Refusal("is not supported: it keeps states only, and HiCache finds pages by their KV")
-_SCORES = Refusal("answers with embeddings or scores; only models that generate have profiles")
+_SCORES = Refusal("answers with embeddings or scores, and only models that generate have profiles")
 
 
 def _refused(words: str) -> Refusal:

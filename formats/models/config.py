@@ -40,7 +40,7 @@ def profile_from_config(
     model = open_config(config, source=source)
     family = family_of(model)
     if family.draft_only:
-        raise model.error("architectures", "this is a draft model; give the target's config")
+        raise model.error("architectures", "this is a draft model", "give the target's config")
     tp = attention_tp(flags)
     layout = normalised_layout(flags)
     algorithm = algorithm_of(flags)
@@ -85,7 +85,9 @@ def _served_name(model: HfConfig, flags: DeploymentFlags) -> str:
 def _page_size(model: HfConfig, family: Family, flags: DeploymentFlags) -> int:
     """Return --page-size after SGLang's overrides, in tokens."""
     if flags.page_size is not None and flags.page_size < 1:
-        raise ProfileError(f"page_size: must be at least 1, but is {flags.page_size}")
+        raise ProfileError(
+            f"page_size: must be at least 1, but is {flags.page_size}; check --page-size"
+        )
     if flags.resolved and flags.page_size is not None:
         return flags.page_size
     forced = (family.page_size or dsa_page_size)(model)
@@ -129,7 +131,8 @@ def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None
     if page_first and layout not in PAGE_FIRST_LAYOUTS:
         raise model.error(
             "layout",
-            f"SGLang does not build {layout} for this model; use page_first or page_first_direct",
+            f"SGLang does not build {layout} for this model",
+            "use page_first or page_first_direct",
         )
 
 
@@ -142,7 +145,7 @@ def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
     if flags.pp_partition and sum(flags.pp_partition) != layers:
         raise ProfileError(
             f"pp_partition: {list(flags.pp_partition)} sums to {sum(flags.pp_partition)}, but the "
-            f"model has {layers} layers"
+            f"model has {layers} layers; check --pp-partition"
         )
     return flags.pp_partition
 
@@ -150,6 +153,8 @@ def _pp_partition(model: HfConfig, flags: DeploymentFlags) -> tuple[int, ...]:
 def _split_heads(flags: DeploymentFlags, tp: int, layout: str, pools: tuple[Pool, ...]) -> int:
     """Return tp_lcm_size if it has an effect (CacheController._generate_storage_config), else 0."""
     if flags.tp_lcm_size % tp:
-        raise ProfileError(f"tp_lcm_size: {flags.tp_lcm_size} is not a multiple of tp {tp}")
+        raise ProfileError(
+            f"tp_lcm_size: {flags.tp_lcm_size} is not a multiple of tp {tp}; check --tp-lcm-size"
+        )
     splits = layout == "page_head" and flags.tp_lcm_size > tp and kind_of(pools[0]).shards
     return flags.tp_lcm_size if splits else 0

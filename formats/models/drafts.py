@@ -171,7 +171,7 @@ def _check_stages(flags: DeploymentFlags, algorithm: str, multi_layer: bool) -> 
     if flags.pp > 1 and not flags.resolved and (algorithm != "EAGLE" or multi_layer):
         raise ProfileError(  # validation_hook.py :: check_pipeline_parallel_compat
             "pp: SGLang supports pipeline parallelism only with EAGLE (non-multi-layer) "
-            "speculative decoding"
+            "speculative decoding; check --pp and --speculative-algorithm"
         )
 
 
@@ -182,7 +182,8 @@ def _check_dtype(draft: HfConfig, flags: DeploymentFlags, algorithm: str) -> Non
         raise draft.error(
             "kv_cache_dtype",
             f"{stated} for a {algorithm} draft depends on the draft's attention backend: fa4 has "
-            "the model's dtype; write a profile file",
+            "the model's dtype",
+            "write a profile file",
         )
 
 
@@ -211,7 +212,7 @@ def _check_one_layer(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> 
     if layers != 1:
         raise draft.error(
             NEXTN if layers == draft.optional_integer(NEXTN) else "num_hidden_layers",
-            f"a draft of {layers} layers cannot be packed; SGLang packs drafts of one layer",
+            f"a draft of {layers} layers cannot be packed, as SGLang packs drafts of one layer",
         )
 
 
@@ -224,8 +225,8 @@ def _check_same_rows(target: Target, draft: HfConfig, rows: dict[str, Pool]) -> 
             here, there = ("target", "draft") if name in ours else ("draft", "target")
             raise draft.error(
                 "speculative_algorithm",
-                f"the {here} has a {name} pool, but the {there} has none; SGLang packs drafts of "
-                "the same pools",
+                f"the {here} has a {name} pool, but the {there} has none, and SGLang packs drafts "
+                "of the same pools",
             )
     _check_rows(ours, draft, rows)
 
@@ -237,7 +238,7 @@ def _check_rows(ours: Mapping[str, Pool], draft: HfConfig, rows: Mapping[str, Po
             if target_value != value:  # check_packed_kv_rows, MambaPoolHost
                 raise draft.error(
                     field,
-                    f"{_shown(value)} differs from the target's {_shown(target_value)}; packed "
+                    f"{_shown(value)} differs from the target's {_shown(target_value)}, and packed "
                     "rows must be equal",
                 )
 
@@ -296,7 +297,7 @@ def _sidecars(
     if layers > most:
         raise draft.error(
             "num_hidden_layers",
-            f"a draft of {layers} layers has no sidecar; SGLang's HiCache allows at most the "
+            f"a draft of {layers} layers has no sidecar, as SGLang's HiCache allows at most the "
             f"{most} layers of the target's last stage",
         )
     pools = [replace(kv, name="draft", layers=layers)]
@@ -310,8 +311,8 @@ def _window_sidecar(target: Target, draft: HfConfig, window: Pool) -> Pool:
     if ours is None:
         raise draft.error(
             "architectures",
-            "a draft with window layers needs a target with a swa pool; SGLang's HiCache stores "
-            "them beside the target's",
+            "a draft with window layers needs a target with a swa pool, as SGLang's HiCache "
+            "stores them beside the target's",
         )
     layers = len(window.layer_numbers)
     return replace(window, name="draft_swa", layers=layers, trailing_pages=ours.trailing_pages)

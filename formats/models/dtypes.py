@@ -69,11 +69,14 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
     if name not in _KV_DTYPES:
         raise ProfileError(
             f"kv_cache_dtype: {name!r} objects have a form that hicachectl cannot describe; "
-            f"supported are auto, {', '.join(_KV_DTYPES)}"
+            f"supported are auto, {', '.join(_KV_DTYPES)}; write a profile file"
         )
     resolved = _KV_DTYPES[name]
     if dsa and resolved not in _DSA_KV_DTYPES:
-        raise ProfileError(f"kv_cache_dtype: SGLang does not support {name!r} for DSA models")
+        raise ProfileError(
+            f"kv_cache_dtype: SGLang does not support {name!r} for DSA models; "
+            "give bfloat16 or fp8_e4m3"
+        )
     return resolved
 
 
@@ -127,8 +130,8 @@ def index_keys_dtype(config: HfConfig, flags: DeploymentFlags, *, usual: str) ->
         if not usual:
             raise config.error(
                 "indexer_dtype",
-                "the GPU and the attention backend decide; give bfloat16 or fp8_e4m3 "
-                "(--indexer-dtype)",
+                "the GPU and the attention backend decide",
+                "give bfloat16 or fp8_e4m3 (--indexer-dtype)",
             )
         return usual
     if name not in ("bfloat16", "fp8_e4m3"):

@@ -128,14 +128,16 @@ def attention_tp(flags: DeploymentFlags) -> int:
     """
     for name in ("tp", "dp", "cp", "pp", "dcp"):
         if getattr(flags, name) < 1:
-            raise ProfileError(f"{name}: must be at least 1, but is {getattr(flags, name)}")
+            raise ProfileError(
+                f"{name}: must be at least 1, but is {getattr(flags, name)}; check --{name}"
+            )
     for problem in _beyond_belief(flags):
         raise ProfileError(problem)
     groups = attention_dp(flags) * flags.cp
     if flags.tp % groups:
         raise ProfileError(
             f"tp: {flags.tp} is not a multiple of attention dp {attention_dp(flags)} x cp "
-            f"{flags.cp}"
+            f"{flags.cp}; check --tp, --dp and --cp"
         )
     return flags.tp // groups
 

@@ -9,6 +9,7 @@ from typing import Any
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above
+from hicachectl.formats.wording import with_next
 
 # Names of other config classes (attribute_map) for fields that a config lacks.
 _ALIASES = {
@@ -18,6 +19,14 @@ _ALIASES = {
 }
 # Names under which SGLang serves others (normalize_deepseek_v41_config).
 _RENAMED = {"DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM"}
+# Fields that flags of the server state, and options of the same name.
+_FLAGS = frozenset(
+    {
+        "cp", "dcp", "dsv4_compressed_kv_layout", "dsv4_kv_layout", "enable_multi_layer_eagle",
+        "indexer_dtype", "kv_cache_dtype", "layout", "page_size", "pp", "speculative_algorithm",
+        "speculative_num_steps",
+    }
+)  # fmt: skip
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -88,9 +97,15 @@ class HfConfig:
         """Return the config with other values of some fields."""
         return replace(self, text={**self.text, **fields})
 
-    def error(self, name: str, problem: str) -> ProfileError:
-        """Return the error for a field."""
-        return ProfileError(f"{self.source} ({self.architecture}): {name}: {problem}")
+    def error(self, name: str, problem: str, next_step: str = "") -> ProfileError:
+        """Return the error for a field of the config or a flag. next_step: default: check it."""
+        stated = f"--{name.replace('_', '-')}" if name in _FLAGS else "the config"
+        return ProfileError(
+            with_next(
+                f"{self.source} ({self.architecture}): {name}: {problem}",
+                next_step or f"check {stated}, or write a profile file",
+            )
+        )
 
     def _present(self, name: str) -> Any:
         for alias in (name, *_ALIASES.get(name, ())):
@@ -115,8 +130,6 @@ class HfConfig:
 
 def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
     """Return a config's architecture and language model. Raises ProfileError."""
-    if not isinstance(document, Mapping):
-        raise ProfileError(f"{source}: expected a JSON object, found {shown(document)}")
     architectures = document.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -124,7 +137,8 @@ def open_config(document: Mapping[str, Any], *, source: str) -> HfConfig:
         or not isinstance(architectures[0], str)
     ):
         raise ProfileError(
-            f"{source}: architectures: expected a list of names, found {shown(architectures)}"
+            f"{source}: architectures: expected a list of names, found {shown(architectures)}; "
+            "give a model's config.json"
         )
     return HfConfig(
         architecture=_RENAMED.get(architectures[0], architectures[0]),

@@ -170,7 +170,7 @@ def _text(settings: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ProfileError(f"{name}: expected text, found {shown(value)}")
+        raise ProfileError(f"{name}: expected text, found {shown(value)}; {_HINT}")
     return storable(value)
 
 

@@ -239,7 +239,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     found, others = server_parser().parse_known_args(list(arguments))
     if others:
         raise UsageError("; ".join(_unknown(word) for word in others if word.startswith("-"))
-                         or f"{others[0]!r:.80} belongs to no flag")  # fmt: skip
+                         or f"{others[0]!r:.80} belongs to no flag; leave it out")  # fmt: skip
     return vars(found)
 
 
@@ -263,7 +263,9 @@ def config_arguments(document: Mapping[str, Any]) -> list[str]:
     for key, value in document.items():
         name = str(key).replace("_", "-")
         if name.removeprefix("no-") in refused:
-            raise UsageError(f"{key}: SGLang does not take this flag from a config file")
+            raise UsageError(
+                f"{key}: SGLang does not take this flag from a config file; give it in the command"
+            )
         if isinstance(value, bool) and name in switches:
             arguments += [f"--{key}"] if value else []
         elif isinstance(value, bool):

@@ -27,6 +27,7 @@ from hicachectl.formats.models.loading import SETTINGS
 from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.profile import NEWEST_SGLANG, Profile
 from hicachectl.formats.transfer import retargeted
+from hicachectl.formats.wording import WRITE_PROFILE
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
@@ -67,7 +68,8 @@ class _Arguments:
             return default
         if not isinstance(value, str):
             raise ProfileError(
-                f"{self.source}: {name}: expected text, found {type(value).__name__}"
+                f"{self.source}: {name}: expected text, found {type(value).__name__}; "
+                f"{WRITE_PROFILE}"
             )
         return storable(value)
 
@@ -79,6 +81,7 @@ class _Arguments:
             raise ProfileError(
                 f"{self.source}: {name}: "
                 + ("missing" if value is None else f"expected a whole number, found {shown(value)}")
+                + f"; {WRITE_PROFILE}"
             )
         return value
 
@@ -89,7 +92,10 @@ class _Arguments:
 def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
     """Read a `/server_info` reply. Raises ProfileError naming the field at fault."""
     if not isinstance(reply, Mapping):
-        raise ProfileError(f"{_SOURCE}: expected a JSON object, found {type(reply).__name__}")
+        raise ProfileError(
+            f"{_SOURCE}: expected a JSON object, found {type(reply).__name__}; check that the URL "
+            "is that of an SGLang server"
+        )
     states = reply.get("internal_states")
     scheduler = states[0] if isinstance(states, list) and states else {}
     # The scheduler's current values override the arguments.
@@ -107,13 +113,10 @@ def read_deployment(
     """
     arguments = _Arguments(values, source)
     if arguments.flag("enable_hisparse"):
-        raise ProfileError(
-            f"{source}: enable_hisparse: not supported; write a profile file, see "
-            "hicachectl-profile(1)"
-        )
+        raise ProfileError(f"{source}: enable_hisparse: not supported; {WRITE_PROFILE}")
     model_path = arguments.text("model_path")
     if not model_path:
-        raise ProfileError(f"{source}: model_path: missing")
+        raise ProfileError(f"{source}: model_path: missing; start the server with --model-path")
     draft_path = arguments.text("speculative_draft_model_path")
     return ServerDeployment(
         flags=_flags(arguments, model_path, version, launched=launched),
@@ -169,7 +172,8 @@ def contradictions_with_layout(profile: Profile, reply: Mapping[str, Any]) -> li
     layout = reply.get("hicache_object_layout") if isinstance(reply, Mapping) else None
     if not isinstance(layout, Mapping) or not isinstance(layout.get("pools", []), list):
         raise ProfileError(
-            "get_hicache_l3_cache_layout: hicache_object_layout: expected an object with pools"
+            "get_hicache_l3_cache_layout: hicache_object_layout: expected an object with pools; "
+            f"{WRITE_PROFILE}"
         )
     expected = {
         "page_size": (profile.page_size // profile.dcp, reply.get("page_size")),
@@ -277,7 +281,8 @@ def _partition(text: str | None, source: str) -> tuple[int, ...]:
         return tuple(int(layers) for layers in text.split(",", MAX_RANKS + 1))
     except ValueError:
         raise ProfileError(
-            f"{source}: SGLANG_PP_LAYER_PARTITION: expected numbers of layers, found {text!r:.60}"
+            f"{source}: SGLANG_PP_LAYER_PARTITION: expected numbers of layers, found "
+            f"{text!r:.60}; give them as in 30,31"
         ) from None
 
 
@@ -318,7 +323,8 @@ def _pool_contradictions(profile: Profile, pools: list[Any]) -> list[str]:
     for pool in pools:  # one entry per pipeline stage; stages have equal policies
         if not isinstance(pool, Mapping) or not isinstance(pool.get("pool"), str):
             raise ProfileError(
-                "get_hicache_l3_cache_layout: pools: expected objects with a pool name"
+                "get_hicache_l3_cache_layout: pools: expected objects with a pool name; "
+                f"{WRITE_PROFILE}"
             )
         reported[pool["pool"]] = pool
     ours = {pool.name: pool for pool in profile.pools if kind_of(pool).has_bytes}

@@ -108,9 +108,12 @@ def parse_header(data: bytes) -> bytes:
         raise FormatError("not a pack; check the path")
     _, form, pack_id = _HEADER.unpack_from(data)
     if _SUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
-        raise FormatError("its header is damaged")
+        raise FormatError("its header is damaged, so no object can be read; write a new pack")
     if form != FORM:
-        raise FormatError(f"has pack form {form}, but this version reads form {FORM}")
+        raise FormatError(
+            f"has pack form {form}, but this version reads form {FORM}; use the release that wrote "
+            "it"
+        )
     return bytes(pack_id)
 
 
@@ -203,5 +206,5 @@ def checked_metadata(metadata: Metadata) -> Metadata:
     try:
         codec_for(metadata.grammar)
     except UsageError as error:
-        raise FormatError(f"this version cannot read its keys: {error}") from error
+        raise FormatError(f"names keys that this version cannot read: {error}") from error
     return metadata

@@ -296,9 +296,9 @@ def test_close_ends_what_other_threads_wait_for() -> None:
     ("status", "body", "message"),
     [
         (404, b"no", r"has no endpoint /get; try another port$"),
-        (500, b"Failed\n to", r"/get failed with HTTP 500: Failed  to$"),
-        (503, b"", r"/get failed with HTTP 503$"),
-        (500, b"\x1b[31m\xff" + b"y" * 999, r"HTTP 500: \[31m\S{195}$"),
+        (500, b"Failed\n to", r"/get failed with HTTP 500: Failed  to; check its log$"),
+        (503, b"", r"/get failed with HTTP 503; check its log$"),
+        (500, b"\x1b[31m\xff" + b"y" * 999, r"HTTP 500: \[31m\S{195}; check its log$"),
     ],
 )
 def test_a_refusal_says_what_the_service_said(status: int, body: bytes, message: str) -> None:

@@ -81,8 +81,8 @@ def test_an_empty_file_url_is_the_directory_of_sglang(monkeypatch: pytest.Monkey
         ("file:///d?size=1", r"unknown parameter 'size'; known: folders"),
         ("file:///d?", None),
         ("file:///d%zz", r"'%zz' is not a percent escape"),
-        ("file:///d%00", "zero byte"),
-        ("/d\0", "zero byte"),
+        ("file:///d%00", "zero byte; leave it out"),
+        ("/d\0", "zero byte; leave it out"),
         ("redis://host/0", r"unknown store scheme 'redis'; known: .*file"),
         (
             "prod:",
@@ -112,7 +112,7 @@ def test_hosts_and_parameters_are_decoded() -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("admin=1&admin=2", "parameter 'admin' is given twice"),
+        ("admin=1&admin=2", "parameter 'admin' is given twice; give it once"),
         ("admin", "parameter 'admin' has no value"),
         ("admn=1", "unknown parameter 'admn'; known: admin, device, metadata"),
         ("admin=1&", "unknown parameter ''"),
@@ -165,7 +165,7 @@ def test_a_named_store_has_the_paths_of_its_own_and_then_of_the_one_that_it_name
 
 def test_named_stores_that_go_in_circles_are_refused() -> None:
     config = parse_config('[stores.a]\nurl = "b:"\n[stores.b]\nurl = "a:"\n', source="c.toml")
-    with pytest.raises(UsageError, match=r"c\.toml.*a -> b -> a"):
+    with pytest.raises(UsageError, match=r"c\.toml.*a -> b -> a; give one of them"):
         parse_url("a:", config)
 
 
@@ -176,7 +176,7 @@ def test_nothing_follows_a_named_store() -> None:
 
 
 def test_a_named_directory_must_be_absolute() -> None:
-    with pytest.raises(UsageError, match="must be absolute"):
+    with pytest.raises(UsageError, match=r"'srv': .* must be absolute, as in file:///.*/srv$"):
         parse_url("prod:", Config({"prod": NamedStore("srv")}))
 
 
@@ -185,16 +185,19 @@ def test_a_named_directory_must_be_absolute() -> None:
     [
         ("[store.prod]\nurl = '/a'", "unknown key 'store'; known: stores"),
         ("[stores.prod]\nurl = '/a'\nuri = '/b'", "stores.prod: unknown key 'uri'; known: .*url"),
-        ("[stores.prod]\n", "stores.prod: url"),
-        ("[stores.prod]\nurl = 3", "stores.prod: url"),
-        ("[stores.prod]\nurl = '/a'\nlock = 3", "stores.prod: lock: 3 is not the path of a file"),
-        ("[stores.prod]\nurl = '/a'\ncatalog = ''", "stores.prod: catalog: '' is not"),
+        ("[stores.prod]\n", "stores.prod: url: expected a store URL as text; write url ="),
+        ("[stores.prod]\nurl = 3", "stores.prod: url: expected a store URL as text; write url ="),
+        (
+            "[stores.prod]\nurl = '/a'\nlock = 3",
+            "stores.prod: lock: 3 is not the path of a file; give",
+        ),
+        ("[stores.prod]\nurl = '/a'\ncatalog = ''", "stores.prod: catalog: '' is not .*; give one"),
         ("[stores.prod]\nurl = '/a'\nprofile = 'http://h/p'", "stores.prod: profile: 'http://h/p'"),
-        ("stores = 3", "stores: expected"),
-        ("stores.prod = 3", "stores.prod: expected"),
-        ("[stores.'a/b']\nurl = '/a'", "stores.a/b"),
-        ("[stores.file]\nurl = '/a'", "stores.file"),
-        ("[stores", "not TOML"),
+        ("stores = 3", r"config: stores: expected tables; write \[stores.NAME\]"),
+        ("stores.prod = 3", "stores.prod: expected a table; write url ="),
+        ("[stores.'a/b']\nurl = '/a'", "stores.a/b: .*; rename it"),
+        ("[stores.file]\nurl = '/a'", "stores.file: .* URL scheme; rename it"),
+        ("[stores", r"config: not TOML: .*; write \[stores.NAME\]"),
     ],
 )
 def test_a_bad_config_names_what_is_wrong(text: str, message: str) -> None:

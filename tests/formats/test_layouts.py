@@ -159,7 +159,7 @@ def test_mamba_states_follow_each_other_layer_by_layer() -> None:
     [(MLA, "page_head"), (INDEXER, "page_head"), (STATES, "page_head"), (STATES, "layer_first")],
 )
 def test_a_layout_that_a_pool_is_not_built_in_is_refused(piece: PoolPiece, layout: str) -> None:
-    with pytest.raises(ProfileError, match=f"in '{layout}', only in"):
+    with pytest.raises(ProfileError, match=f"in '{layout}'; use one of "):
         piece.flat(layout)
 
 

@@ -214,7 +214,7 @@ def test_a_count_of_some_layers_cannot_be_placed_on_stages() -> None:
 
 def test_layers_beyond_the_partition_are_refused() -> None:
     kv = replace(MHA, layers=(0, 9))
-    with pytest.raises(ProfileError, match="the stages have 8 layers"):
+    with pytest.raises(ProfileError, match="there is no layer 9; give layers below 8"):
         pool_piece(Profile(model="m", pp=2, pp_partition=(4, 4), pools=(kv,)), kv)
 
 
@@ -226,7 +226,7 @@ def test_layers_above_those_of_the_stages_are_refused(partition: tuple[int, ...]
     assert layers_of(profile, fits) == [(0,), (5,)]
     if partition:  # else the largest layer number determines the number of layers
         beyond = replace(fits, layers=(0, 6))
-        with pytest.raises(ProfileError, match="the stages have 6 layers"):
+        with pytest.raises(ProfileError, match="there is no layer 6; give layers below 6"):
             layers_of(replace(profile, pools=(MHA, beyond)), beyond)
 
 

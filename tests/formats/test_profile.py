@@ -228,7 +228,7 @@ def test_a_wrong_field_is_named(document: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("text", ["{", "model = ", "{]"])
 def test_broken_syntax_is_a_profile_error(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"p.toml: not (TOML|JSON): "):
+    with pytest.raises(ProfileError, match=r"p.toml: not (TOML|JSON): .*; see hicachectl-profile"):
         parse_profile(text, source="p.toml")
 
 
@@ -242,7 +242,9 @@ def test_broken_syntax_is_a_profile_error(text: str) -> None:
     ],
 )
 def test_what_no_parser_takes_is_a_profile_error(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"p.toml: (not TOML|not JSON|has 100000 )"):
+    with pytest.raises(
+        ProfileError, match=r"p.toml: (not TOML|not JSON|has 100000 ).*; see hicachectl-prof"
+    ):
         parse_profile(text, source="p.toml")
 
 

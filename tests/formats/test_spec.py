@@ -229,7 +229,7 @@ def test_a_logical_anchor_is_an_empty_file() -> None:
 def test_k_and_v_of_different_width_lie_on_mooncake_only(scheme: str) -> None:
     model = profile(mha(v_head_dim=64))
     assert nbytes(model, "mooncake", part="k") == {2 * nbytes(model, "mooncake", part="v").pop()}
-    with pytest.raises(UnsupportedByBackend, match="Mooncake only"):
+    with pytest.raises(UnsupportedByBackend, match=r"width \(128, 64\) .*; use Mooncake"):
         object_specs(model, scheme)
 
 
@@ -350,14 +350,17 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
             r"pools\[auxiliary_swa\]: SGLang does not store this pool",
         ),
         (profile(mla(), mha("swa")), "kind mha does not fit"),
-        (profile(mha(), mla("swa")), "kind mla does not fit"),
+        (profile(mha(), mla("swa")), "kind mla does not fit .*; use a file store"),
         (profile(mha(replicated=True)), "kind mha does not fit"),
-        (profile(mha(), opaque("mamba")), "which kind opaque cannot name"),
-        (profile(mha(), tp=2, dcp=2), "MLA models only"),
-        (profile(mla(), indexer(), tp=2, dcp=2), "does not store indexer pools under DCP"),
+        (profile(mha(), opaque("mamba")), "which kind opaque cannot name, .*; use kind mamba"),
+        (profile(mha(), tp=2, dcp=2), "dcp 2: .*MLA models only; give dcp 1"),
+        (
+            profile(mla(), indexer(), tp=2, dcp=2),
+            "dcp 2: .*does not store indexer pools under DCP; give dcp 1",
+        ),
         (
             profile(mla(), tp=2, dcp=2, layout="page_unified"),
-            "does not store DCP pages in layout page_unified",
+            "does not store DCP pages in layout page_unified; use one of",
         ),
     ],
 )
@@ -415,8 +418,11 @@ def test_opaque_kv_on_3fs_follows_zero_copy() -> None:
         (profile(mla(), mha("draft")), "beside kv"),
         (profile(mha(), mha("swa")), "beside kv"),
         (profile(mha(), pp=2), "do not name the pp rank"),
-        (profile(mla(), tp=2, dcp=2), "file and Mooncake stores only"),
-        (profile(mha(), layout="page_head"), "layout page_head: SGLang's 3FS backend"),
+        (profile(mla(), tp=2, dcp=2), "dcp 2: .* file and Mooncake stores only; use a file store"),
+        (
+            profile(mha(), layout="page_head"),
+            "layout page_head: SGLang's 3FS backend .*; use one of page_first",
+        ),
     ],
 )
 def test_what_3fs_cannot_hold_is_refused(model: Profile, reason: str) -> None:
@@ -460,7 +466,7 @@ def test_ranks_that_an_older_release_does_not_tell_apart_are_refused(
     sglang: str, scheme: str, change: dict[str, Any]
 ) -> None:
     model = structs.replace(profile(mla()), sglang=sglang, **change)
-    with pytest.raises(UnsupportedByBackend, match="overwrite each other"):
+    with pytest.raises(UnsupportedByBackend, match=r"overwrite each other.*; use SGLang"):
         object_specs(model, scheme)
     major, minor, patch = sglang.split(".")
     assert object_specs(structs.replace(model, sglang=f"{major}.{minor}.{int(patch) + 1}"), scheme)
@@ -526,18 +532,44 @@ def test_some_stores_have_an_object_for_an_anchor_without_bytes(
     assert all(spec.anchor for spec in markers)
 
 
+NIXL_SCHEMES = ("nixl", "nixl-buffered")
+CONVOLUTIONS = Pool(
+    name="mamba",
+    kind="mamba",
+    layers=4,
+    conv=(StateTensor(shape=(2048, 3), dtype="bfloat16"),),
+)
+NO_TEMPORAL = (
+    r"^pools\[mamba\]: SGLang's NIXL backend never finds states without a temporal one again, .*; "
+    "use a file store$"
+)
+
+
 @pytest.mark.parametrize(
     ("model", "scheme", "reason"),
     [
-        (profile(mha(), pp=2), "nixl", "pp 2: NIXL keys do not name the pp rank"),
-        (profile(mha(), cp=2), "nixl-buffered", "cp 2: NIXL keys do not name the cp rank"),
-        (profile(LOGICAL, opaque("deepseek_v4_c4")), "hf3fs", "models without KV"),
+        (
+            profile(mha(), pp=2),
+            "nixl",
+            "pp 2: NIXL keys do not name the pp rank, .*; use a file store",
+        ),
+        (
+            profile(mha(), cp=2),
+            "nixl-buffered",
+            "cp 2: NIXL keys do not name the cp rank, .*; use a file store",
+        ),
+        (
+            profile(LOGICAL, opaque("deepseek_v4_c4")),
+            "hf3fs",
+            "models without KV .*; use a file store or Mooncake",
+        ),
         (profile(mla(), indexer(layers=61)), "nixl", "add direct_io=off to the URL"),
         (
             profile(mha(), mha("draft"), layout="layer_first"),
             "nixl-buffered",
-            "does not store this pool whole",
+            "does not store this pool whole; use page_first",
         ),
+        *((profile(mha(), CONVOLUTIONS), scheme, NO_TEMPORAL) for scheme in NIXL_SCHEMES),
     ],
 )
 def test_what_nixl_cannot_hold_is_refused(model: Profile, scheme: str, reason: str) -> None:

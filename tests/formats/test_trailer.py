@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,20 @@ def test_one_flipped_bit_is_no_trailer_or_damage(trailer: Trailer, bit: int) -> 
     else:
         with pytest.raises(FormatError, match="trailer"):
             parse_trailer(data)
+
+
+@pytest.mark.parametrize(("version", "kind"), [(2, 0), (1, 3)])
+def test_a_trailer_of_a_later_release_says_what_to_use(version: int, kind: int) -> None:
+    name = trailer_name("kv")
+    data = bytearray(dump_trailer(Trailer("off", bytes(32), 8, bytes(32), bytes(16), name)))
+    data[8:10], data[12:16] = bytes((version, kind)), bytes(4)
+    data[12:16] = zlib.crc32(data).to_bytes(4, "little")
+    with pytest.raises(FormatError) as refused:
+        parse_trailer(data)
+    assert str(refused.value) == (
+        f"The trailer has form {version} with digest kind {kind}, which this release does not "
+        "know; use a newer hicachectl"
+    )
 
 
 @given(TRAILERS, st.integers(0, TRAILER_BYTES * 8 - 1))

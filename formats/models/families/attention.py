@@ -136,7 +136,8 @@ def _check_no_windows(config: HfConfig, context: Context) -> None:
         raise config.error(
             "is_hybrid_swa",
             "SGLang then has a pool of window layers, which hicachectl does not know for this "
-            "model; write a profile file",
+            "model",
+            "write a profile file",
         )
 
 

@@ -77,7 +77,7 @@ def _check_loops(config: HfConfig) -> None:
         if config.architecture != architecture and any(x not in (None, 0, 1) for x in stated):
             raise config.error(
                 name,
-                "SGLang multiplies the layers of the pool by it, but this model has no loops; "
+                "SGLang multiplies the layers of the pool by it, but this model has no loops",
                 "mend the checkpoint's config, or write a profile file",
             )
 
@@ -182,7 +182,7 @@ def split_layers(
         missing = "window or linear" if full else "full-attention"
         raise config.error(
             "num_hidden_layers",
-            f"this hybrid model has no {missing} layers; check the config, or write a profile file",
+            f"this hybrid model has no {missing} layers",
         )
     return full, others
 

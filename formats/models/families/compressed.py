@@ -169,8 +169,8 @@ def _main_row(config: HfConfig, flags: DeploymentFlags) -> str:
     if layout == "auto" or (not layout and _is_v41(config) and backend in ("", "auto")):
         raise config.error(
             "dsv4_kv_layout",
-            "the GPU decides; give the server's SGLANG_DSV4_KV_LAYOUT (v4, v41 or v41_new) or "
-            "--dsv4-attn-backend",
+            "the GPU decides",
+            "give the server's SGLANG_DSV4_KV_LAYOUT (v4, v41 or v41_new) or --dsv4-attn-backend",
         )
     if layout not in ("", *_LAYOUTS):
         raise config.error(*not_one_of("dsv4_kv_layout", layout, _LAYOUTS).split(": ", 1))
@@ -204,13 +204,14 @@ def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
             words = "refuses it: 'M3.1 NVFP4 requires sparse attention in every layer'"
         raise config.error(
             "quantization_config",
-            f"the GPU decides: on Blackwell, SGLang {words}; elsewhere it has fp8 rows. "
+            f"the GPU decides: on Blackwell, SGLang {words}; elsewhere it has fp8 rows",
             "profile --print-probe prints a script that tells, in the server's environment",
         )
     if context.flags.pp > 1:
         raise config.error(
             "pp",
-            "MiniMax-M3 sparse HiCache does not support pipeline parallelism (pp_size>1) yet.",
+            "SGLang refuses: 'MiniMax-M3 sparse HiCache does not support pipeline parallelism "
+            "(pp_size>1) yet.'",
         )
     without_values = (0,) * count
     if sparse.text.get("sparse_disable_index_value") is not None:
@@ -218,8 +219,8 @@ def minimax_sparse(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     if not all(without_values[layer] for layer in layers):
         raise sparse.error(
             "sparse_disable_index_value",
-            "MiniMax sparse HiCache currently supports index-k-only sparse layers; "
-            "index_kv_pool (value-bearing) layers are not cached/restored yet.",
+            "SGLang refuses: 'MiniMax sparse HiCache currently supports index-k-only sparse "
+            "layers; index_kv_pool (value-bearing) layers are not cached/restored yet.'",
         )
     kv = mha_pool("kv", config, context, range(count))
     if not layers:

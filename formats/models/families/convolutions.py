@@ -144,8 +144,8 @@ def _inkling_steps(config: HfConfig, context: Context) -> int:
         raise config.error(
             "enable_multi_layer_eagle",
             "SGLang refuses: Inkling's draft model runs its own short convs, which need the "
-            "conv-state sidecar the multi-step draft decode backend cannot carry. "
-            "Use --enable-multi-layer-eagle.",
+            "conv-state sidecar the multi-step draft decode backend cannot carry",
+            "use --enable-multi-layer-eagle",
         )
     return steps
 

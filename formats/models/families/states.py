@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.documents import shown
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import state_dtypes
 from hicachectl.formats.models.families.base import (
@@ -186,9 +187,11 @@ def jet(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     heads, key_dim, window = (block.integer(x) for x in ("num_heads", "head_dim", "conv_size"))
     factor = block.text.get("expand_v")
     if not isinstance(factor, int | float) or not 0 < factor <= _MOST_EXPANSION:
-        raise block.error("expand_v", f"expected a number up to {_MOST_EXPANSION}")
-    if heads % attention_tp(context.flags):
-        raise block.error("num_heads", f"{heads} heads cannot be divided by TP")
+        raise block.error(
+            "expand_v", f"expected a number up to {_MOST_EXPANSION}, found {shown(factor)}"
+        )
+    if heads % (tp := attention_tp(context.flags)):
+        raise block.error("num_heads", f"{heads} heads cannot be divided by TP {tp}")
     value_dim = int(key_dim * factor)
     blocks = (heads * value_dim, heads * key_dim, heads * key_dim)
     temporal, conv = state_dtypes(config, context.flags)

@@ -44,7 +44,9 @@ def swa_or_mha(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def iquest(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for full and window layers of a pattern of blocks (IQuestQ1Config)."""
     if context.flags.pp > 1:
-        raise config.error("pp", "IQuest Q1 does not support pipeline parallelism.")
+        raise config.error(
+            "pp", "SGLang refuses: 'IQuest Q1 does not support pipeline parallelism.'"
+        )
     count = config.integer("num_hidden_layers")
     hybrid = config.flag("use_hybrid_layers", usual=True)
     if not config.flag("use_sliding_window", usual=True):
@@ -72,7 +74,9 @@ def iquest_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     Without a window there are none: HiCache stores only the window layers of such a draft.
     """
     if config.integer("num_hidden_layers") != 1:
-        raise config.error("num_hidden_layers", "MTP supports one physical draft layer.")
+        raise config.error(
+            "num_hidden_layers", "SGLang refuses: 'MTP supports one physical draft layer.'"
+        )
     if context.flags.disable_hybrid_swa_memory:
         return mha(config, context)
     if not config.optional_integer("sliding_window"):
@@ -126,7 +130,8 @@ def only_windows(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         raise config.error(
             "sliding_window_size",
             "all layers have a window, and SGLang's HiCache refuses a kv pool without layers: "
-            "'[Errno 22] Invalid argument'; start the server with --disable-hybrid-swa-memory",
+            "'[Errno 22] Invalid argument'",
+            "start the server with --disable-hybrid-swa-memory",
         )
     width = config.text.get("v_head_dim", _UNLIMITED_V_HEAD_DIM)
     return mha(config.changed(v_head_dim=width), context)

@@ -199,7 +199,11 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
             "only pickles (.bin) and pickles (.pt); name the weights yourself",
         ),
         (lambda d: (d / FIRST).unlink(), FormatError, "names shards that are not in the directory"),
-        (_text(INDEX, '{"weight_map": {"a": 1}}'), FormatError, INDEX + ": weight_map: expected"),
+        (
+            _text(INDEX, '{"weight_map": {"a": 1}}'),
+            FormatError,
+            ": weight_map: expected the file name of each tensor; download",
+        ),
         (_text(INDEX, '{"weight_map": {"a": "../../x"}}'), FormatError, "such as '../../x'"),
         (_unreadable, UsageError, "{d}/" + FIRST + ": cannot read the weights: No such file"),
         (lambda d: _fifo(d, INDEX), UsageError, "{d}/" + INDEX + ": cannot read: not a regular"),
@@ -228,3 +232,22 @@ def test_other_files_and_missing_directories_are_refused_by_name(tmp_path: Path)
         read_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="nowhere: cannot read the model directory: No such file"):
         read_checkpoint(tmp_path / "nowhere" / "config.json")
+
+
+def test_a_file_that_is_cut_while_it_is_read_says_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_checkpoint(tmp_path, SHARDS)
+    real = os.pread
+
+    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == SECOND:
+            os.truncate(directory / SECOND, 4)
+        return real(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(FormatError) as refused:
+        read_checkpoint(directory)
+    assert (
+        str(refused.value) == f"{directory / SECOND}: became shorter while it was read; try again"
+    )

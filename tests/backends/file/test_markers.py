@@ -102,6 +102,8 @@ def test_a_hostile_marker_is_one_line_that_names_its_file(
     with pytest.raises(FormatError, match=message) as caught:
         _read(tmp_path)
     assert MARKER.name in str(caught.value)
+    remedy = "use a newer hicachectl" if message == "newer hicachectl" else "remove the file"
+    assert str(caught.value).endswith(f"; {remedy}")
     assert "\n" not in str(caught.value)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.base import Result, Status, Store, scan_schema
+from hicachectl.backends.base import Result, Status, Store, open_store, scan_schema
 from hicachectl.backends.disk import durable
 from hicachectl.backends.disk.copying import copy_bytes
 from hicachectl.backends.disk.directory import Directory
@@ -38,7 +38,7 @@ from hicachectl.backends.testing import (
     write,
 )
 from hicachectl.backends.urls import parse_url
-from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UntrustedError
 from tests.skips import missing
 from tests.small_file_system import small_file_system
 from tests.speed import slow
@@ -737,3 +737,58 @@ def test_touched_files_are_newer_than_all_and_in_the_order_they_were_named(tmp_p
     assert touched.tolist() == [True, True, False, False]
     times = {name: (tmp_path / f"{name}.bin").stat().st_mtime_ns for name in "abc"}
     assert times["b"] < times["c"] < times["a"]
+
+
+def test_a_side_directory_that_is_a_link_is_named_before_a_change(tmp_path: Path) -> None:
+    """Folders and trailers could go unnoticed behind it."""
+    store_directory = tmp_path / "store"
+    store_directory.mkdir()
+    (store_directory / ".hicachectl").symlink_to(tmp_path)
+    with FileStore(str(store_directory)) as store, pytest.raises(UntrustedError) as refused:
+        store.add_markers([])
+    assert str(refused.value) == (
+        f"{store_directory}/.hicachectl: is a symbolic link, and links are not followed here; move "
+        f"it out of {store_directory}"
+    )
+
+
+def test_a_store_that_cannot_be_made_names_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnavailable) as refused:
+        open_store(f"file://{tmp_path}/file/store", create=True)
+    assert str(refused.value) == (
+        f"{tmp_path}/file/store: cannot create the directory: Not a directory; check the path and "
+        "the permissions of its parent directories"
+    )
+
+
+USES: dict[str, Callable[[FileStore, Any], object]] = {
+    "scan": lambda store, _: list(store.scan()),
+    "look": lambda store, rows: store.look(rows),
+    "exists": lambda store, rows: store.exists(rows),
+    "touch": lambda store, rows: store.touch(rows),
+    "sweep": lambda store, _: store.own_temporaries("a", sweep=True),
+    "flush": lambda store, _: store.flush(),
+    "markers": lambda store, _: store.add_markers([]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_lost_file_system_is_named_whatever_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    def lost(*_: object, **__: object) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with FileStore(str(tmp_path)) as store:
+        rows = scanned_rows(store, [b"a.bin"])
+        with monkeypatch.context() as patch:
+            for call in ("open", "stat", "scandir", "listdir", "utime", "fsync", "sync"):
+                patch.setattr(os, call, lost)
+            with pytest.raises(StoreUnavailable) as refused:
+                USES[use](store, rows)
+    assert str(refused.value) == (
+        f"{tmp_path}: cannot use the store: Stale file handle; check that the file system is "
+        "mounted"
+    )

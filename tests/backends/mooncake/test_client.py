@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -154,3 +155,22 @@ def test_what_a_connected_client_cannot_do_says_what_to_change(
         call(one)
     one.close()
     assert str(refused.value) == said.format(url=f"mooncake://{master}")
+
+
+def test_a_call_that_gets_no_answer_names_the_call_and_the_time(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    package(monkeypatch, **{**CONNECTED, "batch_remove": lambda *_: over.wait(60) and 0})
+    one = client(master)
+    monkeypatch.setattr("hicachectl.backends.mooncake.client._PATIENCE_SECONDS", 0.05)
+    try:
+        with pytest.raises(StoreUnavailable) as refused:
+            one.remove(["k"])
+        one.close()
+    finally:
+        over.set()
+    assert str(refused.value) == (
+        f"mooncake://{master}: batch_remove got no answer within 0 s; check whether the master or "
+        "a storage process hangs"
+    )

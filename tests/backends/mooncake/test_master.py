@@ -43,6 +43,7 @@ ODD_KEYS = [
     "\x7f",
 ]
 MISSING = -704
+PORT = "give the master's --metrics_port (9003 by default) as the admin port"
 
 
 @pytest.fixture
@@ -369,9 +370,42 @@ def test_garbage_about_keys_is_one_clear_line(body: bytes | str, message: str) -
     raw = body.encode() if isinstance(body, str) else body
     with (
         scripted(lambda call: call.answer(raw)) as admin,
-        pytest.raises(StoreUnavailable, match=f"^Mooncake master .*{message}"),
+        pytest.raises(StoreUnavailable, match=f"^Mooncake master .*{message}") as refused,
     ):
         admin.query(binary("a"))
+    assert str(refused.value).endswith(f"; {PORT}")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"k" * 2000 + b"\n", "its reply to /get_all_keys is longer than 1000 bytes"),
+        (b"k" * 600, "its reply to /get_all_keys has a line longer than 500 bytes"),
+    ],
+)
+def test_a_listing_without_bounds_ends(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, said: str
+) -> None:
+    monkeypatch.setattr(mooncake_master, "MAX_LISTING_BYTES", 1000)
+    monkeypatch.setattr(mooncake_master, "MAX_KEY_BYTES", 500)
+    with (
+        scripted(lambda call: call.answer(body, 200, "Content-Type: text/plain")) as admin,
+        pytest.raises(StoreUnavailable) as refused,
+    ):
+        list(admin.key_batches(100))
+    assert str(refused.value).startswith("Mooncake master 127.0.0.1:")
+    assert str(refused.value).endswith(f": {said}; {PORT}")
+
+
+def test_a_page_for_people_is_no_listing() -> None:
+    with (
+        scripted(lambda call: call.answer(b"<html>", 200, "Content-Type: text/html")) as admin,
+        pytest.raises(StoreUnavailable) as refused,
+    ):
+        list(admin.key_batches(100))
+    assert str(refused.value).endswith(
+        f": /get_all_keys returned text/html instead of text/plain; {PORT}"
+    )
 
 
 HEALTHY = json.dumps(

@@ -222,7 +222,7 @@ def test_a_map_from_ranks_to_devices_has_none_for_a_guest(config_file: ConfigFil
         ("mooncake://m:1?protocol=", {}, "protocol: '' is empty or has"),
         ("mooncake://m:1?protocol=t%20p", {}, "protocol: 't p' is not a protocol name"),
         ("mooncake://m:1?metadata=", {}, "metadata: '' is empty or has"),
-        ("mooncake://m:1?device=a%0Ab", {}, "device: .* has unprintable characters"),
+        ("mooncake://m:1?device=a%0Ab", {}, "device: .* has unprintable characters; give"),
         ("mooncake://m:1?segment=4gb", {}, "unknown parameter 'segment'"),
         ("mooncake://m:1", {CONFIG_VARIABLE: ""}, f"{CONFIG_VARIABLE} : cannot read: No such file"),
         ("mooncake://m:1", {CONFIG_VARIABLE: "/nowhere"}, "/nowhere: cannot read: No such file"),

@@ -21,13 +21,14 @@ from hicachectl.formats.errors import (
     StoreUnavailable,
     UnsupportedByBackend,
     UntrustedError,
+    UsageError,
 )
 from tests.mooncake_ssd_files import TENANT, Record, offset_meta, put_bucket, put_offset_files
 from tests.skips import needs_root
 from tests.stores import OLD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 KEYS = tuple(f"m_{page}_0_k".encode() for page in PAGE_HASHES)
 SLOT_BYTES = 1 << 16
@@ -348,6 +349,52 @@ def test_a_bad_sector_fails_one_object_and_a_lost_disk_all(
         listed.read()
 
 
+def fails_with(code: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("call", "action"), [("os.scandir", "list the directory"), ("os.pread", "read the metadata")]
+)
+def test_a_lost_file_system_is_named_with_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, action: str
+) -> None:
+    put_offset_files(tmp_path, [Record(TENANT + A, VALUES[A], 0, 1)])
+    monkeypatch.setattr(call, fails_with(errno.ESTALE))
+    with pytest.raises(StoreUnavailable) as refused:
+        open_store(url_of(tmp_path))
+    assert str(refused.value) == (
+        f"{url_of(tmp_path)}: cannot {action}: Stale file handle; check that the file system is "
+        "mounted"
+    )
+
+
+def test_more_keys_than_one_listing_holds_name_the_file_and_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_bucket(tmp_path, 1, {A: VALUES[A]})
+    put_bucket(tmp_path, 2, {B: VALUES[B]})
+    limit = len(A) + len(B) - 1
+    monkeypatch.setattr("hicachectl.backends.mooncake_ssd.index._MAX_KEYS_BYTES", limit)
+    with pytest.raises(UnsupportedByBackend) as refused:
+        open_store(url_of(tmp_path))
+    assert str(refused.value) == (
+        f"{tmp_path}/2.bucket: the keys up to this file have more than 2 GiB; open the directory "
+        "of one rank"
+    )
+
+
+def test_a_url_without_a_directory_shows_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        open_store("mooncake-ssd://")
+    assert str(refused.value) == (
+        "mooncake-ssd://: name the directory, as in mooncake-ssd:///mnt/ssd/mooncake"
+    )
+
+
 def test_rows_of_an_older_listing_are_found_by_their_keys(tmp_path: Path) -> None:
     """Their places in the listing are of other objects, or of none, by now."""
     for number, key in enumerate((A, B, C)):
@@ -411,12 +458,12 @@ def put_all_folders(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "words"),
     [
-        (put_version_1, "version 1 of Mooncake's offset files"),
-        (put_version_2, "version 2 of Mooncake's offset files"),
+        (put_version_1, "version 1 of Mooncake's offset files, .*; name the mooncake://"),
+        (put_version_2, "version 2 of Mooncake's offset files, .*; name the mooncake://"),
         (put_without_meta, "MOONCAKE_OFFSET_PERSIST_MODE"),
-        (put_file_per_key, "file_per_key"),
-        (put_renamed_file_per_key, "file_per_key"),
-        (put_all_folders, "file_per_key"),
+        (put_file_per_key, "file_per_key backend, .*; name the mooncake://"),
+        (put_renamed_file_per_key, "file_per_key backend, .*; name the mooncake://"),
+        (put_all_folders, "file_per_key backend, .*; name the mooncake://"),
     ],
 )
 @pytest.mark.parametrize("folder", ["", "rank_0_1_0_0"])

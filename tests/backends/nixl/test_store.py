@@ -266,9 +266,12 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
         ("nixl:///a,", "each directory must be an absolute path"),
         ("nixl:///tmp,/tmp/../tmp", "names a directory twice"),
         ("nixl:///tmp?direct_io=yes", "direct_io: 'yes' is not one of on, off"),
-        ("nixl:///tmp?high_watermark=nan", "must be a percentage"),
-        ("nixl:///tmp?high_watermark=0", "must be a percentage above 0, not '0'"),
-        ("nixl:///tmp?high_watermark=100.5", "must be a percentage"),
+        (
+            "nixl:///tmp?high_watermark=nan",
+            "high_watermark: 'nan' is not a percentage above 0; give one",
+        ),
+        ("nixl:///tmp?high_watermark=0", "'0' is not a percentage above 0"),
+        ("nixl:///tmp?high_watermark=100.5", "'100.5' is not a percentage"),
         ("nixl:///tmp?directories=2", "directories is '2', but the URL has 1; give all"),
         ("nixl:///tmp,/?directories=one", "directories is 'one', but the URL has 2"),
         ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
@@ -281,7 +284,7 @@ def test_urls_that_name_no_store_are_refused(url: str, message: str) -> None:
 
 def test_more_directories_than_names_can_tell_apart_are_refused(tmp_path: Path) -> None:
     paths = [f"{tmp_path}/{number}" for number in range(257)]
-    with pytest.raises(UsageError, match="has 257 directories; at most 256 work"):
+    with pytest.raises(UsageError, match="has 257 directories; give at most 256"):
         open_store(f"nixl://{','.join(paths)}")
     with pytest.raises(StoreUnavailable, match=f"{tmp_path}/0: "):
         open_store(f"nixl://{','.join(paths[:256])}")
@@ -299,6 +302,15 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         open_store(url_of(tmp_path, "ab"))
     assert "create the directories" not in str(missing.value)
     assert not (tmp_path / "b").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreUnavailable, match=r"create the director.*check the path and the perm"):
-        open_store(url_of(tmp_path / "file", "ab"), create=True)
+    url = url_of(tmp_path / "file")
+    with pytest.raises(StoreUnavailable) as refused:
+        open_store(url, create=True)
+    paths = ",".join(f"{tmp_path}/file/{name}" for name in "abc")
+    assert str(refused.value) == (
+        f"{paths}: cannot create the directories: Not a directory; check the path and the "
+        "permissions of its parent directories"
+    )

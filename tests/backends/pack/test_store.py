@@ -256,7 +256,7 @@ def test_a_pack_that_is_being_written_cannot_be_read(path: Path, arena: Arena) -
 
 def test_a_pack_opened_to_be_read_is_not_written_to(path: Path, arena: Arena) -> None:
     put(path, arena, OBJECTS)
-    refusal = pytest.raises(UnsupportedByBackend, match="open for reading only")
+    refusal = pytest.raises(UnsupportedByBackend, match="reading only; open it with create")
     with opened(path, arena) as store, refusal:
         write(store, OBJECTS, if_absent=True)
 

@@ -144,7 +144,7 @@ _INKLING = "InklingForConditionalGeneration InklingForConditionalGenerationMTP"
 @pytest.mark.parametrize(
     ("fields", "flags", "words"),
     [
-        ({}, {"enable_multi_layer_eagle": False}, "Use --enable-multi-layer-eagle"),
+        ({}, {"enable_multi_layer_eagle": False}, "; use --enable-multi-layer-eagle"),
         (
             {"mtp_local_layer_ids": [0]},
             {"enable_multi_layer_eagle": False, "speculative_num_steps": 1},

@@ -94,7 +94,9 @@ def test_every_flipped_bit_of_a_head_is_noticed() -> None:
 
 
 def test_a_form_of_the_future_is_refused_by_number() -> None:
-    with pytest.raises(FormatError, match="pack form 2, but this version reads form 1"):
+    with pytest.raises(
+        FormatError, match="pack form 2, but this version reads form 1; use the release"
+    ):
         pack.parse_header(pack_files.header(form=2))
 
 
