@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.move.results import GroupStatus
+from hicachectl.pages.byte_sums import byte_sum
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    import numpy as np
     import numpy.typing as npt
 
-    from hicachectl.backends.base import IntArray
 
 REMOVED = "removed"
 WOULD_REMOVE = "would-remove"  # in a dry run
@@ -97,8 +97,7 @@ class GroupReport:
     def kept_bytes(self) -> int:
         """Bytes of the groups kept, as far as sizes are known."""
         rows = self.rows.filter(pc.equal(self.rows.column("state"), KEPT))
-        found: int = pc.sum(rows.column("nbytes")).as_py() or 0
-        return found
+        return byte_sum(rows.column("nbytes").fill_null(0).to_numpy())
 
     @property
     def conflicts(self) -> int:
@@ -145,19 +144,3 @@ def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
 def named(texts: pa.StringArray) -> pa.StringArray:
     """Return names with null in place of ""."""
     return pc.if_else(pc.equal(texts, ""), None, texts)
-
-
-def sums_by_group(sizes: pa.ChunkedArray | pa.Array, owners: IntArray, count: int) -> pa.Int64Array:
-    """Return the sums of sizes by group: [count], null if a size is unknown."""
-    sums = np.zeros(count, dtype=np.int64)
-    np.add.at(sums, owners, sizes.fill_null(0).to_numpy())
-    unknown = np.zeros(count, dtype=np.bool_)
-    if sizes.null_count:
-        unknown[owners[np.asarray(sizes.is_null())]] = True
-    return pa.array(sums, mask=unknown)
-
-
-def total(sizes: pa.ChunkedArray | pa.Array) -> int | None:
-    """Return the sum of sizes; None if a size is unknown."""
-    found: int | None = pc.sum(sizes, skip_nulls=False, min_count=0).as_py()
-    return found

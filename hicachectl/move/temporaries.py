@@ -23,8 +23,8 @@ from hicachectl.move.reports import (
     ROWS,
     WOULD_REMOVE,
     GroupReport,
-    total,
 )
+from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def remove_temporaries(
     return GroupReport(
         deleted=int(taken.sum()),
         gone=int((states == GONE).sum()),
-        nbytes=total(sizes.filter(pa.array(taken))),
+        nbytes=column_sum(sizes.filter(pa.array(taken))),
         failures=tuple(failed),
         rows=_rows(texts, sizes, states),
     )

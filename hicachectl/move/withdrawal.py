@@ -37,9 +37,9 @@ from hicachectl.move.reports import (
     GroupReport,
     named,
     states_of,
-    total,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.group_table import ABSENT
 from hicachectl.profiles.identities import markers_of
 
@@ -204,7 +204,7 @@ def _rehearsed(
         rows=pa.table([*columns, states], schema=ROWS),
         moved=objects if keeps else 0,
         deleted=0 if keeps else objects,
-        nbytes=total(nbytes),
+        nbytes=column_sum(nbytes),
         place=str(place.path) if place is not None and keeps else None,
     )
 
@@ -448,7 +448,7 @@ class _Worker:
             moved=self._moved,
             deleted=self._deleted,
             gone=self._gone,
-            nbytes=total(pa.concat_arrays(self._sizes)),
+            nbytes=column_sum(pa.concat_arrays(self._sizes)),
             failures=tuple(self._failures),
             untried=untried,
             place=str(self._place.path) if self._place is not None and keeps else None,

@@ -99,6 +99,18 @@ def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     assert verify(invoke, store, "--model", "n")["counts"] == {}
 
 
+def test_two_mixes_have_sizes_of_their_own(invoke: Invoke, store: Path) -> None:
+    """A size that is common in one deployment is damage in another."""
+    put_pages(store, range(12), "_n_0_1", nbytes=300)
+    put_pages(store, range(12, 20), "_n_0_1", nbytes=100)
+    wrong = {
+        put(store, f"{page(0)}_n_0_1.bin", 8192).name: "8192 bytes, expected 300",
+        put(store, f"{page(1)}_m_0_2.bin", 300).name: "300 bytes, expected 16384",
+    }
+    found = verify(invoke, store, exit_code=4)["findings"]
+    assert {f["key"]: f["detail"] for f in found if f["key"]} == wrong
+
+
 def test_a_size_that_changes_alike_in_every_pool_suggests_the_page_size(
     invoke: Invoke, store: Path
 ) -> None:

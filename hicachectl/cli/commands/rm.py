@@ -255,8 +255,8 @@ def _refuse_about_free(options: dict[str, Any]) -> None:
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
-    from hicachectl.move.reports import total
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
+    from hicachectl.pages.byte_sums import column_sum
     from hicachectl.text.units import counted, human_size
 
     _refuse_without_times(store, options)
@@ -271,7 +271,7 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
         with progress(ctx, "removing", " files") as advance:
             return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
 
-    nbytes = human_size(total(stale.column("nbytes")))
+    nbytes = human_size(column_sum(stale.column("nbytes")))
     cleared = len(stale) - stale.column("cleared_ns").null_count
     what = {"temporary file": len(stale) - cleared, "cleared object": cleared}
     named = " and ".join(counted(count, noun) for noun, count in what.items() if count)
