@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.results import GroupStatus
 from hicachectl.pages.byte_sums import byte_sum
-from hicachectl.text.units import counted
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy as np
     import numpy.typing as npt
@@ -123,6 +125,37 @@ def finished_remarks(report: GroupReport) -> Iterator[str]:
     for key, message in report.failures:
         yield f"{key}: {message}"
     yield from unrecorded_remarks(report.unrecorded)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a removal took before it ended early; a batch at work may have taken more.
+
+    pages: groups that lost objects. nbytes: of these groups; None if a size is unknown.
+    """
+
+    pages: int
+    objects: int
+    nbytes: int | None
+
+    def text(self, wanted: int, noun: str = "page") -> str:
+        """Return the counts in words. wanted: number of groups or files to remove."""
+        objects = f"{counted(self.objects, 'object')} of " if noun == "page" else ""
+        return (
+            f"Removed at least {objects}{counted(self.pages, noun)} ({human_size(self.nbytes)}) of "
+            f"{counted(wanted, noun)} before the end"
+        )
+
+
+@contextmanager
+def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
+    """Tell what was taken if a signal or a lost store ends the block."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
+            tell(taken())
+        raise
 
 
 def unrecorded_remarks(folders: Iterable[str]) -> Iterator[str]:
