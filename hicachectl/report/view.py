@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl import __version__
 from hicachectl.checks.codes import MIXED_SIZES, SEVERITIES
 from hicachectl.checks.registry import codes, group_names
+from hicachectl.formats.keys.labels import label_text
 from hicachectl.report.charts import (
     MAGNITUDES,
     Bar,
@@ -69,7 +70,12 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"moment": _moment, "size": human_size, "many": _many}
+    environment.filters |= {
+        "moment": _moment,
+        "size": human_size,
+        "many": _many,
+        "deployment": label_text,
+    }
     style = environment.get_template("report.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return environment.get_template("report.html").render(

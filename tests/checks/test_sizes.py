@@ -137,7 +137,7 @@ def test_sizes_written_in_the_same_time_are_of_servers_that_run_together(
 def test_the_table_names_the_deployment_of_a_mix_and_its_age(invoke: Invoke, store: Path) -> None:
     lines = invoke("verify", store, exit_code=4).stdout.splitlines()
     (row,) = [line for line in lines if line.startswith("warning")]
-    assert row.split()[1:4] == ["mixed-sizes", "m", "tp2"]
+    assert row.split()[1:5] == ["mixed-sizes", "m", "tp", "2"]
     assert row.split()[-2].endswith("d")
 
 

@@ -170,7 +170,7 @@ def test_bare_pages_of_several_deployments_are_refused(
     path.write_text(page(3) if form == "hashes" else json.dumps(rows[0]))
     for more in ("--yes", "--dry-run"):
         message = invoke("rm", two_sizes, "--pages", path, more, exit_code=2).stderr
-        assert f"page {page(3)} has groups of 2 deployments: m tp4, m tp8" in message
+        assert f"page {page(3)} has groups of 2 deployments: m tp 4, m tp 8" in message
         assert "--all-deployments" in message
         assert "--format jsonl" in message
     assert contents(two_sizes) == before

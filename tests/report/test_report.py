@@ -282,10 +282,10 @@ def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path
     (one,) = picture_of(store).completeness
     assert (one.deployment, one.pages) == ("m tp 2", 8)
     assert {(s.pool, s.rank): (s.present, s.expected) for s in one.shares} == {
-        ("kv", "tp0"): (8, 8),
-        ("kv", "tp1"): (6, 8),
-        ("indexer", "tp0"): (8, 8),
-        ("indexer", "tp1"): (5, 8),
+        ("kv", "tp 0"): (8, 8),
+        ("kv", "tp 1"): (6, 8),
+        ("indexer", "tp 0"): (8, 8),
+        ("indexer", "tp 1"): (5, 8),
     }
 
 
