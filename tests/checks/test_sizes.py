@@ -178,3 +178,15 @@ def test_pages_of_a_mix_are_never_repaired(invoke: Invoke, store: Path, tmp_path
 def test_no_profile_is_inferred_from_a_mix(invoke: Invoke, store: Path) -> None:
     refused = invoke("profile", store, exit_code=2).stderr
     assert "several sizes" in refused
+
+
+@pytest.mark.parametrize(("nbytes", "newest"), [(16384, True), (8192, False)])
+def test_a_repair_by_an_old_profile_says_that_it_takes_the_newest_pages(
+    invoke: Invoke, store: Path, tmp_path: Path, nbytes: int, newest: bool
+) -> None:
+    profile = tmp_path / "p.toml"
+    pool = f'[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = {nbytes}\n'
+    profile.write_text(f'model = "m"\ntp = 2\n{pool}')
+    repair = ["--profile", profile, "--repair", "quarantine", "--dry-run"]
+    said = invoke("verify", store, *repair, exit_code=4).stderr
+    assert ("The repair takes the 8 newest pages and leaves older ones" in said) is newest
