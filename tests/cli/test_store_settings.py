@@ -58,7 +58,7 @@ def test_a_store_named_by_its_directory_has_no_settings(
 
 @pytest.mark.parametrize(
     ("stated", "wrong", "why"),
-    [("tp = 2", "tp = 4", "tp size 4"), ("nbytes = 64", "nbytes = 32", "expected 32 bytes")],
+    [("tp = 2", "tp = 4", "tp 4"), ("nbytes = 64", "nbytes = 32", "expected 32 bytes")],
     ids=["topology", "sizes"],
 )
 def test_a_profile_that_the_store_contradicts_stops_no_look_and_no_removal(
