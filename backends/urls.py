@@ -68,36 +68,40 @@ _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 # Secrets in URLs: the text before the @ of a host, and values of parameters with names like
 # "token". A URL can be percent-encoded inside another. A port before a path or parameters is not
-# a password. Of a scheme, the last character is enough: long words must not take long.
+# a password. Of a scheme, the last character is enough.
+# Where a search could begin again within the same text, the pattern also matches without the group
+# "end", if there is no secret: hostile text takes linear time.
 _SCHEME = r"[a-z0-9+.-](?::|%3a)(?:/|%2f){2}(?!/|%2f)"
 _PORT = r"[^\s'\"/?#@:%]*(?::|%3a)\d{1,5}(?:[/?#&\s'\"]|%2f|%3f|$)"
+_NAME_BEGIN = r"(?:[?&;#]|%3f|%26)"
+_NAME_END = r"(?:=|%3d)"
+_IN_NAME = r"(?:(?!%3d)[^\s'\"=&])"
+_IN_VALUE = r"(?:(?!%26)[^\s'\"&#])"
+_SECRET_NAMES = "token|pass|pwd|secret|key|auth|cred|sig|session"
 _SECRETS = [
-    (
-        re.compile(
-            rf"({_SCHEME})(?!{_PORT})[^\s'\"/?#&@%:]*(?:(?::|%3a)\S*)?(@|%40)", re.IGNORECASE
-        ),
-        r"\1***\2",
-    ),
-    (re.compile(r"(^|[\s=(,'\"]|//)[^\s'\"/&?=@:]+:[^\s'\"/&?=@]+(@)"), r"\1***\2"),
-    (re.compile(r"(=)[^\s'\"/&?=@]+(@)"), r"\1***\2"),
-    (
-        re.compile(
-            r"((?:[?&;#]|%3f|%26)(?!keys(?:=|%3d))(?:(?!%3d)[^\s'\"=&])*"
-            r"(?:token|pass|pwd|secret|key|auth|cred|sig|session)(?:(?!%3d)[^\s'\"=&])*(?:=|%3d))"
-            r"(?:(?!%26)[^\s'\"&#])+",
-            re.IGNORECASE,
-        ),
-        r"\1***",
-    ),
-    (re.compile(r"(bearer )[^\s'\"]+", re.IGNORECASE), r"\1***"),
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"(?P<begin>{_SCHEME})(?!{_PORT})[^\s'\"/?#&@%:]*+"
+        r"(?:(?:(?::|%3a)\S*)?(?P<end>@|%40)|(?::|%3a)\S*)",
+        r"(?P<begin>^|[\s=(,'\"]|//)[^\s'\"/&?=@:]++(?::(?:[^\s'\"/&?=@]++(?P<end>@)?)?)?",
+        r"(?P<begin>=)[^\s'\"/&?=@]++(?P<end>@)",
+        rf"(?P<begin>{_NAME_BEGIN}(?!keys{_NAME_END})"
+        rf"(?={_IN_NAME}*+{_NAME_END}{_IN_VALUE}){_IN_NAME}*(?:{_SECRET_NAMES}){_IN_NAME}*+"
+        rf"{_NAME_END}){_IN_VALUE}++(?P<end>)|{_NAME_BEGIN}{_IN_NAME}*+",
+        r"(?P<begin>bearer )[^\s'\"]++(?P<end>)",
+    )
 ]
 
 
 def without_secrets(text: str) -> str:
     """Replace passwords and tokens in URLs by ***. Used for every message."""
-    for pattern, shown in _SECRETS:
-        text = pattern.sub(shown, text)
+    for pattern in _SECRETS:
+        text = pattern.sub(_masked, text)
     return text
+
+
+def _masked(match: re.Match[str]) -> str:
+    return match[0] if match["end"] is None else f"{match['begin']}***{match['end']}"
 
 
 @dataclass(frozen=True, slots=True)

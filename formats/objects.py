@@ -68,8 +68,8 @@ class Shard:
         )
 
     def sizes_text(self) -> str:
-        """Return the stated sizes for messages: `tp size 2`, or "without TP ranks"."""
-        sizes = [f"{axis} size {size}" for axis, _, size in self.axes if size is not None]
+        """Return the stated sizes for messages: `tp 2`, or "without TP ranks"."""
+        sizes = [f"{axis} {size}" for axis, _, size in self.axes if size is not None]
         return " ".join(sizes) or "without TP ranks"
 
 

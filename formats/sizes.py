@@ -11,10 +11,10 @@ from hicachectl.formats.errors import UsageError
 _UNITS = {
     "": 1,
     "B": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
-    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTP", 1)},
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGTPE", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGTPE", 1)},
 }
-_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTP]?i?B?)")
+_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMGTPE]?i?B?)")
 _TOO_LARGE = 2**63
 
 

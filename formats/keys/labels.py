@@ -2,7 +2,7 @@
 
 A label is the tag and model as in the keys, then the sizes that the keys state:
 `Qwen-Qwen3-32B tp4 pp2`. It omits facts that only a profile states: the TP size of Mooncake pages,
-and the boundary between tag and model.
+and the boundary between tag and model. Documents have labels; texts for people, `label_text`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _NAMELESS = "-"  # of keys without tag and model
 
 # Escaped in names: white space ends a name, ? and - are labels.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")
+_SIZE = re.compile(r"^([a-z]+)(?=[0-9]+$)")
 _SIZES = (*AXES, "page")
 
 
@@ -41,6 +42,12 @@ def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix])
                 return label
             of_states = of_states or label
     return of_states or AMBIGUOUS
+
+
+def label_text(label: str) -> str:
+    """Return a label for people, with sizes as in messages: `Qwen-Qwen3-32B tp 4 pp 2`."""
+    name, *sizes = label.split(" ")
+    return " ".join([name, *(_SIZE.sub(r"\1 ", size) for size in sizes)])
 
 
 def key_name(model: str, tag: str) -> str:

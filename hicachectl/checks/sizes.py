@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.registry import CheckInput, CheckSums
     from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.pages.inventory import IntArray, Inventory
+
+_Ratios = defaultdict[str, set[Fraction]]  # of the sizes of each pool
 
 _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 
@@ -30,11 +33,8 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     inventory = given.inventory
     expected = expected_sizes(inventory.table)[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    # Objects of no common size are compared with the most common size.
-    for mix in inventory.table.mixes:
-        established = np.isin(actual, [size.nbytes for size in mix.sizes])
-        of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
-        expected[of_mix & ~established] = mix.sizes[0].nbytes
+    rare, common = _rare_of_mixes(inventory, actual)
+    expected[rare] = common
     settled = np.append(~given.in_flight, True)[given.groups.of_object]
     wrong = settled & ~fits(actual, expected)
     for code, rule, rows in (
@@ -49,10 +49,37 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
         yield object_findings(inventory, rows, code, detail, rule=rule)
 
 
+def _rare_of_mixes(inventory: Inventory, actual: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the objects of a mix that have none of its common sizes, and its most common size.
+
+    actual: [objects]. The results are [k]: rows and sizes.
+    """
+    mixes = inventory.table.mixes
+    if not mixes:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    of_affix = np.full(len(inventory.table.affixes) + 1, -1)  # the last is for foreign keys
+    for number, mix in enumerate(mixes):
+        of_affix[list(mix.affix_ids)] = number
+    of_object = of_affix[inventory.affix_ids]
+    rows = np.flatnonzero(of_object >= 0)
+    pairs = [(number, size.nbytes) for number, mix in enumerate(mixes) for size in mix.sizes]
+    owners, sizes = np.array(pairs, dtype=np.int64).T
+    distinct = np.unique(sizes)
+    at = np.minimum(np.searchsorted(distinct, actual[rows]), len(distinct) - 1)
+    codes = of_object[rows] * len(distinct) + at
+    common = (distinct[at] == actual[rows]) & np.isin(
+        codes, owners * len(distinct) + np.searchsorted(distinct, sizes)
+    )
+    first = np.array([mix.sizes[0].nbytes for mix in mixes], dtype=np.int64)
+    rare = rows[~common]
+    return rare, first[of_object[rare]]
+
+
 def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
     """Yield mixed-sizes for each kind of object with several common sizes."""
     table, objects = given.table, given.tally.objects
     mixes = [mix for mix in table.mixes if objects[list(mix.affix_ids)].any()]
+    ratios = _ratios_by_pool(table)
     newest = [max(size.newest_ns or 0 for size in mix.sizes) for mix in mixes]
     yield deployment_findings(
         "mixed-sizes",
@@ -60,7 +87,7 @@ def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
         written=[ns // 10**9 or None for ns in newest],
         pools=[mix.coordinate.pool for mix in mixes],
         parts=[mix.coordinate.part for mix in mixes],
-        detail=[_described(mix, table) for mix in mixes],
+        detail=[_described(mix, _beside(mix, table, ratios)) for mix in mixes],
     )
 
 
@@ -68,13 +95,20 @@ def _deployment_of(mix: SizeMix, table: AffixTable) -> Deployment:
     return table.deployments[table.deployment_ids[mix.affix_ids[0]]]
 
 
-def _described(mix: SizeMix, table: AffixTable) -> str:
+def _beside(mix: SizeMix, table: AffixTable, ratios: dict[int, _Ratios]) -> set[Fraction]:
+    """Return the ratios of the deployment's other pools."""
+    of_pools = ratios.get(table.deployment_ids[mix.affix_ids[0]])
+    others = of_pools.items() if of_pools else ()
+    return {one for pool, own in others if pool != mix.coordinate.pool for one in own}
+
+
+def _described(mix: SizeMix, others: set[Fraction]) -> str:
     model, shard = mix.coordinate.model, mix.coordinate.shard
     texts = [
         f"{size.nbytes} bytes on {size.pages} pages ({size.pages / mix.pages:.0%})" + _written(size)
         for size in mix.sizes
     ]
-    facts = "; ".join([*texts, *filter(None, [_change(mix)]), _likely_reason(mix, table)])
+    facts = "; ".join([*texts, *filter(None, [_change(mix)]), _likely_reason(mix, others)])
     return (
         f"model {model!r} {shard.sizes_text()}: {facts}; "
         "give --profile of the running servers to see which size is right"
@@ -102,11 +136,10 @@ def _change(mix: SizeMix) -> str:
     )
 
 
-def _likely_reason(mix: SizeMix, table: AffixTable) -> str:
+def _likely_reason(mix: SizeMix, others: set[Fraction]) -> str:
     ratio = _ratio(mix)
     if ratio == _SCALED_ROWS:
         return "the ratio suggests MLA rows in bfloat16 and in fp8 with scales"
-    others = _ratios_beside(mix, table)
     if others == {ratio}:
         seen, settings = ", the same in every pool,", ["page sizes"]
     else:  # a page of another size would change every pool alike
@@ -126,24 +159,22 @@ def _ratio(mix: SizeMix) -> Fraction:
     return Fraction(max(one, two), min(one, two))
 
 
-def _ratios_beside(mix: SizeMix, table: AffixTable) -> set[Fraction]:
-    """Return the ratios of the two sizes of the deployment's other pools; 1 for one size.
+def _ratios_by_pool(table: AffixTable) -> dict[int, _Ratios]:
+    """Return the ratios of the two sizes of each pool, 1 for one size, by deployment with a mix.
 
     States of Mamba do not count: their size does not depend on the page size.
     """
-    number = table.deployment_ids[mix.affix_ids[0]]
-    mixed = {affix: other for other in table.mixes for affix in other.affix_ids}
-    return {
-        _ratio(mixed[affix]) if affix in mixed else Fraction(1)
-        for affix, (deployment, spec) in enumerate(
-            zip(table.deployment_ids, table.specs, strict=True)
-        )
-        if deployment == number
-        and spec is not None
-        and spec.pool != mix.coordinate.pool
-        and not pool_name(spec.pool).states
-        and (affix in mixed or spec.nbytes > 0)
-    }
+    mixed = {affix: mix for mix in table.mixes for affix in mix.affix_ids}
+    of_affix = np.array(table.deployment_ids, dtype=np.int64)
+    found: dict[int, _Ratios] = {}
+    for affix in np.flatnonzero(np.isin(of_affix, of_affix[list(mixed)])).tolist():
+        spec = table.spec(affix)
+        if spec is None or pool_name(spec.pool).states:
+            continue
+        if affix in mixed or spec.nbytes > 0:
+            ratios = found.setdefault(table.deployment_ids[affix], defaultdict(set))
+            ratios[spec.pool].add(_ratio(mixed[affix]) if affix in mixed else Fraction(1))
+    return found
 
 
 def oversized_rule(grammar: str) -> str | None:

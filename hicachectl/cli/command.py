@@ -12,7 +12,7 @@ import click
 from click.core import augment_usage_errors
 
 from hicachectl.cli.environment import long_name, unused_variables, variable_of
-from hicachectl.cli.precedence import settle
+from hicachectl.cli.precedence import named_settings, settle
 from hicachectl.cli.session import remark
 from hicachectl.formats.errors import UsageError
 
@@ -121,7 +121,8 @@ class Command(click.Command):
         for text in unused_variables(ctx):
             remark(ctx, text)
         settle(ctx, self._profile_options())
-        return super().invoke(ctx)
+        with named_settings(ctx):
+            return super().invoke(ctx)
 
     def _profile_options(self) -> frozenset[str]:
         """Return the parameters that choose a profile otherwise than --profile."""

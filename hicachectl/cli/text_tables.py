@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.objects import AXES
 from hicachectl.move.reports import RESTORED, WOULD_RESTORE
+from hicachectl.pages.byte_sums import MOST_BYTES
 from hicachectl.text.jsontext import join_present
 from hicachectl.text.units import human_age, human_column, human_size, human_sizes
 
@@ -115,6 +116,9 @@ def summary_for_people(rows: pa.Table, total: dict[str, Any]) -> pa.Table:
 def removals_for_people(rows: pa.Table) -> pa.Table:
     """Return the text columns of `rm`: totals per model, tag and state."""
     keys = ["model", "tag", "state"]
+    # Floats, since a sum of hostile sizes may not fit int64.
+    sizes = rows.column("nbytes").cast(pa.float64(), safe=False)
+    rows = rows.set_column(rows.column_names.index("nbytes"), "nbytes", sizes)
     totals = rows.group_by(keys).aggregate(
         [
             ("page", "count"),
@@ -123,13 +127,14 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
         ]
     )
     totals = totals.sort_by([(key, "ascending") for key in keys])
+    nbytes = pc.min_element_wise(totals.column("nbytes_sum"), float(MOST_BYTES), skip_nulls=False)
     return pa.table(
         {
             "model": totals.column("model"),
             "tag": totals.column("tag"),
             ">pages": _text(totals, "page_count"),
             ">objects": _text(totals, "objects_sum"),
-            ">size": human_sizes(totals.column("nbytes_sum")),
+            ">size": human_sizes(nbytes),
             "state": totals.column("state"),
         }
     )

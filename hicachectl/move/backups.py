@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.arena import ALIGNMENT, Arena, place
+from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import as_stored
-from hicachectl.move.batches import Action, CopyBatch, CopyOptions, cut
+from hicachectl.move.batches import Action, CopyBatch, CopyOptions, aligned, cut
 from hicachectl.move.copying import Executor
 from hicachectl.move.order import Failures, GroupObjects, publish
 from hicachectl.move.results import GroupStatus, MoveResult
@@ -73,7 +73,7 @@ def copy_groups(
         arena=arena, failures=_failures(on_gone), preserve=True,
     )  # fmt: skip
     need = np.zeros(len(pages), dtype=np.int64)
-    np.add.at(need, objects.owners, 2 * _aligned(sizes))
+    np.add.at(need, objects.owners, 2 * aligned(sizes))
     large = need > arena.nbytes
     lone = np.bincount(objects.owners, minlength=len(pages)) == 1
     for at in np.flatnonzero((large & lone)[objects.owners]).tolist():
@@ -172,7 +172,7 @@ def _batches(
     order = np.argsort(objects.owners, kind="stable")
     order = order[np.isin(objects.owners[order], fitting)]
     groups, starts, counts = np.unique(objects.owners[order], return_index=True, return_counts=True)
-    need = np.add.reduceat(2 * _aligned(sizes[order]), starts) if len(order) else starts
+    need = np.add.reduceat(2 * aligned(sizes[order]), starts) if len(order) else starts
     spans = cut(
         need,
         counts,
@@ -205,11 +205,6 @@ def _batches(
             groups=own,
             places=some,
         )
-
-
-def _aligned(sizes: IntArray) -> IntArray:
-    aligned: IntArray = -(-sizes // ALIGNMENT) * ALIGNMENT
-    return aligned
 
 
 def same_bytes(

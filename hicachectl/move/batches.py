@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Task
 from hicachectl.kernels.relayout import relayout
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.move.order import GroupObjects
 
+# Larger than any memory; the sums of a group stay far from overflow.
+_MOST_ALIGNED = 2**48
 _JOBS = 3  # one reads while the others write or wait for the disk
 
 
@@ -155,6 +158,13 @@ def cut(
         end = max(end, start + 1)
         yield slice(start, end)
         start, limit = end, min(2 * limit, most_bytes)
+
+
+def aligned(sizes: IntArray) -> IntArray:
+    """Return the bytes of memory for objects of these sizes, 0 for unknown ones."""
+    within = np.clip(sizes, 0, _MOST_ALIGNED)
+    space: IntArray = -(-within // ALIGNMENT) * ALIGNMENT
+    return space
 
 
 def _strided(

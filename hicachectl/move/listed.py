@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.checks.registry import is_structural
 from hicachectl.formats.keys.resolve import ANCHOR_POOL
 from hicachectl.move.recorded import RecordedGroups, Shape, facts_of
-from hicachectl.move.reports import sums_by_group
+from hicachectl.pages.byte_sums import column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import ABSENT
 
@@ -64,7 +64,7 @@ class ListedGroups:
     def nbytes(self) -> pa.Int64Array:
         """Bytes of each group: [groups], null if a size is unknown."""
         sizes = self._inventory.take(self._rows, ["nbytes"]).column("nbytes")
-        return sums_by_group(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
+        return column_sums(sizes, np.repeat(np.arange(len(self)), self.counts), len(self))
 
     @property
     def names(self) -> tuple[pa.StringArray, pa.StringArray]:

@@ -183,3 +183,17 @@ def _outright(groups: PageGroups, numbers: IntArray, code: str, why: str) -> pa.
     if not len(numbers):
         return SCHEMA.empty_table()
     return combine([reasons(code, pages=groups.pages_at(numbers), detail=why)])
+
+
+def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:
+    """Return how many of the plan's pages are newer than all others of the profile's deployment.
+
+    0 if the plan takes all of them, or if the store keeps no times. Many such pages suggest that
+    the profile is not the one of the servers that wrote last.
+    """
+    span = groups.span(0)
+    times = groups.newest_ns[span]
+    taken = np.isin(np.arange(span.start, span.stop), plan.groups)
+    if not groups.has_times or taken.all():
+        return 0
+    return int((times[taken] > times[~taken].max()).sum())

@@ -16,8 +16,8 @@ from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.table import join_keys
-from hicachectl.move.reports import sums_by_group
 from hicachectl.move.results import GroupStatus
+from hicachectl.pages.byte_sums import column_sums
 from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class RecordedGroups:
     @property
     def nbytes(self) -> pa.Int64Array:
         """Bytes of each group, null if a size is unknown: [k]."""
-        return sums_by_group(self.facts.column("nbytes"), self.owners, len(self))
+        return column_sums(self.facts.column("nbytes"), self.owners, len(self))
 
     def labels(self, scheme: str) -> list[str]:
         """Return each group's field "group" in `ls`: [k]. scheme: grammar of the keys."""

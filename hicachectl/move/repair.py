@@ -118,6 +118,9 @@ def repair(
             buffer_bytes=buffer_bytes,
             mark=attempt.mark,
             on_progress=on_progress,
+            on_end=lambda taken: say(
+                f"{taken.text(len(plan.groups))}; run the same command again to repair the others"
+            ),
         )
         for text in _remarks(outcome, options):
             say(text)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.results import GroupStatus
-from hicachectl.text.units import counted
+from hicachectl.pages.byte_sums import byte_sum
+from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    import numpy as np
     import numpy.typing as npt
 
-    from hicachectl.backends.base import IntArray
 
 REMOVED = "removed"
 WOULD_REMOVE = "would-remove"  # in a dry run
@@ -97,8 +99,7 @@ class GroupReport:
     def kept_bytes(self) -> int:
         """Bytes of the groups kept, as far as sizes are known."""
         rows = self.rows.filter(pc.equal(self.rows.column("state"), KEPT))
-        found: int = pc.sum(rows.column("nbytes")).as_py() or 0
-        return found
+        return byte_sum(rows.column("nbytes").fill_null(0).to_numpy())
 
     @property
     def conflicts(self) -> int:
@@ -126,6 +127,37 @@ def finished_remarks(report: GroupReport) -> Iterator[str]:
     yield from unrecorded_remarks(report.unrecorded)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a removal took before it ended early; a batch at work may have taken more.
+
+    pages: groups that lost objects. nbytes: of these groups; None if a size is unknown.
+    """
+
+    pages: int
+    objects: int
+    nbytes: int | None
+
+    def text(self, wanted: int, noun: str = "page") -> str:
+        """Return the counts in words. wanted: number of groups or files to remove."""
+        objects = f"{counted(self.objects, 'object')} of " if noun == "page" else ""
+        return (
+            f"Removed at least {objects}{counted(self.pages, noun)} ({human_size(self.nbytes)}) of "
+            f"{counted(wanted, noun)} before the end"
+        )
+
+
+@contextmanager
+def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
+    """Tell what was taken if a signal or a lost store ends the block."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
+            tell(taken())
+        raise
+
+
 def unrecorded_remarks(folders: Iterable[str]) -> Iterator[str]:
     """Yield a remark for each quarantine folder that has objects but no record."""
     for folder in folders:
@@ -145,19 +177,3 @@ def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
 def named(texts: pa.StringArray) -> pa.StringArray:
     """Return names with null in place of ""."""
     return pc.if_else(pc.equal(texts, ""), None, texts)
-
-
-def sums_by_group(sizes: pa.ChunkedArray | pa.Array, owners: IntArray, count: int) -> pa.Int64Array:
-    """Return the sums of sizes by group: [count], null if a size is unknown."""
-    sums = np.zeros(count, dtype=np.int64)
-    np.add.at(sums, owners, sizes.fill_null(0).to_numpy())
-    unknown = np.zeros(count, dtype=np.bool_)
-    if sizes.null_count:
-        unknown[owners[np.asarray(sizes.is_null())]] = True
-    return pa.array(sums, mask=unknown)
-
-
-def total(sizes: pa.ChunkedArray | pa.Array) -> int | None:
-    """Return the sum of sizes; None if a size is unknown."""
-    found: int | None = pc.sum(sizes, skip_nulls=False, min_count=0).as_py()
-    return found

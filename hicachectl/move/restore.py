@@ -28,9 +28,9 @@ from hicachectl.move.reports import (
     GroupReport,
     named,
     states_of,
-    total,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.pages.byte_sums import column_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,9 +155,9 @@ def restore_groups(
     done = rows.filter(pc.equal(rows.column("state"), state))
     return GroupReport(
         rows=rows,
-        moved=total(done.column("objects")) or 0,
+        moved=column_sum(done.column("objects")) or 0,
         gone=lost,
-        nbytes=total(done.column("nbytes")),
+        nbytes=column_sum(done.column("nbytes")),
         busy=busy,
         purged=purged,
         unrecorded=tuple(unrecorded),

@@ -23,8 +23,10 @@ from hicachectl.move.reports import (
     ROWS,
     WOULD_REMOVE,
     GroupReport,
-    total,
+    Taken,
+    telling,
 )
+from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.listing import key_text
 
 if TYPE_CHECKING:
@@ -81,42 +83,50 @@ def remove_temporaries(
     *,
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda files: None,
+    on_end: Callable[[Taken], None] = lambda taken: None,
 ) -> GroupReport:
     """Delete files of `find_temporaries`, except files written since the listing.
 
     Of a cleared page, kv objects are deleted first.
 
     The result's rows have the columns of reports.ROWS (page, model and tag null) and `key`.
-    Raises StoreUnavailable.
+    on_end: called if a signal or a lost store ends the removal. Raises StoreUnavailable.
     """
     stale = stale.take(pa.array(np.argsort(_are_sidecars(stale), kind="stable")))
     states = np.full(len(stale), WOULD_REMOVE if dry_run else GONE, dtype=object)
     failed: list[tuple[str, str]] = []
     texts = key_text(stale.column("key").combine_chunks())
     size = store.limits.batch_objects
-    for start in range(0, 0 if dry_run else len(stale), size):
-        some = stale.slice(start, size)
-        now = store.look(some, _COLUMNS)
-        place = pc.index_in(some.column("key"), value_set=now.column("key").combine_chunks())
-        there = place.is_valid().to_numpy(zero_copy_only=False)
-        same = pc.equal(some.column("mtime_ns"), now.column("mtime_ns").take(place))
-        unchanged = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
-        states[start + np.flatnonzero(there & ~unchanged)] = KEPT
-        rows = np.flatnonzero(there & unchanged)
-        result = _deleted(store, some.take(pa.array(rows)))
-        for row, status in zip((start + rows).tolist(), result.statuses.tolist(), strict=True):
-            states[row] = {Status.OK: REMOVED, Status.GONE: GONE}.get(Status(status), FAILED)
-        failed += [
-            (texts[start + int(rows[number])].as_py(), f"cannot be removed: {message}")
-            for number, message in result.errors.items()
-        ]
-        on_progress(len(some))
+
+    def so_far() -> Taken:
+        removed = states == REMOVED
+        sizes = stale.column("nbytes").filter(pa.array(removed))
+        return Taken(int(removed.sum()), int(removed.sum()), column_sum(sizes))
+
+    with telling(so_far, on_end):
+        for start in range(0, 0 if dry_run else len(stale), size):
+            some = stale.slice(start, size)
+            now = store.look(some, _COLUMNS)
+            place = pc.index_in(some.column("key"), value_set=now.column("key").combine_chunks())
+            there = place.is_valid().to_numpy(zero_copy_only=False)
+            same = pc.equal(some.column("mtime_ns"), now.column("mtime_ns").take(place))
+            unchanged = pc.fill_null(same, False).to_numpy(zero_copy_only=False)
+            states[start + np.flatnonzero(there & ~unchanged)] = KEPT
+            rows = np.flatnonzero(there & unchanged)
+            result = _deleted(store, some.take(pa.array(rows)))
+            for row, status in zip((start + rows).tolist(), result.statuses.tolist(), strict=True):
+                states[row] = {Status.OK: REMOVED, Status.GONE: GONE}.get(Status(status), FAILED)
+            failed += [
+                (texts[start + int(rows[number])].as_py(), f"cannot be removed: {message}")
+                for number, message in result.errors.items()
+            ]
+            on_progress(len(some))
     taken = np.isin(states, (REMOVED, WOULD_REMOVE))
     sizes = stale.column("nbytes")
     return GroupReport(
         deleted=int(taken.sum()),
         gone=int((states == GONE).sum()),
-        nbytes=total(sizes.filter(pa.array(taken))),
+        nbytes=column_sum(sizes.filter(pa.array(taken))),
         failures=tuple(failed),
         rows=_rows(texts, sizes, states),
     )

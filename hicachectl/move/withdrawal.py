@@ -35,11 +35,13 @@ from hicachectl.move.reports import (
     ROWS,
     WOULD_REMOVE,
     GroupReport,
+    Taken,
     named,
     states_of,
-    total,
+    telling,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.group_table import ABSENT
 from hicachectl.profiles.identities import markers_of
 
@@ -71,6 +73,7 @@ def remove_groups(
     buffer_bytes: int = MEMORY_BYTES,
     mark: str = "",
     on_progress: Callable[[int], None] = lambda groups: None,
+    on_end: Callable[[Taken], None] = lambda taken: None,
 ) -> GroupReport:
     """Remove the groups of a plan from the store.
 
@@ -79,6 +82,7 @@ def remove_groups(
     mode: "delete" keeps no objects, only records of unfinished batches in the quarantine.
     settle_seconds: how long to watch a live store afterwards for pages half written by servers.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`. mark: of the run in the quarantine.
+    on_end: called if a signal or a lost store ends the removal.
     Raises StoreUnavailable, and UsageError if the quarantine is unusable. Failures of objects are
     in the result.
     """
@@ -91,7 +95,10 @@ def remove_groups(
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
     live = newest_ns > time.time_ns() - int(LIVE_SECONDS * 1e9)
     memory_bytes = min(buffer_bytes, MEMORY_BYTES)
-    with _Worker(store, place, mode, watches=live, memory_bytes=memory_bytes, mark=mark) as worker:
+    with (
+        _Worker(store, place, mode, watches=live, memory_bytes=memory_bytes, mark=mark) as worker,
+        telling(worker.taken, on_end),
+    ):
         for batch in listed.batches():
             worker.work(batch)
             on_progress(len(batch))
@@ -204,7 +211,7 @@ def _rehearsed(
         rows=pa.table([*columns, states], schema=ROWS),
         moved=objects if keeps else 0,
         deleted=0 if keeps else objects,
-        nbytes=total(nbytes),
+        nbytes=column_sum(nbytes),
         place=str(place.path) if place is not None and keeps else None,
     )
 
@@ -379,6 +386,8 @@ class _Worker:
         self._sizes = [pa.array([], pa.int64())]  # bytes of the removed groups
         self._moved = self._deleted = self._gone = 0
         self._failures: list[tuple[str, str]] = []
+        self._touched = 0
+        self._open: _Removal | None = None  # the removal at work
 
     def __enter__(self) -> Self:
         return self
@@ -393,7 +402,9 @@ class _Worker:
         removal = _Removal.of_listed(self._store, listed)
         settled = removal.standing != GroupStatus.DONE
         if not settled.all():
+            self._open = removal
             self._carry_out(removal, self._mode)
+            self._open = None
         removal.result.statuses[settled] = removal.standing[settled]
         self._note(removal, self._mode)
 
@@ -435,6 +446,16 @@ class _Worker:
         for _, result, places in self._unsettled():
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
+    def taken(self) -> Taken:
+        """Return what was removed so far, in the batch at work as far as that is known."""
+        removal, sizes = self._open, self._sizes
+        pages, objects = self._touched, self._moved + self._deleted
+        if removal is not None:
+            pages += int(removal.touched.sum())
+            objects += int(removal.removed.sum() + removal.new.sum())
+            sizes = [*sizes, removal.groups.nbytes.filter(pa.array(removal.touched))]
+        return Taken(pages, objects, column_sum(pa.concat_arrays(sizes)))
+
     def result(self, untried: int = 0) -> GroupReport:
         """Return the report of all batches. untried: number of groups not begun."""
         keeps = self._mode == "quarantine"
@@ -448,7 +469,7 @@ class _Worker:
             moved=self._moved,
             deleted=self._deleted,
             gone=self._gone,
-            nbytes=total(pa.concat_arrays(self._sizes)),
+            nbytes=column_sum(pa.concat_arrays(self._sizes)),
             failures=tuple(self._failures),
             untried=untried,
             place=str(self._place.path) if self._place is not None and keeps else None,
@@ -587,6 +608,7 @@ class _Worker:
         self._deleted += new if mode == "quarantine" else new + taken
         self._gone += int(removal.gone.sum())
         nbytes = groups.nbytes
+        self._touched += int(removal.touched.sum())
         self._sizes.append(nbytes.filter(pa.array(removal.touched)))
         problems = sorted(result.problems, key=lambda problem: problem.group)
         self._failures += [(problem.key or "", problem.detail) for problem in problems]

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, place
 from hicachectl.formats.wording import over_buffer
-from hicachectl.move.batches import READS_BACK, Action, CopyBatch, Transform, cut
+from hicachectl.move.batches import READS_BACK, Action, CopyBatch, Transform, aligned, cut
 from hicachectl.move.order import GroupObjects
 from hicachectl.move.results import Problem
 from hicachectl.pages.group_table import ABSENT
@@ -79,12 +79,12 @@ class PageWork:
             if unit.identity:
                 times[targets] += 1  # the source has as many bytes
             else:
-                beside[targets[0]] = _aligned(route.sizes[list(unit.sources)]).sum()
+                beside[targets[0]] = aligned(route.sizes[list(unit.sources)]).sum()
         nbytes, objects = np.zeros((2, len(self.items)), dtype=np.int64)
         for block in wanted.blocks:
             at, slots = block.find(self.items)
             column = block.columns[block.places[slots]]
-            demand = _aligned(block.values[slots]) * times[column] + beside[column]
+            demand = aligned(block.values[slots]) * times[column] + beside[column]
             np.add.at(nbytes, at, demand)
             np.add.at(objects, at, counts[column])
         return nbytes, objects
@@ -247,11 +247,6 @@ def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
 def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:
     step = int(offsets[1] - offsets[0]) if len(offsets) > 1 else max(nbytes, 1)
     return int(offsets[0]), step, nbytes
-
-
-def _aligned(sizes: IntArray) -> IntArray:
-    aligned: IntArray = -(-np.maximum(sizes, 0) // ALIGNMENT) * ALIGNMENT
-    return aligned
 
 
 def _joined(parts: list[tuple[IntArray, ...]], count: int) -> list[IntArray]:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.keys.labels import AMBIGUOUS
 from hicachectl.formats.keys.table import join_keys
+from hicachectl.pages.byte_sums import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import UNKNOWN, GroupTable, fill_table
 from hicachectl.pages.page_order import page_ranks
@@ -164,8 +165,10 @@ class PageGroups:
     @cached_property
     def nbytes(self) -> IntArray:
         """Bytes of each group's objects; UNKNOWN_BYTES if any size is not known."""
-        nbytes = self._reduce(np.add, "nbytes")
         sizes = self._inventory.objects.column("nbytes")
+        grouped = self.of_object >= 0
+        known = sizes.fill_null(0).to_numpy()
+        nbytes = byte_sums(known[grouped], self.of_object[grouped], len(self))
         if sizes.null_count:
             owners = self.of_object[sizes.is_null().to_numpy()]
             nbytes[owners[owners >= 0]] = UNKNOWN_BYTES
@@ -174,7 +177,7 @@ class PageGroups:
     def total_bytes(self, groups: IntArray) -> int | None:
         """Return the bytes of some groups; None if any size is not known."""
         nbytes = self.nbytes[groups]
-        return None if (nbytes == UNKNOWN_BYTES).any() else int(nbytes.sum())
+        return None if (nbytes == UNKNOWN_BYTES).any() else byte_sum(nbytes)
 
     @cached_property
     def newest_ns(self) -> IntArray:

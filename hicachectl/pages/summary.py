@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.byte_sums import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.listing import seconds
 from hicachectl.pages.page_order import page_ranks
@@ -59,7 +60,6 @@ def summarise(
         pa.table(
             {
                 "row": numbers,
-                "nbytes": nbytes,
                 "mtime_ns": inventory.objects.column("mtime_ns"),
             }
         )
@@ -67,7 +67,6 @@ def summarise(
         .aggregate(
             [
                 ([], "count_all"),
-                ("nbytes", "sum", pc.ScalarAggregateOptions(skip_nulls=False)),
                 ("mtime_ns", "min"),
                 ("mtime_ns", "max"),
             ]
@@ -81,7 +80,7 @@ def summarise(
         ("object_nbytes", pc.if_else(pc.less(size, 0), None, size)),
         ("pages", pa.array(pages)),
         ("objects", sums.column("count_all")),
-        ("nbytes", sums.column("nbytes_sum")),
+        ("nbytes", column_sums(nbytes, numbers, len(of_row))),
         ("first_mtime", seconds(sums.column("mtime_ns_min"))),
         ("last_mtime", seconds(sums.column("mtime_ns_max"))),
     ):
@@ -89,7 +88,7 @@ def summarise(
     total = {
         "pages": distinct_pages,
         "objects": len(nbytes),
-        "nbytes": None if nbytes.null_count else pc.sum(nbytes, min_count=0).as_py(),
+        "nbytes": column_sum(nbytes),
         "first_mtime": pc.min(rows.column("first_mtime")).as_py(),
         "last_mtime": pc.max(rows.column("last_mtime")).as_py(),
     }

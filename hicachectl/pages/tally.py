@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.byte_sums import MOST_BYTES, byte_sums
 from hicachectl.pages.census import Census
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.text.vocabulary import STATES
@@ -67,7 +68,7 @@ class Tally:
             first_keys=first_keys,
             pages=self.pages + other.pages,
             states=self.states + other.states,
-            nbytes=self.nbytes + other.nbytes,
+            nbytes=np.minimum(self.nbytes + other.nbytes, MOST_BYTES),
             oldest_ns=_earlier(self.oldest_ns, other.oldest_ns),
             newest_ns=np.maximum(self.newest_ns, other.newest_ns),
         )
@@ -154,7 +155,8 @@ def _sums(inventory: Inventory) -> dict[str, IntArray]:
     nbytes, oldest_ns, newest_ns = (
         array.copy() for array in (nothing.nbytes, nothing.oldest_ns, nothing.newest_ns)
     )
-    np.add.at(nbytes, which, np.maximum(census.sizes, 0) * census.objects)
+    sizes = np.minimum(np.maximum(census.sizes, 0), MOST_BYTES // np.maximum(census.objects, 1))
+    nbytes[:] = byte_sums(sizes * census.objects, which, len(nbytes))
     oldest, newest = (
         census.counts.column(name).fill_null(NO_TIME).to_numpy()
         for name in ("oldest_ns", "newest_ns")

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.deployments import UNRESOLVED
@@ -190,7 +191,7 @@ def _refuse_unordered(
         if len(labels) > 1:
             raise UsageError(
                 f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
-                f"({listed(labels)}), but a plan is of one; give "
+                f"({listed(map(label_text, labels))}), but a plan is of one; give "
                 "--profile, or choose one by --model, --tp, --pp or --cp"
             )
 

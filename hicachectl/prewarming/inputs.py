@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.keys.labels import label_text
 from hicachectl.requests.chain_options import asked_chains, asked_hashing, asked_requests
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) ->
     if in_others:
         raise UsageError(
             f"{listed.source}: {counted(len(in_others), 'row')} of other deployments than the "
-            f"profile's ({label}); remove such rows from a file with chains"
+            f"profile's ({label_text(label)}); remove such rows from a file with chains"
         )
     return WarmingInputs(chains_of_pages(listed.chains(), profile.page_size), Ranker())
 

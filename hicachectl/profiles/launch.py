@@ -105,9 +105,10 @@ def read_launch(text: str) -> Launch:
     """
     if match := _PROCESS.fullmatch(text):
         return _of_process(int(match[1]))
+    reader = ScriptReader()
     if not text.startswith("@") and not _is_file(text):
         try:
-            return _only(_launches(text, ScriptReader()), "--launch")
+            return _only(_launches(text, reader), "--launch", reader)
         except FormatError as error:
             raise FormatError(f"--launch: {error}") from error
     path = Path(text.removeprefix("@")).expanduser()
@@ -115,8 +116,8 @@ def read_launch(text: str) -> Launch:
     try:
         content = data.decode("utf-8-sig")
         is_yaml = path.suffix.lower() in (".yaml", ".yml")
-        launches = _launches_of_yaml(content) if is_yaml else _launches(content, ScriptReader())
-        return _only(launches, str(path))
+        launches = _launches_of_yaml(content, reader) if is_yaml else _launches(content, reader)
+        return _only(launches, str(path), reader)
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
     except FormatError as error:
@@ -130,16 +131,17 @@ def _is_file(path: str | Path) -> bool:
         return False
 
 
-def _only(launches: Iterator[Launch], where: str) -> Launch:
+def _only(launches: Iterator[Launch], where: str, reader: ScriptReader) -> Launch:
     # A script can have thousands, so each is not compared with each.
     found = list({launch.identity: launch for launch in launches}.values())
     if len(found) == 1:
         return found[0]
     if found:
         raise UsageError(f"{where}: has {len(found)} launch commands; give one of them")
-    raise UsageError(
-        f"{where}: has no command that launches an SGLang server; give one, such as {_EXAMPLE}"
-    )
+    none = f"{where}: has no command that launches an SGLang server; give one, such as {_EXAMPLE}"
+    if reader.has_documents:
+        none += "; here-documents (<<) are not read: give such a script in a file of its own"
+    raise UsageError(none)
 
 
 def _launches(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
@@ -213,9 +215,8 @@ def _of_serve(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _launches_of_yaml(text: str) -> Iterator[Launch]:
+def _launches_of_yaml(text: str, reader: ScriptReader) -> Iterator[Launch]:
     """Yield the launch commands of the containers in YAML documents, as of Kubernetes."""
-    reader = ScriptReader()
     for document in _parse_yaml(text):
         for container in _containers(document):
             environment = _container_environment(container)
@@ -280,7 +281,8 @@ def _of_process(number: int) -> Launch:
     except OSError as error:
         why = "run as the server's user, or give its command line"
         raise UsageError(failed(f"pid:{number}", "read the process", error, why)) from error
-    found = _only(_of_words(words, environment, ScriptReader()), f"pid:{number}")
+    reader = ScriptReader()
+    found = _only(_of_words(words, environment, reader), f"pid:{number}", reader)
     return replace(found, folder=folder, root=place / "root")
 
 

@@ -1,7 +1,8 @@
 """Read the commands of a shell script as lists of words, without executing anything.
 
 Quotes, escapes, comments, continued lines, variables and arrays have their meaning in a POSIX shell
-and bash. What only an execution could tell, such as `$(hostname)`, stays as it is written.
+and bash. What only an execution could tell, such as `$(hostname)`, stays as it is written. The text
+of here-documents is input of a command, so it is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _TOKEN = re.compile(
     rf"""
     (?P<blank>(?:\\\n|[ \t\r])+|\#[^\n]*)
     | (?P<array>[A-Za-z_]\w*\+?=\()
-    | (?P<redirection>[0-9]*(?:&>>?|>>|>\||>&|<&|<<<|<<-?|[<>]))
+    | (?P<document>[0-9]*<<(?!<)-?)
+    | (?P<redirection>[0-9]*(?:&>>?|>>|>\||>&|<&|<<<|[<>]))
     | (?P<end>&&|\|\||[\n;|&()])
     | (?P<word>(?:'[^']*'|"(?:\\.|`[^`]*`|[^"\\`])*"|\\.|{_EXPANSION}|[^\s'"\\;&|()<>`])+)
     """,
@@ -72,12 +74,14 @@ class ScriptReader:
 
     environment, variables: in force. unknown: expansions that only an execution could tell, as they
     stand in the words. takes_arguments: whether the script passes on arguments of its own.
+    has_documents: whether the script has here-documents.
     """
 
     environment: dict[str, str] = field(default_factory=dict)
     variables: dict[str, list[str]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     takes_arguments: bool = False
+    has_documents: bool = False
     _expanded_characters: _Expanded = field(default_factory=_Expanded)
 
     def inner(self, environment: Mapping[str, str]) -> ScriptReader:
@@ -87,12 +91,16 @@ class ScriptReader:
         )
 
     def commands(self, text: str) -> Iterator[Command]:
-        """Yield the commands of a script, in order. Raises FormatError for an unclosed quote."""
+        """Yield the commands of a script, in order.
+
+        Raises FormatError for an unclosed quote or here-document.
+        """
         words: list[str] = []
         assigns = True  # whether all words so far assign
         array: tuple[str, list[str]] | None = None
         target = False  # of a redirection
         for kind, token in _tokens(text):
+            self.has_documents |= kind == "document"
             if kind == "end" and array is not None and token in "\n)":
                 if token == ")":
                     self._assign(array[0].removesuffix("+"), array[1], more=array[0][-1] == "+")
@@ -102,7 +110,7 @@ class ScriptReader:
                 words, assigns = [], True
             elif kind == "array":
                 array = token[:-2], []
-            elif kind == "redirection":
+            elif kind in ("redirection", "document"):
                 target = True
             elif target:
                 target = False
@@ -209,14 +217,47 @@ class ScriptReader:
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
     at = 0
+    documents: list[tuple[str, bool]] = []  # that begin after this line: last line, indented
+    before = ("", "")  # kind and text of the last token but blanks
+    arithmetic = False  # in `((1 << 2))`
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            line = text.count("\n", 0, at) + 1
-            raise FormatError(f"line {line}: a quote or a parenthesis is not closed; close it")
-        at = match.end()
-        if match.lastgroup != "blank":
-            yield str(match.lastgroup), match[0]
+            what = "a quote or a parenthesis is not closed; close it"
+            raise FormatError(f"{_line(text, at)}: {what}")
+        kind, token, at = str(match.lastgroup), match[0], match.end()
+        if kind == "blank":
+            continue
+        if before[0] == "document" and kind == "word" and not arithmetic:
+            documents.append((re.sub(r"[\\'\"]", "", token), before[1].endswith("-")))
+        if kind == "end" and token in "()":
+            arithmetic = token == "(" and before[1] == "(" and text[at - 2 : at] == "(("
+        before = kind, token
+        yield kind, token
+        if token == "\n":
+            for delimiter, indented in documents:
+                at = _after_document(text, at, delimiter, indented=indented)
+            documents = []
+
+
+def _after_document(text: str, start: int, delimiter: str, *, indented: bool) -> int:
+    """Return the place after a here-document.
+
+    start: of its first line. delimiter: its last line. indented: after `<<-`.
+    """
+    at = start
+    while at < len(text):
+        end = text.find("\n", at)
+        line = text[at : len(text) if end < 0 else end].removesuffix("\r")
+        at += len(text) if end < 0 else end + 1 - at
+        if (line.lstrip("\t") if indented else line) == delimiter:
+            return at
+    raise FormatError(f"{_line(text, start)}: a here-document (<<) has no last line; add it")
+
+
+def _line(text: str, at: int) -> str:
+    number = text.count("\n", 0, at) + 1
+    return f"line {number}"
 
 
 def _assigns(word: str) -> bool:

@@ -121,7 +121,8 @@ def _fitted(chart: Any, width: int) -> Any:
 # --- bytes ---
 
 _KINDS = ("most common size", "second size", "third size", "fourth size", "other or unknown sizes")
-_UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
+_UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40),
+          ("PiB", 2**50), ("EiB", 2**60))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

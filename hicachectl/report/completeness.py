@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
 
 _RANKS = 32  # shown
+_POOLS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,16 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """Shares of a deployment. pages: judged. ranks_left_out: the most complete, not shown."""
+    """Shares of a deployment.
+
+    pages: judged. ranks_left_out, pools_left_out: the most complete ones, which are not shown.
+    """
 
     deployment: str
     pages: int
     shares: tuple[Share, ...]
     ranks_left_out: int = 0
+    pools_left_out: int = 0
 
 
 def completeness_of(groups: PageGroups, in_flight: BoolArray) -> list[Completeness]:
@@ -69,14 +74,21 @@ def completeness_of(groups: PageGroups, in_flight: BoolArray) -> list[Completene
         shares = [Share(*key, *both) for key, both in counts.items() if both[1]]
         if shares:
             name = deployment_name(groups.deployments[number])
-            found.append(_of_worst_ranks(name, pages, shares))
+            found.append(_of_worst(name, pages, shares))
     return sorted(found, key=lambda one: -one.pages)
 
 
-def _of_worst_ranks(name: str, pages: int, shares: list[Share]) -> Completeness:
+def _of_worst(name: str, pages: int, shares: list[Share]) -> Completeness:
+    ranks, other_ranks = _worst([(one.rank, one.share) for one in shares], _RANKS)
+    pools, other_pools = _worst([(one.pool, one.share) for one in shares], _POOLS)
+    kept = tuple(one for one in shares if one.rank in ranks and one.pool in pools)
+    return Completeness(name, pages, kept, other_ranks, other_pools)
+
+
+def _worst(shares: list[tuple[str, float]], most: int) -> tuple[set[str], int]:
+    """Return the names with the smallest shares, and the number of the others."""
     worst: dict[str, float] = {}
-    for one in shares:
-        worst[one.rank] = min(worst.get(one.rank, 1.0), one.share)
-    shown = set(sorted(worst, key=lambda rank: worst[rank])[:_RANKS])
-    kept = tuple(one for one in shares if one.rank in shown)
-    return Completeness(name, pages, kept, len(worst) - len(shown))
+    for name, share in shares:
+        worst[name] = min(worst.get(name, 1.0), share)
+    shown = sorted(worst, key=lambda name: worst[name])[:most]
+    return set(shown), len(worst) - len(shown)

@@ -51,10 +51,10 @@ def pool_text(pool: str | None, part: str | None) -> str:
 
 
 def rank_text(fields: Mapping[str, Any]) -> str:
-    """Return the rank of an object: `tp0 pp1`, or `layers 0-16`. fields: as of `shard_fields`."""
+    """Return the rank of an object: `tp 0 pp 1`, or `layers 0-16`. fields: as of `shard_fields`."""
     ranks = {axis: fields[f"{axis}_rank"] for axis in AXES}
     stated = [
-        *(f"{axis}{rank}" for axis, rank in ranks.items() if rank is not None),
+        *(f"{axis} {rank}" for axis, rank in ranks.items() if rank is not None),
         *(f"{name} {fields[name]}" for name in SPAN_COLUMNS if fields[name]),
     ]
     return " ".join(stated) or NO_RANKS

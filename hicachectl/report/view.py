@@ -7,12 +7,13 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from hicachectl import __version__
 from hicachectl.checks.codes import MIXED_SIZES, SEVERITIES
 from hicachectl.checks.registry import codes, group_names
+from hicachectl.formats.keys.labels import label_text
 from hicachectl.report.charts import (
     MAGNITUDES,
     Bar,
@@ -24,7 +25,7 @@ from hicachectl.report.charts import (
     write_chart,
 )
 from hicachectl.report.names import FOREIGN, pool_text, rank_text, summary_name
-from hicachectl.text.terminal import escape_controls, message_text
+from hicachectl.text.terminal import escape_controls, message_text, shortened
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
 from hicachectl.verification.grouped import AGE_CLASSES
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 _DEPLOYMENTS = 6  # with charts of their own; the tables have more
 _ROWS = 200  # of a table
+_NAMES = 20  # in a sentence or a list
+_REMARKS = 100
+_TEXT = 4000  # characters; names in a store may be longer
 _EXAMPLES = 3
 _STRIPS = 40
 _SEEN = 0.005  # share of the objects
@@ -56,7 +60,7 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
     def shown(value: Any) -> Any:
         # Markup is ours, or a chart.
         plain = isinstance(value, str) and not isinstance(value, Markup)
-        return message_text(value) if plain else value
+        return shortened(message_text(value), _TEXT) if plain else value
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hicachectl.report"),
@@ -66,7 +70,12 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"moment": _moment, "size": human_size, "many": _many}
+    environment.filters |= {
+        "moment": _moment,
+        "size": human_size,
+        "many": _many,
+        "deployment": label_text,
+    }
     style = environment.get_template("report.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return environment.get_template("report.html").render(
@@ -80,7 +89,8 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         states=list(zip(STATES, picture.states, strict=True)),
         verdict=_verdict(picture),
         checks=_checks(picture),
-        remarks=picture.remarks,
+        remarks=picture.remarks[:_REMARKS],
+        more_remarks=len(picture.remarks[_REMARKS:]),
         findings=_findings(picture.findings, mending),
         ages=_ages(picture.findings),
         sizes=_sizes(picture),
@@ -211,7 +221,8 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
                 "code": name,
                 "severity": own[0].severity,
                 "count": sum(group.count for group in own),
-                "groups": own[:_ROWS],
+                "groups": own[:_NAMES],
+                "more": len(own[_NAMES:]),
                 "examples": [e for group in own for e in group.examples][:_EXAMPLES],
                 "texts": code.explanation(),
                 "command": "\n".join(_commands(code, mending, label)),
@@ -253,6 +264,7 @@ def _sizes(picture: Picture) -> dict[str, Any]:
         ),
         default=0,
     )
+    mixed = _mixed(picture)
     return {
         "counted": unit,
         "charts": [
@@ -263,7 +275,8 @@ def _sizes(picture: Picture) -> dict[str, Any]:
             for name in order[:_DEPLOYMENTS]
         ],
         "left_out": len(order[_DEPLOYMENTS:]),
-        "mixed": _mixed(picture),
+        "mixed": mixed[:_NAMES],
+        "more_mixed": len(mixed[_NAMES:]),
         "rows": rows[:_ROWS],
         "more": len(rows[_ROWS:]),
     }
@@ -337,14 +350,16 @@ def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
 
 def _completeness(picture: Picture) -> dict[str, Any]:
     shown = picture.completeness[:_DEPLOYMENTS]
+    lacking = [[s for s in one.shares if s.present < s.expected] for one in shown]
     return {
         "charts": [
             {
                 "of": one,
                 "svg": _chart(completeness_chart(one)),
-                "lacking": [s for s in one.shares if s.present < s.expected][:_ROWS],
+                "lacking": own[:_ROWS],
+                "more": len(own[_ROWS:]),
             }
-            for one in shown
+            for one, own in zip(shown, lacking, strict=True)
         ],
         "left_out": len(picture.completeness) - len(shown),
     }
@@ -389,11 +404,12 @@ def _page(report: PageReport) -> dict[str, Any]:
         one["what"] = what_of[one["key"]]
     return {
         "page": document["page"],
-        "groups": document["groups"],
+        "groups": document["groups"][:_NAMES],
+        "more_groups": len(document["groups"][_NAMES:]),
         "objects": objects[:_ROWS],
         "more_objects": len(objects[_ROWS:]),
         "findings": document["findings"],
-        "identities": document.get("identities", {}),
+        "identities": dict(islice(document.get("identities", {}).items(), _NAMES)),
         "svg": _chart(strip_chart(cells, levels)) if cells else "",
         "strips_left_out": left_out,
         "contents": [{**one, "what": what_of[one["key"]]} for one in contents[:_ROWS]],

@@ -11,6 +11,8 @@ from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.report.names import AMBIGUOUS, FOREIGN, deployment_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hicachectl.pages.inventory import IntArray, Inventory
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -76,22 +78,34 @@ def writes_of(inventory: Inventory) -> Writes | None:
     bins = min(end - start // width, 4 * _BINS)
     at = (seconds - start) // width
     drawn = (at >= 0) & (at < bins)
-    codes = owners[drawn] * bins + at[drawn]
-    counts = np.bincount(codes, minlength=len(names) * bins).reshape(len(names), bins)
-    joined: dict[str, IntArray] = {}
-    for name, own in zip(names, counts, strict=True):
-        joined[name] = joined[name] + own if name in joined else own
-    some = sorted((name for name in joined if joined[name].any()), key=lambda n: -joined[n].sum())
-    series = [(name, joined[name]) for name in some[:_SERIES]]
-    if rest := some[_SERIES:]:
-        series.append((f"{len(rest)} others", np.sum([joined[name] for name in rest], axis=0)))
     return Writes(
         start=int(start),
         width=width,
-        series=tuple(series),
+        series=tuple(_series(names, owners[drawn], at[drawn], int(bins))),
         earlier=int((at < 0).sum()),
         later=int((at >= bins).sum()),
     )
+
+
+def _series(
+    names: list[str], owners: IntArray, at: IntArray, bins: int
+) -> Iterator[tuple[str, IntArray]]:
+    """Yield the numbers of objects in each bin of the names with the most, then of all others.
+
+    names: deployments with one name are one series. owners: index in names. at: bin.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    of_name = np.array([numbers[name] for name in names], dtype=np.int64)[owners]
+    totals = np.bincount(of_name, minlength=len(numbers))
+    order = np.argsort(-totals, kind="stable")[: np.count_nonzero(totals)]
+    places = np.full(len(numbers), _SERIES)
+    places[order[:_SERIES]] = np.arange(len(order[:_SERIES]))
+    codes = places[of_name] * bins + at
+    counts = np.bincount(codes, minlength=(_SERIES + 1) * bins).reshape(_SERIES + 1, bins)
+    distinct = list(numbers)
+    yield from zip((distinct[number] for number in order[:_SERIES].tolist()), counts, strict=False)
+    if others := len(order[_SERIES:]):
+        yield f"{others} others", counts[_SERIES]
 
 
 def _span(seconds: IntArray) -> tuple[int, int]:

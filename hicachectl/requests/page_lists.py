@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.keys.labels import label_text
 
 if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
@@ -94,7 +95,9 @@ class NamedGroups:
             return
         one, number = first[several[0]], groups[several[0]]
         labels = [self.groups.labels[c % count] for c in codes[one : one + number].tolist()]
-        shown = ", ".join(labels[:_SHOWN_LABELS]) + (", …" if number > _SHOWN_LABELS else "")
+        shown = ", ".join(map(label_text, labels[:_SHOWN_LABELS])) + (
+            ", …" if number > _SHOWN_LABELS else ""
+        )
         page = self._distinct[int(pages[several[0]])].as_py()
         more = f" ({len(several)} such pages)" if len(several) > 1 else ""
         raise UsageError(

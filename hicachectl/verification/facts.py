@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.byte_sums import MOST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +70,9 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     def __add__(self, other: VerifyFacts) -> VerifyFacts:
         return VerifyFacts(
             nbytes=(
-                None if self.nbytes is None or other.nbytes is None else self.nbytes + other.nbytes
+                None
+                if self.nbytes is None or other.nbytes is None
+                else min(self.nbytes + other.nbytes, MOST_BYTES)
             ),
             planned={
                 check: self.planned.get(check, 0) + other.planned.get(check, 0)

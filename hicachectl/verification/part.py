@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.findings import SCHEMA, combine_named, name_findings
@@ -23,6 +22,7 @@ from hicachectl.checks.registry import (
     checks,
 )
 from hicachectl.device.devices import refuse_missing
+from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.group_table import ORPHAN, PARTIAL
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.selection import select
@@ -203,9 +203,8 @@ def check_part(
     tally = tally_of(inventory, groups)
     nothing = nothing_selected(request.selection, inventory.table, tally, reading.objects)
     read_groups = groups.of_object[choice.plan.rows]
-    nbytes = pc.sum(inventory.objects.column("nbytes"), skip_nulls=False, min_count=0)
     facts = VerifyFacts(
-        nbytes=nbytes.as_py(),
+        nbytes=column_sum(inventory.objects.column("nbytes")),
         in_flight=int(in_flight.sum()),
         gone=gone + reading.gone,
         sampled=_distinct(groups.page_ids[read_groups[read_groups >= 0]]),

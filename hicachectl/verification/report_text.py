@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hicachectl.checks.codes import STAMP_MISMATCH, is_repair
 from hicachectl.checks.registry import codes
+from hicachectl.formats.keys.labels import label_text
 from hicachectl.text.tables import table_lines
 from hicachectl.text.terminal import escape_controls, shortened
 from hicachectl.text.units import counted, human_size
@@ -77,7 +78,9 @@ def _group_lines(groups: list[FindingGroup], limit: int, screen: Screen) -> Iter
         {
             "severity": [group.severity for group in some],
             "code": [group.code for group in some],
-            "deployment": pa.array([group.deployment for group in some], pa.string()),
+            "deployment": pa.array(
+                [group.deployment and label_text(group.deployment) for group in some], pa.string()
+            ),
             ">age": [group.age or "-" for group in some],
             ">count": [str(group.count) for group in some],
         }

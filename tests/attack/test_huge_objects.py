@@ -1,4 +1,4 @@
-"""An object that claims 1 TiB, such as a sparse file, is left out by name."""
+"""Objects that claim 1 TiB are left out by name; sums of exbibytes do not overflow."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.move.migrations import PAGES, demo_store, profile_file
+from tests.report.page_texts import text_of
+from tests.stores import OLD, page, put
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
+
+    from tests.conftest import Invoke
 
 HUGE = 1 << 40
 MOST_BYTES = 64 << 20
@@ -147,3 +153,51 @@ def test_digests_of_the_others_are_recorded(tmp_path: Path, store: tuple[Path, s
     assert done.returncode == 4
     assert [finding["page"] for finding in document["findings"]] == [store[1]]
     assert document["objects_read"] == document["objects"] - 1
+
+
+@pytest.fixture
+def exbibytes() -> Iterator[Path]:
+    """A store with two pages of three ranks, each of 4 EiB or 8 EiB less a byte."""
+    with TemporaryDirectory(dir="/dev/shm") as directory:  # ext4 has no such files
+        store = Path(directory, "store")
+        store.mkdir()
+        for rank in range(3):
+            for number, nbytes in ((1, 1 << 62), (2, (1 << 63) - 1)):
+                os.truncate(put(store, f"{page(number)}_m_{rank}_3.bin", 0, OLD), nbytes)
+        for path in store.iterdir():
+            os.utime(path, (OLD, OLD))
+        yield store
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls"], ["ls", "--summary"], ["verify", "--fail-on", "never"],
+     ["rm", "--model", "m", "--dry-run"], ["rm", "--free", "1EiB", "--model", "m", "--dry-run"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_sums_of_exbibytes_are_shown_as_the_largest_sum(
+    invoke: Invoke, exbibytes: Path, arguments: list[str]
+) -> None:
+    command, *options = arguments
+    assert "4.0 EiB" in invoke(command, exbibytes, *options).stdout
+    document = invoke(command, exbibytes, *options, "--format", "json").document
+    sums = [
+        document.get("bytes"),
+        document.get("total", {}).get("nbytes"),
+        *(row["nbytes"] for row in document.get("pages" if command == "ls" else "groups", [])),
+    ]
+    nbytes = {one for one in sums if one is not None}
+    assert nbytes == {1 << 62}
+
+
+def test_a_page_of_exbibytes_is_not_copied(invoke: Invoke, exbibytes: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    said = invoke("migrate", exbibytes, target, exit_code=4)
+    assert f"{page(1)}: not copied: needs" in said.stderr
+    assert said.stdout.startswith("0 pages copied")
+
+
+def test_a_report_of_exbibytes_is_drawn(invoke: Invoke, exbibytes: Path, tmp_path: Path) -> None:
+    made = tmp_path / "page.html"
+    invoke("report", exbibytes, "-o", made, exit_code=4)
+    assert "Bytes 4.0 EiB" in text_of(made)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import open_store
 from hicachectl.checks.findings import findings
+from hicachectl.checks.registry import CheckSums
+from hicachectl.checks.sizes import check_mixed_sizes
+from hicachectl.formats.keys.base import codec_for
 from hicachectl.move.planning import plan_repair
+from hicachectl.pages.deployments import SeenSize, SizeMix, assign_affixes
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.tally import Tally
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+Result = TypeVar("Result")
 
 FEW, MANY = 300, 3000
 
@@ -35,6 +45,35 @@ def calls_of_a_plan(directory: Path, models: int) -> int:
         groups = PageGroups(take_inventory(store))
     assert len(groups.deployments) == models
     found = findings("truncated", keys=pa.array(keys[:3]), detail="cut")
+    calls, plan = counted(lambda: plan_repair(groups, found))
+    assert groups.pages_at(plan.groups).to_pylist() == [key[:64] for key in keys[:3]]
+    return calls
+
+
+def test_a_mix_of_sizes_is_explained_by_its_own_deployment() -> None:
+    few, many = (calls_of_mixes(models) for models in (FEW, MANY))
+    assert many < 2 * MANY / FEW * few
+
+
+def calls_of_mixes(models: int) -> int:
+    """Explain a mix of each of `models` deployments and return the number of Python calls."""
+    affixes = [("", f"_model{number}_0_1.bin") for number in range(models)]
+    table = assign_affixes(affixes, codec_for("file"), None)
+    sizes = tuple(SeenSize(nbytes, 3, 3, None, None) for nbytes in (8, 4))
+    mixes = [
+        SizeMix((number,), spec.coordinate, sizes, 6)
+        for number, spec in enumerate(table.specs)
+        if spec is not None
+    ]
+    tally = replace(Tally.nothing(table), objects=np.ones(models + 1, dtype=np.int64))
+    given = CheckSums(table=replace(table, mixes=tuple(mixes)), tally=tally)
+    calls, (found,) = counted(lambda: list(check_mixed_sizes(given)))
+    assert len(found) == models
+    return calls
+
+
+def counted(work: Callable[[], Result]) -> tuple[int, Result]:
+    """Return the number of Python calls of a function, and its result."""
     calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -44,8 +83,7 @@ def calls_of_a_plan(directory: Path, models: int) -> int:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        plan = plan_repair(groups, found)
+        result = work()
     finally:
         sys.setprofile(before)
-    assert groups.pages_at(plan.groups).to_pylist() == [key[:64] for key in keys[:3]]
-    return calls
+    return calls, result

@@ -347,6 +347,12 @@ def test_a_user_without_a_home_has_no_config(monkeypatch: pytest.MonkeyPatch) ->
         ("http://h/p#token=hunter2", "http://h/p#token=***"),
         ("cannot open 'http://u:hunter2@h': no", "cannot open 'http://***@h': no"),
         ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
+        ("a://a://u:hunter2@h", "a://***@h"),
+        ("a://h:1/b://u:hunter2@h", "a://h:1/b://***@h"),
+        ("a://x:y/b://u:hunter2@h", "a://***@h"),
+        ("/(a(u:hunter2@h,u:hunter2@i", "/(***@h,***@i"),
+        ("?a?b;token=hunter2&=hunter2@h", "?a?b;token=***&=***@h"),
+        ("?keys=file?key=hunter2", "?keys=file?key=***"),
     ],
 )
 def test_no_secret_of_a_url_is_shown(text: str, shown: str) -> None:

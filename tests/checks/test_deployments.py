@@ -66,8 +66,8 @@ def test_it_changes_no_exit_code_and_is_in_the_table(
     metrics = tmp_path / "x.prom"
     arguments = ("verify", store, "--profile", profile, "--fail-on", "warning")
     table = invoke(*arguments, "--metrics-file", metrics).stdout
-    rows = [line.split()[1:4] for line in table.splitlines() if line.startswith("info")]
-    assert sorted(rows) == [["other-deployment", "m", "tp1"], ["other-deployment", "m", "tp4"]]
+    rows = [line.split()[1:5] for line in table.splitlines() if line.startswith("info")]
+    assert sorted(rows) == [["other-deployment", "m", "tp", size] for size in ("1", "4")]
     mended = [line.split() for line in table.partition("To mend")[2].splitlines()]
     # The sizes of each other deployment, so that the command can be pasted.
     for sizes in (["--tp", "4", "--pp", "2"], ["--tp", "1"]):

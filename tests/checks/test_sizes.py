@@ -99,6 +99,18 @@ def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     assert verify(invoke, store, "--model", "n")["counts"] == {}
 
 
+def test_two_mixes_have_sizes_of_their_own(invoke: Invoke, store: Path) -> None:
+    """A size that is common in one deployment is damage in another."""
+    put_pages(store, range(12), "_n_0_1", nbytes=300)
+    put_pages(store, range(12, 20), "_n_0_1", nbytes=100)
+    wrong = {
+        put(store, f"{page(0)}_n_0_1.bin", 8192).name: "8192 bytes, expected 300",
+        put(store, f"{page(1)}_m_0_2.bin", 300).name: "300 bytes, expected 16384",
+    }
+    found = verify(invoke, store, exit_code=4)["findings"]
+    assert {f["key"]: f["detail"] for f in found if f["key"]} == wrong
+
+
 def test_a_size_that_changes_alike_in_every_pool_suggests_the_page_size(
     invoke: Invoke, store: Path
 ) -> None:
@@ -125,7 +137,7 @@ def test_sizes_written_in_the_same_time_are_of_servers_that_run_together(
 def test_the_table_names_the_deployment_of_a_mix_and_its_age(invoke: Invoke, store: Path) -> None:
     lines = invoke("verify", store, exit_code=4).stdout.splitlines()
     (row,) = [line for line in lines if line.startswith("warning")]
-    assert row.split()[1:4] == ["mixed-sizes", "m", "tp2"]
+    assert row.split()[1:5] == ["mixed-sizes", "m", "tp", "2"]
     assert row.split()[-2].endswith("d")
 
 
@@ -166,3 +178,15 @@ def test_pages_of_a_mix_are_never_repaired(invoke: Invoke, store: Path, tmp_path
 def test_no_profile_is_inferred_from_a_mix(invoke: Invoke, store: Path) -> None:
     refused = invoke("profile", store, exit_code=2).stderr
     assert "several sizes" in refused
+
+
+@pytest.mark.parametrize(("nbytes", "newest"), [(16384, True), (8192, False)])
+def test_a_repair_by_an_old_profile_says_that_it_takes_the_newest_pages(
+    invoke: Invoke, store: Path, tmp_path: Path, nbytes: int, newest: bool
+) -> None:
+    profile = tmp_path / "p.toml"
+    pool = f'[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = {nbytes}\n'
+    profile.write_text(f'model = "m"\ntp = 2\n{pool}')
+    repair = ["--profile", profile, "--repair", "quarantine", "--dry-run"]
+    said = invoke("verify", store, *repair, exit_code=4).stderr
+    assert ("The repair takes the 8 newest pages and leaves older ones" in said) is newest

@@ -58,7 +58,7 @@ def test_a_store_named_by_its_directory_has_no_settings(
 
 @pytest.mark.parametrize(
     ("stated", "wrong", "why"),
-    [("tp = 2", "tp = 4", "tp size 4"), ("nbytes = 64", "nbytes = 32", "expected 32 bytes")],
+    [("tp = 2", "tp = 4", "tp 4"), ("nbytes = 64", "nbytes = 32", "expected 32 bytes")],
     ids=["topology", "sizes"],
 )
 def test_a_profile_that_the_store_contradicts_stops_no_look_and_no_removal(
@@ -179,10 +179,38 @@ def test_a_wrong_member_is_refused_by_name_with_the_file(
     assert f"{path}: stores.prod: lock: ['a'] is not the path of a file" in (
         invoke("--config", path, "ls", "prod:", exit_code=2).stderr
     )
-    path.write_text(f'[stores.prod]\nurl = "{source}"\nprofile = "gone.toml"\n')
-    assert (
-        str(tmp_path / "gone.toml") in invoke("--config", path, "ls", "prod:", exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "command"),
+    [
+        ("profile", "gone.toml", ["ls", "STORE"]),
+        ("profile", "gone.toml", ["migrate", "STORE", "new:"]),
+        ("profile", "broken.toml", ["verify", "STORE"]),
+        ("catalog", "broken.toml", ["verify", "STORE"]),
+        ("lock", "none/prod.lock", ["rm", "STORE", "--before", "0s", "--yes"]),
+    ],
+)
+@pytest.mark.parametrize("store", ["prod:", "alias:"])
+def test_a_file_that_cannot_be_read_is_named_with_the_entry_that_states_it(
+    invoke: Invoke, tmp_path: Path, source: Path, store: str, member: str, value: str,
+    command: list[str],
+) -> None:  # fmt: skip
+    """alias: has its settings from prod:, which its URL names."""
+    path = tmp_path / "c.toml"
+    (tmp_path / "broken.toml").write_text("model = 3")
+    path.write_text(
+        f'[stores.alias]\nurl = "prod:"\n[stores.prod]\nurl = "{source}"\n{member} = "{value}"\n'
+        f'[stores.new]\nurl = "{tmp_path / "new"}"\n'
     )
+    call = [store if word == "STORE" else word for word in command]
+    said = invoke("--config", path, *call, exit_code=2).stderr.splitlines()[-1]
+    where = f"hicachectl: {path}: stores.prod: {member}: {tmp_path / value}"
+    assert said.startswith(where), said
+    direct = [str(source) if word == "STORE" else word for word in command]
+    if member != "lock" and command[0] != "migrate":
+        own = invoke(*direct, f"--{member}", tmp_path / value, exit_code=2).stderr
+        assert str(path) not in own
 
 
 def test_next_commands_of_findings_name_the_store_and_not_its_settings(

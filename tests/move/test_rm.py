@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +26,7 @@ from tests.move.repairs import (
     repaired,
     shorten,
 )
+from tests.paused import paused
 from tests.stores import OLD, Contents, contents, page, put, put_pages
 from tests.terminals import answering
 
@@ -167,7 +170,7 @@ def test_bare_pages_of_several_deployments_are_refused(
     path.write_text(page(3) if form == "hashes" else json.dumps(rows[0]))
     for more in ("--yes", "--dry-run"):
         message = invoke("rm", two_sizes, "--pages", path, more, exit_code=2).stderr
-        assert f"page {page(3)} has groups of 2 deployments: m tp4, m tp8" in message
+        assert f"page {page(3)} has groups of 2 deployments: m tp 4, m tp 8" in message
         assert "--all-deployments" in message
         assert "--format jsonl" in message
     assert contents(two_sizes) == before
@@ -635,3 +638,64 @@ def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_pat
     listed.write_text(page(1))
     assert removed(invoke, store, "--pages", listed, "--yes")["objects"] == 2
     assert contents(store) == left(before, kv(1), indexer(1))
+
+
+TAKE = "hicachectl.backends.object_files.mover:FileMover.take"
+MANY = 1100  # objects: more than one batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_removal_says_what_is_gone_and_the_next_run_removes_the_rest(
+    invoke: Invoke, tmp_path: Path, number: signal.Signals
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(MANY), "_m_0_1", nbytes=8)
+    arguments = ("rm", store, "--model", "m", "--yes", "--format", "json")
+    with paused(tmp_path / "run", TAKE, MANY - 20, *arguments) as run:
+        run.send(number)
+        ended = run.resumed()
+    assert (ended.code, ended.stdout) == (128 + number, "")
+    left = len(list(store.glob("*.bin")))
+    assert left < MANY
+    said = re.search(
+        r"hicachectl: Removed at least (\d+) objects of \1 pages \([\d.]+ KiB\) of 1100 pages "
+        r"before the end; run the same command again to remove the others\n", ended.stderr
+    )  # fmt: skip
+    assert said, ended.stderr
+    assert 1024 <= int(said[1]) <= MANY - left
+    document = invoke(*arguments).document
+    assert document["pages"] <= left
+    assert not list(store.glob("*.bin"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_removal_of_a_size_says_how_much_is_left_to_free(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(MANY), "_m_0_1", nbytes=8)
+    arguments = ("rm", store, "--free", 8 * (MANY - 10), "--model", "m", "--yes")
+    with paused(tmp_path / "run", TAKE, MANY - 20, *arguments) as run:
+        run.send(signal.SIGINT)
+        ended = run.resumed()
+    assert ended.code == 130
+    said = re.search(r"to free the rest, run the command again with --free (\d+)\n", ended.stderr)
+    assert said, ended.stderr
+    assert 0 < int(said[1]) <= 8 * (MANY - 10 - 1024)
+
+
+@pytest.mark.slow
+def test_interrupted_temporaries_are_counted(store: Path, tmp_path: Path) -> None:
+    files = temporaries(store)
+    call = "hicachectl.backends.object_files.store:ObjectFiles.delete"
+    with paused(tmp_path / "run", call, 1, "rm", store, "--temporaries", "--yes") as run:
+        run.send(signal.SIGINT)
+        ended = run.resumed()
+    assert ended.code == 130
+    assert re.search(
+        r"Removed at least 0 files \(0 B\) of \d files before the end; run the same", ended.stderr
+    )
+    assert files["sglang"].exists()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.labels import group_label
+from hicachectl.formats.keys.labels import group_label, label_text
 from hicachectl.formats.profile import Profile, parse_profile, profile_from_mapping
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.groups import PageGroups
@@ -97,3 +97,8 @@ def test_a_pool_that_no_profile_lists_changes_nothing(tmp_path: Path) -> None:
     put_pages(tmp_path, range(2), "_x-dsa", ".indexer_x-dsa", ".draft_x-dsa")
     wanted = {page(number): ["x-dsa"] for number in range(2)}
     assert labels(tmp_path) == labels(tmp_path, parse_profile(DSA)) == wanted
+
+
+def test_people_read_labels_as_messages_write_sizes() -> None:
+    texts = {"m tp2": "m tp 2", "a_b3 tp4 pp2 page64": "a_b3 tp 4 pp 2 page 64", "?": "?", "-": "-"}
+    assert {label: label_text(label) for label in texts} == texts

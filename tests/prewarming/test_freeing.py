@@ -212,7 +212,7 @@ def test_a_plan_is_of_one_deployment(invoke: Invoke, aged: Path, tmp_path: Path)
     plan.write_text(json.dumps({"page": page(0)}))
     arguments = ("rm", aged, "--free", 1, "--keep-plan", plan, "--yes")
     said = invoke(*arguments, exit_code=2).stderr
-    assert "has pages of 2 deployments (m tp2, m tp4), but a plan is of one" in said
+    assert "has pages of 2 deployments (m tp 2, m tp 4), but a plan is of one" in said
     assert "give --profile, or choose one by --model, --tp, --pp or --cp" in said
     invoke(*arguments, "--tp", 2)
     assert {name for name in contents(aged) if "_2.bin" in name and page(0) in name}

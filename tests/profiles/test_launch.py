@@ -142,6 +142,52 @@ def test_unclosed_quotes_are_refused_with_their_line(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "cat <<EOF >x\nb c\n'\nEOF\na 1",
+        "cat <<'EOF'\nb $(\nEOF\na 1",
+        'cat <<-"E F" <<\\G | tee x\nb\n\t\tE F\nb "\nG\na 1',
+        "cat 3<< EOF\nEOF \n EOF\nEOF\na 1",
+        "cat <<EOF\r\nb\r\nEOF\r\na 1",
+        "cat <<<EOF\na 1",
+        "cat ; ((x = 1 << 2))\na 1",
+        "cat $((1 << 2))\na 1",
+        "a 1 <<EOF\nb\nEOF",
+        "cat '<<EOF' # <<EOF\na 1",
+    ],
+)  # fmt: skip
+def test_here_documents_are_no_commands(script: str) -> None:
+    found = [one.words for one in ScriptReader().commands(script)]
+    assert ("a", "1") in found
+    assert "b" not in {words[0] for words in found}
+
+
+def test_a_launch_command_in_a_here_document_is_not_read(
+    invoke: Invoke, model: Path, tmp_path: Path
+) -> None:
+    inner = f"cat >inner.sh <<'EOF'\nsglang serve {model} --page-size 8\nEOF\n"
+    said = refused(invoke, f"{inner}bash inner.sh")
+    assert "here-documents (<<) are not read: give such a script in a file of its own" in said
+    found = profile(invoke, f"{inner}sglang serve {model} --page-size 16")
+    assert found["page_size"] == 16
+    unclosed = refused(invoke, f"true\ncat <<EOF\nsglang serve {model}\n")
+    assert "line 3: a here-document (<<) has no last line" in unclosed
+
+
+def test_variables_of_env_and_docker_count(model: Path) -> None:
+    name, flags = "SGLANG_PP_LAYER_PARTITION", f"--model-path {model} --pp-size 2"
+    for line in (
+        f"{name}=3,1 nohup python -m sglang.launch_server {flags} &",
+        f"env {name}=3,1 python -m sglang.launch_server {flags}",
+        f"docker run --rm -e {name}=3,1 image python -m sglang.launch_server {flags}",
+        f"docker run --env={name}=3,1 image python -m sglang.launch_server {flags}",
+        f"export {name}=3,1\nexec python -m sglang.launch_server {flags}",
+        f"{name}=3\n{name}+=,1; export {name}; python -m sglang.launch_server {flags}",
+    ):
+        assert read_launch(line).environment == {name: "3,1"}, line
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "python -m sglang.launch_server --model-path FOLDER",
@@ -156,6 +202,12 @@ def test_unclosed_quotes_are_refused_with_their_line(text: str) -> None:
         "--model-path FOLDER",
         "[ -d FOLDER ] && exec sglang serve FOLDER",
         "bash -c '[[ -d FOLDER ]] && exec sglang serve FOLDER'",
+        "env -u HF_HOME SGLANG_X=1 python3 -m sglang.launch_server --model-path FOLDER",
+        "exec env A=B sglang serve FOLDER",
+        "setsid nohup sglang serve FOLDER --page-size 16 >log 2>&1 </dev/null &\nwait #",
+        "CMD='sglang serve FOLDER'; echo starting; $CMD",
+        "(cd /tmp; sglang serve FOLDER --page-size 16) | tee log #",
+        "if true; then\n  sglang serve FOLDER --page-size 16\nfi #",
         "srun -N 1 python /sgl/python/sglang/launch_server.py --model-path FOLDER",
     ],
 )
@@ -346,8 +398,14 @@ def test_other_sources_are_refused(invoke: Invoke, model: Path, tmp_path: Path) 
         ('export A=\'x sglang "$A"\'; echo "$A"', "has no command that launches"),
         ("$(" * 5_000, "has no command that launches"),
         ('"' * 5_001, "is not closed"),
+        ("cat <<a\na\n" * 20_000, "has no command that launches"),
+        ("cat" + " <<a" * 20_000 + "\n" + "a\n" * 20_000, "has no command that launches"),
+        ("cat" + " <<a" * 20_000 + "\nx", "has no last line"),
+        ("((<<" * 20_000, "has no command that launches"),
     ],
-)
+    ids=["doubled", "appended", "itself", "expansions", "quotes", "documents", "document ends",
+         "no end", "shifts"],
+)  # fmt: skip
 def test_hostile_scripts_are_refused(invoke: Invoke, script: str, said: str) -> None:
     assert said in refused(invoke, script)
 

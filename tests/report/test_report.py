@@ -198,6 +198,44 @@ def test_writes_are_counted_by_deployment_and_time(tmp_path: Path) -> None:
     assert (writes.earlier, writes.later) == (1, 0)
 
 
+@pytest.mark.slow
+def test_of_many_deployments_the_largest_are_shown_and_the_others_counted(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    for number in range(250):  # two pages, one of which lacks a rank
+        put_pages(store, range(number, number + 1), f"_m{number}_0_2", f"_m{number}_1_2", nbytes=8)
+        put_pages(store, range(number + 250, number + 251), f"_m{number}_0_2", nbytes=8)
+    for number in (7, 8):
+        put_pages(store, range(500, 520), f"_m{number}_0_2", f"_m{number}_1_2", nbytes=8)
+    invoke("report", store, "-o", tmp_path / "page.html", exit_code=4)
+    text = text_of(tmp_path / "page.html")
+    assert "; and 230 other deployments or ages; hicachectl verify --all-findings" in text
+    assert "244 smaller deployments have no chart" in text
+    assert "and 50 more rows; hicachectl ls --summary has all" in text
+    assert "244 deployments with fewer pages have no chart" in text
+    writes = picture_of(store).writes
+    assert writes is not None
+    totals = [(name, int(counts.sum())) for name, counts in writes.series]
+    assert totals[:2] == [("m7 tp 2", 43), ("m8 tp 2", 43)]
+    assert totals[6:] == [("244 others", 244 * 3)]
+    assert (tmp_path / "page.html").stat().st_size < 1 << 20
+
+
+@pytest.mark.slow
+def test_long_names_do_not_fill_the_page(invoke: Invoke, tmp_path: Path) -> None:
+    url = f"pack://{tmp_path}/x.hcpack?keys=file"
+    with open_store(url, create=True) as store, Arena(1 << 20) as arena:
+        store.attach(arena)
+        for number in range(40):
+            name = f"{page(number)}_{'m' * 60_000}{number}_0_1.bin"
+            rows = pa.table({"key": [name.encode()]})
+            assert store.write_from(rows, np.array([0]), np.array([4096]), if_absent=True).all_ok
+    invoke("report", url, "-o", tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 2 << 20
+
+
 def test_a_few_writes_have_an_axis_of_an_hour_and_a_late_one_is_drawn(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
@@ -244,10 +282,10 @@ def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path
     (one,) = picture_of(store).completeness
     assert (one.deployment, one.pages) == ("m tp 2", 8)
     assert {(s.pool, s.rank): (s.present, s.expected) for s in one.shares} == {
-        ("kv", "tp0"): (8, 8),
-        ("kv", "tp1"): (6, 8),
-        ("indexer", "tp0"): (8, 8),
-        ("indexer", "tp1"): (5, 8),
+        ("kv", "tp 0"): (8, 8),
+        ("kv", "tp 1"): (6, 8),
+        ("indexer", "tp 0"): (8, 8),
+        ("indexer", "tp 1"): (5, 8),
     }
 
 

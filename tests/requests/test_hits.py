@@ -15,7 +15,6 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.requests import hits as hits_module
 from hicachectl.requests.chains import Hashing, chains_of, chains_of_pages
 from hicachectl.requests.files import Request
 from hicachectl.requests.hits import find_hits
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 # Every hit policy, and a window of more than one page.
+MANY_PAGES = 6000  # of two objects: more keys than are looked up one by one
 MIXED = """
 model = "x/mixed"
 page_size = 4
@@ -253,7 +253,7 @@ def test_a_pack_says_itself_what_to_expect(
 
 
 def test_few_pages_are_asked_for_and_many_listed_to_the_same_end(
-    invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, tmp_path: Path, dsa: tuple[Path, Path]
 ) -> None:
     store, profile = dsa
     names = [page(number) for number in range(20)]
@@ -261,11 +261,14 @@ def test_few_pages_are_asked_for_and_many_listed_to_the_same_end(
     for number in (3, 7, 12):
         (store / f"{names[number]}.indexer_x-dsa.bin").unlink()
     put(store, f"{names[16]}_x-dsa.bin", 100)
-    listed = lines(tmp_path / "pages", *(names[start:] for start in range(20)))
-    arguments = [store, "--pages", listed, "--profile", profile]
-    asked = rows(invoke, *arguments)
-    monkeypatch.setattr(hits_module, "_FEW_KEYS", 0)
-    assert rows(invoke, *arguments) == asked
+    chains = [names[start:] for start in range(20)]
+    few = lines(tmp_path / "few", *chains)
+    more = [page(number) for number in range(1000, 1000 + MANY_PAGES)]
+    many = lines(tmp_path / "many", *chains, more)
+    asked = rows(invoke, store, "--pages", few, "--profile", profile)
+    listed = rows(invoke, store, "--pages", many, "--profile", profile)
+    assert listed[:20] == asked
+    assert (listed[20]["tokens"], listed[20]["usable_pages"]) == (4 * MANY_PAGES, 0)
     assert [row["usable_pages"] for row in asked][:8] == [3, 2, 1, 0, 3, 2, 1, 0]
 
 

@@ -10,7 +10,7 @@ from hicachectl.text.units import counted, human_age, human_column, human_size
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1024.0 TiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**50, "1.0 PiB"), (2**70, "1024.0 EiB")],
 )
 def test_sizes_for_people(nbytes: int, text: str) -> None:
     assert human_size(nbytes) == text

@@ -77,7 +77,7 @@ def test_two_deployments_of_a_page_stand_apart(invoke: Invoke, tmp_path: Path) -
         put(tmp_path, f"{page(1)}_{model}_0_2.bin")
         put(tmp_path, f"{page(1)}_{model}_1_2.bin")
     table = invoke("verify", tmp_path, exit_code=4).stdout
-    for deployment in ("alpha tp2", "beta tp2"):
+    for deployment in ("alpha tp 2", "beta tp 2"):
         assert f"missing-rank  {deployment}" in table
 
 

@@ -293,7 +293,7 @@ def test_a_profile_of_another_topology_is_refused_with_both_numbers(
     )
     message = invoke("verify", dsa, "--profile", other, exit_code=2).stderr
     assert "contradicts" in message
-    assert "tp size 2" in message
+    assert "tp 2" in message
     assert "without TP ranks" in message
 
 
@@ -394,8 +394,8 @@ def test_every_command_refuses_a_profile_that_contradicts_the_store(
     wrong.write_text(TP2.replace("tp = 2", "tp = 4"))
     arguments = [page(0)] if command == "show" else []
     message = invoke(command, hybrid, *arguments, "--profile", wrong, exit_code=2).stderr
-    assert "tp size 4" in message
-    assert "tp size 2" in message
+    assert "tp 4" in message
+    assert "tp 2" in message
 
 
 def test_an_absurd_rank_in_a_name_is_a_model(invoke: Invoke, hybrid: Path) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.move.planning import Criteria, RepairPlan
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.reports import GroupReport, Taken
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.prewarming.freeing import Freeing, Worth
@@ -255,8 +255,8 @@ def _refuse_about_free(options: dict[str, Any]) -> None:
 
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
-    from hicachectl.move.reports import total
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
+    from hicachectl.pages.byte_sums import column_sum
     from hicachectl.text.units import counted, human_size
 
     _refuse_without_times(store, options)
@@ -269,9 +269,15 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
 
     def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " files") as advance:
-            return remove_temporaries(store, stale, dry_run=dry_run, on_progress=advance)
+            return remove_temporaries(
+                store,
+                stale,
+                dry_run=dry_run,
+                on_progress=advance,
+                on_end=lambda taken: _say_how_to_go_on(ctx, taken, taken.text(len(stale), "file")),
+            )
 
-    nbytes = human_size(total(stale.column("nbytes")))
+    nbytes = human_size(column_sum(stale.column("nbytes")))
     cleared = len(stale) - stale.column("cleared_ns").null_count
     what = {"temporary file": len(stale) - cleared, "cleared object": cleared}
     named = " and ".join(counted(count, noun) for noun, count in what.items() if count)
@@ -294,10 +300,22 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
                 mode="delete",
                 dry_run=dry_run,
                 on_progress=advance,
+                on_end=lambda taken: _say_how_to_go_on(
+                    ctx, taken, taken.text(len(plan.groups)), options["free"]
+                ),
             )
 
     question = _question(store, groups, plan) if len(plan.groups) else None
     return _Removal(question, remove, freeing)
+
+
+def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
+    """Say what a removal took that ended early. free: of --free, which counts anew in each run."""
+    if free is None:
+        remark(ctx, f"{text}; run the same command again to remove the others")
+        return
+    left = max(1, free - (taken.nbytes or 0))
+    remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
 
 
 def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned:

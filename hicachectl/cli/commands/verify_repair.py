@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _repair = in_section(REPAIR)
 
+_SUSPICIOUS = 3  # newest pages that a repair takes; fewer can be damage
+
 repair_options = stack(
     _repair(
         "--repair",
@@ -118,7 +120,7 @@ def repaired(
     earlier: EarlierRuns | None,
 ) -> PartResult:
     """Repair the checked groups; return the result of the check with the counts of the repair."""
-    from hicachectl.move.planning import plan_repair
+    from hicachectl.move.planning import newest_taken, plan_repair
     from hicachectl.move.repair import repair, unplaced_remarks
 
     if earlier is None:
@@ -128,6 +130,14 @@ def repaired(
     for text in unplaced_remarks(plan.unplaced, stamps=options["stamp"]):
         remark(ctx, text)
     plan = _with_descendants(plan, request, checked, options)
+    newest = newest_taken(checked.groups, plan)
+    if newest >= _SUSPICIOUS:
+        remark(
+            ctx,
+            f"The repair takes the {newest} newest pages and leaves older ones; if servers wrote "
+            "them lately, the profile is of earlier servers: compare it with hicachectl profile "
+            "--server or --launch",
+        )
     question = _question(store, checked, plan, options) if len(plan.groups) else None
     if not earlier.agreed(question):
         remark(ctx, "Nothing was repaired")
