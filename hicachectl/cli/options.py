@@ -188,10 +188,10 @@ class RunPath(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to write; a bare word that is a format is refused."""
+    """A file to write, or - for stdout; a bare word that is a format is refused."""
 
     def __init__(self, formats: tuple[str, ...] = FORMATS) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
+        super().__init__(dir_okay=False, readable=False, path_type=Path)
         self.formats = formats
 
     def convert(
@@ -207,6 +207,8 @@ class OutputFile(click.Path):
                 f"-o {name}: is a format, not a file; use --format {name}, or -o ./{name} for a "
                 "file of that name"
             )
+        if name == "-":
+            return Path("/dev/stdout")  # the name by which `whole_file` knows it
         super().convert(value, param, ctx)
         return Path(name)
 
