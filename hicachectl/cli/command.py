@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 from click.core import augment_usage_errors
 
-from hicachectl.cli.environment import long_name, unused_variables, variable_of
+from hicachectl.cli.environment import (
+    long_name,
+    naming_variables,
+    unused_variables,
+    variable_of,
+)
 from hicachectl.cli.precedence import settle
 from hicachectl.cli.session import remark
-from hicachectl.formats.errors import UsageError
+from hicachectl.formats.errors import HicacheError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -120,8 +125,16 @@ class Command(click.Command):
         """Run the command, with its settings of the environment and the config file."""
         for text in unused_variables(ctx):
             remark(ctx, text)
-        settle(ctx, self._profile_options())
-        return super().invoke(ctx)
+        try:
+            settle(ctx, self._profile_options())
+            return super().invoke(ctx)
+        except click.BadParameter:  # `one_line` names it
+            raise
+        except click.UsageError as error:
+            raise click.UsageError(naming_variables(ctx, error.message), error.ctx) from None
+        except HicacheError as error:
+            error.args = (naming_variables(ctx, str(error)),)
+            raise
 
     def _profile_options(self) -> frozenset[str]:
         """Return the parameters that choose a profile otherwise than --profile."""
