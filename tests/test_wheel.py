@@ -190,6 +190,14 @@ def test_install_sh_installs_what_the_container_file_copies(
     run(tmp_path, *clean, prefix / "bin" / "hicachectl", "demo", "store")
     assert list(home.iterdir()) == []
     assert set(given.rglob("*")) == before
+    nowhere = (*clean[:2], *(word for word in clean[2:] if "PIP_FIND_LINKS" not in word))
+    failed = subprocess.run(
+        [*nowhere, "sh", "-c", again], capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 2
+    assert failed.stderr.endswith("without a network, see --help. Nothing was replaced\n")
+    run(tmp_path, *clean, prefix / "bin" / "hicachectl", "ls", "store")
+    assert len(list((prefix / "lib").iterdir())) == 2  # the environment in use, and its link
 
 
 @pytest.mark.parametrize(
@@ -200,6 +208,8 @@ def test_install_sh_installs_what_the_container_file_copies(
         (("a.whl", "b.whl"), "b.whl: only one SOURCE"),
         (("missing.whl",), "missing.whl: no such file"),
         (("--python", "nothing", "."), "nothing: not found"),
+        (("--prefix", "", "."), "--prefix: is empty; give a directory"),
+        (("--prefix", "/dev/null/x", "."), "/dev/null/x: cannot be created; give another"),
         (("--prefix", "taken", "."), "taken/bin/hicachectl: not a link of this script"),
     ],
 )

@@ -13,6 +13,7 @@ import os
 import secrets
 import stat
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
@@ -21,10 +22,10 @@ from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # Errors of a call that the file system lacks, or refuses for these files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
+STDOUT = Path("/dev/stdout")
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # NFS locks only files that are open for writing (EBADF); a directory cannot be.
@@ -175,7 +176,7 @@ def whole_file(
 ) -> Iterator[IO[Any]]:
     """Yield a stream whose content replaces `path` when the block ends normally.
 
-    Symbolic links are followed. Devices and pipes are written directly.
+    Symbolic links are followed. Devices, pipes and `STDOUT` are written directly.
     mode: "w" writes UTF-8. durable: as in `new_file`.
     permissions: default: the replaced file's, else 0o666 less the umask.
     readable_by: at most these permissions for a new file.
@@ -183,6 +184,10 @@ def whole_file(
     """
     encoding = None if "b" in mode else "utf-8"
     try:
+        if path == STDOUT:  # also a file, which others write to as well, as after `>>`
+            with open(1, mode, encoding=encoding, closefd=False) as stream:
+                yield stream
+            return
         found = _facts_of(path)
         if found is not None and not stat.S_ISREG(found.st_mode):
             with path.open(mode, encoding=encoding) as stream:

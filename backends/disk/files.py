@@ -15,6 +15,7 @@ OWN_PREFIX = b".hicachectl"
 # Errors if the file system itself is unreachable: no answer about any file is valid.
 LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
+_EARLIEST_NS, _LATEST_NS = -(1 << 63), (1 << 63) - 1
 
 
 def is_file_name(key: bytes) -> bool:
@@ -47,9 +48,20 @@ def check_new_key(key: bytes) -> None:
         raise OSError(errno.EINVAL, "names that start with .hicachectl are reserved for hicachectl")
 
 
+def storable_ns(time_ns: int) -> int:
+    """Return a file's time, or the nearest in 64 bits: file systems hold times after 2262."""
+    return min(max(time_ns, _EARLIEST_NS), _LATEST_NS)
+
+
 def version_of(facts: os.stat_result) -> bytes:
     """Return bytes that change when a writer replaces or changes the file."""
-    return VERSION.pack(facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size)
+    return VERSION.pack(*version_fields(facts))
+
+
+def version_fields(facts: os.stat_result) -> tuple[int, int, int, int]:
+    """Return the fields of `VERSION` for a file."""
+    times = storable_ns(facts.st_mtime_ns), storable_ns(facts.st_ctime_ns)
+    return facts.st_ino, *times, facts.st_size
 
 
 def read_ahead(descriptor: int, nbytes: int) -> None:

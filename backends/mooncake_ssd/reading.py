@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import ReadResult, Status, keys_of
-from hicachectl.backends.disk.files import LOST
+from hicachectl.backends.disk.files import LOST, storable_ns
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.formats.mooncake_ssd import has_crc, record_problem
 from hicachectl.formats.wording import failed
@@ -73,7 +73,7 @@ class Reading:
 
     def _read_object(self, file: DataFile, descriptor: int, facts: os.stat_result, at: int) -> None:
         _, start, value, size, _, sequence = self._index.objects[self._found[at]].item()
-        mtime_ns = facts.st_mtime_ns & _UINT64  # before 1970: negative
+        mtime_ns = storable_ns(facts.st_mtime_ns) & _UINT64  # before 1970: negative
         self._versions[at] = (facts.st_ino, mtime_ns, start, sequence)
         self._nbytes[at] = there = min(size, max(0, facts.st_size - value))
         if there < size:

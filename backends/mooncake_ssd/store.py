@@ -24,6 +24,7 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.capabilities import Losing
 from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.files import storable_ns
 from hicachectl.backends.mooncake_ssd.index import close_places, open_places, read_index
 from hicachectl.backends.mooncake_ssd.reading import VERSION_FIELDS, Reading
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
@@ -190,7 +191,8 @@ def _batch(index: Index, rows: IntArray, schema: Any) -> Any:
     """Return a record batch of index rows."""
     objects = index.objects[rows]
     facts = [file.facts for file in index.files]
-    mtimes = np.array([each.st_mtime_ns for each in facts], dtype=np.int64)[objects["file"]]
+    times = [storable_ns(each.st_mtime_ns) for each in facts]
+    mtimes = np.array(times, dtype=np.int64)[objects["file"]]
     numbers = np.zeros((len(rows), len(VERSION_FIELDS)), dtype="<u8")
     numbers[:, 0] = np.array([each.st_ino for each in facts], dtype=np.uint64)[objects["file"]]
     numbers[:, 1] = mtimes

@@ -19,7 +19,7 @@ from pyarrow.fs import FileType, LocalFileSystem
 
 from hicachectl.backends.base import scan_batch
 from hicachectl.backends.disk.durable import is_named
-from hicachectl.backends.disk.files import LOST, version_of
+from hicachectl.backends.disk.files import LOST, storable_ns, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -150,7 +150,7 @@ def batch_reader(
         if fast and "".join(names).isascii():
             with suppress(OSError):  # if stat fails for one file, Arrow fails the batch
                 batch = _ask_arrow(path, schema, names)
-                if links or is_named(directory, path):
+                if batch is not None and (links or is_named(directory, path)):
                     return batch
         return ask_each(zip(repeat(directory), names), schema)
 
@@ -158,7 +158,10 @@ def batch_reader(
 
 
 def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
-    """Return a batch with size and mtime from Arrow's stat."""
+    """Return a batch with size and mtime from Arrow's stat; None if a time may be wrong.
+
+    Times after 2262 do not fit Arrow's 64 bits, and become negative.
+    """
     prefix = path + "/"
     infos = LocalFileSystem().get_file_info([prefix + name for name in names])
     sizes = [info.size for info in infos]
@@ -167,10 +170,13 @@ def _ask_arrow(path: str, schema: Any, names: list[str]) -> Any:
         names = [name for name, keep in zip(names, kept, strict=True) if keep]
         infos = [info for info, keep in zip(infos, kept, strict=True) if keep]
         sizes = [info.size for info in infos]
+    times = [info.mtime_ns for info in infos]
+    if min(times, default=0) < 0:
+        return None
     columns = {
         "key": _key_array(names),
         "nbytes": pa.array(sizes, pa.int64()),
-        "mtime_ns": pa.array([info.mtime_ns for info in infos], pa.int64()),
+        "mtime_ns": pa.array(times, pa.int64()),
     }
     return scan_batch(schema, columns, len(names))
 
@@ -195,7 +201,8 @@ def ask_each(files: Iterable[tuple[int, str]], schema: Any) -> Any:
         else:
             if not stat.S_ISREG(s.st_mode):
                 continue
-            fact = s.st_size, s.st_mtime_ns, s.st_atime_ns, version_of(s)
+            mtime_ns, atime_ns = storable_ns(s.st_mtime_ns), storable_ns(s.st_atime_ns)
+            fact = s.st_size, mtime_ns, atime_ns, version_of(s)
         found.append(name)
         facts.append(fact)
     sizes, times, reads, versions = zip(*facts, strict=True) if facts else ((), (), (), ())

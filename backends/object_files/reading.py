@@ -20,7 +20,7 @@ from hicachectl.backends.base import (
     keys_of,
 )
 from hicachectl.backends.capabilities import trailer_schema
-from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead
+from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead, version_fields
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
 from hicachectl.backends.object_files.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
@@ -138,14 +138,7 @@ class FileReader:
             modes &= facts.st_mode
             groups.add(facts.st_gid)
             owners.add(facts.st_uid)
-            pack(
-                versions,
-                index * _VERSION_BYTES,
-                facts.st_ino,
-                facts.st_mtime_ns,
-                facts.st_ctime_ns,
-                facts.st_size,
-            )
+            pack(versions, index * _VERSION_BYTES, *version_fields(facts))
         if groups:
             self._note_readable(modes, groups, owners)
         nbytes[:] = sizes

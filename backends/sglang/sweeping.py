@@ -18,7 +18,7 @@ import numpy as np
 
 from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.durable import CREATE_FILE
-from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.files import OWN_PREFIX, storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class _Found:
             self._pages += digest
             self._kinds.append(kind)
             self._sizes.append(facts.st_size)
-            self._times.append(max(facts.st_atime_ns, facts.st_mtime_ns))
+            self._times.append(storable_ns(max(facts.st_atime_ns, facts.st_mtime_ns)))
 
     def _is_later(self, mtime_ns: int) -> bool:
         """Return whether an object was written since the beginning; not if it is of the future."""

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 from click.core import augment_usage_errors
 
-from hicachectl.cli.environment import long_name, unused_variables, variable_of
+from hicachectl.cli.environment import (
+    long_name,
+    named_variables,
+    unused_variables,
+    variable_of,
+)
 from hicachectl.cli.precedence import named_settings, settle
 from hicachectl.cli.session import remark
 from hicachectl.formats.errors import UsageError
@@ -120,9 +125,10 @@ class Command(click.Command):
         """Run the command, with its settings of the environment and the config file."""
         for text in unused_variables(ctx):
             remark(ctx, text)
-        settle(ctx, self._profile_options())
-        with named_settings(ctx):
-            return super().invoke(ctx)
+        with named_variables(ctx):
+            settle(ctx, self._profile_options())
+            with named_settings(ctx):
+                return super().invoke(ctx)
 
     def _profile_options(self) -> frozenset[str]:
         """Return the parameters that choose a profile otherwise than --profile."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -34,50 +35,50 @@ _OFFERED = re.compile(r"(?![-=])[\w@%+=:,./-]+")
 
 
 def complete(instruction: str) -> None:
-    """Print the completions that a script asked for, and end the process."""
-    timer = threading.Timer(_LIMIT_S, os._exit, [0])  # works while a file system hangs
-    timer.daemon = True
-    timer.start()
+    """Print the completions that a script asked for, and end the process.
+
+    A child finds them: a process that a file system hangs may not even die, and the shell waits
+    until its output is closed.
+    """
+    with suppress(OSError):
+        ours, its = os.pipe()
+        if not (child := os.fork()):
+            _answer(instruction, its)
+        os.close(its)
+        if (answer := _all_of(ours)) is None:
+            os.kill(child, signal.SIGKILL)
+        else:
+            os.write(1, answer)
+    os._exit(0)
+
+
+def _answer(instruction: str, output: int) -> None:
+    """Write the completions to a descriptor, and end the process."""
     with suppress(BaseException):
+        os.dup2(output, 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        from click.shell_completion import add_completion_class, shell_complete
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.close(output)
+        from click.shell_completion import shell_complete
 
         from hicachectl.cli.group import cli
+        from hicachectl.cli.shells import add_shells
 
-        add_completion_class(_bash_class(), "bash")
+        add_shells()
         shell_complete(cli, {}, "hicachectl", VARIABLE, instruction)
         sys.stdout.flush()
     os._exit(0)
 
 
-def _bash_class() -> type:
-    from click.shell_completion import BashComplete
-
-    class Bash(BashComplete):
-        """Completion of bash, which splits words at colons."""
-
-        def get_completion_args(self) -> tuple[list[str], str]:
-            """Return the words before the incomplete one, and that."""
-            args, incomplete = super().get_completion_args()
-            *args, incomplete = joined_words([*args, incomplete])
-            return args, incomplete
-
-    return Bash
-
-
-def joined_words(words: list[str]) -> list[str]:
-    """Return words that bash has split at colons: `prod`, `:` as `prod:`, and URLs as a whole."""
-    from hicachectl.backends.urls import SCHEMES
-
-    joined: list[str] = []
-    for word in words:
-        before = joined[-1] if joined else ""
-        is_url = before.removesuffix(":") in SCHEMES or "://" in before
-        if before and (word == ":" or (before.endswith(":") and is_url and word[:1] != "-")):
-            joined[-1] += word
-        else:
-            joined.append(word)
-    return joined
+def _all_of(pipe: int) -> bytes | None:
+    """Return what comes from a pipe until its end; None if that takes too long."""
+    end = time.monotonic() + _LIMIT_S
+    pieces: list[bytes] = []
+    while select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not (piece := os.read(pipe, 1 << 16)):
+            return b"".join(pieces)
+        pieces.append(piece)
+    return None
 
 
 def store_names(

@@ -7,10 +7,16 @@ or removes is said on the command line only. An option's declaration says which 
 from __future__ import annotations
 
 import os
+import re
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
+
+from hicachectl.formats.errors import HicacheError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +60,37 @@ def unused_variables(ctx: click.Context) -> Iterator[str]:
                 f"did you mean {PREFIX}{close[0]}?" if close else "unset it, or see hicachectl(1)"
             )
             yield f"{variable}: no option has this name; {instead}"
+
+
+@contextmanager
+def named_variables(ctx: click.Context) -> Iterator[None]:
+    """Name the variables whose values an error is about.
+
+    They stand in place of their options, and before a path that they name.
+    """
+    try:
+        yield
+    except click.BadParameter:  # `one_line` names it
+        raise
+    except click.UsageError as error:
+        raise click.UsageError(_naming_variables(ctx, error.message), error.ctx) from None
+    except HicacheError as error:
+        error.args = (_naming_variables(ctx, str(error)),)
+        raise
+
+
+def _naming_variables(ctx: click.Context, text: str) -> str:
+    for above in _chain(ctx):
+        for option in above.command.params:
+            source = above.get_parameter_source(str(option.name))
+            if source is not ParameterSource.ENVIRONMENT or str(option.envvar) in text:
+                continue
+            named = re.sub(rf"(?<![\w-]){long_name(option)}(?![\w-])", str(option.envvar), text)
+            value = above.params.get(str(option.name))
+            if named == text and isinstance(value, Path) and str(value) in text:
+                named = f"{option.envvar}: {text}"
+            text = named
+    return text
 
 
 def every_command(ctx: click.Context) -> Iterator[click.Command]:

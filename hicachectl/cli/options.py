@@ -67,6 +67,24 @@ class Duration(click.ParamType[Any]):
         return seconds
 
 
+class Share(click.ParamType[Any]):
+    """A share from 0 to 1, such as 0.9 or 90%."""
+
+    name = "share"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Parse a text; pass a number through."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", value)
+        share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+        if not 0 <= share <= 1:
+            self.fail(f"{_shown(value)} is not a share; write 0.9 or 90%", param, ctx)
+        return share
+
+
 class PointInTime(click.ParamType[Any]):
     """A time in ISO 8601, or an age such as 7d, in Unix seconds."""
 
@@ -188,10 +206,10 @@ class RunPath(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to write; a bare word that is a format is refused."""
+    """A file to write, or - for stdout; a bare word that is a format is refused."""
 
     def __init__(self, formats: tuple[str, ...] = FORMATS) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
+        super().__init__(dir_okay=False, readable=False, path_type=Path)
         self.formats = formats
 
     def convert(
@@ -207,6 +225,8 @@ class OutputFile(click.Path):
                 f"-o {name}: is a format, not a file; use --format {name}, or -o ./{name} for a "
                 "file of that name"
             )
+        if name == "-":
+            return Path("/dev/stdout")  # the name by which `whole_file` knows it
         super().convert(value, param, ctx)
         return Path(name)
 
@@ -544,7 +564,7 @@ fail_on_option = click.option(
 
 min_usable_option = click.option(
     "--min-usable",
-    type=click.FloatRange(0, 1),
+    type=Share(),
     metavar="SHARE",
     help="Exit with 4 if servers can restore less than this share of the requested tokens, such "
     "as 0.9.",

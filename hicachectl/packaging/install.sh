@@ -6,10 +6,11 @@ usage() {
   cat <<'END'
 usage: install.sh [--prefix DIR] [--python PROGRAM] [--extras NAMES] [SOURCE]
 
-Install hicachectl into an environment of its own, DIR/lib/hicachectl, and link the
-command, the man pages, the completions and the deployment files into DIR.
-Run it again to install another release in the same place. To uninstall, remove
-DIR/lib/hicachectl and the links to it.
+Install hicachectl into an environment of its own below DIR/lib, to which
+DIR/lib/hicachectl is a link, and link the command, the man pages, the completions and
+the deployment files into DIR. Run it again to install another release in the same
+place: until that works, the earlier one stays. To uninstall, remove DIR/lib/hicachectl*
+and the links to it.
 
   SOURCE            a wheel, a source archive or a checkout; default: the checkout of this script
   --prefix DIR      default: /usr/local for root, else ~/.local
@@ -56,44 +57,84 @@ if [ -z "$source" ]; then
   [ -f "$source/pyproject.toml" ] || fail "$source: not a checkout; give a wheel or a checkout"
 fi
 [ -e "$source" ] || fail "$source: no such file or directory; give a wheel or a checkout"
-mkdir -p "$prefix" || fail "$prefix: cannot be created; give another --prefix"
 source=$(CDPATH='' cd -- "$(dirname -- "$source")" && pwd)/$(basename -- "$source")
-prefix=$(CDPATH='' cd -- "$prefix" && pwd)
-command -v "$python" >/dev/null || fail "$python: not found; install Python 3.11 or later"
+command -v -- "$python" >/dev/null || fail "$python: not found; install Python 3.11 or later"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "$python: older than Python 3.11; give a later one with --python"
+[ -n "$prefix" ] || fail "--prefix: is empty; give a directory"
+mkdir -p -- "$prefix/lib" || fail "$prefix: cannot be created; give another --prefix"
+prefix=$(CDPATH='' cd -- "$prefix" && pwd -P)
 
-environment=$prefix/lib/hicachectl
-command=$prefix/bin/hicachectl
-if [ -e "$command" ] && [ "$(readlink "$command" || true)" != "$environment/bin/hicachectl" ]; then
-  fail "$command: not a link of this script; remove it, or give another --prefix"
+# What is not a link to it stays.
+installed=$prefix/lib/hicachectl
+refuse_others() {
+  for file in "$@"; do
+    if [ -e "$prefix/$file" ] || [ -L "$prefix/$file" ]; then
+      [ "$(readlink "$prefix/$file" || true)" = "$installed/$file" ] ||
+        fail "$prefix/$file: not a link of this script; remove it, or give another --prefix"
+    fi
+  done
+}
+refuse_others bin/hicachectl
+if [ -e "$installed" ] && [ ! -e "$installed/pyvenv.cfg" ]; then
+  fail "$installed: not of this script; remove it, or give another --prefix"
 fi
-"$python" -m venv "$environment" ||
-  fail "$python: cannot make an environment; install its module venv (Debian: python3-venv)"
+
+work=
+environment=
+clean() {
+  rm -rf -- "$work" "$environment"
+}
+trap clean EXIT
+trap 'exit 130' INT
+trap 'exit 143' HUP TERM
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+environment=$(mktemp -d "$installed-XXXXXX") ||
+  fail "$prefix/lib: cannot be written; give another --prefix, or run this as its owner"
+chmod "=rwx" "$environment" # less the umask: mktemp's is for its owner only
+"$python" -I -m venv "$environment" ||
+  fail "$python: cannot make an environment; see above. Debian has venv in python3-venv"
+unset PIP_PREFIX PIP_ROOT PIP_TARGET PIP_USER # a place other than the environment
 pip() {
-  "$environment/bin/python" -m pip --quiet --disable-pip-version-check "$@"
+  "$environment/bin/python" -I -m pip --quiet --disable-pip-version-check "$@" ||
+    fail "pip: see its messages above; without a network, see --help. Nothing was replaced"
 }
 if [ -d "$source" ]; then # a build in the checkout would leave its files there
   mkdir "$work/source"
   for name in pyproject.toml MANIFEST.in README.md LICENSE hicachectl backends formats man; do
-    cp -RP "$source/$name" "$work/source/"
+    cp -RP "$source/$name" "$work/source/" ||
+      fail "$source: not a whole checkout; give a wheel or a checkout"
   done
   source=$work/source
 fi
 pip wheel --no-deps --wheel-dir "$work" "$source"
 for wheel in "$work"/*.whl; do
   pip install "$wheel${extras:+[$extras]}"
-  pip install --force-reinstall --no-deps "$wheel" # another build can have the same version
 done
 
 cd "$environment"
-for file in bin/hicachectl share/hicachectl share/man/man[157]/hicachectl*.[157] \
+set -- bin/hicachectl share/hicachectl share/man/man[157]/hicachectl*.[157] \
   share/man/man5/hcpack.5 share/bash-completion/completions/hicachectl \
-  share/zsh/site-functions/_hicachectl share/fish/vendor_completions.d/hicachectl.fish; do
+  share/zsh/site-functions/_hicachectl share/fish/vendor_completions.d/hicachectl.fish
+for file in "$@"; do
   [ -e "$file" ] || fail "$file: not in the wheel; give another wheel or checkout"
-  mkdir -p "$prefix/$(dirname "$file")"
-  ln -sfn "$environment/$file" "$prefix/$file"
 done
-"$command" --version
+refuse_others "$@"
+bin/hicachectl --version || fail "$source: does not run with $python; see the message above"
+earlier=$(readlink "$installed" || true)
+"$environment/bin/python" -I - "$environment" "$installed" <<'END'
+import os, sys
+
+new, link = sys.argv[1:]
+os.symlink(new, f"{new}.link")
+if os.path.isdir(link) and not os.path.islink(link):  # of an earlier script
+    os.rename(link, f"{new}.earlier")
+os.replace(f"{new}.link", link)
+END
+rm -rf -- "$environment.earlier"
+environment= # keep it
+case $earlier in "$installed"-*) rm -rf -- "$earlier" ;; esac
+for file in "$@"; do
+  mkdir -p -- "$prefix/$(dirname "$file")"
+  ln -sfn -- "$installed/$file" "$prefix/$file"
+done

@@ -123,6 +123,8 @@ def wanted_of_trace(
     from hicachectl.requests.chains import Hashing
 
     trace = read_trace(path, profile)
+    if not len(trace):
+        raise UsageError(f"{path}: has no requests; check the path")
     if not trace.forest.hashed:
         raise UsageError(f"{path}: has block ids, which do not give the keys of pages; {instead}")
     ranker = Ranker(trace.times, trace.output_tokens)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,7 +42,7 @@ class Replacer(threading.Thread):
         while not self.done.is_set():
             turn += 1
             for name, value in self.values.items():
-                temporary = self.store / f".{name}.tmp"
+                temporary = self.store / f".{uuid.uuid4().hex}.tmp"
                 temporary.write_bytes(value[turn % 2])
                 temporary.replace(self.store / name)
 

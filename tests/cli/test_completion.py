@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.cli import completions
-from hicachectl.cli.completions import joined_words, page_prefixes
+from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.group import cli
+from hicachectl.cli.shells import joined_words
 from tests.skips import need_tool
 from tests.stores import page, put, put_pages
 
@@ -65,7 +66,7 @@ def asked(*words: str, shell: str = "bash") -> list[str]:
         env={
             **os.environ,
             "_HICACHECTL_COMPLETE": f"{shell}_complete",
-            "COMP_WORDS": " ".join(["hicachectl", *words]),
+            "COMP_WORDS": (" " if shell == "fish" else "\n").join(["hicachectl", *words]),
             "COMP_CWORD": words[-1] if shell == "fish" else str(len(words)),
         },
         capture_output=True,
@@ -195,7 +196,7 @@ def test_a_file_system_that_hangs_ends_after_a_second(tmp_path: Path) -> None:
         env={
             **os.environ,
             "_HICACHECTL_COMPLETE": "bash_complete",
-            "COMP_WORDS": "hicachectl ls x",
+            "COMP_WORDS": "hicachectl\nls\nx",
             "COMP_CWORD": "2",
         },
         capture_output=True,

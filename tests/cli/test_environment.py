@@ -112,6 +112,24 @@ def test_a_wrong_value_names_the_variable_in_one_line(
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PP_PARTITION", "1,x", "HICACHECTL_PP_PARTITION needs --model-config or --server"),
+        ("SERVER", "http://h:bad", "HICACHECTL_SERVER: not a URL; give http://host:port"),
+        ("PROFILE", "/no/p.toml", "HICACHECTL_PROFILE: /no/p.toml: cannot read: No such file"),
+        ("CONFIG", "/no/c.toml", "HICACHECTL_CONFIG: config /no/c.toml: cannot read: No such file"),
+    ],
+)
+def test_a_later_refusal_names_the_variable(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(f"HICACHECTL_{name}", value)
+    stderr = invoke("ls", store, exit_code=2).stderr
+    assert stderr.startswith(f"hicachectl: {said}")
+    assert stderr.count("\n") == 1
+
+
 def test_the_same_value_on_the_command_line_names_the_option(invoke: Invoke, store: Path) -> None:
     said = invoke("ls", store, "--format", "xml", exit_code=2).stderr
     assert said.startswith("hicachectl: --format: 'xml' is not one of")
@@ -157,7 +175,7 @@ def test_a_profile_of_the_environment_gives_way_to_options_and_replaces_variable
     assert "config.json" in said
     assert "cannot be combined" not in said
     monkeypatch.delenv("HICACHECTL_PROFILE")
-    assert "--tp needs" in invoke("ls", source, exit_code=2).stderr
+    assert "HICACHECTL_TP needs" in invoke("ls", source, exit_code=2).stderr
     invoke("ls", source, "--profile", profile)
 
 

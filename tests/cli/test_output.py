@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -17,6 +19,7 @@ from hicachectl.cli.output import write_rows
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.jsontext import json_rows, json_values
 from hicachectl.text.tables import NO_SCREEN, Screen, table_lines
+from tests.stores import put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,6 +112,27 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_rows(ROWS, name="objects", human=fail, output_format="table", output=path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_stdout_has_a_name(tmp_path: Path) -> None:
+    """A log that the shell appends to is not replaced, and a page has nothing behind it."""
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(2), "_m_0_1")
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    for name, *command in (("/dev/stdout", "ls", "--format", "csv"), ("-", "report")):
+        with log.open("a") as stdout:
+            done = subprocess.run(
+                [sys.executable, "-m", "hicachectl", *command, store, "-o", name],
+                stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=True,
+            )  # fmt: skip
+    assert done.stderr.splitlines()[-1].startswith("hicachectl: /dev/stdout: 2 objects, 2 pages")
+    before, head, *rows, end = log.read_text().splitlines()
+    assert (before, head[:4], end) == ("before", '"pag', "</html>")
+    assert rows[2] == "<!DOCTYPE html>"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "store"]
 
 
 def test_tables_line_up() -> None:

@@ -2,8 +2,9 @@
 
 Runs inside the SGLang environment: `plugin_hangs.py REQUEST`. The request is that of
 plugin_ranks.py, for a deployment of one rank and without steps. `node_pages` is the length of the
-nodes written, `write_seconds` the time of a slow write. The calls of os.open, os.preadv and
-os.writev block here, as they do on a network file system without its server.
+nodes written, `write_seconds` the time of a slow write, `slow_timeout` the seconds that a call has
+then. The calls of os.open, os.preadv and os.writev block here, as they do on a network file system
+without its server.
 
 Prints a JSON object with an entry for each kind of call, "exists", "read" and "write":
 
@@ -140,8 +141,9 @@ def _written_slowly(
     attached: AttachedRank, prompt: Prompt, request: dict[str, Any], hung: Hung
 ) -> int:
     operation = next(prompt_nodes.back_up_operations(attached.pools, prompt))
+    settings = {**request["settings"], "threads": 1, "op_timeout": request["slow_timeout"]}
     with (
-        attached.attached({**request["settings"], "threads": 1}),
+        attached.attached(settings),
         hung.delayed("writev", request["write_seconds"]),
     ):
         attached.write(operation)

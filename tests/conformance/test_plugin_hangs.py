@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conformance.cpu_server import DEVICE_TOKENS, prompt
 from tests.conformance.plugin_site import Site, full_hit, is_whole
-from tests.skips import missing, need_tool
-from tests.waiting import alive, wait_until
+from tests.freezable_mount import freezable_mount
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,7 +98,9 @@ def test_a_hanging_store_is_attached_cleared_and_detached(site: Site) -> None:
 
 
 def test_a_frozen_file_system_holds_nothing_up(cpu_server: CpuServer, tmp_path: Path) -> None:
-    with _freezable_mount(tmp_path) as (mount, daemon):
+    source, mount = tmp_path / "mirrored", tmp_path / "mount"
+    source.mkdir()
+    with freezable_mount(source, mount) as daemon:
         site = Site(cpu_server, mount / "store")
         site.attach(op_timeout=TIMEOUT_S)
         cold = site.cold(PROMPT)
@@ -138,25 +138,3 @@ def _assert_served(site: Site, tokens: list[int]) -> None:
 
 def _temporaries(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.name.endswith(".tmp")]
-
-
-@contextmanager
-def _freezable_mount(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Mount a directory with FUSE; yield the mount and its process, which can be stopped."""
-    need_tool("bindfs")
-    unmount = need_tool("fusermount3", "fuse3")
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        missing("access to /dev/fuse", "load the module fuse, and pass the device to a container")
-    source, mount = folder / "mirrored", folder / "mount"
-    source.mkdir()
-    mount.mkdir()
-    process = subprocess.Popen(["bindfs", "-f", "--no-allow-other", source, mount])
-    try:
-        wait_until(lambda: mount.is_mount() or not alive(process.pid))
-        if not mount.is_mount():
-            missing("the right to mount with FUSE", "run the tests as root, with CAP_SYS_ADMIN")
-        yield mount, process.pid
-    finally:
-        subprocess.run([unmount, "-u", "-z", mount], check=False)
-        process.kill()
-        process.wait()

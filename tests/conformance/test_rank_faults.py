@@ -30,7 +30,8 @@ KILLS = 10
 LOAD_S = 4
 OP_TIMEOUT_S = 1.0
 LATE_S = 0.5  # for the end of a call after its time-out
-LONG_NODE, SLOW_S = 384, 0.003  # pages, and seconds for each
+LONG_NODE, SLOW_S = 640, 0.004  # pages, and seconds for each
+SLOW_TIMEOUT_S = 2.0
 ALONE: dict[str, Any] = {"tp": 1}
 KILLED = "mla_indexer"
 
@@ -101,10 +102,10 @@ def test_a_store_that_hangs(run: Run) -> None:
     A long node is written whole to a store that is only slow: each batch of it has the time of a
     call.
     """
-    slow = {"node_pages": LONG_NODE, "write_seconds": SLOW_S}
+    slow = {"node_pages": LONG_NODE, "write_seconds": SLOW_S, "slow_timeout": SLOW_TIMEOUT_S}
     results = run("plugin_hangs", "mla_indexer", settings={"op_timeout": OP_TIMEOUT_S}, **slow)
     assert results.pop("slow") == LONG_NODE
-    assert LONG_NODE * SLOW_S > OP_TIMEOUT_S
+    assert LONG_NODE * SLOW_S > SLOW_TIMEOUT_S
     for result in results.values():
         assert result["hung"] > 0
         assert OP_TIMEOUT_S - 0.1 < result["seconds"] < OP_TIMEOUT_S + LATE_S

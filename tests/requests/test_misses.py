@@ -206,7 +206,7 @@ def test_a_gate_without_a_page_size_counts_pages(
     assert "--min-usable 0.6: servers of m tp 1 can restore 50.0% of the requested pages;" in said
     listed.write_text("[]\n")
     invoke(*gate, 1)  # nothing is requested, so nothing is missing
-    assert "not in the range 0<=x<=1" in invoke(*gate, 2, exit_code=2).stderr
+    assert "is not a share; write 0.9 or 90%" in invoke(*gate, 2, exit_code=2).stderr
 
 
 def test_a_failed_gate_of_prewarm_names_the_deployment_and_both_numbers(
@@ -333,3 +333,9 @@ def test_the_interface_returns_what_the_command_writes(
     assert {"chains": document["chains"], **report.document}.items() <= document.items()
     assert said.splitlines() == [f"hicachectl: {text}" for text in report.remarks]
     assert report.rows.num_rows == 1
+
+
+@pytest.mark.parametrize("share", ["nan", "inf", "-1", "1.5", "150%", "", "0x1", "90 %"])
+def test_a_share_that_is_none_is_refused(invoke: Invoke, tmp_path: Path, share: str) -> None:
+    said = invoke("hits", tmp_path, "--min-usable", share, exit_code=2).stderr
+    assert said == f"hicachectl: --min-usable: {share!r} is not a share; write 0.9 or 90%\n"

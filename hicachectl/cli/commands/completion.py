@@ -31,8 +31,11 @@ def command(ctx: click.Context, /, shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
+    from hicachectl.cli.shells import add_shells
+
+    add_shells()
     completion_class = get_completion_class(shell)
-    assert completion_class is not None  # click has a class for each of the three shells
+    assert completion_class is not None
     completion = completion_class(ctx.find_root().command, {}, "hicachectl", VARIABLE)
     # click's `source()` would run the installed bash to ask for its version.
     click.echo(completion.source_template % completion.source_vars())

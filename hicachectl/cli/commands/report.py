@@ -102,7 +102,7 @@ Examples:
     "--output",
     type=OutputFile(),
     required=True,
-    help="Write the page to FILE, one HTML file.",
+    help="Write the page to FILE, one HTML file; - is stdout.",
 )
 @click.option(
     "--mark",
@@ -161,7 +161,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
     report needs the extra: pip install 'hicachectl[report]'.
     """
     from hicachectl.backends.capabilities import permissions_of
-    from hicachectl.backends.disk.durable import whole_file
+    from hicachectl.backends.disk.durable import STDOUT, whole_file
     from hicachectl.report.charts import Mark, refuse_missing
     from hicachectl.report.picture import take_picture
     from hicachectl.report.view import html_of
@@ -196,7 +196,11 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
         stream.write(page)
     for text in picture.remarks:
         remark(ctx, text)
-    click.echo(message_text(f"{output}: {picture.line}"))
+    summary = f"{output}: {picture.line}"
+    if output == STDOUT:
+        remark(ctx, summary)
+    else:
+        click.echo(message_text(summary))
     if picture.fails(options["fail_on"]):
         ctx.exit(FINDINGS)
 
@@ -215,6 +219,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
 
 def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
     """Refuse to write among the objects of the store, or over a file that is no page."""
+    from hicachectl.backends.disk.durable import STDOUT
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(store, config_of(ctx))
@@ -222,7 +227,7 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
     directories = url.path.split(",") if url.scheme == "nixl" else [url.path]
     if any(path and place.is_relative_to(os.path.realpath(path)) for path in directories):
         raise UsageError(f"{output}: lies in the store; name a file in another directory")
-    if not place.is_file():
+    if not place.is_file() or output == STDOUT:
         return
     try:
         with place.open("rb") as file:

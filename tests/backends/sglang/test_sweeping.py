@@ -193,3 +193,13 @@ def test_a_listing_is_by_page_and_by_the_last_use_of_any_object(
     ]
     assert listing.sizes_of(0, listing.end_of_page(0)) == {0: 100, 1: 100}
     assert (listing.listed, listing.others, listing.others_bytes) == (600, 1, 100)
+
+
+def test_an_object_of_the_far_future_is_the_last(directory: ObjectDirectory) -> None:
+    """Its time does not fit 64 bits."""
+    for number in range(2):
+        put(directory, number, KV)
+    far = 430 * 31_557_600  # after 1970
+    os.utime(put(directory, 2, KV), (far, far))
+    listing = Sweeper(directory, (KV,)).list(lambda: False)
+    assert [listing.page(row) for row in range(3)][-1] == page_hash(2)
