@@ -186,7 +186,10 @@ class MigrationPlan:
         for survey, actions in zip(self.surveys, self.actions, strict=True):
             verified: Collection[str] = ()
             if earlier is not None:
-                name, verified = survey.route.name, earlier.verified[survey.route.name]
+                name, verified = (
+                    survey.route.journal_name,
+                    earlier.verified[survey.route.journal_name],
+                )
                 reads = compares or request.if_exists == "verify"
                 settled = _among(survey, verified if reads else earlier.copied[name])
                 actions[_whole(survey, actions != Action.NOTHING) & settled] = Action.SKIP
@@ -205,7 +208,7 @@ class MigrationPlan:
         for survey, actions, planned in self._each():
             active = planned.active
             if earlier is not None:
-                name = survey.route.name
+                name = survey.route.journal_name
                 done = _whole(survey, active) & _among(survey, earlier.verified[name])
                 actions[done | _among(survey, earlier.removed[name])] = Action.SKIP
             actions[~active] = planned.actions[~active]
@@ -228,7 +231,7 @@ class MigrationPlan:
         the destination still has all targets in the right size.
         """
         for survey, actions, planned in self._each():
-            unfinished = _among(survey, earlier.unremoved(survey.route.name))
+            unfinished = _among(survey, earlier.unremoved(survey.route.journal_name))
             unfinished &= (actions == Action.NOTHING) | planned.done(actions)
             _, lacks, differs = compare(survey.touched, survey.there)
             items = np.flatnonzero(unfinished & ~lacks & ~differs & ~survey.strays)
@@ -262,7 +265,12 @@ class MigrationPlan:
         if earlier is None:
             return 0
         return sum(
-            int((planned.done(actions) & _among(survey, earlier.removed[survey.route.name])).sum())
+            int(
+                (
+                    planned.done(actions)
+                    & _among(survey, earlier.removed[survey.route.journal_name])
+                ).sum()
+            )
             for survey, actions, planned in self._each()
         )
 

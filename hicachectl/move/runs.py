@@ -210,7 +210,7 @@ class CopyRun:
         if self._journal is not None and len(done):
             pages = survey.pages.take(pa.array(done))
             verified = options.verify or batch.action is Action.COMPARE
-            self._journal.copied(survey.route.name, pages, verified=verified)
+            self._journal.copied(survey.route.journal_name, pages, verified=verified)
         with self._lock:
             self.result.add(result)
             without = batch.work(result.statuses == GroupStatus.NO_ROOM)
@@ -247,7 +247,7 @@ class CopyRun:
             gone = np.isin(removed.statuses, (GroupStatus.DONE, GroupStatus.GONE))
             pages = removed.pages.filter(pa.array(gone)).to_pylist()
             if self._journal is not None:
-                self._journal.removed(survey.route.name, pages)
+                self._journal.removed(survey.route.journal_name, pages)
             with self._lock:
                 self.result.moved += len(pages)
                 why = "copied, but still in the source: "
