@@ -149,12 +149,17 @@ class Taken:
 
 @contextmanager
 def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
-    """Tell what was taken if a signal or a lost store ends the block."""
+    """Tell what was taken if a signal, or a store lost after the beginning, ends the block."""
     try:
         yield
-    except BaseException as error:
-        if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
-            tell(taken())
+    except StoreUnavailable:
+        if (so_far := taken()).pages:
+            tell(so_far)
+        raise
+    except Exception:
+        raise
+    except BaseException:
+        tell(taken())
         raise
 
 
