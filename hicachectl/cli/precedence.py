@@ -40,7 +40,7 @@ def on_command_line(ctx: click.Context, name: str) -> bool:
 
 
 def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
-    """Return what is called if the profile contradicts the store; None: refuse.
+    """Return a function that reports a profile the store contradicts, or None to refuse it.
 
     A profile from elsewhere than the command line is about the store that servers use now. It may
     have pages of their predecessors only, and they can be listed and removed all the same.

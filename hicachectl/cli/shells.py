@@ -1,4 +1,4 @@
-"""Completion in bash, zsh and fish: click's, with what it gets wrong of each shell put right."""
+"""Completion in bash, zsh and fish: that of click, with corrections for each shell."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def joined_words(words: list[str]) -> list[str]:
 
 
 def _words() -> list[str]:
-    """Return the words of the line, of which each is a line here, without their quotes."""
+    """Return the words of the line without quotes. The variable has one word on each line."""
     return [" ".join(split_arg_string(word)) for word in os.environ["COMP_WORDS"].split("\n")]

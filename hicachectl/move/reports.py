@@ -149,7 +149,7 @@ class Taken:
 
 @contextmanager
 def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
-    """Tell what was taken if a signal, or a store lost after the beginning, ends the block."""
+    """Tell what was taken if a signal ends the block, or a lost store after objects left."""
     try:
         yield
     except StoreUnavailable:

@@ -447,7 +447,7 @@ class _Worker:
             result.statuses[places] = GroupStatus.IN_FLIGHT
 
     def taken(self) -> Taken:
-        """Return what was removed so far, in the batch at work as far as that is known."""
+        """Return what was removed so far. Of the batch at work, only finished calls count."""
         removal, sizes = self._open, self._sizes
         pages, objects = self._touched, self._moved + self._deleted
         if removal is not None:
