@@ -82,7 +82,7 @@ class _Look:
     vectors, rows, row_vectors, pitch, offset: of the field in its block; all but rows in vectors.
     words: per vector. share: vectors per program, in `rounds` of `lanes`.
     head_share: rows per program with heads to check, in `head_rounds` of `head_lanes`; 0 for none.
-    magnitudes, signs, to_sign: masks and an addend, repeated for each number of a word.
+    magnitude: mask of one number. magnitudes, signs, to_sign: masks and an addend, repeated for each number of a word.
     """
 
     vectors: int
@@ -98,6 +98,7 @@ class _Look:
     head_rounds: int
     head_lanes: int
     bits: int
+    magnitude: int
     magnitudes: int
     signs: int
     to_sign: int
@@ -181,6 +182,7 @@ def _look(field: Field, splits: int, most_lanes: int) -> _Look:
         head_rounds=head_rounds,
         head_lanes=head_lanes,
         bits=bits,
+        magnitude=(1 << (bits - 1)) - 1,
         magnitudes=_signed(_repeat((1 << (bits - 1)) - 1, bits)),
         signs=_signed(_repeat(1 << (bits - 1), bits)),
         to_sign=_signed(_repeat(max(0, (1 << (bits - 1)) - first_special), bits)),
@@ -211,11 +213,13 @@ def _signed(word: int) -> int:
 @triton.jit
 def _place(vector, LOOK: tl.constexpr):
     """Return the index of a field's vector within its block."""
-    if LOOK.pitch == LOOK.row_vectors:
+    PITCH: tl.constexpr = LOOK.pitch
+    ROW: tl.constexpr = LOOK.row_vectors
+    OFFSET: tl.constexpr = LOOK.offset
+    if PITCH == ROW:
         return vector
     else:  # noqa: RET505 - Triton chooses the branch when it compiles
-        row = vector // LOOK.row_vectors
-        return row * LOOK.pitch + LOOK.offset + vector % LOOK.row_vectors
+        return vector // ROW * PITCH + OFFSET + vector % ROW
 
 
 @triton.jit
@@ -226,53 +230,69 @@ def _added(bad, special, bad_2, special_2):
 @triton.jit
 def _read(start, split, step, LOOK: tl.constexpr):
     """Read a round of vectors: [lanes, words], and which of them exist."""
-    lane = step * LOOK.lanes + tl.arange(0, LOOK.lanes)
-    vector = split * LOOK.share + lane
-    inside = ((lane < LOOK.share) & (vector < LOOK.vectors))[:, None]
-    at = start + _place(vector, LOOK) * LOOK.words
-    words = tl.load(at[:, None] + tl.arange(0, LOOK.words)[None, :], mask=inside, other=0)
+    LANES: tl.constexpr = LOOK.lanes
+    WORDS: tl.constexpr = LOOK.words
+    SHARE: tl.constexpr = LOOK.share
+    VECTORS: tl.constexpr = LOOK.vectors
+    lane = step * LANES + tl.arange(0, LANES)
+    vector = split * SHARE + lane
+    inside = ((lane < SHARE) & (vector < VECTORS))[:, None]
+    at = start + _place(vector, LOOK) * WORDS
+    words = tl.load(at[:, None] + tl.arange(0, WORDS)[None, :], mask=inside, other=0)
     return words, inside
 
 
 @triton.jit
 def _first_pass(start, split, LOOK: tl.constexpr):
     """Count bad scales and flag special numbers: two scalars."""
-    bad = tl.zeros([LOOK.lanes], tl.int32)
-    special = tl.zeros([LOOK.lanes, LOOK.words], tl.int32)
-    for step in range(LOOK.rounds):
+    LANES: tl.constexpr = LOOK.lanes
+    WORDS: tl.constexpr = LOOK.words
+    ROUNDS: tl.constexpr = LOOK.rounds
+    MAGNITUDES: tl.constexpr = LOOK.magnitudes
+    TO_SIGN: tl.constexpr = LOOK.to_sign
+    SIGNS: tl.constexpr = LOOK.signs
+    FLOOR: tl.constexpr = LOOK.floor
+    FIRST_SPECIAL: tl.constexpr = LOOK.first_special
+    bad = tl.zeros([LANES], tl.int32)
+    special = tl.zeros([LANES, WORDS], tl.int32)
+    for step in range(ROUNDS):
         words, inside = _read(start, split, step, LOOK)
-        magnitudes = words & LOOK.magnitudes
+        magnitudes = words & MAGNITUDES
         # Adding to a magnitude carries into its sign bit, never further.
         if LOOK.fnuz:
-            special |= words & ~(magnitudes + LOOK.magnitudes)
+            special |= words & ~(magnitudes + MAGNITUDES)
         else:
-            special |= magnitudes + LOOK.to_sign
+            special |= magnitudes + TO_SIGN
         if LOOK.scales:
-            legal = (words >= LOOK.floor) & (words < LOOK.first_special)
+            legal = (words >= FLOOR) & (words < FIRST_SPECIAL)
             if LOOK.zero_scales:
                 legal = legal | (words == -0x80000000)
             bad += tl.sum((~legal & inside).to(tl.int32), 1)
-    flags = tl.max(((special & LOOK.signs) != 0).to(tl.int32), 1)
+    flags = tl.max(((special & SIGNS) != 0).to(tl.int32), 1)
     return tl.reduce((bad, flags), 0, _added)
 
 
 @triton.jit
 def _second_pass(start, split, LOOK: tl.constexpr):
-    nans = tl.zeros([LOOK.lanes], tl.int32)
-    infs = tl.zeros([LOOK.lanes], tl.int32)
-    for step in range(LOOK.rounds):
+    LANES: tl.constexpr = LOOK.lanes
+    ROUNDS: tl.constexpr = LOOK.rounds
+    BITS: tl.constexpr = LOOK.bits
+    MAGNITUDE: tl.constexpr = LOOK.magnitude
+    FIRST_SPECIAL: tl.constexpr = LOOK.first_special
+    INFINITY: tl.constexpr = LOOK.infinity
+    nans = tl.zeros([LANES], tl.int32)
+    infs = tl.zeros([LANES], tl.int32)
+    for step in range(ROUNDS):
         words, _ = _read(start, split, step, LOOK)
-        for place in tl.static_range(32 // LOOK.bits):
-            bits = words >> (LOOK.bits * place)
+        for place in tl.static_range(32 // BITS):
+            bits = words >> (BITS * place)
             if LOOK.fnuz:
                 finite = (bits & 0xFF) != 0x80
                 infinite = finite & False
             else:
-                magnitude = bits & (
-                    LOOK.magnitudes if LOOK.bits == 32 else (1 << (LOOK.bits - 1)) - 1
-                )
-                finite = magnitude < LOOK.first_special
-                infinite = magnitude == LOOK.infinity
+                magnitude = bits & MAGNITUDE
+                finite = magnitude < FIRST_SPECIAL
+                infinite = magnitude == INFINITY
             infs += tl.sum(infinite.to(tl.int32), 1)
             nans += tl.sum((~(finite | infinite)).to(tl.int32), 1)
     return tl.sum(nans, 0), tl.sum(infs, 0)
@@ -282,13 +302,18 @@ def _second_pass(start, split, LOOK: tl.constexpr):
 def _zero_heads(start, split, LOOK: tl.constexpr):
     """Count the rows of a program's share that begin with zeros."""
     LANES: tl.constexpr = LOOK.head_lanes
+    ROUNDS: tl.constexpr = LOOK.head_rounds
+    SHARE: tl.constexpr = LOOK.head_share
+    ROWS: tl.constexpr = LOOK.rows
+    WORDS: tl.constexpr = LOOK.words
+    PITCH: tl.constexpr = LOOK.pitch * LOOK.words
     heads = tl.zeros([LANES], tl.int32)
-    for step in range(LOOK.head_rounds):
+    for step in range(ROUNDS):
         lane = step * LANES + tl.arange(0, LANES)
-        row = split * LOOK.head_share + lane
-        inside = (lane < LOOK.head_share) & (row < LOOK.rows)
-        at = start + row * (LOOK.pitch * LOOK.words)
-        words = tl.arange(0, LOOK.words)[None, :]
+        row = split * SHARE + lane
+        inside = (lane < SHARE) & (row < ROWS)
+        at = start + row * PITCH
+        words = tl.arange(0, WORDS)[None, :]
         head = tl.load(at[:, None] + words, mask=inside[:, None], other=1)
         heads += (tl.max(head.to(tl.uint32, bitcast=True), 1) == 0).to(tl.int32)
     return tl.sum(heads, 0)
