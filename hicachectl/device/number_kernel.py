@@ -8,15 +8,7 @@ import numpy as np
 import torch
 
 from hicachectl.checks.tables import sections_of, stored_layers
-from hicachectl.kernels.values_triton import (
-    BAD_SCALE,
-    INF,
-    NAN,
-    ZERO_HEADS,
-    Field,
-    block_statistics,
-    supports,
-)
+from hicachectl.kernels.values_triton import Field, block_flags, certain_flags, supports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class NumberKernel:
-    """Counts of bad numbers in the fields of objects on one lane, except padding layers."""
+    """Flags of bad numbers in the fields of objects on one lane, except padding layers."""
 
     def __init__(self, spec: ObjectSpec, profile: Profile, run: DeviceRun) -> None:
         stored = stored_layers(spec, profile)
@@ -46,8 +38,7 @@ class NumberKernel:
     @staticmethod
     def supports(spec: ObjectSpec, profile: Profile, pools: PoolForm) -> bool:
         """Return whether the kernel supports every field; not if bytes of a pool have none."""
-        every = [fields for _, fields in fields_of(spec, profile, pools)]
-        return all(fields and all(map(supports, fields)) for fields in every)
+        return all(supports(fields) for _, fields in fields_of(spec, profile, pools))
 
     def launch(self, count: int) -> list[torch.Tensor]:
         """Flag objects, [count, 2]: whether one is suspect; whether the CPU must find an issue.
@@ -57,16 +48,11 @@ class NumberKernel:
         layers = len(self._layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
         blocks = self._blocks[: count * layers]
-        for piece, fields in self._fields:
+        for piece, fields in self._fields if layers else ():
             pool = self._run.lane.pools[self._run.most * piece.offset :]
-            counted = block_statistics(pool, blocks, piece.slot_bytes, fields)
-            for field, counts in zip(fields, counted, strict=True):
-                by_object = counts.reshape(count, layers, -1).sum(1)
-                scales = field.scale_floor is not None
-                bad = by_object[:, BAD_SCALE] if scales else by_object[:, NAN] + by_object[:, INF]
-                found[:, 0] |= (bad + by_object[:, ZERO_HEADS]) > 0
-                if not field.excusable:
-                    found[:, 1] |= bad > 0
+            flags = block_flags(pool, blocks, piece.slot_bytes, fields, together=layers)
+            found[:, 0] |= flags != 0
+            found[:, 1] |= (flags & certain_flags(fields)) != 0
         return [found]
 
     def suspects(self, seen: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:

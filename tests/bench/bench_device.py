@@ -198,7 +198,7 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     from hicachectl.device.plans import pool_form
     from hicachectl.device.providers import TritonProvider
     from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
-    from hicachectl.kernels.values_triton import block_statistics
+    from hicachectl.kernels.values_triton import block_flags
 
     provider = TritonProvider()
     expected = expected_of(case)
@@ -232,7 +232,7 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
 
     def check() -> None:
         for pool, piece, fields in looks:
-            block_statistics(pool, blocks[piece.name], piece.slot_bytes, fields)
+            block_flags(pool, blocks[piece.name], piece.slot_bytes, fields, together=piece.layers)
 
     moved = 2 * count * expected.nbytes
     scattered = rate(moved, replayed(scatter))

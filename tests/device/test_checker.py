@@ -256,7 +256,7 @@ def test_digests_alone_are_those_of_the_cpu_and_nothing_is_looked_at(
     def looked_at(*arguments: Any, **options: Any) -> None:
         raise AssertionError("values are looked at")
 
-    for place in ("number_kernel.block_statistics", "order_kernel.correlations"):
+    for place in ("number_kernel.block_flags", "order_kernel.correlations"):
         monkeypatch.setattr(f"hicachectl.device.{place}", looked_at)
     store, profile = write_store(tmp_path, kind, pages=1)  # digests are slow in the interpreter
     on_host = verified(store, profile, update_catalog=True).catalog

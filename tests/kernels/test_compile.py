@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "_compress_chunks", "_copy_units", "_correlate", "_gather_rows", "_merge_nodes", "_plan_step",
-    "_statistics", "_stream",
+    "_flag", "_stream",
 }  # fmt: skip
 HOPPER = 90
 

@@ -1,4 +1,4 @@
-"""The statistics kernel against numpy, over dtypes, row forms, special numbers and damage."""
+"""Flags of bad numbers against numpy, over dtypes, row forms, special numbers and damage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 from tests.device.devices import DEVICES, torch
 
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES  # isort: skip
-from hicachectl.kernels.values_triton import BAD_SCALE, NAN, ZERO_HEADS, Field  # isort: skip
 from hicachectl.kernels.values import is_bad_scale, is_inf, is_nan  # isort: skip
-from hicachectl.kernels.values_triton import block_statistics, supports  # isort: skip
+from hicachectl.kernels.values_triton import (  # isort: skip
+    BAD_SCALE, SPECIAL, ZERO_HEAD, Field, block_flags, certain_flags, flags_of, supports,
+    vector_bytes,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,39 +39,48 @@ def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field
     return replace(Field("kv", dtype, rows, pitch, 0, items), **fields)  # type: ignore[arg-type]
 
 
-def expected_counts(blocks: Bytes, field: Field) -> IntArray:
-    """Count with numpy what the kernel counts, in blocks [n, rows * pitch]: [n, 4]."""
+def expected_flags(blocks: Bytes, fields: Sequence[Field]) -> list[IntArray]:
+    """Find with numpy what the kernel flags, in blocks [n, rows * pitch]: for each field [n]."""
+    return [_expected(blocks, field, vector_bytes(fields)) for field in fields]
+
+
+def _expected(blocks: Bytes, field: Field, head_bytes: int) -> IntArray:
     rows = np.ascontiguousarray(blocks).reshape(len(blocks), field.rows, field.pitch)
     part = np.ascontiguousarray(rows[..., field.offset : field.offset + field.nbytes])
     width = TENSOR_DTYPE_BYTES[field.dtype]
     bits = part.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]).reshape(len(blocks), -1)
-    floor = field.scale_floor
-    bad = np.zeros(bits.shape, np.bool_) if floor is None else is_bad_scale(bits, floor)
-    heads = part[..., : field.head_bytes].any(axis=-1) | (not field.leads)
-    marks = is_nan(bits, field.dtype), is_inf(bits, field.dtype), bad, ~heads
-    return np.stack([of.reshape(len(blocks), -1).sum(axis=1) for of in marks], axis=1)
+    if field.scale_floor is None:
+        bad, flag = is_nan(bits, field.dtype) | is_inf(bits, field.dtype), SPECIAL
+    else:
+        bad, flag = is_bad_scale(bits, field.scale_floor), BAD_SCALE
+    zero = ~part[..., :head_bytes].any(axis=-1)
+    found = np.where(bad.any(axis=1), flag, 0)
+    if field.leads:
+        found += np.where(zero.any(axis=1), ZERO_HEAD, 0)
+    return found
 
 
-def measured(blocks: Bytes, field: Field, device: str, lanes: int = 32) -> IntArray:
-    """Run the kernel on one field of some blocks."""
-    return measured_together(blocks, [field], device, lanes)[0]
+def measured(blocks: Bytes, field: Field, device: str, tile: int = 32) -> IntArray:
+    """Run the kernel on one field of some blocks: [n]."""
+    return measured_together(blocks, [field], device, tile)[0]
 
 
 def measured_together(
-    blocks: Bytes, fields: Sequence[Field], device: str, lanes: int
+    blocks: Bytes, fields: Sequence[Field], device: str, tile: int, together: int = 1
 ) -> list[IntArray]:
     """Place blocks in a pool in another order, with poison between, and run the kernel."""
     order = np.random.default_rng(3).permutation(2 * len(blocks))[: len(blocks)]
     pool = np.full((2 * len(blocks), blocks.shape[1]), 0xFF, np.uint8)
     pool[order] = blocks
-    found = block_statistics(
+    found = block_flags(
         torch.from_numpy(pool.reshape(-1)).to(device),
         torch.from_numpy(order).to(device),
         blocks.shape[1],
         fields,
-        lanes=lanes,
+        together=together,
+        tile=tile,
     )
-    return [counts.cpu().numpy() for counts in found]
+    return [flags_of(found, number).cpu().numpy() for number in range(len(fields))]
 
 
 def normal(dtype: str, shape: tuple[int, ...], seed: int) -> Bytes:
@@ -81,18 +92,16 @@ def normal(dtype: str, shape: tuple[int, ...], seed: int) -> Bytes:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @DEVICES
-def test_statistics_of_healthy_numbers(device: str, dtype: str) -> None:
+def test_healthy_numbers_have_no_flags(device: str, dtype: str) -> None:
     field = dense(dtype, rows=7, items=72)
     blocks = normal(dtype, (3, 7 * 72), secrets.randbits(31))
-    found = measured(blocks, field, device)
-    assert found.tolist() == expected_counts(blocks, field).tolist()
-    assert found[:, :2].sum() == 0
+    assert measured(blocks, field, device).tolist() == [0, 0, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @DEVICES
-def test_every_bit_pattern_is_counted_as_the_reference_counts_it(device: str, dtype: str) -> None:
+def test_every_bit_pattern_is_flagged_as_by_the_reference(device: str, dtype: str) -> None:
     width = TENSOR_DTYPE_BYTES[dtype]
     if width == 1:
         patterns = np.arange(256, dtype=np.uint8)
@@ -101,10 +110,15 @@ def test_every_bit_pattern_is_counted_as_the_reference_counts_it(device: str, dt
     else:
         tops = np.arange(1 << 16, dtype=np.uint32) << 16
         patterns = np.concatenate([tops, tops + 1, tops + 0xFFFF])
-    blocks = patterns.view(np.uint8).reshape(8 if width > 1 else 4, -1)
-    field = dense(dtype, rows=4, items=blocks.shape[1] // width // 4)
-    found = measured(blocks, field, device, lanes=64)
-    assert found.tolist() == expected_counts(blocks, field).tolist()
+    # A block of one vector for each pattern, between numbers that are healthy.
+    blocks = np.zeros((len(patterns), 16 // width), patterns.dtype)
+    blocks[:, 1] = patterns
+    raw = blocks.view(np.uint8)
+    field = dense(dtype, rows=1, items=16 // width, leads=False)
+    found = measured(raw, field, device, tile=1024)
+    (expected,) = expected_flags(raw, [field])
+    assert found.tolist() == expected.tolist()
+    assert 0 < (found == SPECIAL).sum() < len(patterns)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,14 +134,12 @@ def test_one_special_number_anywhere_changes_its_block_alone(device: str, dtype:
     if code is None:
         code = {"bfloat16": 0xFFC0, "float16": 0x7E01, "float32": int(nan)}[dtype]
     blocks[2, place : place + width] = np.frombuffer(code.to_bytes(width, "little"), np.uint8)
-    found = measured(blocks, field, device)
-    assert found[:, NAN].tolist() == [0, 0, 1, 0]
-    assert found.tolist() == expected_counts(blocks, field).tolist()
+    assert measured(blocks, field, device).tolist() == [0, 0, SPECIAL, 0]
 
 
-@pytest.mark.parametrize("lanes", [32, 512])
+@pytest.mark.parametrize("tile", [32, 512])
 @DEVICES
-def test_fields_of_packed_rows_are_looked_at_apart(device: str, lanes: int) -> None:
+def test_fields_of_packed_rows_are_looked_at_apart(device: str, tile: int) -> None:
     rng = np.random.default_rng(secrets.randbits(31))
     rows, pitch = 6, 656
     blocks = rng.integers(0, 256, (3, rows * pitch), dtype=np.uint8)
@@ -141,34 +153,68 @@ def test_fields_of_packed_rows_are_looked_at_apart(device: str, lanes: int) -> N
     part = blocks.reshape(3, rows, pitch)[..., 512:528].view(np.float32)
     part[...] = rng.random(part.shape)
     part[0, 2, 1], part[1, 0, 0], part[1, 1, 3], part[2, 5, 2] = -1, np.inf, 0, -0.0
-    found = measured_together(blocks, fields, device, lanes)
-    for field, statistics in zip(fields, found, strict=True):
-        expected = expected_counts(blocks, field)
-        assert statistics.tolist() == expected.tolist()
-        assert measured(blocks, field, device, lanes).tolist() == expected.tolist()
-    assert found[1][:, BAD_SCALE].tolist() == [1, 1, 0]
-    assert found[2][:, BAD_SCALE].tolist() == [1, 2, 1]
+    found = measured_together(blocks, fields, device, tile)
+    for seen, expected in zip(found, expected_flags(blocks, fields), strict=True):
+        assert seen.tolist() == expected.tolist()
+    assert found[1].tolist() == [BAD_SCALE, BAD_SCALE, 0]
+    assert found[2].tolist() == [BAD_SCALE, BAD_SCALE, BAD_SCALE]
 
 
 @DEVICES
-def test_rows_that_begin_with_zeros_are_counted(device: str) -> None:
+def test_each_damage_of_a_packed_row_is_flagged_in_its_field(device: str) -> None:
+    rows, pitch = 7, 656
+    scales = Field("scales", "float32", rows, pitch, 512, 4, scale_floor=0.0, leads=False)
+    fields = (
+        Field("codes", "float8_e4m3fn", rows, pitch, 0, 512, excusable=True),
+        scales,
+        Field("rope", "bfloat16", rows, pitch, 528, 64, leads=False),
+    )
+    blocks = np.full((6, rows, pitch), 0x3C, np.uint8)
+    blocks[1, 6, 511] = 0xFF  # the last code of the last row
+    blocks[2, 0, 512:516] = np.array([-1], np.float32).view(np.uint8)
+    blocks[3, 3, 528:530] = 0x80, 0xFF  # -infinity, the first number of a row's last field
+    blocks[4, 5, :16] = 0
+    found = measured_together(blocks.reshape(6, -1), fields, device, 64)
+    assert [flags.tolist() for flags in found] == [
+        [0, SPECIAL, 0, 0, ZERO_HEAD, 0],
+        [0, 0, BAD_SCALE, 0, 0, 0],
+        [0, 0, 0, SPECIAL, 0, 0],
+    ]
+    together = measured_together(blocks.reshape(6, -1), fields, device, 64, together=3)
+    assert [flags.tolist() for flags in together] == [
+        [SPECIAL, ZERO_HEAD], [BAD_SCALE, 0], [0, SPECIAL],
+    ]  # fmt: skip
+
+
+def test_only_flags_of_fields_without_excuse_are_certain() -> None:
+    field = dense("bfloat16")
+    assert flags_of(torch.tensor([certain_flags([field])]), 0).tolist() == [SPECIAL | BAD_SCALE]
+    excused = replace(field, excusable=True)
+    assert certain_flags([excused]) == 0
+    certain = torch.tensor([certain_flags([excused, field])])
+    assert [flags_of(certain, number).item() for number in range(2)] == [0, SPECIAL | BAD_SCALE]
+
+
+@DEVICES
+def test_rows_that_begin_with_zeros_are_flagged(device: str) -> None:
     field = dense("bfloat16", rows=4, items=16)
     blocks = normal("bfloat16", (2, 4 * 16), 5)
     by_row = blocks.reshape(2, 4, 32)
     by_row[1, 2] = 0
     by_row[0, 3, 1:] = 0  # all but the first byte
     by_row[0, 3, 0] = 1
-    found = measured(blocks, field, device)
-    assert found[:, ZERO_HEADS].tolist() == [0, 1]
-    assert measured(blocks, replace(field, leads=False), device)[:, ZERO_HEADS].sum() == 0
+    assert measured(blocks, field, device).tolist() == [0, ZERO_HEAD]
+    assert measured(blocks, replace(field, leads=False), device).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("items", [1, 2, 3, 4, 6, 8, 10])
 @DEVICES
 def test_rows_of_any_whole_number_of_words(device: str, items: int) -> None:
     field = dense("float32", rows=3, items=items)
-    blocks = normal("float32", (2, 3 * items), 7)
-    assert measured(blocks, field, device).tolist() == expected_counts(blocks, field).tolist()
+    blocks = normal("float32", (4, 3 * items), 7)
+    blocks[1, -1], blocks[1, -2] = 0x7F, 0xFF  # NaN at the end
+    blocks[2, : field.pitch] = 0
+    assert measured(blocks, field, device).tolist() == [0, SPECIAL, ZERO_HEAD, 0]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -179,52 +225,30 @@ def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: st
     damaged = int(np.random.default_rng(seed).integers(13))
     blocks[damaged, -1], blocks[damaged, -2] = 0x7F, 0xFF  # NaN in both
     blocks[(damaged + 1) % 13, : blocks.shape[1] // 2] = 0
-    found = measured(blocks, field, device, lanes=64)
-    assert found.tolist() == expected_counts(blocks, field).tolist()
-    assert np.flatnonzero(found[:, NAN]).tolist() == [damaged]
-    assert np.flatnonzero(found[:, ZERO_HEADS]).tolist() == [(damaged + 1) % 13]
-
-
-@pytest.mark.slow
-@DEVICES
-def test_long_blocks_of_packed_rows_are_shared_out_by_rows(device: str) -> None:
-    rows, pitch = 66, 656  # 43 KB, split among programs
-    rng = np.random.default_rng(secrets.randbits(31))
-    blocks = rng.integers(0, 256, (2, rows * pitch), dtype=np.uint8)
-    by_row = blocks.reshape(2, rows, pitch)
-    by_row[..., 512:528].view(np.float32)[...] = 1
-    by_row[1, 5, 512:516] = 0xFF
-    by_row[0, 65, :16] = 0
-    fields = (
-        Field("codes", "float8_e4m3fn", rows, pitch, 0, 512),
-        Field("scales", "float32", rows, pitch, 512, 4, scale_floor=0.0, leads=False),
-        Field("rope", "bfloat16", rows, pitch, 528, 64, leads=False),
-    )
-    found = measured_together(blocks, fields, device, 256)
-    for field, statistics in zip(fields, found, strict=True):
-        assert statistics.tolist() == expected_counts(blocks, field).tolist()
-    assert found[1][:, BAD_SCALE].tolist() == [0, 1]
-    assert found[0][:, ZERO_HEADS].tolist() == [1, 0]
+    expected = [0] * 13
+    expected[damaged], expected[(damaged + 1) % 13] = SPECIAL, ZERO_HEAD
+    assert measured(blocks, field, device, tile=64).tolist() == expected
 
 
 @DEVICES
-def test_parts_of_a_long_block_add_up(device: str) -> None:
+def test_a_block_longer_than_a_program_has_all_its_flags(device: str) -> None:
     field = dense("float8_e4m3fn", rows=1, items=16 * 9000)
-    blocks = normal("float8_e4m3fn", (1, 16 * 9000), 9)
-    blocks[0, 100] = blocks[0, -1] = 0x7F
-    found = measured(blocks, field, device, lanes=256)
-    assert found.tolist() == expected_counts(blocks, field).tolist()
+    blocks = normal("float8_e4m3fn", (3, 16 * 9000), 9)
+    blocks[0, -1] = blocks[2, 100] = 0x7F
+    assert measured(blocks, field, device, tile=256).tolist() == [SPECIAL, 0, SPECIAL]
 
 
 @DEVICES
-def test_no_blocks_give_no_statistics(device: str) -> None:
+def test_no_blocks_have_no_flags(device: str) -> None:
     field = dense("bfloat16")
     found = measured(np.zeros((0, field.rows * field.pitch), np.uint8), field, device)
-    assert found.shape == (0, 4)
+    assert found.shape == (0,)
 
 
 def test_fields_of_broken_words_are_refused() -> None:
     field = dense("float8_e5m2", rows=2, items=6)
-    assert not supports(field)
+    assert not supports([field])
+    assert not supports([])
+    assert not supports([dense("float8_e5m2")] * 11)  # more than a result has room for
     with pytest.raises(ValueError, match="whole words"):
-        block_statistics(torch.zeros(12, dtype=torch.uint8), torch.tensor([0]), 12, [field])
+        block_flags(torch.zeros(12, dtype=torch.uint8), torch.tensor([0]), 12, [field])
