@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # sgl_kernel's kernels move words of 8 bytes: TORCH_CHECK(item_size % 8 == 0) in transfer.cu.
 _SGL_WORD = 8
 # Thread blocks per launch. A server uses 2, to leave SMs to its model; here no model runs.
-_SGL_BLOCKS = 64
+SERVER_BLOCKS, _SGL_BLOCKS = 2, 64
 
 
 class Provider(Protocol):
@@ -84,10 +84,17 @@ class SglKernelProvider:
 
     capturable = True
 
-    def __init__(self, operations: Any = None, otherwise: Provider | None = None) -> None:
+    def __init__(
+        self,
+        operations: Any = None,
+        otherwise: Provider | None = None,
+        *,
+        blocks: int = _SGL_BLOCKS,
+    ) -> None:
         """Use the server's operations, or given ones with the same signatures, for tests.
 
         otherwise: provider for plans that these operations do not support; default: TritonProvider.
+        blocks:    most thread blocks per launch.
         """
         if operations is None:
             from sgl_kernel import kvcacheio
@@ -97,6 +104,7 @@ class SglKernelProvider:
         self._load_kv = operations.transfer_kv_per_layer_pf_lf
         self._back_up = operations.transfer_kv_all_layer_mla_lf_pf
         self._otherwise = otherwise or TritonProvider()
+        self._blocks = blocks
 
     def supports(self, plan: CopyPlan) -> bool:
         """Return whether rows are whole words, and one side of a plan has whole rows of layers."""
@@ -138,12 +146,12 @@ class SglKernelProvider:
                 values = pools[layer.destination_offset + kinds[0].destination :]
                 self._load_kv(
                     first, last, second, values, from_units, to_items, 0, plan.run, plan.unit,
-                    block_quota=_SGL_BLOCKS,
+                    block_quota=self._blocks,
                 )  # fmt: skip
             else:
                 self._load(
                     first, last, from_units, to_items, 0, plan.run, plan.unit,
-                    block_quota=_SGL_BLOCKS,
+                    block_quota=self._blocks,
                 )  # fmt: skip
 
     def _gather(
@@ -169,7 +177,7 @@ class SglKernelProvider:
                 plan.run,
                 plan.unit,
                 1,
-                block_quota=_SGL_BLOCKS,
+                block_quota=self._blocks,
             )
 
 

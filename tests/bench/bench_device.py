@@ -1,13 +1,13 @@
 """Measure the parts of `verify --device cuda` against the limits of the device, in one run.
 
-    python -m tests.bench.bench_device [--part kernels,bus,verify,sparse]
+    python -m tests.bench.bench_device [--part kernels,bus,providers,verify,sparse]
         [--store /dev/shm] [--bytes 8GiB]
 
 Ceilings: a copy within the device (bytes read and written), a bare loop of cudaMemcpyAsync from
 pinned memory, and reads of the same store into the arena. Kernels run on about 1 GiB of realistic
 pages, several times the cache. Events time them; the median of some rounds counts. verify reads a
-store with --bytes of distinct objects and further names of the same files. sparse measures the same
-as `bench_sparse --part gather,digest`.
+store with --bytes of distinct objects and further names of the same files. `bench_providers`
+describes providers; sparse measures the same as `bench_sparse --part gather,digest`.
 """
 
 from __future__ import annotations
@@ -412,6 +412,12 @@ def bus_rate(device: torch.device) -> float:
     return rate(TOTAL_BYTES, loop)
 
 
+def measure_providers(device: torch.device, options: argparse.Namespace) -> None:
+    from tests.bench import bench_providers
+
+    bench_providers.measure_providers(device)
+
+
 def measure_sparse(device: torch.device, options: argparse.Namespace) -> None:
     from tests.bench import bench_sparse
 
@@ -424,6 +430,7 @@ def measure_sparse(device: torch.device, options: argparse.Namespace) -> None:
 PARTS = {
     "kernels": measure_kernels,
     "bus": measure_bus,
+    "providers": measure_providers,
     "verify": measure_verify,
     "sparse": measure_sparse,
 }
