@@ -53,10 +53,10 @@ def _expected(blocks: Bytes, field: Field, head_bytes: int) -> IntArray:
         bad, flag = is_nan(bits, field.dtype) | is_inf(bits, field.dtype), SPECIAL
     else:
         bad, flag = is_bad_scale(bits, field.scale_floor), BAD_SCALE
-    zero = ~part[..., :head_bytes].any(axis=-1)
-    found = np.where(bad.any(axis=1), flag, 0)
+    zero = (part[..., :head_bytes] == 0).all(axis=-1)
+    found: IntArray = np.where(bad.any(axis=1), flag, 0)
     if field.leads:
-        found += np.where(zero.any(axis=1), ZERO_HEAD, 0)
+        found |= np.where(zero.any(axis=1), ZERO_HEAD, 0)
     return found
 
 

@@ -728,21 +728,21 @@ def test_only_files_that_are_not_in_memory_are_read_ahead(
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "posix_fadvise", advise)
 
-    def look(*keys: bytes) -> tuple[list[str], int]:
+    def look(store: FileStore, *keys: bytes) -> tuple[list[str], int]:
         """Return the files that a call asks the system about, and how many it reads ahead."""
         asked.clear()
         advised.clear()
         store.expect(rows_of(list(keys)), np.full(len(keys), 1 << 20))
         return asked.copy(), len(advised)
 
-    with FileStore(tmp_path) as store:
-        assert look(b"warm", b"cold") == (["warm", "cold"], 1)
+    with FileStore(tmp_path) as opened:
+        assert look(opened, b"warm", b"cold") == (["warm", "cold"], 1)
         assert advised == [("cold", 0, 1 << 20)]
-        assert look(b"hot", b"warm") == (["hot", "warm"], 0)
-        assert look(b"warm", b"hot") == (["warm"], 0)
-        assert look(b"cold", b"hot", b"warm") == (["cold", "hot", "warm"], 1)
-        assert look(b"gone", b"cold") == (["cold"], 1)
-        assert look(b"hot", b"warm") == (["hot", "warm"], 0)
+        assert look(opened, b"hot", b"warm") == (["hot", "warm"], 0)
+        assert look(opened, b"warm", b"hot") == (["warm"], 0)
+        assert look(opened, b"cold", b"hot", b"warm") == (["cold", "hot", "warm"], 1)
+        assert look(opened, b"gone", b"cold") == (["cold"], 1)
+        assert look(opened, b"hot", b"warm") == (["hot", "warm"], 0)
 
 
 def test_touched_files_are_newer_than_all_and_in_the_order_they_were_named(tmp_path: Path) -> None:
