@@ -76,7 +76,7 @@ def measure_providers(device: torch.device) -> None:
     """Print GB/s of each provider, to load and to write back."""
     providers: dict[str, Provider] = {"triton": TritonProvider()}
     try:
-        providers |= {f"sgl {n}": SglKernelProvider(blocks=n) for n in QUOTAS}
+        providers |= {f"sgl {n}": SglKernelProvider(blocks=n, fewest_rows=1) for n in QUOTAS}
     except ImportError:
         print("sgl_kernel is not installed: only Triton is measured, and compared with torch")
     served = len(providers) > 1
