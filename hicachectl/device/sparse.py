@@ -18,7 +18,8 @@ class SparseLoader:
     """Buffers of N slots, and one for the newest token, for each layer and each of R requests.
 
     tokens: [layers, R, N] int32, the position in each slot; -1 if empty.
-    lru:    [layers, R, N] int32, slots, least recently used first; slots used in one step ascend.
+    lru:    [layers, R, N] int32, slots, least recently used first; slots used in one step
+            keep their order.
 
     The newest token's row comes from the model. The caller writes the row at `newest_locs` before
     attention reads it, and to host memory before the sequence grows further. Steps share scratch

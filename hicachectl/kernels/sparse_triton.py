@@ -1,11 +1,15 @@
 """Kernels of the sparse loader; tests compare a step with a model in plain Python.
 
-One program plans the step of one request, with a table over all its positions:
-1. Each top-k position is marked with its index in the top-k, its entry.
-2. Slots are read, least recently used first. A slot with a marked position is a hit; its number
-   replaces the mark. Other slots may be overwritten.
-3. Positions still marked with an entry are missing and get slots to overwrite.
-4. The table is cleared for the next layer.
+One program plans the step of one request:
+1. Each slot writes its number into a table over all positions, `marks`, at its token's position.
+2. Each entry of the top-k reads the slot at its position. Marks of earlier steps remain in the
+   table, so the entry is a hit only if the slot has its token. It flags the slot as used.
+3. One scan of the flags, least recently used slot first, gives the new order and the slots that
+   may be overwritten.
+4. Only if positions are missing: the first entry of each is ranked and gets the slot of that rank.
+
+The time is that of dependent accesses to L2 and of accesses at scattered addresses, so there are
+few of both: tables are read in order where possible, and looked up in shared memory by `gather`.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import triton.language as tl
 
 UNIT_BYTES = 16  # one access of a thread
 LINE_UNITS = 8  # one bus request
-NO_ENTRY = 0x7FFFFFFF  # mark of an unselected position; above any entry, for atomic_min
 _GATHER_BLOCK = 1024  # units per iteration of a program
 _GATHER_PROGRAMS = 2048  # over all requests: enough reads in flight for the bus
 _PLAN_LANES = 256  # slots per warp
@@ -106,18 +109,18 @@ class StepPlan:
     """Scratch memory of a step, and its result for the gather.
 
     positions, slots: [R, N] int32, rows to fetch and their slots, in the first counts[r] columns.
+    marks: [R, context] int32, between steps any numbers of slots.
     """
 
     def __init__(self, requests: int, slots: int, context: int, device: torch.device) -> None:
-        def table(columns: int, fill: int) -> torch.Tensor:
-            return torch.full((requests, columns), fill, dtype=torch.int32, device=device)
+        def table(columns: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((requests, columns), dtype=dtype, device=device)
 
-        self.positions = table(slots, 0)
-        self.slots = table(slots, 0)
+        self.positions = table(slots, torch.int32)
+        self.slots = table(slots, torch.int32)
         self.counts = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.marks = table(context, NO_ENTRY)
-        self.victims = table(slots, 0)
-        self.used = table(slots, 0)
+        self.marks = table(context, torch.int32)
+        self.used = table(slots, torch.int8)
 
 
 def plan_step(
@@ -150,7 +153,6 @@ def plan_step(
         plan.slots,
         plan.counts,
         plan.marks,
-        plan.victims,
         plan.used,
         locs,
         rows.pages.shape[1],
@@ -211,7 +213,6 @@ def _plan_step(
     slots,
     counts,
     marks,
-    victims,
     used,
     locs,
     page_columns,
@@ -223,92 +224,96 @@ def _plan_step(
     BLOCK_K: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, BLOCK_K)
+    # Without the hints, threads would hold adjacent elements, and each store at scattered addresses
+    # would first exchange its operands between threads.
+    entry = tl.max_contiguous(tl.arange(0, BLOCK_K), 1)
     in_k = entry < K
-    slot = tl.arange(0, BLOCK_N)
+    slot = tl.max_contiguous(tl.arange(0, BLOCK_N), 1)
     in_n = slot < N
     tokens += request * N
     lru += request * N
     positions += request * N
     slots += request * N
-    victims += request * N
     used += request * N
     marks += request * page_columns * PAGE_SIZE
 
+    # These loads depend on nothing, so they overlap.
     length = tl.load(seq_len + request)
+    begin = tl.load(loaded + request)
+    position = tl.load(top_k + request * K + entry, mask=in_k, other=-1)
+    token = tl.load(tokens + slot, mask=in_n, other=-1)
+    order = tl.load(lru + slot, mask=in_n, other=0)
     if length <= 0:
-        tl.store(locs + request * K + entry, entry * 0 - 1, mask=in_k)
+        tl.store(locs + request * K + entry, -1, mask=in_k)
         tl.store(counts + request, 0)
         return
+
     newest = length - 1
     short = length <= N
-    position = tl.load(top_k + request * K + entry, mask=in_k, other=-1)
-    asked = (position >= 0) & (position < length)
+    end = tl.where(short, length, newest)  # of the positions that have slots
+    inside = (position >= 0) & (position < end)
     column = position // PAGE_SIZE
-    page = tl.load(
-        pages + request * page_columns + column, mask=asked & (column < page_columns), other=-1
-    )
-    there = asked & (page >= 0) & (page < page_limit)
-    order = tl.load(lru + slot, mask=in_n, other=0)
+    has_page = inside & (column < page_columns)
+    page = tl.load(pages + request * page_columns + column, mask=has_page, other=-1)
+    # While short, the slot of a position has the same number. If a long sequence was cut back,
+    # slots of positions behind the cut have outdated rows.
+    kept = tl.where(short, slot, token)
+    kept = tl.where(kept < end, kept, -1)
+    tl.store(tokens + slot, kept, mask=in_n & (kept != token))
+    # A short sequence needs no marks, and may be longer than its pages, which the table covers.
+    # It may have grown since, so the tokens of a long sequence are compared with its end, too.
+    columns = tl.where(short, 0, page_columns)
+    tl.store(marks + kept, slot, mask=(kept >= 0) & (kept < columns * PAGE_SIZE))
+    tl.store(used + slot, 0, mask=in_n)
+    # All warps have read `tokens`, `lru` and `loaded`, which change below. Marks are complete.
+    tl.debug_barrier()
 
-    if short:
-        # The slot of a position has the same number; all rows not yet loaded are loaded now.
-        tl.store(tokens + slot, tl.where(slot < length, slot, -1), mask=in_n)
-        begin = tl.load(loaded + request)
-        count = tl.maximum(newest - begin, 0)
-        tl.store(positions + slot, begin + slot, mask=slot < count)
-        tl.store(slots + slot, begin + slot, mask=slot < count)
-        tl.debug_barrier()  # all warps have read `loaded` before it changes
-        tl.store(loaded + request, length)
-        want = there | (position == newest)
-        found = position
-    else:
-        want = there & (position != newest)
-        tl.atomic_min(marks + position, entry, mask=want)
-        tl.debug_barrier()
-        # If the sequence was cut back, slots of positions behind the cut have outdated rows.
-        token = tl.load(tokens + order, mask=in_n, other=-1)
-        token = tl.where(token < newest, token, -1)
-        tl.store(tokens + order, token, mask=in_n)
-        # While short, the sequence may have been longer than its pages; such tokens have no mark.
-        marked = (token >= 0) & (token < page_columns * PAGE_SIZE)
-        mark = tl.load(marks + token, mask=marked, other=0x7FFFFFFF)
-        hit = mark != 0x7FFFFFFF
-        tl.store(marks + token, -1 - order, mask=hit)
-        stale = in_n & (~hit)
-        tl.store(victims + tl.cumsum(stale.to(tl.int32), 0) - 1, order, mask=stale)
-        tl.debug_barrier()
-        mark = tl.load(marks + position, mask=want, other=-1)
-        miss = mark == entry  # only the first of duplicates
-        rank = tl.cumsum(miss.to(tl.int32), 0) - 1
-        count = tl.sum(miss.to(tl.int32), 0)
-        victim = tl.load(victims + rank, mask=miss, other=0)
-        tl.store(positions + rank, position, mask=miss)
-        tl.store(slots + rank, victim, mask=miss)
-        tl.store(tokens + victim, position, mask=miss)
-        tl.debug_barrier()
-        tl.store(marks + position, -1 - victim, mask=miss)
-        tl.debug_barrier()
-        found = -1 - tl.load(marks + position, mask=want, other=-1)
-        tl.debug_barrier()
-        tl.store(marks + position, entry * 0 + 0x7FFFFFFF, mask=want)
-        tl.store(loaded + request, 0)
+    mark = tl.load(marks + position, mask=inside & (column < columns), other=0)
+    found = tl.where(short, tl.where(inside, position, 0), mark)
+    there = has_page & (page >= 0) & (page < page_limit)
+    want = there | (inside & (position == newest))
+    hit = want & (tl.gather(kept, found, 0) == position)
+    miss = want & ~hit
+    tl.store(used + found, 1, mask=hit)
+    tl.debug_barrier()  # `used` is complete, and all warps have read their marks
 
-    tl.store(counts + request, count)
-    loc = tl.where(want, found, tl.where(asked & (position == newest), N, -1))
+    # The first entry of a missing position leaves the lowest mark, which is below marks of slots.
+    tl.atomic_min(marks + position, entry - BLOCK_K, mask=miss, sem="relaxed")
+    flag = tl.load(used + slot, mask=in_n, other=0)
+    flag = tl.where(in_n, tl.gather(flag, order, 0), 0).to(tl.int32)  # of the slot order[i]
+    hits = tl.cumsum(flag, 0)  # up to i
+    rank = slot - hits  # of i among the stale slots, if it is one
+    stale = in_n & (flag == 0)
+    overwritten = 0
+    if tl.sum(miss.to(tl.int32), 0) > 0:
+        tl.debug_barrier()  # marks of entries are complete
+        first = tl.load(marks + position, mask=miss, other=-BLOCK_K) + BLOCK_K
+        fetch = miss & (first == entry)
+        overwritten = tl.sum(fetch.to(tl.int32), 0)
+        turn = tl.gather(tl.cumsum(fetch.to(tl.int32), 0) - 1, first, 0)
+        tl.store(positions + turn, position, mask=fetch)
+        tl.store(slots + rank, order, mask=stale & (rank < overwritten))
+        tl.debug_barrier()  # `slots` is complete, and all warps have read marks of entries
+        found = tl.where(miss, tl.load(slots + turn, mask=miss, other=0), found)
+        tl.store(tokens + found, position, mask=fetch)
+        tl.store(marks + position, 0, mask=miss)
+
+    # Unused slots keep their order and come first; used slots keep theirs and follow.
+    total = tl.sum(flag, 0) + overwritten
+    up_to = hits + tl.minimum(slot + 1 - hits, overwritten)  # used slots up to i
+    place = tl.where(stale & (rank >= overwritten), slot - up_to, N - total + up_to - 1)
+    tl.store(lru + place, order, mask=in_n)
+
+    # All rows of a short sequence that are not yet loaded are loaded now.
+    grown = tl.where(short, tl.maximum(newest - begin, 0), 0)
+    tl.store(positions + slot, begin + slot, mask=slot < grown)
+    tl.store(slots + slot, begin + slot, mask=slot < grown)
+    tl.store(loaded + request, tl.where(short, length, 0))
+    tl.store(counts + request, grown + overwritten)
+
+    loc = tl.where(want, found, tl.where(position == newest, N, -1))
     loc = tl.where(loc >= 0, loc + (request * (N + 1)).to(tl.int32), -1)
     tl.store(locs + request * K + entry, loc, mask=in_k)
-
-    # Slots of this step become the most recently used, in the order of their numbers.
-    tl.store(used + slot, slot * 0, mask=in_n)
-    tl.debug_barrier()
-    tl.store(used + found, entry * 0 + 1, mask=want)
-    tl.debug_barrier()
-    old = in_n & (tl.load(used + order, mask=in_n, other=1) == 0)
-    new = in_n & (tl.load(used + slot, mask=in_n, other=0) == 1)
-    olds = tl.sum(old.to(tl.int32), 0)
-    tl.store(lru + tl.cumsum(old.to(tl.int32), 0) - 1, order, mask=old)
-    tl.store(lru + olds + tl.cumsum(new.to(tl.int32), 0) - 1, slot, mask=new)
 
 
 @triton.jit(do_not_specialize=["page_limit", "page_columns", "layer_offset", "first_unit"])

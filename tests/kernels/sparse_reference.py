@@ -1,6 +1,6 @@
 """Model of the sparse loader for one layer of one request, in plain Python.
 
-Slow on purpose: recency is a number for each slot, and a sort finds the victims.
+Slow on purpose: a stable sort moves the slots of a step behind all others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class SparseModel:
     """A buffer of `slots` token rows, and one more for the newest token of a long sequence.
 
     tokens: [slots] the position in each slot, -1 if empty.
+    lru:    [slots] slots, least recently used first; slots used in one step keep their order.
     """
 
     def __init__(self, slots: int) -> None:
@@ -33,14 +34,8 @@ class SparseModel:
     def reset(self) -> None:
         """Empty the buffer."""
         self.tokens = [-1] * self.slots
-        self._used = [0] * self.slots  # the last step that selected the slot's token
-        self._steps = 0
+        self.lru = list(range(self.slots))
         self._loaded = 0  # positions of a short sequence in the buffer
-
-    @property
-    def lru(self) -> list[int]:
-        """All slots, least recent first."""
-        return sorted(range(self.slots), key=lambda slot: (self._used[slot], slot))
 
     def step(
         self, top_k: Sequence[int], length: int, there: Sequence[bool]
@@ -59,12 +54,9 @@ class SparseModel:
             position if 0 <= position < length and (position == newest or there[position]) else -1
             for position in top_k
         ]
-        self._steps += 1
         locate = self._step_short if length <= self.slots else self._step_long
         slot_of, fetches = locate(asked, newest)
-        for slot in slot_of.values():
-            if slot < self.slots:
-                self._used[slot] = self._steps
+        self.lru.sort(key=set(slot_of.values()).__contains__)
         return [slot_of.get(position, -1) for position in asked], fetches
 
     def _step_short(self, asked: list[int], newest: int) -> tuple[dict[int, int], list[Fetch]]:
