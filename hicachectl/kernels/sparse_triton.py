@@ -24,7 +24,7 @@ import triton.language as tl
 UNIT_BYTES = 16  # one access of a thread
 LINE_UNITS = 8  # one bus request
 _GATHER_BLOCK = 1024  # units per iteration of a program
-_GATHER_PROGRAMS = 2048  # over all requests: enough reads in flight for the bus
+_GATHER_PROGRAMS = 512  # over all requests: enough reads in flight for the bus
 _PLAN_LANES = 256  # slots per warp
 
 
