@@ -104,7 +104,7 @@ def _copied_section(outer: Mapping[str, Any]) -> Mapping[str, Any]:
     Without the copy, SGLang sees no quantisation there (hf_transformers/config.py ::
     HfModelConfigParser.parse, ModelConfig._parse_quant_hf_config).
     """
-    if outer.get("model_type") in _READ_AGAIN:
+    if str(outer.get("model_type")) in _READ_AGAIN:
         return {}
     sections = (outer.get(name) for name in ("text_config", "llm_config"))
     return next((x for x in sections if isinstance(x, Mapping)), {})
