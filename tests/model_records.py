@@ -10,7 +10,7 @@ published config lacks have `target`, that model's name, and `fields` instead of
 Also `unquantised`, the architectures whose models keep no quantisation.
 
 `tests/data/quantised.json` has quantised checkpoints by name: target (an architecture), fields (set
-in its config) and rows.
+in its config), section (fields set in the config's section on the language model only) and rows.
 
 `tests/data/drafts.json` has drafts by "TARGET DRAFT", two architectures and perhaps a word: origin
 (of the draft's config), draft (its config; absent where the target's checkpoint has the draft),
@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def _with_target(target: dict[str, Any], draft: dict[str, Any]) -> dict[str, Any]:
     config = {**target["config"], **draft.get("fields", {})}
     for name in {"text_config", "llm_config"} & set(config):
-        config[name] = {**config[name], **draft.get("fields", {})}
+        config[name] = {**config[name], **draft.get("fields", {}), **draft.get("section", {})}
     flags = {**target.get("flags", {}), **draft.get("flags", {})}
     return {"origin": target["origin"], **draft, "config": config, "flags": flags}
 

@@ -41,6 +41,8 @@ _COMPRESS_STATE_DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+# model types whose SGLang config class (srt/configs) takes bfloat16 if a config states no dtype
+_BFLOAT16_MODEL_TYPES = ("gigachat3_5", "longcat_flash")
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _ROCM_DSA_BACKENDS = {"triton", "aiter"}
 
@@ -165,7 +167,10 @@ def _stated_dtype(config: HfConfig) -> str:
             raise config.error("dtype", f"expected a name, found {shown(name)}")
         if name:
             return _known_dtype(name.removeprefix("torch."), f"{config.source}: dtype")
-    return "float32"
+    kind = config.outer.get("model_type")
+    # IQuestQ1Config sets bfloat16 only if the field is missing: null is float32
+    missing = kind == "iquest_q1" and "dtype" not in config.outer
+    return "bfloat16" if missing or kind in _BFLOAT16_MODEL_TYPES else "float32"
 
 
 def _known_dtype(name: str, field: str) -> str:

@@ -86,16 +86,28 @@ def _modelopt_kv(method: str, own: Mapping[str, Any] | None, beside: Mapping[str
 
 def _own_section(config: HfConfig) -> Mapping[str, Any] | None:
     """Return the quantisation that config.json states (_select_hf_quant_metadata)."""
-    text = config.outer.get("text_config")
+    outer = config.outer
     for source, name in (
-        (config.outer, "quantization_config"),
-        (text if isinstance(text, Mapping) else {}, "quantization_config"),
-        (config.outer, "compression_config"),
+        (outer, "quantization_config"),
+        (_copied_section(outer), "quantization_config"),
+        (outer, "compression_config"),
     ):
         section = source.get(name)
         if isinstance(section, Mapping):
             return section
     return None
+
+
+def _copied_section(outer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section on the language model whose fields SGLang copies into a config.
+
+    Without the copy, SGLang sees no quantisation there (hf_transformers/config.py ::
+    HfModelConfigParser.parse, ModelConfig._parse_quant_hf_config).
+    """
+    if str(outer.get("model_type")) in _READ_AGAIN:
+        return {}
+    sections = (outer.get(name) for name in ("text_config", "llm_config"))
+    return next((x for x in sections if isinstance(x, Mapping)), {})
 
 
 def _beside(config: HfConfig) -> Mapping[str, Any]:
@@ -132,6 +144,27 @@ def _is_static_fp8(scheme: Any) -> bool:
     )
 
 
+# Model types that SGLang reads again with a config class of its own, which drops the copy.
+_READ_AGAIN = frozenset(
+    {
+        "bailing_moe_v3_vl",
+        "bailingmm_moe_v2_lite",
+        "gemma4_unified",
+        "inkling_mm_model",
+        "interns2_mobius",
+        "jet_vlm",
+        "kimi_vl",
+        "locateanything",
+        "minicpmv4_6",
+        "minicpmv4_7",
+        "minimax_m3_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+        "step3_vl",
+        "step3p7",
+    }
+)
 _KV_FIELDS = {"kv_cache_quant_algo", "kv_cache_scheme"}
 # Classes of SGLang 0.5.23 whose models keep no quant_config.
 KEEP_NO_QUANTISATION = frozenset(

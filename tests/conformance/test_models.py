@@ -40,6 +40,8 @@ _KINDS = (
     "IQuestQ1ForCausalLM IQuestQ1MTP",
     "InklingForConditionalGeneration InklingForConditionalGenerationMTP windows",
     "ct-kv",
+    "section-dropped",
+    "section-llm",
     "beside-fp8",
 )
 

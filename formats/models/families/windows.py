@@ -85,9 +85,12 @@ def iquest_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 
 def llama4(config: HfConfig, context: Context) -> tuple[Pool, ...]:
-    """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types."""
-    chunk = config.integer("attention_chunk_size")
-    return _windowed(config, context, lambda layer: (layer + 1) % 4 == 0, chunk)
+    """Return pools for full and chunked layers, as get_hybrid_layer_ids: never by layer_types.
+
+    A stated window comes before the chunk (load_model_utils.py :: resolve_sliding_window_size).
+    """
+    retained = config.integer(_stated_window(config) or "attention_chunk_size")
+    return _windowed(config, context, lambda layer: (layer + 1) % 4 == 0, retained)
 
 
 def mimo_v2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
@@ -182,10 +185,14 @@ def _needs_window_pool(config: HfConfig, context: Context) -> None:
 
 
 def _window_size(config: HfConfig) -> int:
-    """Return the first stated window size (ModelConfig._get_sliding_window_size)."""
-    names = ("sliding_window_size", "sliding_window", "window_size")
-    found = [name for name in names if config.text.get(name) is not None]
-    return config.integer(found[0] if found else names[0])
+    return config.integer(_stated_window(config) or _WINDOWS[0])
 
+
+def _stated_window(config: HfConfig) -> str:
+    """Return the first field of a window that a config has, or "" (_get_sliding_window_size)."""
+    return next((name for name in _WINDOWS if config.text.get(name) is not None), "")
+
+
+_WINDOWS = ("sliding_window_size", "sliding_window", "window_size")
 
 _UNLIMITED_V_HEAD_DIM = 128  # UnlimitedLanguageConfig, if the config states none

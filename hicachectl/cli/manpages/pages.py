@@ -57,7 +57,12 @@ from hicachectl.cli.manpages.texts import (
 )
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.kinds import kinds
-from hicachectl.formats.models.architectures import ARCHITECTURES, UNVERIFIED, Refusal
+from hicachectl.formats.models.architectures import (
+    ARCHITECTURES,
+    UNVERIFIED,
+    UNVERIFIED_DRAFTS,
+    Refusal,
+)
 from hicachectl.formats.models.drafts import DSPARK_V4, OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
 
@@ -199,7 +204,10 @@ def _drafts(names: Set[str]) -> Iterator[str]:
         title, text = words
         yield f".Ss {text_line(title)}"
         yield from sentence_lines(text)
-        yield from name_list(group)
+        yield from name_list(group - UNVERIFIED_DRAFTS)
+        if unverified := group & UNVERIFIED_DRAFTS:
+            yield from (".Pp", *sentence_lines("Unverified, like the targets above:"))
+            yield from name_list(unverified)
 
 
 def findings_page() -> str:

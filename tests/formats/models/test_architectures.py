@@ -11,13 +11,14 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.architectures import (
     ARCHITECTURES,
     UNVERIFIED,
+    UNVERIFIED_DRAFTS,
     Refusal,
     family_of,
 )
 from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.models.hf_config import open_config
 from tests.formats.model_rows import allocated, has_ngrams, profile_of, refusal_of, stored
-from tests.model_records import CLASSES, MODELS
+from tests.model_records import CLASSES, DRAFTS, MODELS
 
 SERVED = sorted(
     name for name, x in ARCHITECTURES.items() if isinstance(x, Family) and not x.draft_only
@@ -37,6 +38,19 @@ def test_every_served_architecture_was_compared_with_sglang() -> None:
 def test_configs_written_by_hand_are_marked_as_unverified() -> None:
     published = {_architecture(x) for x in MODELS.values() if "by hand" not in x["origin"]}
     assert set(SERVED) - published == UNVERIFIED
+
+
+def test_drafts_with_configs_written_by_hand_are_marked_as_unverified() -> None:
+    """A draft of the target's checkpoint is as good as the target's config."""
+    compared, published = set(), set()
+    for name, draft in DRAFTS.items():
+        target, architecture = name.split()[:2]
+        of_target = draft["origin"].startswith("the target's")
+        origin = MODELS[target]["origin"] if of_target else draft["origin"]
+        compared.add(architecture)
+        published |= {architecture} if "by hand" not in origin else set()
+    own = {n for n, x in ARCHITECTURES.items() if isinstance(x, Family) and x.draft_only}
+    assert (compared - published) & own == UNVERIFIED_DRAFTS
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +39,14 @@ def test_altered_configs_give_a_profile_or_one_line(data: st.DataObject) -> None
         assert len(text) < 1000
     else:
         assert all(len(pool.layer_numbers) <= 10_000 for pool in profile.pools)
+
+
+@pytest.mark.parametrize("model_type", _HOSTILE, ids=lambda value: repr(value)[:20])
+def test_model_types_of_the_wrong_kind_are_no_other_error(model_type: Any) -> None:
+    model = copy.deepcopy(MODELS["Qwen3ForCausalLM"])
+    model["config"]["model_type"] = model_type
+    with contextlib.suppress(ProfileError):
+        profile_of(model, {"tp": 1, "pp": 1})
 
 
 def _alter(document: Any, data: st.DataObject) -> None:
