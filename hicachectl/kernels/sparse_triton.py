@@ -243,11 +243,6 @@ def _plan_step(
     position = tl.load(top_k + request * K + entry, mask=in_k, other=-1)
     token = tl.load(tokens + slot, mask=in_n, other=-1)
     order = tl.load(lru + slot, mask=in_n, other=0)
-    if length <= 0:
-        tl.store(locs + request * K + entry, -1, mask=in_k)
-        tl.store(counts + request, 0)
-        return
-
     newest = length - 1
     short = length <= N
     end = tl.where(short, length, newest)  # of the positions that have slots
@@ -259,15 +254,19 @@ def _plan_step(
     # slots of positions behind the cut have outdated rows.
     kept = tl.where(short, slot, token)
     kept = tl.where(kept < end, kept, -1)
-    tl.store(tokens + slot, kept, mask=in_n & (kept != token))
-    # A short sequence needs no marks, and may be longer than its pages, which the table covers.
-    # It may have grown since, so the tokens of a long sequence are compared with its end, too.
+    # A short sequence needs no marks. It may be longer than its pages, which are all that the table
+    # covers, and have become long since: then its tokens behind the pages have no marks.
     columns = tl.where(short, 0, page_columns)
     tl.store(marks + kept, slot, mask=(kept >= 0) & (kept < columns * PAGE_SIZE))
     tl.store(used + slot, 0, mask=in_n)
     # All warps have read `tokens`, `lru` and `loaded`, which change below. Marks are complete.
     tl.debug_barrier()
+    if length <= 0:  # not earlier: the loads above would wait for the length
+        tl.store(locs + request * K + entry, -1, mask=in_k)
+        tl.store(counts + request, 0)
+        return
 
+    tl.store(tokens + slot, kept, mask=in_n & (kept != token))
     mark = tl.load(marks + position, mask=inside & (column < columns), other=0)
     found = tl.where(short, tl.where(inside, position, 0), mark)
     there = has_page & (page >= 0) & (page < page_limit)

@@ -484,7 +484,6 @@ READ_JOBS = 16
 VERIFY_WITH: tuple[tuple[int, int | None], ...] = (
     (64 << 20, 16),
     (64 << 20, None),
-    (16 << 20, None),
 )
 
 
