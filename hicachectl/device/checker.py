@@ -229,8 +229,9 @@ class DeviceChecker:
             mine = {place: run for place, run in self._runs.items() if place[0] is lane}
             try:
                 lane.wait()
-                for place in mine:
+                for place, run in mine.items():
                     del self._runs[place]
+                    run.close()
                 mine.clear()
                 lane.close()
             except RuntimeError:

@@ -5,6 +5,7 @@ Objects of one pool with equal tensors, padding layers and checks have one form.
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -125,6 +126,11 @@ class DeviceRun:
         self._digesting: tuple[torch.cuda.CUDAGraph, torch.Tensor] | None = None
         self._checking = self._captured(self._launch_checks)
 
+    def close(self) -> None:
+        """Free the captured launches; kernels refer to this run, so it would wait for `gc`."""
+        self._kernels.clear()
+        self._checking = self._digesting = None
+
     def prepare_digests(self) -> None:
         """Compile and capture the gather and the digest, once."""
         if self._digesting is None:
@@ -224,11 +230,18 @@ def _numpy_type(tensor: torch.Tensor) -> np.dtype[Any]:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
-    graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
+    # The collector might destroy another graph in this thread, which would end the capture.
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        yield
-    except BaseException:
-        with suppress(RuntimeError):  # the first error, raised below, has the cause
-            graph.capture_end()
-        raise
-    graph.capture_end()
+        graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # the first error, raised below, has the cause
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from contextlib import contextmanager, nullcontext
 from subprocess import CalledProcessError
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -538,6 +540,68 @@ def test_without_memory_to_build_a_graph_launches_are_made_anew(
     report = verified(store, profile, "cuda", device_bytes=lane_bytes(16384))
     assert found(report) == []
     assert provider.good < 1000
+
+
+class Watched(Unbuilt):
+    """A capture during which a collection would be seen."""
+
+    collects: ClassVar[list[bool]] = []
+
+    def capture_begin(self, **_options: Any) -> None:
+        self.collects.append(gc.isenabled())
+
+    def capture_end(self) -> None:
+        self.collects.append(gc.isenabled())
+        super().capture_end()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_CUDA, reason=ON_CUDA)
+def test_nothing_is_collected_during_a_capture(
+    tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector may find graphs of an earlier run, and destroying one ends a capture."""
+    provider = Failing(good=1000)
+    monkeypatch.setattr(provider, "capturable", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Watched)
+    monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
+    monkeypatch.setattr(Lane, "wait", lambda lane: None)
+    monkeypatch.setattr("hicachectl.device.lanes._lane", streaming_lane)
+    store, profile = write_store(tmp_path, "latent")
+    provided(provider)
+    assert found(verified(store, profile, "cuda", device_bytes=lane_bytes(16384))) == []
+    assert Watched.collects
+    assert not any(Watched.collects)
+    assert gc.isenabled()
+
+
+@pytest.mark.slow
+@DEVICES
+def test_a_closed_checker_leaves_nothing_to_the_collector(
+    tmp_path: Path,
+    on_device: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+) -> None:
+    """Its graphs hold device memory, and the collector may come to them late."""
+    runs: list[weakref.ref[DeviceRun]] = []
+    made = DeviceRun.__init__
+
+    def note(run: DeviceRun, *arguments: Any) -> None:
+        made(run, *arguments)
+        runs.append(weakref.ref(run))
+
+    monkeypatch.setattr(DeviceRun, "__init__", note)
+    store, profile = write_store(tmp_path, "latent")
+    on_device(device)
+    gc.collect()
+    gc.disable()
+    try:
+        assert found(verified(store, profile, "cuda")) == []
+        assert runs
+        assert [run for run in runs if run() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_what_a_failed_device_has_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
