@@ -38,6 +38,11 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/.runtime
 
+# The oldest Triton that pyproject.toml allows: the kernels must compile with it, too.
+.venv-triton/.installed: tests/kernels/requirements-oldest.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-triton -r $<
+	@touch $@
+
 .venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt tests/conformance/requirements-nixl.txt
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/conformance/requirements.txt
@@ -61,7 +66,7 @@ demo: .venv/.runtime
 demo-mooncake: .venv/.dev
 	$(BIN)/python -m tests.demo_mooncake
 
-test: .venv/.dev $(SGLANG_ENVIRONMENT)
+test: .venv/.dev .venv-triton/.installed $(SGLANG_ENVIRONMENT)
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-fast: .venv/.dev
@@ -84,4 +89,4 @@ html:
 	for page in man/*.[157]; do mandoc -T html -O man=%N.%S.html "$$page" > "html/$${page#man/}.html"; done
 
 clean:
-	rm -rf .venv .venv-sglang html $(DEMO) $(DAMAGED)
+	rm -rf .venv .venv-sglang .venv-triton html $(DEMO) $(DAMAGED)

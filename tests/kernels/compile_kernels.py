@@ -3,8 +3,8 @@
     python -m tests.kernels.compile_kernels CAPABILITY     # 90: Hopper
 
 Triton's compiler and its assembler need no device. Launches stop before loading the compiled
-kernel; tensors are on the host, with arbitrary contents. Prints one JSON line for each compiled
-form: kernel, bytes of stack that its PTX declares, bytes of shared memory.
+kernel; tensors are on the host, with arbitrary contents. Prints JSON lines: Triton's version, then
+for each compiled form its kernel, bytes of stack that its PTX declares, bytes of shared memory.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def compile_sparse() -> None:
 
 
 def main() -> None:
+    print(json.dumps({"triton": triton.__version__}))
     triton.runtime.driver.set_active(AbsentDevice(int(sys.argv[1])))
     compile_only()
     compile_runs()
