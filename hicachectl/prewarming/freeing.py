@@ -17,6 +17,7 @@ from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.byte_sums import byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.pages.naming import listed
@@ -125,10 +126,12 @@ def choose_groups(
     if worth is not None and len(known) and (known < 0).all():
         _refuse_of_other_pages(store, groups, worth, profile)
     order = _least_useful_first(groups.used_ns[sized], known)
-    ends = np.cumsum(sizes[sized[order]])
+    # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
+    sizes = np.minimum(sizes[sized], np.iinfo(np.int64).max // max(1, len(sized)))
+    ends = np.cumsum(sizes[order])
     taken = order[: int(np.searchsorted(ends, asked)) + 1]
     chosen = sized[taken]
-    nbytes = int(sizes[chosen].sum())
+    nbytes = int(sizes[taken].sum())
     last_use = None
     if worth is None and len(chosen):
         last_use = float(groups.used_ns[chosen].max()) / 1e9
@@ -215,21 +218,18 @@ def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
     UNKNOWN_BYTES if neither tells the size of an object.
     """
     column = inventory.objects.column("nbytes")
-    # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
-    most = np.iinfo(np.int64).max // max(1, len(column))
-    if not column.null_count and (pc.max(column).as_py() or 0) <= most:
+    if not column.null_count:
         return groups.nbytes
     specs = inventory.table.specs
     stated = inventory.by_affix(
         [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in specs], UNKNOWN_SIZE
     )
     nbytes = np.where(column.is_null().to_numpy(), stated, column.fill_null(0).to_numpy())
-    nbytes = np.minimum(nbytes, most)
     grouped = groups.of_object >= 0
     owners, nbytes = groups.of_object[grouped], nbytes[grouped]
-    sizes = np.zeros(len(groups), dtype=np.int64)
-    np.add.at(sizes, owners, nbytes)
-    sizes[owners[nbytes == UNKNOWN_SIZE]] = UNKNOWN_BYTES
+    unknown = nbytes == UNKNOWN_SIZE
+    sizes = byte_sums(np.where(unknown, 0, nbytes), owners, len(groups))
+    sizes[owners[unknown]] = UNKNOWN_BYTES
     return sizes
 
 
