@@ -6,12 +6,12 @@ BIN := .venv/bin
 DEMO := demo-store
 DAMAGED := demo-damaged
 
-# The wheels that SGLang's conformance environment pins exist for this interpreter only.
+# The wheels of SGLang's conformance environment, and of the oldest Triton, need this interpreter.
 SGLANG_RUNS := $(shell $(PYTHON) -c 'import sys, platform; print(int(sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64"))')
 ifeq ($(SGLANG_RUNS),1)
-SGLANG_ENVIRONMENT := .venv-sglang/.installed
+REFERENCE_ENVIRONMENTS := .venv-sglang/.installed .venv-triton/.installed
 else
-SGLANG_ENVIRONMENT :=
+REFERENCE_ENVIRONMENTS :=
 endif
 
 # ruff does not follow the two symbolic links by itself.
@@ -66,7 +66,7 @@ demo: .venv/.runtime
 demo-mooncake: .venv/.dev
 	$(BIN)/python -m tests.demo_mooncake
 
-test: .venv/.dev .venv-triton/.installed $(SGLANG_ENVIRONMENT)
+test: .venv/.dev $(REFERENCE_ENVIRONMENTS)
 	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 test-fast: .venv/.dev

@@ -64,11 +64,10 @@ def version_fields(facts: os.stat_result) -> tuple[int, int, int, int]:
     return facts.st_ino, *times, facts.st_size
 
 
-def read_ahead(descriptor: int, nbytes: int) -> bool:
+def read_ahead(descriptor: int, nbytes: int) -> None:
     """Start reading a file unless its last 4 KiB, and so usually the whole file, are in memory.
 
-    Return whether they were. The test takes 1 us. The advice to the system takes 60 us for 4.5 MB
-    already in memory.
+    The test takes 1 us. The advice to the system takes 60 us for 4.5 MB already in memory.
     """
     try:
         os.preadv(descriptor, (bytearray(1),), max(0, nbytes - 1), os.RWF_NOWAIT)
@@ -76,5 +75,3 @@ def read_ahead(descriptor: int, nbytes: int) -> bool:
         if error.errno not in {errno.EAGAIN, *UNSUPPORTED}:
             raise
         os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)
-        return False
-    return True

@@ -7,7 +7,6 @@ import os
 import stat
 import threading
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,7 +103,6 @@ class FileReader:
         self._sizes = sizes
         self._checks = checks
         self._noting = threading.Lock()
-        self._in_memory = False  # whether all files of the last `expect` were
         self.seen = Permissions()  # common to all files read
 
     def read(
@@ -171,29 +169,16 @@ class FileReader:
         return verdict.status, has_digest
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
-        """Let the system start reading files not yet in memory.
-
-        If all files of the last call were in memory, look at the first only, and at the others if
-        that one is not: each look makes system calls, for which the readers' threads wait.
-        """
-        files = zip(keys_of(rows), capacities.tolist(), strict=True)
-        if self._in_memory:
-            self._in_memory = all(self._read_ahead(*file) for file in islice(files, 1))
-        if not self._in_memory:
-            found = [self._read_ahead(*file) for file in files]
-            self._in_memory = all(found)
-
-    def _read_ahead(self, key: bytes, nbytes: int) -> bool:
-        """Return whether a file is in memory; False if it cannot be read: the read reports that."""
-        with suppress(OSError, UntrustedError):
-            check_key(key)
-            directory, name = self._objects.place(key)
-            descriptor = open_file(name, directory)
-            try:
-                return read_ahead(descriptor, nbytes)
-            finally:
-                os.close(descriptor)
-        return False
+        """Let the system start reading files not yet in memory."""
+        for key, capacity in zip(keys_of(rows), capacities.tolist(), strict=True):
+            with suppress(OSError, UntrustedError):  # the read will report the error
+                check_key(key)
+                directory, name = self._objects.place(key)
+                descriptor = open_file(name, directory)
+                try:
+                    read_ahead(descriptor, capacity)
+                finally:
+                    os.close(descriptor)
 
     def trailers(self, rows: Rows) -> Any:
         """Return what the trailers state, as `Trailed.read_trailers` does."""

@@ -48,7 +48,7 @@ class NumberKernel:
         layers = len(self._layers)
         found = torch.zeros((count, 2), dtype=torch.bool, device=self._run.lane.device)
         blocks = self._blocks[: count * layers]
-        for piece, fields in self._fields if layers else ():
+        for piece, fields in self._fields:
             pool = self._run.lane.pools[self._run.most * piece.offset :]
             flags = block_flags(pool, blocks, piece.slot_bytes, fields, together=layers)
             found[:, 0] |= flags != 0
@@ -74,12 +74,11 @@ def _fields(section: Section, tensor: TensorLayout, piece: DevicePool) -> tuple[
     if len(columns) == 1:
         # All numbers have one dtype, so the kernel can take each token as a row.
         items = piece.row_bytes // tensor.itemsize
-        return (Field(piece.name, columns[0].dtype, piece.tokens, piece.row_bytes, 0, items),)
+        return (Field(piece.name, columns[0].dtype, piece.row_bytes, 0, items),)
     return tuple(
         Field(
             name=f"{piece.name}.{column.name}",
             dtype=column.dtype,
-            rows=piece.tokens,
             pitch=piece.row_bytes,
             offset=column.offset,
             items=column.items,

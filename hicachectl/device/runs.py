@@ -6,6 +6,7 @@ Objects of one pool with equal tensors, padding layers and checks have one form.
 from __future__ import annotations
 
 import gc
+import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_CAPTURES = threading.Lock()
 POISON = 0xA5  # fills staging before the gather
 _SEED = 20_011  # for random page slots: a server's page slots are scattered too
 
@@ -230,10 +232,7 @@ def _numpy_type(tensor: torch.Tensor) -> np.dtype[Any]:
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
-    # The collector might destroy another graph in this thread, which would end the capture.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with _nothing_collected():
         graph.capture_begin(pool=lane.graph_memory, capture_error_mode="thread_local")
         try:
             yield
@@ -242,6 +241,16 @@ def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
                 graph.capture_end()
             raise
         graph.capture_end()
-    finally:
-        if collects:
-            gc.enable()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Stop Python's collector: if it destroys another graph in this thread, the capture ends."""
+    with _CAPTURES:  # of two checkers, the first to end would start the collector too early
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()

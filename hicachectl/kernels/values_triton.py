@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # Flags of a field: a number is NaN or infinite; a scale is not legal; a row of the block begins
 # with zeros, if rows begin with the field.
 SPECIAL, BAD_SCALE, ZERO_HEAD = 1, 2, 4
-_FLAG_BITS = 3
-_MOST_FIELDS = 31 // _FLAG_BITS  # in the flags of one result
+FLAG_BITS = 3  # the flags of field n begin at bit n * FLAG_BITS
+_MOST_FIELDS = 31 // FLAG_BITS  # in one result
 
 _WORD = 4
 _VECTOR_BYTES = 16
@@ -40,7 +40,7 @@ _WARPS = 8
 class Field:
     """Numbers of one dtype in every row of a block: `items` of them from byte `offset` on.
 
-    rows, pitch: rows of a block, and bytes of each.
+    pitch:       bytes of a row.
     scale_floor: for fp32 scales, the least legal one; None for ordinary numbers.
     leads:       whether rows begin with this field: its head then shows rows of zero bytes.
     excusable:   whether NaN and infinity may be legal: codes under a scale of 0 mean nothing.
@@ -48,7 +48,6 @@ class Field:
 
     name: str
     dtype: str
-    rows: int
     pitch: int
     offset: int
     items: int
@@ -98,15 +97,10 @@ def vector_bytes(fields: Sequence[Field]) -> int:
     return int(np.gcd.reduce([_VECTOR_BYTES, *places]))
 
 
-def flags_of(flags: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the flags of one field out of results of `block_flags`."""
-    return flags >> (_FLAG_BITS * number) & (SPECIAL | BAD_SCALE | ZERO_HEAD)
-
-
 def certain_flags(fields: Sequence[Field]) -> int:
     """Return the flags that only bad numbers set; others may be healthy."""
     return sum(
-        (SPECIAL | BAD_SCALE) << (_FLAG_BITS * number)
+        (SPECIAL | BAD_SCALE) << (FLAG_BITS * number)
         for number, field in enumerate(fields)
         if not field.excusable
     )
@@ -125,16 +119,20 @@ def block_flags(
 
     pool:     1D uint8, contiguous, 16-byte aligned.
     blocks:   [n] int64 on the pool's device, block numbers; blocks have `block_bytes` each.
-    fields:   of equal rows.
-    together: consecutive blocks that share a result, as the layers of an object do.
+    fields:   of rows with one pitch.
+    together: consecutive blocks that share a result, as the layers of an object do; divides n.
     tile:     vectors that a program checks, a power of two.
-    Returns [n / together] int32, the flags of all fields: see `flags_of`. Does not synchronise.
-    Raises ValueError if `supports` is false, or a block is not made of whole vectors.
+    Returns [n / together] int32, the flags of all fields: see FLAG_BITS. Does not synchronise.
+    Raises ValueError if `supports` is false, or blocks do not divide as stated above.
     """
     vector = vector_bytes(fields)
     if not supports(fields) or block_bytes % vector:
         names = ", ".join(field.name for field in fields)
         raise ValueError(f"fields {names}: do not lie in whole words of {_WORD} bytes")
+    if block_bytes % fields[0].pitch or any(field.pitch != fields[0].pitch for field in fields):
+        raise ValueError(f"a block of {block_bytes} bytes does not have rows of one pitch")
+    if len(blocks) % together:
+        raise ValueError(f"{len(blocks)} blocks do not make groups of {together}")
     flags = torch.zeros(len(blocks) // together, dtype=torch.int32, device=pool.device)
     vectors = block_bytes // vector
     if len(blocks):
@@ -210,6 +208,7 @@ def _bad_scale(words, LOOK: tl.constexpr):
 @triton.jit
 def _found(words, place, LOOKS: tl.constexpr, NUMBER: tl.constexpr):
     """Return one field's flags of each vector, by its place in the row: [lanes]."""
+    # 1, 2, 4, 3: SPECIAL, BAD_SCALE, ZERO_HEAD, FLAG_BITS. Kernels cannot read such globals.
     LOOK: tl.constexpr = LOOKS[NUMBER]
     FIRST: tl.constexpr = LOOK.first
     LAST: tl.constexpr = LOOK.last

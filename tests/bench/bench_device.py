@@ -415,7 +415,9 @@ def measure_verify(device: torch.device, options: argparse.Namespace) -> None:
                 figures = ""
                 for catalog in (False, True):
                     verify_once(Path(directory), case, jobs, catalog, device)  # compiles
-                    done, seconds = verify_once(Path(directory), case, jobs, catalog, device)
+                    done, seconds = max(
+                        verify_once(Path(directory), case, jobs, catalog, device) for _ in range(3)
+                    )
                     figures += f"{done:8.1f} ({done / min(reads, bus):.2f}, {done / copied:.2f})"
                 print(
                     f"{case.name:34}{slab_bytes >> 20:6}{jobs or 'auto':>6}{reads:8.1f}"

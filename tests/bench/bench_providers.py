@@ -17,12 +17,7 @@ import numpy as np
 import torch
 
 from hicachectl.device.plans import pool_form
-from hicachectl.device.providers import (
-    SERVER_BLOCKS,
-    SglKernelProvider,
-    TorchProvider,
-    TritonProvider,
-)
+from hicachectl.device.providers import SglKernelProvider, TorchProvider, TritonProvider
 from tests.bench.bench_device import (
     TOTAL_BYTES,
     Case,
@@ -43,7 +38,7 @@ if TYPE_CHECKING:
 
     Copies = tuple[Callable[[], None], Callable[[], None]]
 
-QUOTAS = (SERVER_BLOCKS, 64)
+QUOTAS = (2, 64)  # thread blocks per launch; a server's default is 2
 POISON = 0xA5
 
 

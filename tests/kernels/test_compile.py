@@ -43,7 +43,7 @@ def test_every_kernel_compiles_without_a_stack(tmp_path: Path, age: str) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     version, *forms = [json.loads(line) for line in done.stdout.splitlines()]
-    assert (version["triton"] == oldest_allowed()) == (age == "oldest")
+    assert age == "installed" or version["triton"] == oldest_allowed()
     assert {form["kernel"] for form in forms} == KERNELS
     assert [form for form in forms if form["stack"]] == []
 

@@ -12,9 +12,9 @@ import pytest
 from tests.device.devices import DEVICES, torch
 
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES  # isort: skip
-from hicachectl.kernels.values import is_bad_scale, is_inf, is_nan  # isort: skip
+from hicachectl.kernels.values import FIRST_SPECIAL, is_bad_scale, is_inf, is_nan  # isort: skip
 from hicachectl.kernels.values_triton import (  # isort: skip
-    BAD_SCALE, SPECIAL, ZERO_HEAD, Field, block_flags, certain_flags, flags_of, supports,
+    BAD_SCALE, FLAG_BITS, SPECIAL, ZERO_HEAD, Field, block_flags, certain_flags, supports,
     vector_bytes,
 )  # fmt: skip
 
@@ -34,9 +34,9 @@ DTYPES = (
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def dense(dtype: str, rows: int = 5, items: int = 24, **fields: object) -> Field:
+def dense(dtype: str, items: int = 24, **fields: object) -> Field:
     pitch = items * TENSOR_DTYPE_BYTES[dtype]
-    return replace(Field("kv", dtype, rows, pitch, 0, items), **fields)  # type: ignore[arg-type]
+    return replace(Field("kv", dtype, pitch, 0, items), **fields)  # type: ignore[arg-type]
 
 
 def expected_flags(blocks: Bytes, fields: Sequence[Field]) -> list[IntArray]:
@@ -45,7 +45,7 @@ def expected_flags(blocks: Bytes, fields: Sequence[Field]) -> list[IntArray]:
 
 
 def _expected(blocks: Bytes, field: Field, head_bytes: int) -> IntArray:
-    rows = np.ascontiguousarray(blocks).reshape(len(blocks), field.rows, field.pitch)
+    rows = np.ascontiguousarray(blocks).reshape(len(blocks), -1, field.pitch)
     part = np.ascontiguousarray(rows[..., field.offset : field.offset + field.nbytes])
     width = TENSOR_DTYPE_BYTES[field.dtype]
     bits = part.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]).reshape(len(blocks), -1)
@@ -80,7 +80,12 @@ def measured_together(
         together=together,
         tile=tile,
     )
-    return [flags_of(found, number).cpu().numpy() for number in range(len(fields))]
+    return flags_of(found.cpu().numpy(), len(fields))
+
+
+def flags_of(flags: IntArray, fields: int) -> list[IntArray]:
+    """Take the flags of each field out of results."""
+    return [flags >> FLAG_BITS * number & (1 << FLAG_BITS) - 1 for number in range(fields)]
 
 
 def normal(dtype: str, shape: tuple[int, ...], seed: int) -> Bytes:
@@ -93,7 +98,7 @@ def normal(dtype: str, shape: tuple[int, ...], seed: int) -> Bytes:
 @pytest.mark.parametrize("dtype", DTYPES)
 @DEVICES
 def test_healthy_numbers_have_no_flags(device: str, dtype: str) -> None:
-    field = dense(dtype, rows=7, items=72)
+    field = dense(dtype, items=72)
     blocks = normal(dtype, (3, 7 * 72), secrets.randbits(31))
     assert measured(blocks, field, device).tolist() == [0, 0, 0]
 
@@ -114,7 +119,7 @@ def test_every_bit_pattern_is_flagged_as_by_the_reference(device: str, dtype: st
     blocks = np.zeros((len(patterns), 16 // width), patterns.dtype)
     blocks[:, 1] = patterns
     raw = blocks.view(np.uint8)
-    field = dense(dtype, rows=1, items=16 // width, leads=False)
+    field = dense(dtype, items=16 // width, leads=False)
     found = measured(raw, field, device, tile=1024)
     (expected,) = expected_flags(raw, [field])
     assert found.tolist() == expected.tolist()
@@ -125,7 +130,7 @@ def test_every_bit_pattern_is_flagged_as_by_the_reference(device: str, dtype: st
 @DEVICES
 def test_one_special_number_anywhere_changes_its_block_alone(device: str, dtype: str) -> None:
     rng = np.random.default_rng(seed := secrets.randbits(31))
-    field = dense(dtype, rows=6, items=40)
+    field = dense(dtype, items=40)
     blocks = normal(dtype, (4, 6 * 40), seed)
     width = TENSOR_DTYPE_BYTES[dtype]
     place = int(rng.integers(6 * 40)) * width
@@ -143,12 +148,12 @@ def test_fields_of_packed_rows_are_looked_at_apart(device: str, tile: int) -> No
     rng = np.random.default_rng(secrets.randbits(31))
     rows, pitch = 6, 656
     blocks = rng.integers(0, 256, (3, rows * pitch), dtype=np.uint8)
-    scales = Field("scales", "float32", rows, pitch, 512, 4, scale_floor=0.0, leads=False)
+    scales = Field("scales", "float32", pitch, 512, 4, scale_floor=0.0, leads=False)
     fields = (
-        Field("codes", "float8_e4m3fn", rows, pitch, 0, 512),
+        Field("codes", "float8_e4m3fn", pitch, 0, 512),
         scales,
         replace(scales, scale_floor=1e-4 / 448),
-        Field("rope", "bfloat16", rows, pitch, 528, 64, leads=False),
+        Field("rope", "bfloat16", pitch, 528, 64, leads=False),
     )
     part = blocks.reshape(3, rows, pitch)[..., 512:528].view(np.float32)
     part[...] = rng.random(part.shape)
@@ -163,11 +168,11 @@ def test_fields_of_packed_rows_are_looked_at_apart(device: str, tile: int) -> No
 @DEVICES
 def test_each_damage_of_a_packed_row_is_flagged_in_its_field(device: str) -> None:
     rows, pitch = 7, 656
-    scales = Field("scales", "float32", rows, pitch, 512, 4, scale_floor=0.0, leads=False)
+    scales = Field("scales", "float32", pitch, 512, 4, scale_floor=0.0, leads=False)
     fields = (
-        Field("codes", "float8_e4m3fn", rows, pitch, 0, 512, excusable=True),
+        Field("codes", "float8_e4m3fn", pitch, 0, 512, excusable=True),
         scales,
-        Field("rope", "bfloat16", rows, pitch, 528, 64, leads=False),
+        Field("rope", "bfloat16", pitch, 528, 64, leads=False),
     )
     blocks = np.full((6, rows, pitch), 0x3C, np.uint8)
     blocks[1, 6, 511] = 0xFF  # the last code of the last row
@@ -188,16 +193,43 @@ def test_each_damage_of_a_packed_row_is_flagged_in_its_field(device: str) -> Non
 
 def test_only_flags_of_fields_without_excuse_are_certain() -> None:
     field = dense("bfloat16")
-    assert flags_of(torch.tensor([certain_flags([field])]), 0).tolist() == [SPECIAL | BAD_SCALE]
     excused = replace(field, excusable=True)
+    assert certain_flags([field]) == SPECIAL | BAD_SCALE
     assert certain_flags([excused]) == 0
-    certain = torch.tensor([certain_flags([excused, field])])
-    assert [flags_of(certain, number).item() for number in range(2)] == [0, SPECIAL | BAD_SCALE]
+    assert certain_flags([excused, field]) == (SPECIAL | BAD_SCALE) << FLAG_BITS
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-4 / 448])
+@DEVICES
+def test_scales_are_legal_as_by_the_reference(device: str, floor: float) -> None:
+    """Each block has one scale that is not 1: of every exponent, both signs, and by the floor."""
+    tops = np.arange(1 << 9, dtype=np.uint32) << 23
+    near = np.array(floor, np.float32).view(np.uint32) + np.arange(4, dtype=np.uint32) - 2
+    patterns = np.concatenate([tops, tops + 1, tops + 0x7FFFFF, near.astype(np.uint32)])
+    blocks = np.ones((len(patterns), 4), np.float32).view(np.uint32)
+    blocks[:, 2] = patterns
+    raw = blocks.view(np.uint8)
+    field = dense("float32", items=4, scale_floor=floor, leads=False)
+    found = measured(raw, field, device, tile=1024)
+    (expected,) = expected_flags(raw, [field])
+    assert found.tolist() == expected.tolist()
+    assert 0 < (found == BAD_SCALE).sum() < len(patterns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@DEVICES
+def test_the_greatest_numbers_do_not_disturb_their_neighbours(device: str, dtype: str) -> None:
+    bits = 8 * TENSOR_DTYPE_BYTES[dtype]
+    greatest = min(FIRST_SPECIAL[dtype], 1 << (bits - 1)) - 1
+    both = np.array([greatest, greatest | 1 << (bits - 1)], f"u{bits // 8}")
+    field = dense(dtype, items=32)
+    blocks = np.tile(both, (2, 16)).view(np.uint8)
+    assert measured(blocks, field, device).tolist() == [0, 0]
 
 
 @DEVICES
 def test_rows_that_begin_with_zeros_are_flagged(device: str) -> None:
-    field = dense("bfloat16", rows=4, items=16)
+    field = dense("bfloat16", items=16)
     blocks = normal("bfloat16", (2, 4 * 16), 5)
     by_row = blocks.reshape(2, 4, 32)
     by_row[1, 2] = 0
@@ -210,7 +242,7 @@ def test_rows_that_begin_with_zeros_are_flagged(device: str) -> None:
 @pytest.mark.parametrize("items", [1, 2, 3, 4, 6, 8, 10])
 @DEVICES
 def test_rows_of_any_whole_number_of_words(device: str, items: int) -> None:
-    field = dense("float32", rows=3, items=items)
+    field = dense("float32", items=items)
     blocks = normal("float32", (4, 3 * items), 7)
     blocks[1, -1], blocks[1, -2] = 0x7F, 0xFF  # NaN at the end
     blocks[2, : field.pitch] = 0
@@ -220,7 +252,7 @@ def test_rows_of_any_whole_number_of_words(device: str, items: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @DEVICES
 def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: str) -> None:
-    field = dense(dtype, rows=2, items=40)
+    field = dense(dtype, items=40)
     blocks = normal(dtype, (13, 2 * 40), seed := secrets.randbits(31))
     damaged = int(np.random.default_rng(seed).integers(13))
     blocks[damaged, -1], blocks[damaged, -2] = 0x7F, 0xFF  # NaN in both
@@ -232,7 +264,7 @@ def test_small_blocks_that_share_a_program_are_told_apart(device: str, dtype: st
 
 @DEVICES
 def test_a_block_longer_than_a_program_has_all_its_flags(device: str) -> None:
-    field = dense("float8_e4m3fn", rows=1, items=16 * 9000)
+    field = dense("float8_e4m3fn", items=16 * 9000)
     blocks = normal("float8_e4m3fn", (3, 16 * 9000), 9)
     blocks[0, -1] = blocks[2, 100] = 0x7F
     assert measured(blocks, field, device, tile=256).tolist() == [SPECIAL, 0, SPECIAL]
@@ -241,14 +273,24 @@ def test_a_block_longer_than_a_program_has_all_its_flags(device: str) -> None:
 @DEVICES
 def test_no_blocks_have_no_flags(device: str) -> None:
     field = dense("bfloat16")
-    found = measured(np.zeros((0, field.rows * field.pitch), np.uint8), field, device)
+    found = measured(np.zeros((0, 5 * field.pitch), np.uint8), field, device)
     assert found.shape == (0,)
 
 
 def test_fields_of_broken_words_are_refused() -> None:
-    field = dense("float8_e5m2", rows=2, items=6)
+    field = dense("float8_e5m2", items=6)
     assert not supports([field])
     assert not supports([])
     assert not supports([dense("float8_e5m2")] * 11)  # more than a result has room for
     with pytest.raises(ValueError, match="whole words"):
         block_flags(torch.zeros(12, dtype=torch.uint8), torch.tensor([0]), 12, [field])
+
+
+def test_blocks_that_do_not_divide_are_refused() -> None:
+    pool, blocks = torch.zeros(96, dtype=torch.uint8), torch.tensor([0, 1, 0])
+    field = dense("bfloat16", items=16)
+    with pytest.raises(ValueError, match="3 blocks do not make groups of 2"):
+        block_flags(pool, blocks, 32, [field], together=2)
+    for fields in ([field, replace(field, pitch=64)], [replace(field, pitch=64)]):
+        with pytest.raises(ValueError, match="a block of 32 bytes does not have rows of one pitch"):
+            block_flags(pool, blocks, 32, fields)
