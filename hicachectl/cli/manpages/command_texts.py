@@ -339,10 +339,11 @@ BACKGROUND: dict[str, dict[str, str]] = {
             them as undigested-objects.
         """,
         "STAMPS": """
-            --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A
-            later run with another profile or weights version has the finding stamp-mismatch. The
-            fields weights and draft_weights are compared if both the stamp and the profile have
-            them; see hicachectl-profile(1).
+            --stamp records the profile and --weights-version in .hicachectl/stamps of the store, or
+            in the side_directory that the URL of a NIXL store names; see hicachectl(1). Stores
+            without such a place refuse the option. A later run with another profile or weights
+            version has the finding stamp-mismatch. The fields weights and draft_weights are
+            compared if both the stamp and the profile have them; see hicachectl-profile(1).
         """,
         "REPAIR": """
             --repair removes all objects of a page group with an error. Groups that have only
