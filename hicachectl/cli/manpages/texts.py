@@ -138,8 +138,8 @@ NIXL = (
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
     "there. With side_directory=DIR in the URL, stamps lie in DIR/stamps and the default "
     "quarantine is DIR/quarantine. Without it, --stamp is refused, and --repair quarantine needs "
-    "--quarantine DIR. Both directories must be outside the store. Give each store a side directory of its own, "
-    "and the URL in the config file, so that every command finds the stamp.",
+    "--quarantine DIR. Both directories must be outside the store. Give each store a side "
+    "directory of its own, and the URL in the config file, so that every command finds the stamp.",
     "Of each model, the server of TP rank 0 removes the oldest page groups when a disk is as "
     "full as its l3_cleaner_high_watermark. Writes keep modification times and stop below "
     "this watermark on each disk; objects that would reach it fail as if the disk were full.",
