@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 GIVE_PROFILE = "give --profile, --model-config or --server"
 WRITE_PROFILE = "write a profile file, see hicachectl-profile(1)"
+RUN_PROBE = (
+    "run hicachectl profile --print-probe > probe.py, and in the server's environment python "
+    "probe.py with the server's flags; it prints the profile"
+)
 PAGES_COMPARED = (
     "pages are compared with each other, so a pool, part or rank missing everywhere goes "
     f"unnoticed; {GIVE_PROFILE}"
