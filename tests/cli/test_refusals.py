@@ -48,7 +48,7 @@ profile                                           | profile | give --profile, --
 profile --print-probe STORE                       | --print-probe | no STORE | -o
 profile --model-config TEXT                       | TEXT | not JSON | give a model's config.json
 profile --model-config LIST                       | LIST | not a JSON object | give a model's
-profile --model-config FUTURE --page-size 64 | FUTURE | 'NewForCausalLM' | run hicachectl profile --print-probe
+profile --model-config FUTURE --page-size 64 | FUTURE | 'NewForCausalLM' | run | --print-probe
 profile --model-config CONFIG --page-size 64 --pp 9 | pp | 4 layers | 9 stages | give a smaller pp
 profile --model-config CONFIG --pp-partition 3,x  | --pp-partition | '3,x' | such as 30,31
 profile --model-config CONFIG --tp 0              | --tp | 0 | x>=1
