@@ -558,7 +558,6 @@ UNVERIFIED = frozenset(
         "SDARMoeForCausalLM",
         "Sarashina2VisionForCausalLM",
         "Spark2_5ForCausalLM",
-        "Step3p5ForCausalLM",
         "UnlimitedOCRForCausalLM",
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
@@ -569,9 +568,7 @@ UNVERIFIED = frozenset(
 UNVERIFIED_DRAFTS = frozenset(
     {
         "DFlash2BeamDraftModel",
-        "DFlash2DraftModel",
         "DFlashLagunaForCausalLM",
-        "DSparkDraftModel",
         "DSparkMiniMaxDraftModel",
         "Eagle3DeepseekV2ForCausalLM",
         "Glm5NextForConditionalGenerationNextN",
