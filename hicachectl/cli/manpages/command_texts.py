@@ -55,11 +55,12 @@ _GROUPS = """
     --state unknown and rm --pages remove them.
 """
 _UNFINISHED = """
-    In directories of SGLang's file backend, and with --quarantine, each removal is recorded before
-    it begins. If a run is killed, the next run of rm or verify --repair on the same store and
-    quarantine first completes the removals that the killed run began. That run asks first, unless
-    --yes is given. In other stores, run the killed command again. The kv objects are removed first,
-    so objects left over are in the state orphan, and rm --state orphan removes them.
+    In directories of SGLang's file backend, in NIXL stores with a side_directory, and with
+    --quarantine, each removal is recorded before it begins. If a run is killed, the next run of rm
+    or verify --repair on the same store and quarantine first completes the removals that the killed
+    run began. That run asks first, unless --yes is given. In other stores, run the killed command
+    again. The kv objects are removed first, so objects left over are in the state orphan, and rm
+    --state orphan removes them.
 """
 _PARTS = """
     With --shard I/N, many processes on any number of hosts work on one store. All share the

@@ -161,6 +161,12 @@ def test_readers_of_stamps_find_them_outside_the_store(
     page = tmp_path / "page.html"
     invoke(*prod, "report", "prod:", "--profile", other, "-o", page, exit_code=4)
     assert "stamp-mismatch" in text_of(page)
+    pages = tmp_path / "pages"
+    pages.write_text(f'["{demo.short.name[:64]}"]\n')
+    files = tmp_path / "files"
+    invoke("migrate", demo.url, files, "--profile", other, "--grace", "0s")
+    asked = ("prewarm", "prod:", "--from", files, "--profile", other, "--pages", pages)
+    assert "the stamp names another deployment" in invoke(*prod, *asked, "--dry-run").stderr
     # Without the parameter, as before a stamp was made, nothing is compared.
     bare = ("verify", demo.url, "--profile", other, "--format", "json")
     assert not mismatches(invoke(*bare, exit_code=4).document)
