@@ -5,18 +5,20 @@ Use isinstance once per operation, not once per batch.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hicachectl.backends.base import Store
 from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.formats.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from hicachectl.backends.base import (
         BoolArray,
@@ -397,7 +399,7 @@ class FilePermissions(Store):
 
 
 class SideFiles(Store):
-    """Store that can keep side files, which servers ignore, in its directory."""
+    """Store that can keep side files, which servers ignore: in its directory, unless `Emptied`."""
 
     @abstractmethod
     def side_directory(self) -> Path:
@@ -416,12 +418,25 @@ class SideFiles(Store):
 
 
 class Emptied(Store):
-    """Store without side files: a server's `clear` removes every file below its directories."""
+    """Store without side files inside: a server's `clear` removes every file in its directories.
+
+    The parameter `urls.SIDE_PARAMETER` of its URL makes it also `SideFiles`.
+    """
 
     @property
     @abstractmethod
     def directories(self) -> tuple[Path, ...]:
         """Return the directories."""
+
+    def refuse_inside(self, path: Path, what: str) -> None:
+        """Raise UsageError for a path in the directories. what: what names it, for the message."""
+        real = Path(os.path.realpath(path))
+        for directory in self.directories:
+            if real.is_relative_to(os.path.realpath(directory)):
+                raise UsageError(
+                    f"{what}: a server's clear removes every file below {directory}; give a "
+                    "directory outside the store"
+                )
 
 
 def copier_of(target: Store, source: Store) -> SystemCopy | None:

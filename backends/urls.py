@@ -33,6 +33,9 @@ class Scheme:
     host: bool = False
 
 
+# The parameter for side files, of schemes whose stores have no place for them.
+SIDE_PARAMETER = "side_directory"
+
 SCHEMES = {
     # folders: "hex2" to give a new directory folders.
     "file": Scheme("hicachectl.backends.file.store:FileStore", frozenset({"folders"})),
@@ -53,7 +56,7 @@ SCHEMES = {
     # The path is a list of directories. direct_io: "off" for servers without O_DIRECT.
     "nixl": Scheme(
         "hicachectl.backends.nixl.store:NixlStore",
-        frozenset({"direct_io", "directories", "high_watermark"}),
+        frozenset({"direct_io", "directories", "high_watermark", SIDE_PARAMETER}),
     ),
     # keys: the key grammar of a new pack.
     "pack": Scheme("hicachectl.backends.pack.store:PackStore", frozenset({"keys"})),

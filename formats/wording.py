@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 GIVE_PROFILE = "give --profile, --model-config or --server"
 WRITE_PROFILE = "write a profile file, see hicachectl-profile(1)"
+RUN_PROBE = (
+    "run hicachectl profile --print-probe > probe.py, and in the server's environment python "
+    "probe.py with the server's flags; it prints the profile"
+)
 PAGES_COMPARED = (
     "pages are compared with each other, so a pool, part or rank missing everywhere goes "
     f"unnoticed; {GIVE_PROFILE}"
@@ -66,9 +70,22 @@ def over_buffer(nbytes: int, buffer_bytes: int) -> str:
     )
 
 
-def no_quarantine(url: str) -> str:
-    """Return the message for a store without a default quarantine."""
-    return f"{url}: no default quarantine; give --quarantine DIR"
+def no_quarantine(url: str, *, nameable: bool) -> str:
+    """Return the message for a store without a default quarantine.
+
+    nameable: whether its URL may name a directory for side files.
+    """
+    either = f", or {_NAME_SIDE_DIRECTORY}" if nameable else ""
+    return f"{url}: no default quarantine; give --quarantine DIR{either}"
+
+
+def no_stamp_place(url: str, *, nameable: bool) -> str:
+    """Return the message for a store without a place for stamps. nameable: as `no_quarantine`."""
+    either = f"{_NAME_SIDE_DIRECTORY}, or " if nameable else ""
+    return f"{url}: no directory for a stamp; {either}leave out --stamp and --weights-version"
+
+
+_NAME_SIDE_DIRECTORY = "add side_directory=DIR to the URL"
 
 
 def needs_profile(what: str) -> str:

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import (
@@ -25,6 +25,10 @@ from hicachectl.backends.disk.durable import lock as lock_file
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.formats.errors import UnsupportedByBackend, UntrustedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 _OPEN_NAMED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_DIRECTORY = _OPEN_NAMED | os.O_NOFOLLOW
@@ -96,6 +100,15 @@ def _owner_of_new_files(directory: int) -> set[int]:
         os.unlink(name, dir_fd=directory)
 
 
+def existing_part(path: Path) -> tuple[Path, list[str]]:
+    """Return the deepest existing directory of a path, and the missing names below it."""
+    found, missing = path.absolute(), list[str]()
+    while not found.is_dir() and found != found.parent:
+        missing.insert(0, found.name)
+        found = found.parent
+    return found, missing
+
+
 class Directory:
     """An open directory.
 
@@ -118,6 +131,36 @@ class Directory:
         """
         descriptor = os.open(path, _OPEN_NAMED)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
+
+    @classmethod
+    def at(
+        cls, path: Path, *, writes: bool, makes: bool, trust: Trust | None = None
+    ) -> Directory | None:
+        """Open a directory that an option names; None if it is missing.
+
+        makes: create it and its missing parents. trust: default: derived from the deepest existing
+        directory of the path. Links are followed down to there.
+        """
+        found, missing = existing_part(path)
+        if missing and not makes:
+            return None
+        return cls.named(str(found), writes=writes, trust=trust).descend(missing, makes=makes)
+
+    def descend(self, names: Sequence[str], *, makes: bool) -> Directory | None:
+        """Close this directory; return the one at the end of the names below it.
+
+        makes: create missing ones; else None if one is missing.
+        """
+        here: Directory | None = self
+        for name in names:
+            if here is None:
+                return None
+            with here:
+                if makes:
+                    here = here.make_directory(name, exist_ok=True)
+                else:
+                    here = here.directory(name) if here.has(name) else None
+        return here
 
     def close(self) -> None:
         """Close the descriptor, which ends a lock."""

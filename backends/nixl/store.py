@@ -3,19 +3,21 @@
 A file lies at a place that its key and the number and order of the directories determine
 (`formats.keys.nixl`). Files elsewhere are no objects. Servers write into the files themselves, so
 an object can be short while it is written. The directories hold no side files of ours: a server's
-`clear` removes every file below them.
+`clear` removes every file below them. Side files lie in the directory that the URL names for them.
 Source: sglang srt/mem_cache/storage/nixl/.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Emptied
+from hicachectl.backends.capabilities import Emptied, SideFiles
+from hicachectl.backends.disk.directory import Directory, Trust, existing_part
 from hicachectl.backends.nixl.disks import MAX_DIRECTORIES, NixlDisks
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.store import ObjectFiles
+from hicachectl.backends.urls import SIDE_PARAMETER
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
 from hicachectl.formats.wording import failed, not_one_of
@@ -61,14 +63,14 @@ class NixlStore(ObjectFiles, Emptied):
         return self._grammar
 
     @classmethod
-    def from_url(cls, url: StoreUrl) -> Self:
+    def from_url(cls, url: StoreUrl) -> NixlStore:
         """Open the directories of a URL."""
-        return cls(url)
+        return _class_for(url)(url)
 
     @classmethod
-    def create(cls, url: StoreUrl) -> Self:
+    def create(cls, url: StoreUrl) -> NixlStore:
         """Open or create the directories, as SGLang does; `close` removes empty new ones."""
-        return cls(url, made=[])
+        return _class_for(url)(url, made=[])
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -78,6 +80,41 @@ class NixlStore(ObjectFiles, Emptied):
     def free_bytes(self) -> int | None:
         """Return the bytes that fit below the servers' high watermark."""
         return self.objects.free_bytes()
+
+
+class NixlStoreWithSideFiles(NixlStore, SideFiles):
+    """The directories of a `nixl:` URL that names a directory for side files."""
+
+    def __init__(self, url: StoreUrl, *, made: list[str] | None = None) -> None:
+        """See `NixlStore`. Raises UsageError if side files would lie inside the store."""
+        self._side = Path(url.params[SIDE_PARAMETER])
+        if not self._side.is_absolute():
+            raise UsageError(f"{url}: {SIDE_PARAMETER}: give an absolute path")
+        super().__init__(url, made=made)
+        try:
+            self.refuse_inside(self._side, f"{url}: {SIDE_PARAMETER}")
+        except BaseException:
+            self.close()
+            raise
+
+    def side_directory(self) -> Path:
+        """Return the directory that the URL names."""
+        return self._side
+
+    def open_side_directory(self, *, writes: bool, makes: bool = False) -> Directory | None:
+        """Open the directory that the URL names; None if it is missing. makes: create it."""
+        trust = self.trust(writes=writes)
+        return Directory.at(self._side, writes=writes, makes=makes, trust=trust)
+
+    def trust(self, *, writes: bool) -> Trust:
+        """Return the trust of the directory; new files are no more readable than the store."""
+        trust = Trust(existing_part(self._side)[0].stat(), writes=writes)
+        trust.permissions = trust.permissions.both(self.readable_by(listing=True))
+        return trust
+
+
+def _class_for(url: StoreUrl) -> type[NixlStore]:
+    return NixlStoreWithSideFiles if SIDE_PARAMETER in url.params else NixlStore
 
 
 def _directories_in(url: StoreUrl) -> list[str]:

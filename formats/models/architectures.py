@@ -64,7 +64,7 @@ from hicachectl.formats.models.families.windows import (
     swa,
     swa_or_mha,
 )
-from hicachectl.formats.wording import WRITE_PROFILE
+from hicachectl.formats.wording import RUN_PROBE, WRITE_PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +95,7 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
     return dict.fromkeys(names, answer)
 
 
-_UNKNOWN = Refusal("is not an architecture of SGLang 0.5.23", WRITE_PROFILE)
+_UNKNOWN = Refusal("is not an architecture of SGLang 0.5.23", RUN_PROBE)
 # model_loader/utils.py :: get_model_architecture
 _CHOSEN = Refusal(
     "is what SGLang itself runs other architectures as, and no config.json names it",
@@ -558,7 +558,6 @@ UNVERIFIED = frozenset(
         "SDARMoeForCausalLM",
         "Sarashina2VisionForCausalLM",
         "Spark2_5ForCausalLM",
-        "Step3p5ForCausalLM",
         "UnlimitedOCRForCausalLM",
         "XllmForCausalLM",
         "XverseMoeForCausalLM",
@@ -569,9 +568,7 @@ UNVERIFIED = frozenset(
 UNVERIFIED_DRAFTS = frozenset(
     {
         "DFlash2BeamDraftModel",
-        "DFlash2DraftModel",
         "DFlashLagunaForCausalLM",
-        "DSparkDraftModel",
         "DSparkMiniMaxDraftModel",
         "Eagle3DeepseekV2ForCausalLM",
         "Glm5NextForConditionalGenerationNextN",

@@ -9,6 +9,7 @@ from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
 from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.drafts import Target, algorithm_of, with_draft
+from hicachectl.formats.models.dtypes import forced_dtype
 from hicachectl.formats.models.families.attention import dsa_page_size, is_dsa
 from hicachectl.formats.models.families.base import Context
 from hicachectl.formats.models.flags import (
@@ -41,6 +42,7 @@ def profile_from_config(
     family = family_of(model)
     if family.draft_only:
         raise model.error("architectures", "this is a draft model", "give the target's config")
+    flags = forced_dtype(model, flags)
     tp = attention_tp(flags)
     layout = normalised_layout(flags)
     algorithm = algorithm_of(flags)

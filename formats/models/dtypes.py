@@ -7,7 +7,9 @@ mamba2_state_dtype, srt/mem_cache/kv_cache_configurator.py :: calculate_mla_kv_c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
@@ -42,7 +44,11 @@ _COMPRESS_STATE_DTYPES = {
     "bf16": "bfloat16",
 }
 # model types whose SGLang config class (srt/configs) takes bfloat16 if a config states no dtype
-_BFLOAT16_MODEL_TYPES = ("gigachat3_5", "longcat_flash")
+_BFLOAT16_MODEL_TYPES = ("beam", "gigachat3_5", "longcat_flash")
+# IQuestQ1Config takes bfloat16 if "dtype" is missing, whatever torch_dtype says; null is no dtype
+_IQUEST_MODEL_TYPES = ("iquest_q1", "iquest_q1_mtp")
+# arg_groups/model_override_base.py :: MODEL_OVERRIDES
+_BFLOAT16_ARCHITECTURES = ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 _ROCM_DSA_BACKENDS = {"triton", "aiter"}
 
@@ -82,13 +88,21 @@ def kv_dtype(config: HfConfig, flags: DeploymentFlags, *, dsa: bool, draft: bool
     return resolved
 
 
+def forced_dtype(config: HfConfig, flags: DeploymentFlags) -> DeploymentFlags:
+    """Return the flags with the --dtype that SGLang sets for a target, and so for its draft.
+
+    Source: arg_groups/model_override_base.py :: MODEL_OVERRIDES, model_overrides/gpt_oss.py.
+    """
+    name = config.architecture
+    mxfp4 = name == "GptOssForCausalLM" and quant_method(config) == "mxfp4"
+    return replace(flags, dtype="bfloat16") if mxfp4 or name in _BFLOAT16_ARCHITECTURES else flags
+
+
 def model_dtype(config: HfConfig, flags: DeploymentFlags) -> str:
     """Return the dtype of --dtype for a model. auto: the config's dtype, or 16 bits for float32.
 
-    Source: srt/configs/model_config.py :: _get_and_verify_dtype, model_overrides/gpt_oss.py.
+    Source: srt/configs/model_config.py :: _get_and_verify_dtype.
     """
-    if config.architecture == "GptOssForCausalLM" and quant_method(config) == "mxfp4":
-        return "bfloat16"
     if flags.dtype != "auto":
         return _known_dtype(flags.dtype, "dtype")
     stated = "float16" if is_llava(config.architecture) else _stated_dtype(config)
@@ -161,16 +175,27 @@ def _reads_raw_rows(flags: DeploymentFlags) -> bool:
 
 
 def _stated_dtype(config: HfConfig) -> str:
-    for source in (config.text, config.outer):
+    kind = config.outer.get("model_type")
+    if kind in _IQUEST_MODEL_TYPES and "dtype" not in config.text:
+        return "bfloat16"
+    for source in _dtype_sections(config):
+        if kind == "interns2_mobius" and not {"dtype", "torch_dtype"} & set(source):
+            return "bfloat16"  # InternS2MobiusConfig and its text config; null is no dtype
         name = source.get("dtype") or source.get("torch_dtype")
         if name and not isinstance(name, str):
             raise config.error("dtype", f"expected a name, found {shown(name)}")
         if name:
             return _known_dtype(name.removeprefix("torch."), f"{config.source}: dtype")
-    kind = config.outer.get("model_type")
-    # IQuestQ1Config sets bfloat16 only if the field is missing: null is float32
-    missing = kind == "iquest_q1" and "dtype" not in config.outer
-    return "bfloat16" if missing or kind in _BFLOAT16_MODEL_TYPES else "float32"
+    return "bfloat16" if kind in _BFLOAT16_MODEL_TYPES else "float32"
+
+
+def _dtype_sections(config: HfConfig) -> tuple[Mapping[str, Any], ...]:
+    """Return the sections that may state the dtype, the first that does decides.
+
+    A thinker's own dtype replaces that of its language model (get_hf_text_config).
+    """
+    thinker = config.outer.get("thinker_config")
+    return (thinker if isinstance(thinker, Mapping) else config.text, config.outer)
 
 
 def _known_dtype(name: str, field: str) -> str:

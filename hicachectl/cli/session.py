@@ -108,15 +108,18 @@ def store_name(ctx: click.Context, text: str) -> str:
 def quarantine_directory(ctx: click.Context, text: str) -> Path:
     """Return the directory of a QUARANTINE argument; of a store, that of its own quarantine."""
     from hicachectl.backends.disk.files import OWN_PREFIX
-    from hicachectl.backends.urls import parse_url
+    from hicachectl.backends.urls import SIDE_PARAMETER, parse_url
 
     url = parse_url(text, config_of(ctx))
-    if url.scheme != "file":
+    if SIDE_PARAMETER in url.params:
+        directory = side = Path(url.params[SIDE_PARAMETER])
+    elif url.scheme == "file":
+        directory = Path(url.path)
+        side = directory / OWN_PREFIX.decode()
+    else:
         raise click.UsageError(f"{text}: not a directory; give the path of a quarantine")
-    directory = Path(url.path)
-    side = directory / OWN_PREFIX.decode()
     own = side / "quarantine"
-    links = side.is_symlink() or own.is_symlink()
+    links = own.is_symlink() or (side != directory and side.is_symlink())
     return own if own.is_dir() and not links else directory
 
 

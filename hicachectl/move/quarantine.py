@@ -41,7 +41,7 @@ from hicachectl.formats.wording import failed, no_quarantine
 from hicachectl.move.record_file import Record, dump_record, parse_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterator, Sequence
+    from collections.abc import Callable, Collection, Container, Iterator
 
     from hicachectl.backends.base import Store
     from hicachectl.move.recorded import RecordedGroups
@@ -68,10 +68,14 @@ class Quarantine:
         side = None if self._beside is None else self._beside.side_directory()
         default = None if side is None else side / "quarantine"
         if path is None and default is None:
-            raise UsageError(no_quarantine(store.url))
+            raise no_default(store)
         self.path: Path = path or default  # type: ignore[assignment]
         self._below = None if side is None else _parts_below(self.path, side.parent)
-        self.own = side is not None and self._below == (side.name, "quarantine")
+        self.own = (
+            side is not None
+            and not isinstance(store, Emptied)
+            and self._below == (side.name, "quarantine")
+        )
 
     @classmethod
     def of(cls, store: Store, quarantine: str | None) -> Self | None:
@@ -82,23 +86,19 @@ class Quarantine:
         from hicachectl.backends.urls import parse_url
 
         beside = store.side_directory() if isinstance(store, SideFiles) else None
+        emptied = store if isinstance(store, Emptied) else None
         if quarantine is None:
             return None if beside is None else cls(store)
         url = parse_url(quarantine)
         path = Path(url.path)
         if url.scheme != "file" or (path.exists() and not path.is_dir()):
             raise UsageError(f"--quarantine {quarantine}: not a local directory; give another path")
-        if beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
+        if emptied is not None:
+            emptied.refuse_inside(path, f"--quarantine {quarantine}")
+        elif beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
             raise UsageError(
                 f"--quarantine {quarantine}: is the store itself; give another directory"
             )
-        real = Path(os.path.realpath(path))
-        for directory in store.directories if isinstance(store, Emptied) else ():
-            if real.is_relative_to(os.path.realpath(directory)):
-                raise UsageError(
-                    f"--quarantine {quarantine}: a server's clear removes every file below "
-                    f"{directory}; give a directory outside the store"
-                )
         return cls(store, path)
 
     @contextmanager
@@ -133,29 +133,14 @@ class Quarantine:
         side = self._beside
         if side is not None and self._below and self._below[0] == side.side_directory().name:
             here = side.open_side_directory(writes=writes, makes=makes)
-            names: Sequence[str] = self._below[1:]
-        else:
-            here, names = self._named(writes, makes)
-        for name in names:
-            if here is None:
-                return None
-            with here:
-                if makes:
-                    here = here.make_directory(name, exist_ok=True)
-                else:
-                    here = here.directory(name) if here.has(name) else None
-        return here
+            return here and here.descend(self._below[1:], makes=makes)
+        trust = None if side is None else side.trust(writes=writes)
+        return Directory.at(self.path, writes=writes, makes=makes, trust=trust)
 
-    def _named(self, writes: bool, makes: bool) -> tuple[Directory | None, Sequence[str]]:
-        """Open the path's deepest existing directory; also return the missing names."""
-        found, missing = self.path.absolute(), list[str]()
-        while not found.is_dir() and found != found.parent:
-            missing.insert(0, found.name)
-            found = found.parent
-        if missing and not makes:
-            return None, ()
-        trust = None if self._beside is None else self._beside.trust(writes=writes)
-        return Directory.named(str(found), writes=writes, trust=trust), missing
+
+def no_default(store: Store) -> UsageError:
+    """Return the error for a store without a default quarantine."""
+    return UsageError(no_quarantine(store.url, nameable=isinstance(store, Emptied)))
 
 
 def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:

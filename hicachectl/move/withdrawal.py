@@ -20,14 +20,23 @@ import pyarrow as pa
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, open_mover
 from hicachectl.checks.findings import SCHEMA
-from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.quarantine import BEGUN, DONE
-from hicachectl.formats.wording import failed, no_quarantine, reason_of
+from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
 from hicachectl.move.planning import RepairPlan
-from hicachectl.move.quarantine import Batch, Quarantine, Run, batches, marked_runs, runs, sweep
+from hicachectl.move.quarantine import (
+    Batch,
+    Quarantine,
+    Run,
+    batches,
+    marked_runs,
+    no_default,
+    runs,
+    sweep,
+)
 from hicachectl.move.record_file import Mode, Record
 from hicachectl.move.recorded import RecordedGroups, Sight, look
 from hicachectl.move.reports import (
@@ -88,7 +97,7 @@ def remove_groups(
     """
     place = Quarantine.of(store, quarantine)
     if place is None and mode == "quarantine":
-        raise UsageError(no_quarantine(store.url))
+        raise no_default(store)
     listed = ListedGroups(inventory, groups, plan)
     if dry_run:
         return _rehearsed(groups, plan, listed, mode, place)

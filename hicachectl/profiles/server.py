@@ -20,6 +20,7 @@ from hicachectl.formats.models.flags import attention_tp, normalised_layout
 from hicachectl.formats.models.loading import overridden_config
 from hicachectl.formats.models.quantisation import BESIDE
 from hicachectl.formats.models.server_info import contradictions_with_layout, flags_from_server_info
+from hicachectl.formats.wording import RUN_PROBE
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.flags import DeploymentFlags
@@ -122,7 +123,8 @@ def profile_from_server(
     try:
         profile = profile_from_config(config, flags, source=str(path))
     except ProfileError as error:
-        raise ProfileError(f"{error}; {_told(flags, replies.layout)}") from error
+        why = str(error).removesuffix(f"; {RUN_PROBE}")  # which _told says, too
+        raise ProfileError(f"{why}; {_told(flags, replies.layout)}") from error
     warnings = list(server.notes)
     if replies.layout is not None:
         warnings += contradictions_with_layout(profile, replies.layout)
@@ -159,8 +161,7 @@ def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
     ]
     return (
         f"the server tells {told}{', pools ' * bool(names)}{', '.join(names)}, but not the layers "
-        "and bytes of its pools; run hicachectl profile --print-probe > probe.py, and in the "
-        "server's environment python probe.py with the server's flags; it prints the profile"
+        f"and bytes of its pools; {RUN_PROBE}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from msgspec import Struct, to_builtins
 
-from hicachectl.backends.capabilities import SideFiles
+from hicachectl.backends.capabilities import Emptied, SideFiles
 from hicachectl.checks.findings import findings
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
@@ -21,7 +21,7 @@ from hicachectl.formats.errors import (
 )
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
-from hicachectl.formats.wording import failed
+from hicachectl.formats.wording import failed, no_stamp_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,6 +65,14 @@ def read_stamp(store: Store, key_model: str) -> Stamp | None:
         return _parse(directory.read(name, _MAX_BYTES + 1), f"{directory.path}/{name}")
 
 
+def require_stamp_place(store: Store) -> SideFiles:
+    """Return the store if it has a place for a stamp. Raises UnsupportedByBackend."""
+    if not isinstance(store, SideFiles):
+        nameable = isinstance(store, Emptied)
+        raise UnsupportedByBackend(no_stamp_place(store.url, nameable=nameable))
+    return store
+
+
 def check_stamp_place(store: Store, key_model: str) -> None:
     """Raise UntrustedError or StoreUnavailable if `write_stamp` would; change nothing."""
     with _opened(store, writes=True) as directory:
@@ -77,15 +85,14 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     Raises UnsupportedByBackend if the store has no place for a stamp, UntrustedError like
     `read_stamp`, StoreUnavailable if writing fails.
     """
-    if not isinstance(store, SideFiles):
-        raise UnsupportedByBackend(f"{store.url} has no directory for a stamp; leave out --stamp")
+    side = require_stamp_place(store).side_directory()
     name = _file_name(stamp.profile.key_model)
     document = _StampForm(_FORM, stamp.weights_version, profile_to_mapping(stamp.profile))
     with _opened(store, writes=True, makes=True) as directory:
         _check_place(directory, name)
         if directory is not None:
             directory.write(name, json.dumps(to_builtins(document), indent=2).encode())
-    return store.side_directory() / _FOLDER / name
+    return side / _FOLDER / name
 
 
 def stamp_differences(

@@ -48,6 +48,7 @@ profile                                           | profile | give --profile, --
 profile --print-probe STORE                       | --print-probe | no STORE | -o
 profile --model-config TEXT                       | TEXT | not JSON | give a model's config.json
 profile --model-config LIST                       | LIST | not a JSON object | give a model's
+profile --model-config FUTURE --page-size 64 | FUTURE | 'NewForCausalLM' | run | --print-probe
 profile --model-config CONFIG --page-size 64 --pp 9 | pp | 4 layers | 9 stages | give a smaller pp
 profile --model-config CONFIG --pp-partition 3,x  | --pp-partition | '3,x' | such as 30,31
 profile --model-config CONFIG --tp 0              | --tp | 0 | x>=1
@@ -190,6 +191,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     (tmp_path / "ids").write_text("[1, 2, 3]\n")
     (tmp_path / "list").write_text("[1]")
     (tmp_path / "config").write_text(json.dumps(CONFIG))
+    future = {**CONFIG, "architectures": ["NewForCausalLM"]}
+    (tmp_path / "future").write_text(json.dumps(future))
     (tmp_path / "trace").write_text('{"timestamp": 0, "hash_ids": [1]}\n')
     os.mkfifo(tmp_path / "fifo")
     tables = snapshot_store(tmp_path)
@@ -201,6 +204,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         "IDS": tmp_path / "ids",
         "LIST": tmp_path / "list",
         "CONFIG": tmp_path / "config",
+        "FUTURE": tmp_path / "future",
         "TRACE": tmp_path / "trace",
         "FIFO": tmp_path / "fifo",
         "TABLES": tables,

@@ -409,15 +409,10 @@ def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[st
         )
     if not (options["stamp"] or options["weights_version"]):
         return
-    from hicachectl.backends.capabilities import SideFiles
+    from hicachectl.profiles.stamps import check_stamp_place, require_stamp_place
 
-    if not isinstance(store, SideFiles):
-        raise click.UsageError(
-            f"--stamp, --weights-version: {store.url} has no directory for a stamp; leave them out"
-        )
+    require_stamp_place(store)
     if options["stamp"]:
-        from hicachectl.profiles.stamps import check_stamp_place
-
         if request.real_profile is None:
             raise click.UsageError(inferred_refused("--stamp"))
         check_stamp_place(store, request.real_profile.key_model)

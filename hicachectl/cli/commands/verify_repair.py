@@ -45,7 +45,8 @@ repair_options = stack(
     _repair(
         "--quarantine",
         metavar="DIR",
-        help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store]",
+        help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store, "
+        "quarantine/ in a side_directory]",
     ),
     _repair(
         "--token-ids",

@@ -55,11 +55,12 @@ _GROUPS = """
     --state unknown and rm --pages remove them.
 """
 _UNFINISHED = """
-    In directories of SGLang's file backend, and with --quarantine, each removal is recorded before
-    it begins. If a run is killed, the next run of rm or verify --repair on the same store and
-    quarantine first completes the removals that the killed run began. That run asks first, unless
-    --yes is given. In other stores, run the killed command again. The kv objects are removed first,
-    so objects left over are in the state orphan, and rm --state orphan removes them.
+    In directories of SGLang's file backend, in NIXL stores with a side_directory, and with
+    --quarantine, each removal is recorded before it begins. If a run is killed, the next run of rm
+    or verify --repair on the same store and quarantine first completes the removals that the killed
+    run began. That run asks first, unless --yes is given. In other stores, run the killed command
+    again. The kv objects are removed first, so objects left over are in the state orphan, and rm
+    --state orphan removes them.
 """
 _PARTS = """
     With --shard I/N, many processes on any number of hosts work on one store. All share the
@@ -339,10 +340,11 @@ BACKGROUND: dict[str, dict[str, str]] = {
             them as undigested-objects.
         """,
         "STAMPS": """
-            --stamp records the profile and --weights-version in .hicachectl/stamps of the store. A
-            later run with another profile or weights version has the finding stamp-mismatch. The
-            fields weights and draft_weights are compared if both the stamp and the profile have
-            them; see hicachectl-profile(1).
+            --stamp records the profile and --weights-version in .hicachectl/stamps of the store, or
+            in the side_directory that the URL of a NIXL store names; see hicachectl(1). Stores
+            without such a place refuse the option. A later run with another profile or weights
+            version has the finding stamp-mismatch. The fields weights and draft_weights are
+            compared if both the stamp and the profile have them; see hicachectl-profile(1).
         """,
         "REPAIR": """
             --repair removes all objects of a page group with an error. Groups that have only

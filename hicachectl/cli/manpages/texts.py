@@ -136,8 +136,10 @@ NIXL = (
     "incomplete until they are written again. To keep them, migrate from the "
     "store with the earlier directories to the store with the present ones.",
     "A server's clear removes every file below the directories. So nothing of hicachectl lies "
-    "there: no stamp (--stamp is refused), and no default quarantine. --repair quarantine "
-    "needs --quarantine DIR, a directory outside the store.",
+    "there. With side_directory=DIR in the URL, stamps lie in DIR/stamps and the default "
+    "quarantine is DIR/quarantine. Without it, --stamp is refused, and --repair quarantine needs "
+    "--quarantine DIR. Both directories must be outside the store. Give each store a side "
+    "directory of its own, and the URL in the config file, so that every command finds the stamp.",
     "Of each model, the server of TP rank 0 removes the oldest page groups when a disk is as "
     "full as its l3_cleaner_high_watermark. Writes keep modification times and stop below "
     "this watermark on each disk; objects that would reach it fail as if the disk were full.",
@@ -165,6 +167,11 @@ NIXL_PARAMETERS = (
     (
         "high_watermark=PERCENT",
         "The servers' l3_cleaner_high_watermark; default: 80. Give 100 if they have no cleaner.",
+    ),
+    (
+        "side_directory=DIR",
+        "An absolute path outside the directories, for stamps and the default quarantine. It is "
+        "created when the first of them is written.",
     ),
 )
 MOONCAKE = (

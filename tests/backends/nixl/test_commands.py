@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,8 +20,6 @@ from tests.report.page_texts import text_of
 from tests.stores import OLD
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Invoke
 
 Traces = dict[str, tuple[int, int, int]]  # by path: size, mtime and ctime in ns
@@ -83,7 +83,12 @@ def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: 
     for directory, inside in ((tmp_path / "b", "."), (tmp_path / "c", "quarantine")):
         said = invoke(*repair, "--quarantine", directory / inside, exit_code=2).stderr
         assert f"a server's clear removes every file below {directory}" in said
-    assert "has no directory for a stamp" in invoke(*check, "--stamp", exit_code=2).stderr
+    for option in (("--stamp",), ("--weights-version", "v1")):
+        said = invoke(*check, *option, exit_code=2).stderr
+        assert said == (
+            f"hicachectl: {demo.url}: no directory for a stamp; add side_directory=DIR to the URL, "
+            "or leave out --stamp and --weights-version\n"
+        )
     assert demo.traces() == before
     outside = tmp_path / "quarantine"
     invoke(*repair, "--quarantine", outside, exit_code=4)  # there were findings
@@ -95,6 +100,122 @@ def test_quarantine_and_stamp_lie_outside(demo: Demo, invoke: Invoke, tmp_path: 
     assert {path: facts[:2] for path, facts in files.items()} == {
         path: before[path][:2] for path in files
     }
+
+
+def test_side_files_lie_in_the_directory_that_the_url_names(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that one parameter gives stamp and quarantine a place that no `clear` empties."""
+    side = tmp_path / "side" / "prod"
+    demo.short.unlink()
+    url, profile = f"{demo.url}&side_directory={side}", ("--profile", demo.profile)
+    before = demo.traces()
+    check = ("verify", url, *profile, "--grace", "0s")
+    invoke(*check, exit_code=4)
+    assert not side.exists()  # looking makes no directory
+    stamp = side / "stamps" / "demo-hybrid-1b.json"
+    said = invoke(*check, "--stamp", "--weights-version", "v1", exit_code=4).stderr
+    assert f"Stamped the store: {stamp}" in said
+    assert json.loads(stamp.read_text())["weights_version"] == "v1"
+    invoke(*check, "--weights-version", "v1", exit_code=4)
+    repair = (*check, "--repair", "quarantine")
+    assert demo.traces() == before
+    invoke(*repair, "--yes", exit_code=4)
+    left = demo.traces()
+    assert len(left) < len(before)
+    invoke(*check)
+    (run,) = (side / "quarantine").iterdir()
+    listed = invoke("quarantine", "list", url, "--format", "json").document
+    assert listed["quarantine"] == str(side / "quarantine")
+    invoke("restore", url, url, "--yes")
+    assert not run.exists()
+    now, then = (
+        {path: facts[:2] for path, facts in traces.items() if Path(path).is_file()}
+        for traces in (demo.traces(), before)
+    )
+    assert now == then
+
+
+def test_readers_of_stamps_find_them_outside_the_store(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    url = f"{demo.url}&side_directory={tmp_path / 'side'}"
+    config.write_text(f'[stores.prod]\nurl = "{url}"\nprofile = "{demo.profile}"\n')
+    prod = ("--config", config)
+    check = (*prod, "verify", "prod:", "--format", "json")
+    invoke(*check, "--stamp", "--weights-version", "v1", exit_code=4)
+    changed = ("--weights-version", "v2")
+
+    def mismatches(document: dict[str, Any]) -> list[str]:
+        return [f["detail"] for f in document["findings"] if f["code"] == "stamp-mismatch"]
+
+    found = ["weights_version: stamped 'v1', now 'v2'"]
+    assert mismatches(invoke(*check, *changed, exit_code=4).document) == found
+    run = ("--run", tmp_path / "run")
+    for part in ("0/2", "1/2"):
+        invoke(*prod, "verify", "prod:", *changed, "--shard", part, *run)
+    assert mismatches(invoke("merge", tmp_path / "run", "--format", "json", exit_code=4).document)
+    other = tmp_path / "other.toml"
+    other.write_text(demo.profile.read_text().replace('"bfloat16"', '"float16"', 1))
+    page = tmp_path / "page.html"
+    invoke(*prod, "report", "prod:", "--profile", other, "-o", page, exit_code=4)
+    assert "stamp-mismatch" in text_of(page)
+    pages = tmp_path / "pages"
+    pages.write_text(f'["{demo.short.name[:64]}"]\n')
+    files = tmp_path / "files"
+    invoke("migrate", demo.url, files, "--profile", other, "--grace", "0s")
+    asked = ("prewarm", "prod:", "--from", files, "--profile", other, "--pages", pages)
+    assert "the stamp names another deployment" in invoke(*prod, *asked, "--dry-run").stderr
+    # Without the parameter, as before a stamp was made, nothing is compared.
+    bare = ("verify", demo.url, "--profile", other, "--format", "json")
+    assert not mismatches(invoke(*bare, exit_code=4).document)
+
+
+def test_a_side_directory_inside_the_store_is_refused(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    before = demo.traces()
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for place in (tmp_path / "b" / "side", tmp_path / "link"):
+        said = invoke("ls", f"{demo.url}&side_directory={place}", exit_code=2).stderr
+        assert f"side_directory: a server's clear removes every file below {tmp_path}/b" in said
+        assert said.count("\n") == 1
+    said = invoke("ls", f"{demo.url}&side_directory=side", exit_code=2).stderr
+    assert "side_directory: give an absolute path" in said
+    assert demo.traces() == before
+
+
+def test_a_stamp_is_no_more_readable_than_the_store(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    side = tmp_path / "side"
+    side.mkdir(mode=0o755)
+    for name in "abc":
+        (tmp_path / name).chmod(0o700)
+    url = f"{demo.url}&side_directory={side}"
+    invoke("verify", url, "--profile", demo.profile, "--stamp", exit_code=4)
+    for path in (side / "stamps", side / "stamps" / "demo-hybrid-1b.json"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_links_below_a_side_directory_are_not_followed(
+    demo: Demo, invoke: Invoke, tmp_path: Path
+) -> None:
+    """Proves that the directory itself may be a link, and nothing below it."""
+    real, elsewhere = tmp_path / "real", tmp_path / "elsewhere"
+    real.mkdir()
+    elsewhere.mkdir()
+    (tmp_path / "side").symlink_to(real)
+    url = f"{demo.url}&side_directory={tmp_path / 'side'}"
+    check = ("verify", url, "--profile", demo.profile)
+    (real / "stamps").symlink_to(elsewhere)
+    assert "is a symbolic link" in invoke(*check, "--stamp", exit_code=3).stderr
+    assert "The stamp was not compared" in invoke(*check, exit_code=4).stderr
+    (real / "stamps").unlink()
+    invoke(*check, "--stamp", exit_code=4)
+    assert not list(elsewhere.iterdir())
+    assert len(list((real / "stamps").iterdir())) == 1
 
 
 def test_every_command_refuses_a_part_of_the_directories(

@@ -51,7 +51,8 @@ class TestNixlStore(StoreSuite):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
-        with open_store(url_of(tmp_path), create=True) as opened:
+        url = url_of(tmp_path, options=f"&high_watermark=100&side_directory={tmp_path}/side/ours")
+        with open_store(url, create=True) as opened:
             yield opened
 
     def reopen(self, store: Store) -> Store:

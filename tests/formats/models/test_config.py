@@ -533,7 +533,7 @@ def test_an_unknown_architecture_is_named_with_the_remedy() -> None:
     changes = {"architectures": ["MadeUpForCausalLM"]}
     with pytest.raises(ProfileError, match="architectures: 'MadeUpForCausalLM'") as caught:
         derive("llama-3.1-8b", changes=changes)
-    assert "write a profile file, see hicachectl-profile(1)" in str(caught.value)
+    assert "SGLang 0.5.23; run hicachectl profile --print-probe > probe.py" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, [], "LlamaForCausalLM", [7]])

@@ -211,3 +211,12 @@ def _with_fields(fields: dict[str, Any]) -> dict[str, Any]:
     model = MODELS["InklingForConditionalGeneration"]
     text = {**model["config"]["text_config"], **fields}
     return {**model, "config": {**model["config"], "text_config": text}}
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM LlamaForCausalLMEagle3"])
+def test_a_dtype_that_sglang_sets_for_a_target_is_its_drafts_too(name: str) -> None:
+    """Source: arg_groups/model_overrides/gpt_oss.py sets --dtype, which both models have."""
+    model = {**DRAFTS[name], "draft": {**DRAFTS[name]["draft"], "torch_dtype": "float16"}}
+    profile = profile_of(model, _ONE)
+    drafts = [pool for pool in profile.pools if pool.name.startswith("draft")]
+    assert [pool.dtype for pool in drafts] == ["bfloat16"]
