@@ -44,8 +44,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hicachectl.device.plans import PoolForm
+    from hicachectl.device.providers import Provider
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
+
+    Copies = tuple[Callable[[], None], Callable[[], None]]
 
 ROUNDS, WARM_UP = 15, 3
 TOTAL_BYTES = 1 << 30
@@ -193,6 +197,32 @@ def measure_kernels(device: torch.device, options: argparse.Namespace) -> None:
         measure_case(case, ceiling, device)
 
 
+def copies(
+    form: PoolForm,
+    provider: Provider,
+    objects: torch.Tensor,
+    pools: torch.Tensor,
+    slots: torch.Tensor,
+) -> Copies:
+    """Return what loads pools from objects ([n, stride]) and what writes them back."""
+    import torch
+
+    count, stride = objects.shape
+    plans = form.plans(count)
+    places = torch.arange(count, device=pools.device) * (stride // 16)
+    flat = objects.view(-1)
+
+    def scatter() -> None:
+        for plan in plans:
+            provider.copy(plan, flat, places, pools, slots)
+
+    def gather() -> None:
+        for plan in plans:
+            provider.copy(plan.reversed(), pools, slots, flat, places)
+
+    return scatter, gather
+
+
 def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     import torch
 
@@ -202,28 +232,16 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     from hicachectl.kernels.blake3_triton import digest_ranges, ranges_of
     from hicachectl.kernels.values_triton import block_flags
 
-    provider = TritonProvider()
     expected = expected_of(case)
     count = max(2, TOTAL_BYTES // expected.nbytes)
     host = pages(case, expected, min(count, 64))
     few = torch.from_numpy(host).to(device)
-    stride = few.shape[1]
-    objects = few.repeat(-(-count // len(few)), 1)[:count].reshape(-1)
+    objects = few.repeat(-(-count // len(few)), 1)[:count].contiguous()
     before = objects.clone()
     form = pool_form(expected.tensors)
     pools = torch.empty(count * form.page_bytes, dtype=torch.uint8, device=device)
-    places = torch.arange(count, device=device) * (stride // 16)
     slots = torch.from_numpy(np.random.default_rng(2).permutation(count)).to(device)
-    plans = form.plans(count)
-
-    def scatter() -> None:
-        for plan in plans:
-            provider.copy(plan, objects, places, pools, slots)
-
-    def gather() -> None:
-        for plan in plans:
-            provider.copy(plan.reversed(), pools, slots, objects, places)
-
+    scatter, gather = copies(form, TritonProvider(), objects, pools, slots)
     looks = [
         (pools[count * piece.offset :], piece, fields)
         for piece, fields in fields_of(expected, case.profile, form)
@@ -241,14 +259,12 @@ def measure_case(case: Case, ceiling: float, device: torch.device) -> None:
     checked = rate(moved // 2, replayed(check))
     objects.fill_(0xA5)
     gathered = rate(moved, replayed(gather))
-    whole = (objects.view(count, -1)[:, : expected.nbytes],
-             before.view(count, -1)[:, : expected.nbytes])  # fmt: skip
-    same = torch.equal(*whole)
+    same = torch.equal(objects[:, : expected.nbytes], before[:, : expected.nbytes])
     assert same, f"{case.name}: not what was scattered"
-    offsets = np.arange(count, dtype=np.int64) * stride
+    offsets = np.arange(count, dtype=np.int64) * objects.shape[1]
     lengths = np.full(count, expected.nbytes, dtype=np.int64)
-    ranges = ranges_of(objects, offsets, lengths)
-    digested = rate(moved // 2, replayed(partial(digest_ranges, objects, ranges)))
+    ranges = ranges_of(objects.view(-1), offsets, lengths)
+    digested = rate(moved // 2, replayed(partial(digest_ranges, objects.view(-1), ranges)))
     figures = "".join(
         f"{figure:8.0f} ({figure / ceiling:.2f})" for figure in (scattered, gathered, checked)
     )

@@ -22,6 +22,7 @@ from tests.bench.bench_device import (
     TOTAL_BYTES,
     Case,
     cases,
+    copies,
     device_copy,
     expected_of,
     pages,
@@ -120,27 +121,9 @@ def load(case: Case, device: torch.device) -> Loaded:
     pools = torch.empty(count * form.page_bytes, dtype=torch.uint8, device=device)
     slots = torch.from_numpy(np.random.default_rng(2).permutation(count)).to(device)
     loaded = Loaded(case, form, kind.nbytes, objects, pools, torch.empty_like(pools), slots)
-    scatter, _ = copies(loaded._replace(pools=loaded.expected), TorchProvider(), objects)
+    scatter, _ = copies(form, TorchProvider(), objects, loaded.expected, slots)
     scatter()
     return loaded
-
-
-def copies(loaded: Loaded, provider: Provider, objects: torch.Tensor) -> Copies:
-    """Return what loads the pools from objects and what writes them back, by a provider."""
-    count, stride = objects.shape
-    plans = loaded.form.plans(count)
-    places = torch.arange(count, device=loaded.pools.device) * (stride // 16)
-    flat, pools, slots = objects.view(-1), loaded.pools, loaded.slots
-
-    def scatter() -> None:
-        for plan in plans:
-            provider.copy(plan, flat, places, pools, slots)
-
-    def gather() -> None:
-        for plan in plans:
-            provider.copy(plan.reversed(), pools, slots, flat, places)
-
-    return scatter, gather
 
 
 def check(loaded: Loaded, work: Copies, objects: dict[int, torch.Tensor]) -> None:
@@ -166,19 +149,26 @@ def supported(loaded: Loaded, provider: Provider) -> bool:
     return not isinstance(provider, SglKernelProvider) or all(map(provider.supports, plans))
 
 
-def within_device(
-    loaded: Loaded, providers: dict[str, Provider]
-) -> Iterator[tuple[float, float] | None]:
-    """Measure copies from and to objects in device memory."""
-    objects = loaded.objects.clone()
-    moved = 2 * len(objects) * loaded.nbytes
+def checked(
+    loaded: Loaded, providers: dict[str, Provider], objects: torch.Tensor
+) -> Iterator[Copies | None]:
+    """Yield each provider's copies, once they gave the right bytes; None if it has others do it."""
     for provider in providers.values():
         if not supported(loaded, provider):
             yield None
             continue
-        work = copies(loaded, provider, objects)
+        work = copies(loaded.form, provider, objects, loaded.pools, loaded.slots)
         check(loaded, work, {0: objects[:, : loaded.nbytes]})
-        yield rate(moved, replayed(work[0])), rate(moved, replayed(work[1]))
+        yield work
+
+
+def within_device(
+    loaded: Loaded, providers: dict[str, Provider]
+) -> Iterator[tuple[float, float] | None]:
+    """Measure copies from and to objects in device memory."""
+    moved = 2 * len(loaded.objects) * loaded.nbytes
+    for work in checked(loaded, providers, loaded.objects.clone()):
+        yield work and (rate(moved, replayed(work[0])), rate(moved, replayed(work[1])))
 
 
 def from_host(
@@ -187,13 +177,8 @@ def from_host(
     """Measure copies from and to objects in page-locked host memory."""
     objects = host[: loaded.objects.numel()].view(loaded.objects.shape).copy_(loaded.objects)
     moved = len(objects) * loaded.nbytes
-    for provider in providers.values():
-        if not supported(loaded, provider):
-            yield None
-            continue
-        work = copies(loaded, provider, objects)
-        check(loaded, work, {0: objects[:, : loaded.nbytes]})
-        yield rate(moved, work[0]), rate(moved, work[1])
+    for work in checked(loaded, providers, objects):
+        yield work and (rate(moved, work[0]), rate(moved, work[1]))
 
 
 def of_server(loaded: Loaded) -> tuple[float, float] | None:

@@ -530,16 +530,26 @@ def test_without_memory_to_build_a_graph_launches_are_made_anew(
     tmp_path: Path, provided: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = Failing(good=1000)
+    assert found(captured_by(Unbuilt, provider, tmp_path, provided, monkeypatch)) == []
+    assert provider.good < 1000
+
+
+def captured_by(
+    graph: type[Unbuilt],
+    provider: Failing,
+    folder: Path,
+    provided: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Verified:
+    """Verify a store on the CPU as on a device whose launches are captured in such graphs."""
     monkeypatch.setattr(provider, "capturable", True, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Unbuilt)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
     monkeypatch.setattr(Lane, "wait", lambda lane: None)
     monkeypatch.setattr("hicachectl.device.lanes._lane", streaming_lane)
-    store, profile = write_store(tmp_path, "latent")
+    store, profile = write_store(folder, "latent")
     provided(provider)
-    report = verified(store, profile, "cuda", device_bytes=lane_bytes(16384))
-    assert found(report) == []
-    assert provider.good < 1000
+    return verified(store, profile, "cuda", device_bytes=lane_bytes(16384))
 
 
 class Watched(Unbuilt):
@@ -562,14 +572,7 @@ def test_nothing_is_collected_during_a_capture(
 ) -> None:
     """The collector may find graphs of an earlier run, and destroying one ends a capture."""
     provider = Failing(good=1000)
-    monkeypatch.setattr(provider, "capturable", True, raising=False)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Watched)
-    monkeypatch.setattr(Lane, "in_use", lambda lane: nullcontext())
-    monkeypatch.setattr(Lane, "wait", lambda lane: None)
-    monkeypatch.setattr("hicachectl.device.lanes._lane", streaming_lane)
-    store, profile = write_store(tmp_path, "latent")
-    provided(provider)
-    assert found(verified(store, profile, "cuda", device_bytes=lane_bytes(16384))) == []
+    assert found(captured_by(Watched, provider, tmp_path, provided, monkeypatch)) == []
     assert Watched.collects
     assert not any(Watched.collects)
     assert gc.isenabled()
