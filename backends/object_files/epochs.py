@@ -1,8 +1,12 @@
 """Epochs: `clear` makes all objects of a suffix misses at once, without removing them.
 
-The epoch of a suffix is the ctime of a file in `.hicachectl/`. Objects whose ctime is not later are
-stale. A rename sets the ctime, so it is the time at which an object got its name; both times are
-from the file system's clock. Mtimes are no measure: copies keep them.
+The epoch of a suffix is a time in the text of a file in `.hicachectl/`. Objects whose ctime is not
+later are stale. A rename sets the ctime, so it is the time at which an object got its name; both
+times are from the file system's clock. Mtimes are no measure: copies keep them.
+
+The first plug-ins set the ctime of the epoch's file, and read nothing else. They write the suffix
+over the beginning of the text, so the ctime is the epoch of a file without a text of our form. The
+ctime is later than the text: the first plug-ins take a few more objects for stale.
 
 Stale objects are no objects of the store: the plug-in removes them after a while.
 """
@@ -10,11 +14,13 @@ Stale objects are no objects of the store: the plug-in removes them after a whil
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.formats.errors import UntrustedError
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OPEN_SIDE = _OPEN_FILE | os.O_DIRECTORY
 _PREFIX = b"epoch-"
+_TEXT = re.compile(rb"epoch ([1-9][0-9]{0,18}) [^\n]*\n")  # Unix nanoseconds, the suffix
+_MOST_BYTES = 4096
 
 
 def owner_of(suffix: bytes) -> bytes:
@@ -45,13 +53,25 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
     """Make all present objects of the suffixes stale. Raises OSError, UntrustedError."""
     with open_side(directory) as side:
         for suffix in suffixes:
-            descriptor = side.open_lock(os.fsdecode(_name(suffix)))
+            name = os.fsdecode(_name(suffix))
+            with suppress(FileNotFoundError):
+                facts = os.stat(name, dir_fd=side.descriptor, follow_symlinks=False)
+                side.check(name, facts)
             try:
-                with suppress(OSError):  # the text is for people, and the disk may be full
-                    os.pwrite(descriptor, suffix + b"\n", 0)
-                os.utime(descriptor)  # sets the ctime
-            finally:
-                os.close(descriptor)
+                now_ns = file_system_ns(side.descriptor)
+                side.write(name, b"epoch %d %s\n" % (now_ns, suffix), shared=True)
+            except OSError:  # such as a full disk: a file without a text needs no room
+                _begin_by_ctime(side, name)
+
+
+def _begin_by_ctime(side: Directory, name: str) -> None:
+    """Write an epoch as the first plug-ins do: by its ctime, without a text."""
+    descriptor = side.open_lock(name)
+    try:
+        os.truncate(descriptor, 0)
+        os.utime(descriptor)  # sets the ctime
+    finally:
+        os.close(descriptor)
 
 
 def read_epochs(directory: ObjectTree) -> dict[bytes, int]:
@@ -75,54 +95,73 @@ def read_epochs(directory: ObjectTree) -> dict[bytes, int]:
 
 
 def _known_ctime(name: bytes, side: int) -> int:
-    """Return the ctime of an epoch's file, even an unreadable one; 0 if it is no regular file."""
+    """Return an epoch; the ctime of an unreadable file; 0 if it is no regular file."""
     try:
-        return _ctime(name, side)
+        return _Epoch.read(name, side).time_ns
     except OSError:
         facts = os.stat(name, dir_fd=side, follow_symlinks=False)
         return facts.st_ctime_ns if stat.S_ISREG(facts.st_mode) else 0
 
 
-def _ctime(name: bytes, side: int) -> int:
-    """Return the ctime of an epoch. Opening the file shows what other hosts did (NFS)."""
-    descriptor = os.open(name, _OPEN_FILE, dir_fd=side)
-    try:
-        return os.fstat(descriptor).st_ctime_ns
-    finally:
-        os.close(descriptor)
+class _Epoch(NamedTuple):
+    """An epoch, and the state of its file when it was read."""
+
+    time_ns: int
+    state: tuple[int, ...]
+
+    @classmethod
+    def read(cls, name: bytes, side: int, known: _Epoch | None = None) -> _Epoch:
+        """Read an epoch. Opening the file shows what other hosts did (NFS).
+
+        known: the result of an earlier call, returned if the file is unchanged. Raises OSError.
+        """
+        descriptor = os.open(name, _OPEN_FILE, dir_fd=side)
+        try:
+            facts = os.fstat(descriptor)
+            state = facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+            if known is not None and known.state == state:
+                return known
+            text = _TEXT.fullmatch(os.pread(descriptor, _MOST_BYTES, 0))
+        finally:
+            os.close(descriptor)
+        # A text with a later time than the file's own is no work of `begin_epoch`.
+        time_ns = min(int(text[1]), facts.st_ctime_ns) if text else facts.st_ctime_ns
+        return cls(time_ns, state)
 
 
 class EpochReader:
     """The epoch of one suffix, as it was when `look` was last called.
 
-    ctime_ns: 0 if there is no epoch.
+    time_ns: 0 if there is no epoch.
     """
 
     def __init__(self, directory: ObjectTree, suffix: bytes) -> None:
-        self.ctime_ns = 0
+        self.time_ns = 0
         self._directory = directory
         self._name = _name(suffix)
+        self._epoch: _Epoch | None = None
 
     def look(self) -> int:
-        """Read and return `ctime_ns`; an unreadable epoch leaves it.
+        """Read and return `time_ns`; an unreadable epoch leaves it.
 
         Call it once per call of SGLang.
         """
         try:
             side = os.open(OWN_PREFIX, _OPEN_SIDE, dir_fd=self._directory.descriptor)
             try:
-                self.ctime_ns = _ctime(self._name, side)
+                self._epoch = _Epoch.read(self._name, side, self._epoch)
+                self.time_ns = self._epoch.time_ns
             finally:
                 os.close(side)
         except FileNotFoundError:
-            self.ctime_ns = 0
+            self._epoch, self.time_ns = None, 0
         except OSError:
             pass
-        return self.ctime_ns
+        return self.time_ns
 
     def stale(self, facts: os.stat_result) -> bool:
         """Return whether an object got its name before the epoch, or at its very moment."""
-        return facts.st_ctime_ns <= self.ctime_ns
+        return facts.st_ctime_ns <= self.time_ns
 
 
 def _name(suffix: bytes) -> bytes:

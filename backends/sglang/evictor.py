@@ -260,7 +260,7 @@ class Evictor:
             return
         self._listing_s = time.monotonic() - begun
         self._listed_at = time.monotonic()
-        self._epochs = [epoch.ctime_ns for epoch in self._sweeper.epochs]
+        self._epochs = [epoch.time_ns for epoch in self._sweeper.epochs]
         self._remover.clock_ns = listing.clock_ns
         self._next, self._known = 0, int(listing.sizes.sum())
         self._listing, self._evicted = listing, 0

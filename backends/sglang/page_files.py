@@ -153,7 +153,7 @@ class PageFiles:
             data = b""
         finally:
             os.close(descriptor)
-        if self._trailers.digest(data, page[1]) and not self._epoch.ctime_ns:
+        if self._trailers.digest(data, page[1]) and not self._epoch.time_ns:
             return ""
         return self.examine(page).problem
 
@@ -202,7 +202,7 @@ class PageFiles:
             except OSError:
                 nbytes = 0
             digest = self._trailers.digest(bytes(memory.trailer), page[1])
-            is_ours = nbytes == self._whole and not self._epoch.ctime_ns
+            is_ours = nbytes == self._whole and not self._epoch.time_ns
             if is_ours and self._hash((memory.page,)) == digest:
                 if facts is not None:
                     self._touch(descriptor, page, facts)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Trust
-from hicachectl.backends.disk.durable import CREATE_FILE
 from hicachectl.backends.disk.files import OWN_PREFIX, storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 
@@ -135,15 +135,9 @@ class Sweeper:
 
     def now_ns(self) -> int:
         """Return the file system's time, from a new file. Raises OSError."""
-        here = self._directory.descriptor
         token = owner_of(self._suffixes[0]) + os.urandom(4).hex().encode()
         name = self._directory.temporary_name(b"00", token, 0)
-        descriptor = os.open(name, CREATE_FILE, 0o600, dir_fd=here)
-        try:
-            return os.fstat(descriptor).st_mtime_ns
-        finally:
-            os.close(descriptor)
-            os.unlink(name, dir_fd=here)
+        return file_system_ns(self._directory.descriptor, name)
 
     def _sweep(self, descriptor: int, name: str, found: _Found) -> None:
         """Remove a temporary file of the suffixes if its writer must have ended."""

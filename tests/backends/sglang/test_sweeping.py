@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.object_files.epochs import EpochReader, begin_epoch, owner_of
+from hicachectl.backends.object_files.epochs import (
+    EpochReader,
+    begin_epoch,
+    open_side,
+    owner_of,
+    read_epochs,
+)
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages
-from hicachectl.backends.sglang.sweeping import Sweeper
+from hicachectl.backends.sglang.removal import Remover
+from hicachectl.backends.sglang.sweeping import Sweeper, Trusted
 from hicachectl.backends.urls import parse_url
 from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
 from tests.backends.sglang.pages import HostPool, hashes
@@ -50,6 +58,17 @@ def _path(directory: ObjectDirectory, name: bytes) -> Path:
     return Path(directory.path) / os.fsdecode(name)
 
 
+def _epoch_file(directory: ObjectDirectory, suffix: bytes) -> Path:
+    return _path(directory, b".hicachectl/epoch-" + owner_of(suffix))
+
+
+def _epoch(directory: ObjectDirectory, suffix: bytes) -> int:
+    """Return an epoch as the plug-in reads it; commands must read the same."""
+    time_ns = EpochReader(directory, suffix).look()
+    assert read_epochs(directory).get(owner_of(suffix), 0) == time_ns
+    return time_ns
+
+
 def _tick(file: Path) -> None:
     """Wait until the file system's clock is past a file's ctime."""
 
@@ -76,13 +95,91 @@ def test_objects_from_before_an_epoch_are_stale_and_later_ones_are_not(
     assert epoch.look() > 0
     assert epoch.stale(before.stat())
     assert other.look() == 0
-    _tick(_path(directory, b".hicachectl/epoch-" + owner_of(KV)))
+    _tick(_epoch_file(directory, KV))
     after = put(directory, 1, KV)
     assert not epoch.stale(after.stat())
     _tick(after)
     begin_epoch(directory, [KV])
     epoch.look()
     assert epoch.stale(after.stat())
+
+
+def test_the_epoch_does_not_follow_its_file(directory: ObjectDirectory) -> None:
+    """chown -R and chmod -R change the ctime of the epoch's file after later pages were written."""
+    begin_epoch(directory, [KV])
+    epoch, file = EpochReader(directory, KV), _epoch_file(directory, KV)
+    begun_ns = epoch.look()
+    _tick(file)
+    later = put(directory, 0, KV)
+    _tick(later)
+    file.chmod(0o640)
+    assert file.stat().st_ctime_ns > later.stat().st_ctime_ns
+    assert epoch.look() == _epoch(directory, KV) == begun_ns
+    assert not epoch.stale(later.stat())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_epoch_of_the_first_plug_ins_is_the_ctime_of_its_file(
+    directory: ObjectDirectory, early: bool
+) -> None:
+    """They write the suffix over what a later plug-in wrote."""
+    if not early:
+        begin_epoch(directory, [KV])
+        _tick(_epoch_file(directory, KV))
+    begun_ns = _epoch(directory, KV)
+    with open_side(directory) as side:  # begin_epoch of 79ee9eeb
+        descriptor = side.open_lock("epoch-" + owner_of(KV).decode())
+        os.pwrite(descriptor, KV + b"\n", 0)
+        os.utime(descriptor)
+        os.close(descriptor)
+    assert _epoch(directory, KV) == _epoch_file(directory, KV).stat().st_ctime_ns > begun_ns
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"epoch", b"epoch 1234 _x.bin", b"epoch -5 x\n", b"epoch 9223372036854775807 x\n"]
+)
+def test_a_text_that_is_no_epochs_does_not_count(directory: ObjectDirectory, text: bytes) -> None:
+    """A file that was cut off, and a time after the file's own."""
+    begin_epoch(directory, [KV])
+    file = _epoch_file(directory, KV)
+    file.write_bytes(text)
+    assert _epoch(directory, KV) == file.stat().st_ctime_ns
+
+
+def test_a_clear_of_a_full_disk(
+    directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text has no room, but the ctime needs none."""
+    begin_epoch(directory, [KV])
+    before = put(directory, 0, KV)
+    _tick(before)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(Directory, "write", full)
+    begin_epoch(directory, [KV, INDEXER])
+    assert _epoch(directory, KV) == _epoch_file(directory, KV).stat().st_ctime_ns
+    assert _epoch(directory, KV) > before.stat().st_ctime_ns
+    assert _epoch(directory, INDEXER)
+
+
+def test_an_object_of_the_moment_of_the_epoch_is_stale(directory: ObjectDirectory) -> None:
+    """It was renamed just before the clear, within one tick of the clock."""
+    file = put(directory, 0, KV)
+    now_ns = file.stat().st_ctime_ns
+    begin_epoch(directory, [KV])
+    epoch, remover = EpochReader(directory, KV), _remover(directory)
+    for earlier_ns, is_stale in ((1, False), (0, True)):
+        _epoch_file(directory, KV).write_bytes(b"epoch %d %s\n" % (now_ns - earlier_ns, KV))
+        assert epoch.look() == now_ns - earlier_ns
+        assert epoch.stale(file.stat()) == is_stale
+        assert bool(remover.remove_stale(page_hash(0), 0, epoch.time_ns)) == is_stale
+    assert not file.exists()
+
+
+def _remover(directory: ObjectDirectory) -> Remover:
+    return Remover(directory, (KV,), Trusted(directory.descriptor), has_anchor=True)
 
 
 def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirectory) -> None:
@@ -92,6 +189,7 @@ def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirector
     with file.open("rb") as opened:
         seen = os.fstat(opened.fileno())
         begin_epoch(directory, [KV])
+        _tick(_epoch_file(directory, KV))  # else the touch falls into the epoch's moment
         capacity.used(os.fsencode(file.name)[64:], opened.fileno(), seen)
         epoch = EpochReader(directory, KV)
         epoch.look()
@@ -110,7 +208,7 @@ def test_stale_objects_are_removed_in_the_background(
     wait_until(capacity.evict_now)
     assert all(file.exists() for file in files)
     begin_epoch(directory, SUFFIXES)
-    _tick(_path(directory, b".hicachectl/epoch-" + owner_of(INDEXER)))
+    _tick(_epoch_file(directory, INDEXER))
     fresh = [put(directory, number, suffix) for number in range(500, 510) for suffix in SUFFIXES]
     wait_until(lambda: not any(file.exists() for file in files), "stale objects stay")
     assert all(file.exists() for file in [*fresh, foreign])
