@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 HASH_BYTES = 64  # hex digits of a page hash, at the start of a key
 MOST_BYTES = 1 << 30  # binary_slice needs an end
-# Two markers can be written within one tick of the file system's clock.
-_TICK_NS = 1_000_000_000
+_TICK_S = 1.0  # two markers can be written within one tick of the file system's clock
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
 
 
@@ -53,6 +52,8 @@ class MarkedSizes:
         self._faults = faults
         self._lock = threading.Lock()
         self._state: tuple[int, ...] | None = None  # of the directory when it was read
+        self._since = 0.0  # `time.monotonic()` when the directory was first seen in this state
+        self._settled = False  # no further marker can come without another state
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
         self._facts: dict[bytes, Identity] = {}  # by hash
@@ -124,8 +125,10 @@ class MarkedSizes:
         return payloads
 
     def _refresh(self) -> None:
-        state = self._look()
-        if state is not None and state == self._state:
+        state, now = self._look(), time.monotonic()
+        if state != self._state:
+            self._state, self._since = state, now
+        elif state is not None and self._settled:
             return
         markers: list[Marker] = []
         self.problem = ""
@@ -139,8 +142,8 @@ class MarkedSizes:
                 else:
                     markers = read_markers(directory)
         self._use(markers)
-        recent = state is not None and abs(time.time_ns() - state[1]) < _TICK_NS
-        self._state = None if recent else state
+        # By this process's own clock: the file system's may differ from this host's.
+        self._settled = now - self._since > _TICK_S
 
     def _look(self) -> tuple[int, ...] | None:
         """Return what changes with the directory of the markers; None if it is missing."""

@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import threading
-import time
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -23,6 +22,7 @@ from hicachectl.backends.base import (
     keys_of,
     mtimes_of,
 )
+from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key
@@ -105,7 +105,7 @@ class FileWriter:
 
         Raises OSError, StoreUnavailable.
         """
-        now = time.time_ns()
+        now = file_system_ns(self._objects.descriptor)
         epochs = Epochs(self._objects)
         touched: dict[int, os.stat_result] = {}
         for index, key in enumerate(keys):

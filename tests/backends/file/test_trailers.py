@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hicachectl.backends.arena import Arena
@@ -170,6 +171,7 @@ FILES = st.lists(
 
 
 @given(marks=MARKS, files=FILES)
+@example(marks=[(SUFFIXES[0], 128), (SUFFIXES[1], 256)], files=[(SUFFIXES[0], 384)])
 def test_sizes_are_less_a_trailer_exactly_where_a_marker_says_so(
     tmp_path_factory: pytest.TempPathFactory,
     marks: list[tuple[str, int]],
@@ -187,6 +189,27 @@ def test_sizes_are_less_a_trailer_exactly_where_a_marker_says_so(
         for suffix, size in files
     ]
     shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("skew_s", [0, 300, -300])
+def test_a_marker_of_the_same_tick_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: int
+) -> None:
+    """Two markers within one tick of the file server's clock, whatever this host's says."""
+    monkeypatch.setattr(time, "time_ns", lambda real=time.time_ns: real() + skew_s * 10**9)
+    one, two = (Marker(suffix, 128, IDENTITY, "off") for suffix in SUFFIXES[:2])
+    with ObjectDirectory.open(str(tmp_path)) as objects:
+        MarkedSizes(objects, Faults(objects)).ensure({one})
+        sizes = MarkedSizes(objects, Faults(objects))
+        tick = sizes._look()
+        monkeypatch.setattr(sizes, "_look", lambda: tick)
+        assert sizes.current() == [one]
+        MarkedSizes(objects, Faults(objects)).ensure({two})
+        assert set(sizes.current()) == {one, two}
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2)
+        sizes.current()  # no marker of this tick comes any more
+        MarkedSizes(objects, Faults(objects)).ensure({two._replace(nbytes=256)})
+        assert set(sizes.current()) == {one, two}
 
 
 @given(
