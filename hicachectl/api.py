@@ -377,12 +377,18 @@ def _check_names(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _requests(requests: Iterable[Tokens]) -> Iterator[Request]:
-    """Yield each request; plain token ids are named by their number, from 0."""
+    """Yield each request; plain token ids are named by their number, from 0.
+
+    Raises UsageError without requests.
+    """
+    number = -1
     for number, one in enumerate(requests):
         if isinstance(one, Request):
             yield one
         else:
             yield Request(f"request {number}", list(one))
+    if number < 0:
+        raise UsageError("requests: has no requests; give one at least")
 
 
 def _wanted(

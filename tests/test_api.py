@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -123,6 +124,9 @@ def test_errors_name_the_request_and_the_argument(source: Path, tmp_path: Path) 
             hicachectl.hits(store, [[1]])
         with pytest.raises(hicachectl.FormatError, match=r"request 1: .*-1"):
             hicachectl.hits(store, [[1] * 16, [-1] * 16], PROFILE)
+        for asked in (hicachectl.hits, partial(hicachectl.plan, store)):
+            with pytest.raises(hicachectl.UsageError, match="requests: has no requests"):
+                asked(store, [], PROFILE)
         with pytest.raises(hicachectl.UsageError, match="either requests or a trace"):
             hicachectl.plan(store, store, None, PROFILE)
     with (

@@ -49,7 +49,7 @@ METRICS = {
         "bytes": Metric("Bytes written."),
         "requested_tokens": Metric(
             "Requested tokens that a store can serve: whole pages, without the last token of each "
-            "request."
+            "request; all tokens of a request without such a page."
         ),
         "usable_tokens": Metric("Requested tokens that servers can restore."),
         "failed": Metric("Pages that failed or are in conflict."),

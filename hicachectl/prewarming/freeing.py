@@ -274,8 +274,10 @@ def _tokens(
     leaves = pc.is_in(hits.page_names, value_set=removed.cast(hits.page_names.type))
     stays = ~leaves.to_numpy(zero_copy_only=False)[hits.page_of]
     after = hits.usable_within(leading_runs(stays, hits.chains.offsets))
-    counts = (hits.chains.reach, hits.usable_pages, after)
-    return {
-        name: int(pages.sum()) * profile.page_size
-        for name, pages in zip(names, counts, strict=True)
-    }
+    size = profile.page_size
+    counts = (
+        hits.chains.requested_tokens(size),
+        int(hits.usable_pages.sum()) * size,
+        int(after.sum()) * size,
+    )
+    return dict(zip(names, counts, strict=True))

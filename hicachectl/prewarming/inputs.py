@@ -81,7 +81,7 @@ def _listed_pages(profile: Profile, grammar: str, options: Mapping[str, Any]) ->
     from hicachectl.requests.files import read_page_list
     from hicachectl.text.units import counted
 
-    listed = read_page_list(options["pages"])
+    listed = read_page_list(options["pages"], requests=True)
     label = profiled_deployment(profile, codec_for(grammar)).label(codec_for(grammar))
     in_others = listed.only_in_others(label)
     if not listed.is_chained:
@@ -123,8 +123,6 @@ def wanted_of_trace(
     from hicachectl.requests.chains import Hashing
 
     trace = read_trace(path, profile)
-    if not len(trace):
-        raise UsageError(f"{path}: has no requests; check the path")
     if not trace.forest.hashed:
         raise UsageError(f"{path}: has block ids, which do not give the keys of pages; {instead}")
     ranker = Ranker(trace.times, trace.output_tokens)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.naming import deployment_text
-from hicachectl.requests.gate import failed_text, passes, usable_text
+from hicachectl.requests.gate import failed_text, passes, usable_share, usable_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
@@ -128,9 +128,15 @@ class PrewarmOutcome:
         failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
         return failed or not passes(document, min_usable)
 
-    def gate(self, min_usable: float | None) -> list[str]:
-        """Return the message that less than this share of tokens is usable, if so."""
+    def gate(self, min_usable: float | None, *, dry_run: bool = False) -> list[str]:
+        """Return the message that less than this share of tokens is usable, if so.
+
+        A dry run is not judged by its share, which is that of before the copy, but it fails too if
+        nothing was requested.
+        """
         if min_usable is None or passes(self.document, min_usable):
+            return []
+        if dry_run and usable_share(self.document) is not None:
             return []
         step = _NEXT_STEPS.get(self.document["stopped_by"], _OTHER_STEP)
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]

@@ -189,7 +189,7 @@ def plan_chains(
             requested=requested,
             there=there,
             missing=requested - len(names),
-            requested_tokens=int(request.chains.reach.sum()) * request.target.page_size,
+            requested_tokens=request.chains.requested_tokens(request.target.page_size),
             cut=cut,
         ),
     )

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.disk.bounded import read_lines
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES
+from hicachectl.requests.files import request_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,14 +78,12 @@ def read_plan(path: Path) -> PlannedPages:
 
     A parent without a row was in the destination when the plan was made. Raises FormatError naming
     a line that is not a plan's row, has a block id, repeats a page, or has an earlier page's
-    parent; UsageError if the file cannot be read.
+    parent; UsageError if the file cannot be read or has no pages.
     """
     position: dict[str, int] = {}
     outside: set[str] = set()
     parents: list[int] = []
-    for number, line in read_lines(path, _LONGEST_ROW):
-        if line.isspace():
-            continue
+    for number, _, line in request_lines(path, _LONGEST_ROW, what="pages"):
         try:
             parents.append(_take(line, position, outside))
         except FormatError as error:

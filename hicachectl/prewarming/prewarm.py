@@ -107,7 +107,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
         requested=requested,
         there=held,
         missing=requested - held,
-        requested_tokens=int(request.chains.reach.sum()) * page_size,
+        requested_tokens=request.chains.requested_tokens(page_size),
     )
     finish = FinishFacts(
         usable_tokens=int(found.pages.sum()) * page_size,

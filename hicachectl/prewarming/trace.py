@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
+from hicachectl.backends.disk.bounded import MAX_LINE_BYTES
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
 from hicachectl.formats.wording import failed, needs_profile
 from hicachectl.prewarming.forest import Forest, grow_forest
 from hicachectl.requests.chains import RequestSample
-from hicachectl.requests.files import Request
+from hicachectl.requests.files import Request, request_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,16 +140,12 @@ def read_trace(path: Path, profile: Profile | None) -> Trace:
     """Read a trace.
 
     profile: gives the page size and hash unit of token ids. Raises FormatError naming the line;
-    UsageError if the file cannot be read, or if token ids have no profile.
+    UsageError if the file cannot be read or has no requests, or if token ids have no profile.
     """
     lines = _Lines(profile)
-    end = 0
-    for number, line in read_lines(path, MAX_LINE_BYTES):
-        end += len(line)
-        if line.isspace():
-            continue
+    for number, start, line in request_lines(path):
         try:
-            lines.add(decode(_REQUEST, line), end - len(line))
+            lines.add(decode(_REQUEST, line), start)
         except FormatError as error:
             raise FormatError(f"{path}: line {number}: {error}") from error
     try:

@@ -190,7 +190,7 @@ def _tree(
     name = "" if hits.deployment is None else deployment_name(hits.deployment)
     page_size = None if request.hashing is None else request.hashing.page_size
     try:
-        return prefix_tree(hits, measured.rows, name, page_size), "", told
+        return prefix_tree(hits, measured, name, page_size), "", told
     except FormatError as error:
         return None, str(error), told
 

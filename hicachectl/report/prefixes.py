@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray
     from hicachectl.prewarming.forest import Forest
     from hicachectl.requests.hits import Hits
+    from hicachectl.requests.measuring import HitsReport
 
 USABLE, KV_ONLY, LOST = range(3)  # states of a page: the best of all requests with the page
 _NODES = 400  # drawn
@@ -63,13 +64,15 @@ class Stop:
 class PrefixTree:
     """Requests as a prefix tree, and sums over them.
 
-    page_size: tokens of a page; None if unknown. pages, usable, kv_only: over all requests.
-    unstopped: requests that nothing stops. nodes: with the most requests first; hidden: number not
-    drawn. stops: with the most requests first, of stop_count.
+    page_size: tokens of a page; None if unknown. share: the share of the requested tokens that is
+    usable, as `hits` counts it; None if none is requested. pages, usable, kv_only: over all
+    requests. unstopped: requests that nothing stops. nodes: with the most requests first; hidden:
+    number not drawn. stops: with the most requests first, of stop_count.
     """
 
     deployment: str
     page_size: int | None
+    share: float | None
     requests: int
     pages: int
     usable: int
@@ -82,12 +85,12 @@ class PrefixTree:
 
 
 def prefix_tree(
-    hits: Hits, chain_rows: pa.Table, deployment: str, page_size: int | None
+    hits: Hits, measured: HitsReport, deployment: str, page_size: int | None
 ) -> PrefixTree:
     """Return the tree of the chains of hits.
 
-    chain_rows: as of `hit_rows`. deployment: its name. Raises FormatError if chains contradict each
-    other.
+    measured: the report on these hits. deployment: its name. Raises FormatError if chains
+    contradict each other.
     """
     chains = hits.chains
     names = raw_pages(hits.page_names.cast(pa.string()))
@@ -95,10 +98,11 @@ def prefix_tree(
     counts = np.bincount(hits.page_of, minlength=len(forest)).astype(np.int64)
     runs = _runs(forest, _states(hits), counts, hits.page_of)
     nodes, rows = _placed(runs)
-    stops, stop_count = _stops(hits, chain_rows.column("stopped_by"), runs, rows)
+    stops, stop_count = _stops(hits, measured.rows.column("stopped_by"), runs, rows)
     return PrefixTree(
         deployment=deployment,
         page_size=page_size,
+        share=measured.document["usable_share"],
         requests=len(chains),
         pages=len(hits.page_of),
         usable=int(hits.usable_pages.sum()),

@@ -74,6 +74,15 @@ class Chains:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def requested_tokens(self, page_size: int) -> int:
+        """Return the number of tokens that shares refer to.
+
+        These are the tokens of the pages within reach. A request without such a page counts with
+        all its tokens, none of which can be restored.
+        """
+        alone = np.where(self.reach == 0, np.maximum(self.tokens, 0), 0)
+        return int(self.reach.sum()) * page_size + int(alone.sum())
+
     def within_reach(self) -> Chains:
         """Return the chains, each cut to its reach."""
         lengths = np.diff(self.offsets)

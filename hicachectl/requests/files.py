@@ -1,6 +1,7 @@
 """Read requests from files, one per line: token ids, text, chats, or page hashes.
 
-Reading raises UsageError if the file cannot be read, FormatError naming the line.
+Reading raises UsageError if the file cannot be read or has no requests, FormatError naming the
+line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 
 from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.documents import shown
-from hicachectl.formats.errors import FormatError
+from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 
 if TYPE_CHECKING:
@@ -191,24 +192,46 @@ def read_page_chains(path: Path) -> Iterator[list[str]]:
     A line is a page hash, a JSON list of page hashes (a chain), or a JSON row with a "page", as
     `ls --format jsonl` prints.
     """
-    for chain, _ in _page_lines(path):
+    for chain, _ in _page_lines(path, required=True):
         yield chain
 
 
-def read_page_list(path: Path) -> PageList:
-    """Read a page list, in the lines of `read_page_chains`. Rows may have a "group"."""
+def read_page_list(path: Path, *, requests: bool = False) -> PageList:
+    """Read a page list, in the lines of `read_page_chains`. Rows may have a "group".
+
+    requests: whether the lines are requests; a list that only chooses pages may be empty.
+    """
     pages: list[str] = []
     groups: list[str | None] = []
     lengths: list[int] = []
-    for chain, group in _page_lines(path):
+    for chain, group in _page_lines(path, required=requests):
         pages += chain
         groups += [group] * len(chain)
         lengths.append(len(chain))
     return PageList(str(path), pages, groups, lengths)
 
 
-def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
-    for where, line in _lines(path):
+def request_lines(
+    path: Path, limit: int | None = None, *, what: str = "requests", required: bool = True
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield each line that is not blank: its number, the offset of its first byte, its bytes.
+
+    required: raise UsageError for a file without such a line, so that nothing requested is never
+    taken for everything served. what: the plural name of a line, for this message. limit: most
+    bytes of a line; default: MAX_LINE_BYTES.
+    """
+    end, is_empty = 0, True
+    for number, line in read_lines(path, MAX_LINE_BYTES if limit is None else limit):
+        end += len(line)
+        if not line.isspace():
+            is_empty = False
+            yield number, end - len(line), line
+    if is_empty and required:
+        raise UsageError(f"{path}: has no {what}; check the path")
+
+
+def _page_lines(path: Path, *, required: bool) -> Iterator[tuple[list[str], str | None]]:
+    for where, line in _lines(path, required=required):
         chain, group = [line.decode(errors="replace")], None
         if line.startswith((b"{", b"[")):
             found: list[str] | _PageLine = _decoded(_PAGE_LINE, line, where)
@@ -225,10 +248,9 @@ def _page_lines(path: Path) -> Iterator[tuple[list[str], str | None]]:
         yield chain, group
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    for number, line in read_lines(path, MAX_LINE_BYTES):
-        if text := line.strip():
-            yield f"{path}: line {number}", text
+def _lines(path: Path, *, required: bool = True) -> Iterator[tuple[str, bytes]]:
+    for number, _, line in request_lines(path, required=required):
+        yield f"{path}: line {number}", line.strip()
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def usable_share(document: Mapping[str, Any]) -> float:
-    """Return the share of the requested tokens that is usable; 1 if none is requested.
+def usable_share(document: Mapping[str, Any]) -> float | None:
+    """Return the share of the requested tokens that is usable; None if none is requested.
 
-    document: of `hits` or `prewarm`.
+    document: the result of `hits` or `prewarm`.
     """
     share, requested = document.get("usable_share"), document["requested_tokens"]
-    if share is None:
-        share = document["usable_tokens"] / requested if requested else 1.0
-    return float(share)
+    if share is None and requested:
+        share = document["usable_tokens"] / requested
+    return None if share is None else float(share)
 
 
 def usable_text(document: Mapping[str, Any], *, now: bool = False) -> str:
@@ -28,6 +28,8 @@ def usable_text(document: Mapping[str, Any], *, now: bool = False) -> str:
     now: whether it will change.
     """
     requested = document["requested_tokens"]
+    if usable_share(document) is None:
+        return "0 tokens requested"
     of = "the requested pages" if requested is None else counted(requested, "token")
     by = document["deployment"] and f" by {deployment_text(document['deployment'])}"
     return f"{_percent(document)}% of {of} usable{' now' if now else ''}{by or ''}"
@@ -35,13 +37,14 @@ def usable_text(document: Mapping[str, Any], *, now: bool = False) -> str:
 
 def _percent(document: Mapping[str, Any]) -> int:
     """Return the share in percent, rounded; 100 means all, and 0 means nothing."""
-    share = usable_share(document)
+    share = usable_share(document) or 0.0
     return round(share * 100) if share in (0, 1) else min(max(round(share * 100), 1), 99)
 
 
 def passes(document: Mapping[str, Any], min_usable: float | None) -> bool:
-    """Return whether the share is at least --min-usable."""
-    return min_usable is None or usable_share(document) >= min_usable
+    """Return whether the share is at least --min-usable. Of nothing requested, it never is."""
+    share = usable_share(document)
+    return min_usable is None or (share is not None and share >= min_usable)
 
 
 def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) -> str:
@@ -49,6 +52,8 @@ def failed_text(document: Mapping[str, Any], min_usable: float, next_step: str) 
     deployment = document["deployment"]
     by = f"servers of {deployment_text(deployment)}" if deployment else "servers"
     share, requested = usable_share(document), document["requested_tokens"]
+    if share is None:
+        return f"--min-usable {min_usable:g}: no tokens were requested; check the requests"
     what = (
         "of the requested pages"
         if requested is None

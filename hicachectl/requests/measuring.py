@@ -109,12 +109,17 @@ def _deployment(
 
 
 def _document(hits: Hits, page_size: int | None, elsewhere: list[Elsewhere]) -> dict[str, Any]:
-    requested, usable = int(hits.chains.reach.sum()), int(hits.usable_pages.sum())
+    usable = int(hits.usable_pages.sum()) * (page_size or 1)
+    requested = (
+        int(hits.chains.reach.sum())
+        if page_size is None
+        else hits.chains.requested_tokens(page_size)
+    )
     own = hits.deployment
     return {
         "deployment": None if own is None else deployment_document(own, page_size),
-        "requested_tokens": None if page_size is None else requested * page_size,
-        "usable_tokens": None if page_size is None else usable * page_size,
+        "requested_tokens": None if page_size is None else requested,
+        "usable_tokens": None if page_size is None else usable,
         "usable_share": usable / requested if requested else None,
         "elsewhere": [one.document for one in elsewhere],
     }

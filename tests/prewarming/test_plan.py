@@ -33,7 +33,7 @@ def chains(draw: st.DrawFn) -> list[list[int]]:
     paths: list[list[int]] = []
     for block, parent in enumerate(parents):
         paths.append([*(paths[parent] if 0 <= parent < block else []), block])
-    return draw(st.lists(st.sampled_from(paths), max_size=30))
+    return draw(st.lists(st.sampled_from(paths), min_size=1, max_size=30))
 
 
 def names(plan: TracePlan) -> list[int]:

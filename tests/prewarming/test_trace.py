@@ -207,9 +207,9 @@ def test_values_close_over_prefixes() -> None:
     assert closed.tolist() == [9, 9, 9, 3, 5, 4]
 
 
-def test_an_empty_file_is_an_empty_trace(tmp_path: Path) -> None:
-    trace = read_trace(written(tmp_path), None)
-    assert (len(trace), len(trace.forest), len(trace.blocks)) == (0, 0, 0)
+def test_a_file_without_requests_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"trace\.jsonl: has no requests"):
+        read_trace(written(tmp_path), None)
 
 
 def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:

@@ -30,14 +30,19 @@ def write_report(
         succeeded = outcome.interruption is None and not is_failed(outcome, options)
         write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
     remark(ctx, outcome.summary(dry_run=options["dry_run"]), failure=is_failed(outcome, options))
-    for text in () if options["dry_run"] else outcome.gate(options["min_usable"]):
+    for text in outcome.gate(options["min_usable"], dry_run=options["dry_run"]):
         remark(ctx, text, failure=True)
     write_outcome(outcome, output_format, output, with_plan=options["dry_run"])
 
 
 def is_failed(outcome: PrewarmOutcome, options: dict[str, Any]) -> bool:
-    """Return whether pages or servers failed, or less is usable than --min-usable."""
-    return not options["dry_run"] and outcome.failed(options["min_usable"])
+    """Return whether pages or servers failed, or less is usable than --min-usable.
+
+    A dry run fails only if --min-usable refers to no requested tokens.
+    """
+    if options["dry_run"]:
+        return bool(outcome.gate(options["min_usable"], dry_run=True))
+    return outcome.failed(options["min_usable"])
 
 
 def write_outcome(

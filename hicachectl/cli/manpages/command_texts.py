@@ -40,7 +40,7 @@ _REQUEST_FILES = """
 
     Chats, with their tools, go through the chat template of the model's tokenizer, as in SGLang. A
     server with --chat-template makes other token ids; give such chats with --token-ids. Images and
-    other parts that are not text are refused.
+    other parts that are not text are refused. So is a file without requests.
 """
 _GROUPS = """
     One page can have objects of several deployments. The objects of one page and deployment are a
@@ -294,6 +294,10 @@ BACKGROUND: dict[str, dict[str, str]] = {
         "TOKENS THAT ARE NOT RESTORED": """
             Servers always compute the last token of a request. They skip prefixes below their
             prefetch threshold (256 tokens by default).
+
+            The share of usable tokens refers to the whole pages of each request, without its last
+            token. A request without such a page counts with all its tokens, none of them usable.
+            Without any requested token, --min-usable fails.
         """,
         "TRAILERS": """
             In a file store that the SGLang plug-in of hicachectl wrote, objects of another identity
@@ -467,7 +471,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             else the profile of SRC.
 
             Below --min-usable, the exit status is 4, and a line on stderr names the deployment and
-            the share.
+            the share. If no token was requested, --min-usable fails, with --dry-run too. Otherwise
+            --dry-run does not judge the share, which it counts before the copy.
 
             A server cannot use pages that were written for another topology, because it never asks
             for their keys. If SRC has requested pages of another deployment, a remark on stderr

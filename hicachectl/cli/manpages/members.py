@@ -153,6 +153,10 @@ _RUN_COUNTS = (
     Member("bytes", INTEGER, "Bytes in them."),
 )
 
+_REQUESTED = (
+    "Tokens of the whole pages of the requests, without the last token of each; all tokens of a "
+    "request without such a page, none of which can be restored."
+)
 _UNVALUED = "without --trace and --keep-plan"
 _UNCOUNTED = "without --trace"
 _FREE = (
@@ -373,7 +377,7 @@ DOCUMENTS = (
             Member(
                 "requested_tokens",
                 INTEGER,
-                "Tokens of the whole pages of the requests, without the last token of each.",
+                _REQUESTED,
                 "page size not known",
             ),
             Member(
@@ -453,7 +457,7 @@ DOCUMENTS = (
             Member(
                 "requested_tokens",
                 INTEGER,
-                "Tokens of the whole pages of the requests, without the last token of each.",
+                _REQUESTED,
             ),
             Member(
                 "deployment",
