@@ -270,6 +270,7 @@ def test_the_verdict_has_the_share_of_the_requests_and_a_full_store(
                 rest.write(bytes(4096))
         invoke("report", full, "-o", made)
         assert "The store is full. No errors" in text_of(made)
+        assert 'class="verdict warning"' in made.read_text()
 
 
 def test_completeness_is_by_pool_and_rank_without_pages_in_flight(tmp_path: Path) -> None:
