@@ -133,9 +133,9 @@ def verify(
     profile: ProfileSource = None,
     *,
     checks: Sequence[str] | None = None,
-    model: str = "",
-    pool: str = "",
-    page: str = "",
+    model: str | None = None,
+    pool: str | None = None,
+    page: str | None = None,
     since: float | None = None,
     grace_seconds: float = 60.0,
     sample_percent: float | None = None,
@@ -220,9 +220,9 @@ def migrate(
     *,
     to_profile: ProfileSource = None,
     pages: Iterable[str] | None = None,
-    model: str = "",
-    pool: str = "",
-    page: str = "",
+    model: str | None = None,
+    pool: str | None = None,
+    page: str | None = None,
     since: float | None = None,
     grace_seconds: float = 60.0,
     if_exists: IfExists = "skip",
@@ -370,6 +370,8 @@ def _check_names(names: Sequence[str] | None) -> tuple[str, ...]:
     known = group_names()
     if names is None:
         return tuple(known)
+    if not names:
+        raise UsageError("checks: empty; give names of checks, or None for all that apply")
     for name in names:
         if name not in known:
             raise UsageError(f"checks: {name!r} is not one of {', '.join(known)}")

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -91,6 +91,21 @@ def test_verify_refuses_checks_that_cannot_run(source: Path) -> None:
             hicachectl.verify(store, checks=["values"])
         with pytest.raises(hicachectl.UsageError, match=r"checks: 'value' is not one of names"):
             hicachectl.verify(store, checks=["value"])
+        with pytest.raises(hicachectl.UsageError, match="checks: empty"):
+            hicachectl.verify(store, checks=[])
+
+
+@pytest.mark.parametrize("name", ["model", "pool", "page"])
+def test_an_empty_filter_is_not_everything(source: Path, tmp_path: Path, name: str) -> None:
+    filters: dict[str, Any] = {name: ""}
+    with (
+        hicachectl.open_store(str(source)) as store,
+        hicachectl.open_store(str(tmp_path / "new"), create=True) as new,
+    ):
+        with pytest.raises(hicachectl.UsageError, match=f"{name}: empty"):
+            hicachectl.verify(store, **filters)
+        with pytest.raises(hicachectl.UsageError, match=f"{name}: empty"):
+            hicachectl.migrate(store, new, move=True, **filters)
 
 
 def test_hits_returns_the_rows_of_the_command(source: Path, profile: Path, tmp_path: Path) -> None:

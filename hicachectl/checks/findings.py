@@ -115,7 +115,9 @@ def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
     return pa.table(texts, schema=SCHEMA)
 
 
-def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str = "") -> pa.Table:
+def name_findings(
+    found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str | None = None
+) -> pa.Table:
     """Return findings with the names of their checks: NAMED_SCHEMA.
 
     found: tables of SCHEMA or PLACED_SCHEMA, by check. pool: only findings about this pool.

@@ -6,10 +6,10 @@ import re
 from difflib import get_close_matches
 from functools import partial
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import click
-from click.core import augment_usage_errors
+from click.core import ParameterSource, augment_usage_errors
 
 from hicachectl.cli.environment import (
     long_name,
@@ -45,19 +45,93 @@ _COLUMN = 24  # characters of an option's names, else its text is on the next li
 _HELP = ("--help", "--help-all")
 
 
-class Option(click.Option):
+class CommaList(click.ParamType[Any]):
+    """A text of members between commas; subclasses parse it further."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Pass the text through."""
+        return value
+
+
+class _Given(click.Parameter):
+    """A parameter that refuses an empty text, and a second value if it takes one.
+
+    A script with an unset variable gives an empty text, which must not choose everything.
+    """
+
+    absence = ""
+
+    def consume_value(self, ctx: click.Context, opts: Any) -> tuple[Any, ParameterSource]:
+        """Return the value as given, and its source.
+
+        Raises BadParameter for an empty text, for a list with an empty member, and for several
+        values of a parameter that takes one.
+        """
+        given = opts.get(self.name)
+        if isinstance(given, list) and not self.multiple:
+            opts = {**opts, str(self.name): self._single(ctx, given)}
+        value, source = super().consume_value(ctx, opts)
+        if source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            ctx.set_parameter_source(str(self.name), source)  # so that an error names the variable
+            for text in value if isinstance(value, (list, tuple)) else [value]:
+                self._refuse_empty(ctx, text)
+        return value, source
+
+    def _single(self, ctx: click.Context, values: list[Any]) -> Any:
+        different = list(dict.fromkeys(values))
+        if len(different) > 1 and not ctx.resilient_parsing:
+            named = " and ".join(map(repr, different))
+            self._refuse(ctx, f"takes one value, but has {named}; leave out all but one")
+        return values[-1]
+
+    def _refuse_empty(self, ctx: click.Context, text: Any) -> None:
+        if ctx.resilient_parsing or not isinstance(text, str):
+            return
+        if not text.strip():
+            instead = self.absence or ("" if self.required else "leave it out")
+            self._refuse(ctx, f"empty; give a value{instead and ', or '}{instead}")
+        if isinstance(self.type, CommaList) and not all(map(str.strip, text.split(","))):
+            self._refuse(ctx, f"{text!r} has an empty member; write one comma between members")
+
+    def _refuse(self, ctx: click.Context, text: str) -> NoReturn:
+        raise click.BadParameter(text, ctx=ctx, param=self)
+
+
+class Argument(_Given, click.Argument):
+    """An argument."""
+
+
+class Option(_Given, click.Option):
     """An option of a section of the help; click's own options belong to the section `OWN`.
 
     variable: whether the option is a setting, which has a variable; None: as others of its section.
+    absence: the option that says in a word what an empty value could mean.
     """
 
     def __init__(
-        self, *args: Any, section: str, variable: bool | None = None, **attributes: Any
+        self,
+        *args: Any,
+        section: str,
+        variable: bool | None = None,
+        absence: str = "",
+        **attributes: Any,
     ) -> None:
         super().__init__(*args, **attributes)
         self.section = section
+        self.absence = absence
         if section in _SETTINGS if variable is None else variable:
             self.envvar = variable_of(self)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Make the parser keep every value, of which click would keep the last."""
+        if self.is_flag or self.count or self.multiple:
+            super().add_to_parser(parser, ctx)
+        else:
+            parser.add_option(
+                obj=self, opts=self.opts, dest=self.name, action="append", nargs=self.nargs
+            )
 
 
 class OptionOfSection(Protocol):
@@ -76,8 +150,14 @@ def in_section(title: str) -> OptionOfSection:
     return option
 
 
-own_setting = partial(in_section(OWN), variable=True)
+own_option = in_section(OWN)
+"""`click.option` for a command's own option."""
+
+own_setting = partial(own_option, variable=True)
 """`click.option` for a command's own option that is a setting."""
+
+argument = partial(click.argument, cls=Argument)
+"""`click.argument` for every command."""
 
 
 def section_of(parameter: click.Parameter) -> str:

@@ -69,7 +69,7 @@ def _next_words(ctx: click.Context, not_next: Collection[str]) -> Iterator[str]:
         if not isinstance(param, click.Option) or param.name in not_next:
             continue
         value = values[param.name]
-        for one in value if isinstance(value, list) else [value]:
+        for one in dict.fromkeys(value) if isinstance(value, list) else [value]:
             yield max(param.opts, key=len)
             if not param.is_flag:
                 yield str(one)

@@ -23,7 +23,10 @@ from hicachectl.cli.command import (
     RESOURCES,
     SERVERS,
     TRANSFORM,
+    CommaList,
+    argument,
     in_section,
+    own_option,
 )
 from hicachectl.cli.completions import model_names, page_prefixes, store_names
 from hicachectl.cli.precedence import on_command_line
@@ -125,10 +128,8 @@ class Size(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-class NameList(click.ParamType[Any]):
+class NameList(CommaList):
     """A comma-separated list of names, each one of the choices if there are choices."""
-
-    name = "list"
 
     def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
         self._choices = choices
@@ -195,10 +196,8 @@ class RunPath(click.Path):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> Path:
-        """Check the text. An empty one would name the current directory."""
+        """Check the text."""
         text = os.fspath(value)
-        if not text:
-            self.fail("the path is empty; give a directory", param, ctx)
         if "://" in text:
             self.fail(f"{text} is a URL; give the path of a directory", param, ctx)
         super().convert(value, param, ctx)
@@ -242,7 +241,7 @@ _mooncake = in_section(MOONCAKE)
 _profile = in_section(PROFILE)
 _server = in_section(SERVERS)
 
-store_argument = click.argument("store", metavar="STORE", shell_complete=store_names)
+store_argument = argument("store", metavar="STORE", shell_complete=store_names)
 
 
 def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -363,7 +362,12 @@ profile_options = stack(
         help="SGLang's --enable-dp-attention: attention TP is tp / dp.",
     ),
     _server("--pp", type=click.IntRange(1), metavar="N", help="Pipeline parallel size."),
-    _server("--pp-partition", metavar="N,N,…", help="Layers of each pipeline stage."),
+    _server(
+        "--pp-partition",
+        type=CommaList(),
+        metavar="N,N,…",
+        help="Layers of each pipeline stage.",
+    ),
     _server("--cp", type=click.IntRange(1), metavar="N", help="Attention context parallel size."),
     _server(
         "--enable-dsa-cache-layer-split",
@@ -443,11 +447,20 @@ transform_options = stack(
         "--to-profile", type=FILE, help="Write the pages for the deployment of this profile."
     ),
     _transform("--to-model", metavar="NAME", help="Served model name to write."),
-    _transform("--to-tag", metavar="TAG", help="Mooncake: extra_backend_tag to write."),
+    _transform(
+        "--to-tag",
+        absence="--to-no-tag",
+        metavar="TAG",
+        help="Mooncake: extra_backend_tag to write.",
+    ),
+    _transform("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
     _transform("--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."),
     _transform("--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."),
     _transform(
-        "--to-pp-partition", metavar="N,N,…", help="Layers of each pipeline stage to write."
+        "--to-pp-partition",
+        type=CommaList(),
+        metavar="N,N,…",
+        help="Layers of each pipeline stage to write.",
     ),
     _transform(
         "--to-tp-lcm-size",
@@ -517,19 +530,19 @@ parts_options = stack(
 )
 
 request_options = stack(
-    click.option(
+    own_option(
         "--prompts",
         type=FILE,
         help="Requests as text or chat messages, one JSON value per line; needs a tokenizer.",
     ),
-    click.option("--token-ids", type=FILE, help="Requests as token ids, one JSON list per line."),
-    click.option(
+    own_option("--token-ids", type=FILE, help="Requests as token ids, one JSON list per line."),
+    own_option(
         "--pages",
         type=FILE,
         help="Pages; a line is a hash, a JSON list of hashes (a chain) or a row of "
         "ls --format jsonl.",
     ),
-    click.option(
+    own_option(
         "--tokenizer",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
@@ -546,7 +559,7 @@ model_option = _profile(
     help="Choose one of several models in STORE.",
 )
 
-grace_option = click.option(
+grace_option = own_option(
     "--grace",
     type=Duration(),
     default="60s",
@@ -554,7 +567,7 @@ grace_option = click.option(
     help="Do not judge page groups younger than this; servers may still be writing them.",
 )
 
-fail_on_option = click.option(
+fail_on_option = own_option(
     "--fail-on",
     type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
     default="warning",
@@ -562,7 +575,7 @@ fail_on_option = click.option(
     help="Exit with 4 if there are findings at least this severe.",
 )
 
-min_usable_option = click.option(
+min_usable_option = own_option(
     "--min-usable",
     type=Share(),
     metavar="SHARE",

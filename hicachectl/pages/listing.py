@@ -40,7 +40,9 @@ def seconds(times_ns: pa.Array) -> pa.Array:
     return pc.divide(pc.cast(times_ns, pa.float64(), safe=False), 1e9)
 
 
-def object_rows(inventory: Inventory, rows: Rows | None = None, *, pool: str = "") -> pa.Table:
+def object_rows(
+    inventory: Inventory, rows: Rows | None = None, *, pool: str | None = None
+) -> pa.Table:
     """Return a row per object in the columns of `ls --objects`, for some rows or one pool."""
     if pool:
         rows = np.flatnonzero(inventory.of_pool(pool))

@@ -18,19 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Filters on page groups; None and "" select everything.
+    """Filters on page groups; None selects everything, and so does an empty tuple.
 
     model: served name; "/" and "-" are equal. page: a prefix of page hashes. since, before:
     Unix seconds; a group is selected if its newest object is not older, or is older. pool: selects
     whole groups with an object of the pool. states: names in `vocabulary.STATES`.
+    Raises UsageError for an empty text, which a script with an unset variable gives.
     """
 
-    model: str = ""
-    pool: str = ""
-    page: str = ""
+    model: str | None = None
+    pool: str | None = None
+    page: str | None = None
     since: float | None = None
     before: float | None = None
     states: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("model", "pool", "page"):
+            text = getattr(self, name)
+            if text is not None and not text.strip():
+                raise UsageError(f"{name}: empty; give a {name}, or leave it out")
 
     def __bool__(self) -> bool:
         return self != EVERYTHING
@@ -53,11 +60,11 @@ def select(inventory: Inventory, selection: Selection) -> Inventory:
 
 def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> BoolArray:
     chosen = np.ones(len(groups), dtype=np.bool_)
-    if selection.model:
+    if selection.model is not None:
         model = selection.model.replace("/", "-")
         named = [deployment.model == model for deployment in groups.deployments]
         chosen &= np.array([*named, False])[groups.deployment_ids]
-    if selection.page:
+    if selection.page is not None:
         prefix = selection.page.lower()
         if not set(prefix) <= set("0123456789abcdef"):
             raise UsageError(f"Page prefix {selection.page!r}: must be hexadecimal digits")
@@ -72,7 +79,7 @@ def _chosen(groups: PageGroups, inventory: Inventory, selection: Selection) -> B
     if selection.states:
         wanted = [STATES.index(state) for state in selection.states]
         chosen &= np.isin(groups.states, wanted)
-    if selection.pool:
+    if selection.pool is not None:
         rows = np.flatnonzero(inventory.of_pool(selection.pool))
         has_pool = np.zeros(len(groups) + 1, dtype=np.bool_)
         has_pool[groups.of_object[rows]] = True

@@ -40,7 +40,7 @@ _SEVERAL = -2  # object size of that row
 
 
 def summarise(
-    inventory: Inventory, markers: Iterable[Marker] = (), *, pool: str = ""
+    inventory: Inventory, markers: Iterable[Marker] = (), *, pool: str | None = None
 ) -> tuple[pa.Table, dict[str, Any]]:
     """Return totals by deployment, pool and object size, and the total of all objects.
 

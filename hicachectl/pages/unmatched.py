@@ -84,7 +84,9 @@ def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
 
 
 def option_text(name: str, value: Any) -> str:
-    """Return a filter as on the command line; times without value."""
+    """Return a filter as on the command line; times without value. The tag "" is --no-tag."""
+    if name == "tag" and not value:
+        return "--no-tag"
     option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
     if name in ("since", "before"):
         return option
@@ -99,7 +101,7 @@ def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: 
     match option:
         case "--model":
             said = _listed("models", ((d.model, pages) for d, pages in counted))
-        case "--tag":
+        case "--tag" | "--no-tag":
             tags = _listed("tags", ((d.tag, pages) for d, pages in counted))
             said = tags or _no_tags(store, groups)
         case "--tp" | "--pp" | "--cp":

@@ -28,9 +28,9 @@ def selection_identity(selection: Selection) -> dict[str, Any]:
     An age means another time in each process, so the time of --since is the lister's.
     """
     return {
-        "--model": selection.model or None,
-        "--pool": selection.pool or None,
-        "--page": selection.page or None,
+        "--model": selection.model,
+        "--pool": selection.pool,
+        "--page": selection.page,
         "--since": None if selection.since is None else "given",
     }
 

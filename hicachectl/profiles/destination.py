@@ -25,22 +25,30 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     from hicachectl.profiles.sources import read_profile, stage_layers
 
     changes = {name: options[f"to_{name}"] for name in _FIELDS if options[f"to_{name}"] is not None}
+    if options["to_no_tag"]:
+        if "tag" in changes:
+            raise UsageError("--to-tag cannot be combined with --to-no-tag; leave out one of them")
+        changes["tag"] = ""
     if options["to_pp_partition"]:
         changes["pp_partition"] = stage_layers(options["to_pp_partition"], "--to-pp-partition")
         changes.setdefault("pp", len(changes["pp_partition"]))
     if options["to_profile"]:
         if changes:
-            name = next(iter(changes)).replace("_", "-")
             raise UsageError(
-                f"--to-{name} cannot be combined with --to-profile; leave out one of them"
+                f"{_option(changes)} cannot be combined with --to-profile; leave out one of them"
             )
         return _with_weights_of(profile, read_profile(options["to_profile"]))
     if not changes:
         return None
     if profile is None or profile.inferred:
-        name = next(iter(changes)).replace("_", "-")
-        raise UsageError(needs_profile(f"--to-{name}"))
+        raise UsageError(needs_profile(_option(changes)))
     return retargeted(profile, **changes)
+
+
+def _option(changes: Mapping[str, Any]) -> str:
+    """Return the option of the first change."""
+    name, value = next(iter(changes.items()))
+    return "--to-no-tag" if value == "" else f"--to-{name.replace('_', '-')}"
 
 
 def _with_weights_of(source: Profile | None, target: Profile) -> Profile:

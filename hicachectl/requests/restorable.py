@@ -136,6 +136,8 @@ def _described(url: str, differing: Mapping[str, tuple[Any, Any]]) -> str:
         f"{name} {theirs!r} instead of {ours!r}" for name, (theirs, ours) in differing.items()
     )
     options = {name: _OPTIONS[name].format(theirs) for name, (theirs, _) in differing.items()}
+    if "tag" in differing and not differing["tag"][0]:
+        options["tag"] = "--to-no-tag"
     fixed = [name for name, option in options.items() if not option]
     remedy = (
         f"pages of another {fixed[0]} cannot be converted"

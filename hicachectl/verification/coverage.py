@@ -46,7 +46,7 @@ def nothing_selected(
     selection: Selection, table: AffixTable, tally: Tally, objects_read: int
 ) -> bool:
     """Return whether no object was selected: nothing was checked."""
-    if selection.pool:
+    if selection.pool is not None:
         readings = ((affix, r) for affix, one in enumerate(table.resolved) for r in one.readings)
         if not any(r.pool == selection.pool and tally.objects[affix] for affix, r in readings):
             return True

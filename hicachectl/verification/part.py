@@ -136,7 +136,7 @@ def listing_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[
 
 def select_groups(listed: Inventory, request: VerifyRequest) -> tuple[Inventory, PageGroups]:
     """Return the objects of the selected groups of a part, and the groups, in a fixed order."""
-    inventory = select(listed, replace(request.selection, pool=""))
+    inventory = select(listed, replace(request.selection, pool=None))
     return inventory, PageGroups(inventory)
 
 

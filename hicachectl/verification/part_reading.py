@@ -108,7 +108,7 @@ def choose_objects(
     of_group = groups.of_object
     own = reasons.has_own_digest(inventory)
     chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))  # foreign objects
-    if request.selection.pool:
+    if request.selection.pool is not None:
         chosen &= inventory.of_pool(request.selection.pool)
     if request.sample is not None:
         chosen &= np.append(request.sample.contains(groups.pages), False)[of_group]

@@ -132,7 +132,7 @@ def test_objects_are_listed_with_their_pages(invoke: Invoke, place: Place) -> No
 
 SIZELESS = [
     ("ls",), ("ls", "--objects"), ("ls", "--summary"), ("verify",),
-    ("rm", "--model", "", "--dry-run"),
+    ("rm", "--no-tag", "--dry-run"),
 ]  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_sizes_that_only_a_profile_tells_are_not_called_zero(
 
 def test_the_question_says_that_a_size_is_not_known(invoke: Invoke, place: Place) -> None:
     before = place.server.saved()
-    removal = ("rm", place.url, "--model", "")
+    removal = ("rm", place.url, "--no-tag")
     with answering("n"):
         asked = invoke(*removal).stderr
     assert f"Remove {PAGES} pages (? B) from " in asked

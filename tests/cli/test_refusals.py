@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # A command line, and what its message says, in this order.
 REFUSED = """
-migrate STORE NEW --match TEXT --page ab          | --match | --page | leave out one of them
+migrate STORE NEW --page a --match ab            | --page | 'a' and 'ab' | leave out all but one
 migrate STORE STORE                               | STORE | give another destination
 migrate STORE NEW --to-tp 3                       | --to-tp | give --profile, --model-config
 migrate STORE NEW --profile PROFILE --to-profile PROFILE --to-tp 2 | --to-tp | --to-profile

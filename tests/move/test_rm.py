@@ -513,11 +513,11 @@ def test_temporaries_that_cannot_be_deleted_are_said(
 
 @pytest.mark.parametrize(
     "options",
-    [("--model", "b"), ("--tag", ""), ("--state", "whole"), ("--pages", "f"), ("--profile", "p"),
-     ("--token-ids", "f")],
+    [("--model", "b"), ("--tag", "t"), ("--no-tag",), ("--state", "whole"), ("--pages", "f"),
+     ("--profile", "p"), ("--token-ids", "f")],
 )  # fmt: skip
 def test_temporaries_go_with_no_other_filter(
-    invoke: Invoke, store: Path, options: tuple[str, str]
+    invoke: Invoke, store: Path, options: tuple[str, ...]
 ) -> None:
     before = contents(store)
     said = invoke("rm", store, "--temporaries", *options, "--yes", exit_code=2).stderr

@@ -91,7 +91,7 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
         (["--shard", "0/2"], "--shard needs --run DIR"),
         (["--shard", "0/2", "--run", "RUN", "--lock", "L"], "leave it out, since two processes"),
         (["--shard", "0/2", "--run", "RUN", "-o", "F"], "; give --output to hicachectl merge"),
-        (["--shard", "0/2", "--run", ""], "--run: the path is empty; give a directory"),
+        (["--shard", "0/2", "--run", ""], "--run: empty; give a value"),
         (["--shard", "0/2", "--run", "file:///x"], "--run: file:///x is a URL; give the path"),
         (["--shard", "0/2", "--run", "RUN", "--format", "json"], "--format cannot be combined"),
         (["--shard", "2/2", "--run", "RUN"], "the last is 1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, argument
 from hicachectl.cli.completions import VARIABLE
 
 
@@ -21,7 +21,7 @@ Examples:
   hicachectl completion fish > ~/.config/fish/completions/hicachectl.fish
 """,
 )
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, /, shell: str) -> None:
     """Print a script that adds tab completion of hicachectl to a shell.

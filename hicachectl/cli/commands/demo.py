@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, argument, own_option
 from hicachectl.cli.session import remark
 
 
@@ -20,8 +20,8 @@ Examples:
   hicachectl verify /tmp/demo-store --profile /tmp/demo-store/.hicachectl/demo.toml
 """,
 )
-@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-@click.option(
+@argument("directory", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@own_option(
     "--pages",
     type=click.IntRange(1, 4096),
     default=24,

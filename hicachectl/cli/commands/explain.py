@@ -9,7 +9,7 @@ import click
 
 from hicachectl.checks.codes import SEVERITIES, Code
 from hicachectl.checks.registry import codes
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, argument
 from hicachectl.cli.options import output_options
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ Examples:
   hicachectl explain digest-mismatch --format json
 """,
 )
-@click.argument("code", metavar="[CODE]", type=FindingCode(), required=False)
+@argument("code", metavar="[CODE]", type=FindingCode(), required=False)
 @output_options
 def command(code: Code | None, output_format: str, output: Path | None) -> None:
     """Explain what a finding means, and how to mend it.

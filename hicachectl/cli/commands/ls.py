@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, own_option
 from hicachectl.cli.options import (
     NameList,
     PointInTime,
@@ -45,28 +45,28 @@ Examples:
 """,
 )
 @store_argument
-@click.option("--objects", is_flag=True, help="List objects instead of pages.")
-@click.option(
+@own_option("--objects", is_flag=True, help="List objects instead of pages.")
+@own_option(
     "--summary",
     is_flag=True,
     help="List only totals, by deployment, pool and object size, and the free space.",
 )
-@click.option(
+@own_option(
     "--state",
     type=NameList(STATES),
     help="Only pages in these states; see PAGE STATES in hicachectl(1).",
 )
-@click.option(
+@own_option(
     "--before",
     type=PointInTime(),
     help="Only pages last written before TIME (ISO 8601, or an age such as 7d).",
 )
-@click.option(
+@own_option(
     "--sort-by",
     metavar="COLUMN",
     help="Sort by a column of --format json, or by size or age; -COLUMN sorts downwards.",
 )
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="List only the first N lines.")
+@own_option("--limit", type=click.IntRange(1), metavar="N", help="List only the first N lines.")
 @allow_leases_option
 @filter_options
 @output_options
@@ -113,9 +113,9 @@ def command(
     from hicachectl.text.units import human_size
 
     selection = Selection(
-        model=options["model"] or "",
-        pool=options["pool"] or "",
-        page=options["page"] or "",
+        model=options["model"],
+        pool=options["pool"],
+        page=options["page"],
         since=options["since"],
         before=options["before"],
         states=state or (),
@@ -168,7 +168,7 @@ def command(
 
 
 def _listed(
-    name: str, inventory: Inventory, markers: list[Marker], pool: str
+    name: str, inventory: Inventory, markers: list[Marker], pool: str | None
 ) -> tuple[pa.Table, Callable[[pa.Table], pa.Table], dict[str, Any]]:
     """Return the rows, what makes their text columns, and further members of the document."""
     from hicachectl.cli import text_tables

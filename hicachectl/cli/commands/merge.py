@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, argument, own_option
 from hicachectl.cli.commands.parts import refuse_inside, write_catalog, write_merged
 from hicachectl.cli.options import (
     FILE,
@@ -32,11 +32,11 @@ Examples:
   hicachectl merge /shared/nightly --metrics-file /var/lib/node/hicache.prom
 """,
 )
-@click.argument("run", metavar="RUN", type=RunPath())
-@click.option(
+@argument("run", metavar="RUN", type=RunPath())
+@own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
-@click.option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
+@own_option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @findings_options
 @output_options
 @click.pass_context

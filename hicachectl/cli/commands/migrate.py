@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import FILTERS, Command, in_section
+from hicachectl.cli.command import FILTERS, Command, argument, in_section, own_option
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -75,39 +75,39 @@ Examples:
   hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
 """,
 )
-@click.argument("source", metavar="SRC", shell_complete=store_names)
-@click.argument("destination", metavar="DST", shell_complete=store_names)
+@argument("source", metavar="SRC", shell_complete=store_names)
+@argument("destination", metavar="DST", shell_complete=store_names)
 @in_section(FILTERS)(
-    "--match", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page."
+    "--match", "page", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page."
 )
-@click.option(
+@own_option(
     "--pages-from",
     type=FILE,
     help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which stands "
     "for one group of the page.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
-@click.option("--resume", is_flag=True, help="Continue an earlier run that did not end.")
-@click.option(
+@own_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
+@own_option("--resume", is_flag=True, help="Continue an earlier run that did not end.")
+@own_option(
     "--if-exists",
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
     show_default=True,
     help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
-@click.option("--verify", is_flag=True, help="Read back and compare the written objects.")
-@click.option("--move", is_flag=True, help="Delete pages from SRC after they were verified in DST.")
-@click.option("--yes", is_flag=True, help="Do not ask before --move.")
-@click.option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
-@click.option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
-@click.option(
+@own_option("--verify", is_flag=True, help="Read back and compare the written objects.")
+@own_option("--move", is_flag=True, help="Delete pages from SRC after they were verified in DST.")
+@own_option("--yes", is_flag=True, help="Do not ask before --move.")
+@own_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
+@own_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
+@own_option(
     "--grace",
     type=Duration(),
     default="60s",
     show_default=True,
     help="Skip pages younger than this that are not whole; servers may still be writing them.",
 )
-@click.option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
+@own_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
 @transform_options
 @lock_option
 @jobs_option
@@ -314,18 +314,14 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.files import read_page_list
 
-    if options["match"] and options["page"]:
-        raise click.UsageError(
-            "--match cannot be combined with --page, which means the same; leave out one of them"
-        )
     profile = profile_from_options(options, source, warn=partial(remark, ctx))
     return MigrationRequest(
         profile=profile,
         destination_profile=destination_profile(profile, options),
         selection=Selection(
-            model=options["model"] or "",
-            pool=options["pool"] or "",
-            page=options["match"] or options["page"] or "",
+            model=options["model"],
+            pool=options["pool"],
+            page=options["page"],
             since=options["since"],
         ),
         pages=None if options["pages_from"] is None else read_page_list(options["pages_from"]),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Group
+from hicachectl.cli.command import Group, argument, own_option
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE
 from hicachectl.cli.session import bytes_progress, config_of, remark
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_format_option = click.option(
+_format_option = own_option(
     "--format",
     "output_format",
     type=click.Choice(["table", "json"]),
@@ -45,7 +45,7 @@ def command() -> None:
 
 
 @command.command("info")
-@click.argument("pack", metavar="FILE")
+@argument("pack", metavar="FILE")
 @_format_option
 @click.pass_context
 def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
@@ -61,15 +61,15 @@ def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
 
 
 @command.command("repair")
-@click.argument("pack", metavar="FILE")
-@click.option(
+@argument("pack", metavar="FILE")
+@own_option(
     "-o",
     "--output",
     type=FILE,
     metavar="NEW",
     help="Write the saved objects to a new pack, and do not change FILE.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what can be saved; change nothing.")
+@own_option("--dry-run", is_flag=True, help="Show what can be saved; change nothing.")
 @_format_option
 @click.pass_context
 def repair(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import MOONCAKE, OUTPUT, Command, in_section
+from hicachectl.cli.command import MOONCAKE, OUTPUT, Command, argument, in_section, own_option
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -91,8 +91,8 @@ Examples:
       --deadline 10m --shard /64 --run /shared/warm
 """,
 )
-@click.argument("destination", metavar="[DST]", required=False, shell_complete=store_names)
-@click.option(
+@argument("destination", metavar="[DST]", required=False, shell_complete=store_names)
+@own_option(
     "--from",
     "source",
     metavar="SRC",
@@ -100,25 +100,25 @@ Examples:
     help="Copy pages from this store.",
 )
 @request_options
-@click.option(
+@own_option(
     "--trace",
     type=FILE,
     help="Requests with their times, one JSON object per line, with token_ids or (for --dry-run) "
     "hash_ids.",
 )
-@click.option(
+@own_option(
     "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
 )
-@click.option(
+@own_option(
     "--all",
     "all_",
     is_flag=True,
     help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
     "of little use.",
 )
-@click.option("--budget", type=Size(), help="Copy at most this many bytes.")
-@click.option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
-@click.option("--deadline", type=Duration(), help="Start no further copy after this duration.")
+@own_option("--budget", type=Size(), help="Copy at most this many bytes.")
+@own_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
+@own_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
 @min_usable_option
 @_mooncake(
     "--pin",
@@ -134,8 +134,8 @@ Examples:
     help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, best page first; copy nothing.")
-@click.option(
+@own_option("--dry-run", is_flag=True, help="Print the plan, best page first; copy nothing.")
+@own_option(
     "--through-server",
     "servers",
     multiple=True,

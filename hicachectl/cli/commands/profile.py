@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import PROFILE, Command, in_section
+from hicachectl.cli.command import PROFILE, Command, argument, in_section, own_option
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.options import OutputFile, model_option, profile_options
 from hicachectl.cli.precedence import on_command_line
@@ -39,7 +39,7 @@ Examples:
   hicachectl profile --print-probe > probe.py
 """,
 )
-@click.argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
+@argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
 @model_option
 @_choice(
     "--launch",
@@ -48,7 +48,7 @@ Examples:
     help="Build the profile from the command that launches a server, a file with it (@FILE), or a "
     "running server (pid:N).",
 )
-@click.option(
+@own_option(
     "--format",
     "output_format",
     type=click.Choice(_FORMATS),
@@ -56,12 +56,12 @@ Examples:
     show_default=True,
     help="Format of the profile.",
 )
-@click.option(
+@own_option(
     "--print-probe",
     is_flag=True,
     help="Print a Python script that prints the profile in SGLang's own environment.",
 )
-@click.option(
+@own_option(
     "-o", "--output", type=OutputFile(_FORMATS), help="Write the profile to FILE instead of stdout."
 )
 @profile_options

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Group
+from hicachectl.cli.command import Group, argument, own_option
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
@@ -45,7 +45,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
+@argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @output_options
 @click.pass_context
 def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Path | None) -> None:
@@ -66,15 +66,15 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
 
 
 @command.command("purge")
-@click.argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
-@click.option(
+@argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
+@own_option(
     "--before",
     type=PointInTime(),
     required=True,
     help="Delete runs whose last page was removed before TIME (ISO 8601, or an age such as 30d).",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be deleted; change nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask before deleting.")
+@own_option("--dry-run", is_flag=True, help="Show what would be deleted; change nothing.")
+@own_option("--yes", is_flag=True, help="Do not ask before deleting.")
 @lock_option
 @output_options
 @click.pass_context

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import group_names, reading_groups
-from hicachectl.cli.command import CHECKS, in_section
+from hicachectl.cli.command import CHECKS, in_section, own_option
 from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords, mending_of
@@ -74,8 +74,10 @@ class MarkedTime(click.ParamType[Any]):
         if isinstance(value, tuple):
             return value[0], value[1]
         text, equals, moment = value.rpartition("=")
+        if equals and not text.strip():
+            self.fail(f"{value!r} has no text before =; write TIME or TEXT=TIME", param, ctx)
         seconds: float = PointInTime().convert(moment, param, ctx)
-        return seconds, text if equals else "deploy"
+        return seconds, text or "deploy"
 
 
 def _listed_checks() -> tuple[str, ...]:
@@ -97,14 +99,14 @@ Examples:
 """,
 )
 @store_argument
-@click.option(
+@own_option(
     "-o",
     "--output",
     type=OutputFile(),
     required=True,
     help="Write the page to FILE, one HTML file; - is stdout.",
 )
-@click.option(
+@own_option(
     "--mark",
     "marks",
     type=MarkedTime(),
@@ -113,13 +115,13 @@ Examples:
     help="Mark TIME in the chart of writes, such as a deploy (ISO 8601, or an age such as 2h). Can "
     "be given several times.",
 )
-@click.option(
+@own_option(
     "--page",
     metavar="PREFIX",
     shell_complete=page_prefixes,
     help="Show this page in full.  [default: a page with a finding, or the newest]",
 )
-@click.option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
+@own_option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
 @request_options
 @model_option
 @_check(

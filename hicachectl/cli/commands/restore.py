@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command, own_setting
+from hicachectl.cli.command import Command, argument, own_option, own_setting
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
@@ -39,9 +39,9 @@ Examples:
   hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
 """,
 )
-@click.argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
+@argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @store_argument
-@click.option(
+@own_option(
     "--pages",
     metavar="FILE|PREFIX",
     help="Only pages whose hash starts with PREFIX, or pages in FILE. A line of FILE is a page "
@@ -54,8 +54,8 @@ Examples:
     help="Read the deployment's profile from FILE (TOML or JSON); needed for 3FS stores. See "
     "hicachectl-profile(1).",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be restored; change nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask before restoring.")
+@own_option("--dry-run", is_flag=True, help="Show what would be restored; change nothing.")
+@own_option("--yes", is_flag=True, help="Do not ask before restoring.")
 @lock_option
 @output_options
 @click.pass_context

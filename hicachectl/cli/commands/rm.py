@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hicachectl.cli.command import Command, own_setting
+from hicachectl.cli.command import Command, own_option, own_setting
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.completions import model_names
 from hicachectl.cli.consent import locked, require_consent
@@ -60,7 +60,7 @@ class _Planned(NamedTuple):
     freeing: Freeing | None
 
 
-_SELECTORS = ("model", "tag", "tp", "pp", "cp", "pages", "before", "state")
+_SELECTORS = ("model", "tag", "no_tag", "tp", "pp", "cp", "pages", "before", "state")
 _OF_PAGES = ("free", "trace", "keep_plan", "all_deployments", "token_ids", "profile_file")
 
 
@@ -78,65 +78,71 @@ Examples:
 """,
 )
 @store_argument
-@click.option(
+@own_option(
     "--model",
     metavar="NAME",
     shell_complete=model_names,
     help="Pages of this model, as org/name or org-name.",
 )
-@click.option("--tag", metavar="TAG", help="Pages with this Mooncake extra_backend_tag.")
-@click.option(
+@own_option(
+    "--tag",
+    absence="--no-tag",
+    metavar="TAG",
+    help="Pages with this Mooncake extra_backend_tag.",
+)
+@own_option("--no-tag", is_flag=True, help="Pages without a tag.")
+@own_option(
     "--tp", type=click.IntRange(1), metavar="N", help="Pages of this TP size, as shown by ls."
 )
-@click.option(
+@own_option(
     "--pp", type=click.IntRange(1), metavar="N", help="Pages of this PP size, as shown by ls."
 )
-@click.option(
+@own_option(
     "--cp", type=click.IntRange(1), metavar="N", help="Pages of this CP size, as shown by ls."
 )
-@click.option(
+@own_option(
     "--pages",
     type=FILE,
     help="Pages in FILE. A line is a page hash, or a row of ls --format jsonl, which stands for "
     "one group of the page.",
 )
-@click.option(
+@own_option(
     "--all-deployments",
     is_flag=True,
     help="With --pages: remove a page given by its hash alone from all deployments.",
 )
-@click.option(
+@own_option(
     "--before",
     type=PointInTime(),
     help="Pages last written before TIME (ISO 8601, or an age such as 7d).",
 )
-@click.option("--state", type=NameList(STATES), help="Pages in these states.")
-@click.option(
+@own_option("--state", type=NameList(STATES), help="Pages in these states.")
+@own_option(
     "--free",
     type=Size(1),
     metavar="SIZE",
     help="Remove only the least useful of these pages, until SIZE (such as 200GiB) is freed. "
     "Without --trace or --keep-plan: the longest unused.",
 )
-@click.option(
+@own_option(
     "--trace",
     type=FILE,
     help="With --free: keep what the requests of FILE use. First other pages are removed, then "
     "those of least value. Needs --profile. hicachectl-prewarm(1) describes traces.",
 )
-@click.option(
+@own_option(
     "--keep-plan",
     type=FILE,
     help="With --free: keep the pages of a prewarm plan. First other pages are removed, then the "
     "plan's, from its last.",
 )
-@click.option(
+@own_option(
     "--temporaries",
     is_flag=True,
     help="Remove temporary files instead. They are of unfinished writes, or a server's clear left "
     "them, and are older than a minute.",
 )
-@click.option(
+@own_option(
     "--token-ids",
     type=FILE,
     help="Also remove pages after removed ones in FILE. FILE has prompts, one JSON list of "
@@ -148,8 +154,8 @@ Examples:
     type=FILE,
     help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask before removing.")
+@own_option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
+@own_option("--yes", is_flag=True, help="Do not ask before removing.")
 @lock_option
 @lease_wait_option
 @output_options
@@ -167,10 +173,11 @@ def command(
 ) -> None:
     """Remove pages from a store for good.
 
-    Give at least one filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state or
-    --free. Pages that match all filters are removed with all their objects, the kv objects first,
-    so servers never see half a page. Objects that a server rewrites during the run stay. The exit
-    status is 4 if something could not be removed, or if --free did not reach its size.
+    Give at least one filter: a name (--model, --tag or --no-tag), a size (--tp, --pp or --cp),
+    --pages, --before, --state or --free. Pages that match all filters are removed with all their
+    objects, the kv objects first, so servers never see half a page. Objects that a server rewrites
+    during the run stay. The exit status is 4 if something could not be removed, or if --free did
+    not reach its size.
 
     --free removes pages, the least useful first, until their objects have SIZE. With --trace or
     --keep-plan, tails leave before the prefixes they hang on. --dry-run shows what is lost.
@@ -214,7 +221,7 @@ def command(
 
 
 def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
-    given = [name for name in _SELECTORS if options[name] is not None]
+    given = _selectors(options)
     if options["temporaries"]:
         others = [*given, *(name for name in _OF_PAGES if on_command_line(ctx, name))]
         others = [name for name in others if name != "before"]
@@ -226,15 +233,22 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         return
     if not given and options["free"] is None:
         raise click.UsageError(
-            "Give a filter: --model, --tag, --tp, --pp, --cp, --pages, --before, --state, --free "
-            "or --temporaries; to wipe the whole store, use SGLang's "
+            "Give a filter: --model, --tag, --no-tag, --tp, --pp, --cp, --pages, --before, "
+            "--state, --free or --temporaries; to wipe the whole store, use SGLang's "
             "clear_hicache_storage_backend"
         )
+    if options["tag"] is not None and options["no_tag"]:
+        raise click.UsageError("--tag cannot be combined with --no-tag; leave out one of them")
     _refuse_about_free(options)
     if options["all_deployments"] and options["pages"] is None:
         raise click.UsageError("--all-deployments needs --pages")
     if options["token_ids"] and not options["profile_file"]:
         raise click.UsageError("--token-ids needs --profile, which states the page size")
+
+
+def _selectors(options: dict[str, Any]) -> list[str]:
+    """Return the filters that are given, as parameters."""
+    return [name for name in _SELECTORS if options[name] is not None and options[name] is not False]
 
 
 def _refuse_about_free(options: dict[str, Any]) -> None:
@@ -397,8 +411,7 @@ def _refuse_to_empty(
     """Raise if --free without a filter would remove every page."""
     from hicachectl.text.units import human_size
 
-    filtered = any(options[name] is not None for name in _SELECTORS)
-    if not filtered and len(groups) and len(freeing.groups) == len(groups):
+    if not _selectors(options) and len(groups) and len(freeing.groups) == len(groups):
         raise UsageError(
             f"--free: {store.url} has only {human_size(freeing.facts['bytes'])} in pages, so "
             f"{human_size(options['free'])} would empty it; give a smaller SIZE, or a filter too"
@@ -448,7 +461,7 @@ def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
     _refuse_without_times(store, options)
     return Criteria(
         model=options["model"],
-        tag=options["tag"],
+        tag="" if options["no_tag"] else options["tag"],
         tp=options["tp"],
         pp=options["pp"],
         cp=options["cp"],
@@ -470,8 +483,10 @@ def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
 
 
 def _why(options: dict[str, Any]) -> str:
-    given = (f"--{name}" for name in (*_SELECTORS, "free") if options[name] is not None)
-    return f"rm {' '.join(given)}"
+    free = [] if options["free"] is None else ["free"]
+    return " ".join(
+        ["rm", *(f"--{name.replace('_', '-')}" for name in (*_selectors(options), *free))]
+    )
 
 
 def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:

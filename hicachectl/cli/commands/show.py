@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import Command, argument
 from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.options import (
     allow_leases_option,
@@ -38,7 +38,7 @@ Examples:
 """,
 )
 @store_argument
-@click.argument("page", metavar="PAGE", shell_complete=page_prefixes)
+@argument("page", metavar="PAGE", shell_complete=page_prefixes)
 @grace_option
 @allow_leases_option
 @output_options

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
-from hicachectl.cli.command import OUTPUT, RECORDS, RESOURCES, in_section, own_setting
+from hicachectl.cli.command import (
+    OUTPUT,
+    RECORDS,
+    RESOURCES,
+    CommaList,
+    in_section,
+    own_option,
+    own_setting,
+)
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -127,20 +135,20 @@ Examples:
 """,
 )
 @store_argument
-@click.option(
+@own_option(
     "--checks",
     type=NameList(group_names),
     default=group_names,
     help="Run only these checks.  [default: all that apply]",
 )
-@click.option("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
-@click.option(
+@own_option("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
+@own_option(
     "--sample-slice",
     type=click.IntRange(0),
     metavar="K",
     help="Read share number K.  [default: the day number, so each night reads another share]",
 )
-@click.option("--time-limit", type=Duration(), help="Start no further read after this duration.")
+@own_option("--time-limit", type=Duration(), help="Start no further read after this duration.")
 @grace_option
 @_records(
     "--catalog",
@@ -172,6 +180,7 @@ Examples:
 )
 @own_setting(
     "--device",
+    type=CommaList(),
     default="cpu",
     show_default=True,
     metavar="cpu|cuda|auto",
@@ -447,9 +456,9 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         collision=collision,
         checks=options["checks"],
         selection=Selection(
-            model=options["model"] or "",
-            pool=options["pool"] or "",
-            page=options["page"] or "",
+            model=options["model"],
+            pool=options["pool"],
+            page=options["page"],
             since=options["since"],
         ),
         grace_seconds=options["grace"],

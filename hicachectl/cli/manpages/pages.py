@@ -54,6 +54,7 @@ from hicachectl.cli.manpages.texts import (
     STORES,
     TRUST,
     UNVERIFIED_MODELS,
+    VALUES,
 )
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.kinds import kinds
@@ -98,6 +99,8 @@ def main_page() -> str:
         *help_text(cli.help or ""),
         ".Sh OPTIONS",
         *_options(cli, ctx),
+        ".Pp",
+        *paragraphs(VALUES),
         ".Sh COMMANDS",
         ".Bl -tag -width Ds",
     ]

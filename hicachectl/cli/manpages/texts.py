@@ -220,6 +220,12 @@ MOONCAKE_SSD = (
     "verify does not read them, and says so. Objects that had not been offloaded are not in the "
     "files: a client writes a bucket once it has 500 objects or 256 MB.",
 )
+VALUES = (
+    "An empty value of an option or argument is refused, and so is an empty member of a list: a "
+    "script whose variable is not set must not choose every page. --no-tag and --to-no-tag mean "
+    "pages without a tag. An option of one value that is given with two different values is "
+    "refused, too.",
+)
 OPTION_VARIABLES = (
     "Each setting has a variable, which all commands with the option read: HICACHECTL_PROFILE "
     "stands for --profile, HICACHECTL_BUFFER_BYTES for --buffer-bytes. Options that say what a "
