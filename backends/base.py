@@ -85,7 +85,7 @@ class Status(IntEnum):
     UNREACHABLE = 7  # listed, but the host with its bytes does not answer
     FULL = 8  # not written: no space
     DAMAGED = 9  # read, but the bytes do not match the store's digest
-    FOREIGN = 10  # read, but the bytes have another identity than expected
+    FOREIGN = 10  # read, but the bytes have another identity or rank than expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,13 @@ class ReadResult(Result):
         read. Undefined for rows that are not OK, and without `identify`.
     compared: [n] bool, which OK rows were compared with a digest that the store keeps; None for
         all rows if `traits.keeps_digests`, else for none.
+    unranked: [n] bool, which OK rows have a trailer that names no rank; None for none.
     """
 
     nbytes: IntArray
     versions: npt.NDArray[np.uint64]
     compared: BoolArray | None = None
+    unranked: BoolArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,7 +235,8 @@ class Trailed(Store):
     """Store whose objects may have trailers with digest and identity (`formats.trailer`).
 
     Sizes in listings, reads and copies are those of the objects, without trailers. Reads compare an
-    object with its trailer: DAMAGED if digest, page, pool or length differ.
+    object with its trailer: DAMAGED if digest, page, pool or length differ, FOREIGN if the rank
+    differs.
     """
 
     @abstractmethod
@@ -258,8 +259,9 @@ class Trailed(Store):
         """Give new objects of these affixes trailers, and new objects of other affixes none.
 
         digest: one of `trailer.DIGEST_KINDS`. `write_from` digests the arena's bytes, and writes
-        the markers before the objects. `copy_from` keeps a trailer with the right page, pool and
-        identity, drops others, and adds missing ones; with `preserve`, it keeps every trailer.
+        the markers before the objects. `copy_from` keeps a trailer with the right page, pool,
+        identity and rank, drops others, and adds missing ones; with `preserve`, it keeps every
+        trailer.
         Without this call, `write_from` writes none, and `copy_from` keeps those of objects that
         keep their key.
         """
@@ -305,6 +307,7 @@ def trailer_schema() -> Any:
     """Return the columns of `Trailed.read_trailers`.
 
     identity: 16 bytes. digest_kind: one of `trailer.DIGEST_KINDS`. digest: 32 bytes, zero-padded.
+    own_rank: whether the trailer names the key's rank, or no rank.
     """
     import pyarrow as pa
 
@@ -313,6 +316,7 @@ def trailer_schema() -> Any:
             ("identity", pa.binary(16)),
             ("digest_kind", pa.string()),
             ("digest", pa.binary(32)),
+            ("own_rank", pa.bool_()),
         ]
     )
 

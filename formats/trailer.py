@@ -7,7 +7,7 @@ SGLang's HiCacheFile reads an object's bytes only, so it reads such a file like 
          0      8  magic
          8      1  version of this form: 1
          9      1  digest kind: 0 none, 1 xxh3_128, 2 blake3
-        10      2  zero
+        10      2  rank whose bytes these are (`trailer_rank`); 0: not stated, as in older trailers
         12      4  CRC-32 of the trailer, with these four bytes zero
         16      8  bytes of the object, without the trailer
         24     32  digest of the object's bytes, zeros after it
@@ -32,12 +32,16 @@ from hicachectl.formats.wording import not_one_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from hicachectl.formats.objects import Shard
+
     Buffer = bytes | bytearray | memoryview
 
 TRAILER_BYTES = 128
 IDENTITY_BYTES = 16
 DIGEST_KINDS = ("off", "xxh3", "blake3")  # by number in the trailer
 DEFAULT_DIGEST = "xxh3"
+NO_RANK = 0  # in trailers that do not name a rank
+RANK_BYTES, NO_RANK_BYTES = slice(10, 12), bytes(2)  # of a trailer
 
 _MAGIC = b"\x93HICACHE"
 _VERSION = 1
@@ -46,6 +50,7 @@ _CHECKSUM = struct.Struct("<I")
 _NAME_BYTES = 24
 _DIGEST_BYTES = {"off": 0, "xxh3": 16, "blake3": 32}
 _KIND_AT, _CHECKSUM_AT, _NBYTES_AT, _DIGEST_AT, _PAGE_AT = 9, 12, 16, 24, 56  # offsets
+_RANK_BITS, _TP_BITS = 10, 6
 _LONG_NAME = b"\xff"  # first byte of a hashed name; no UTF-8 text starts with it
 
 
@@ -54,7 +59,7 @@ class Trailer(NamedTuple):
 
     digest_kind: one of DIGEST_KINDS. digest: 32 bytes, zero-padded. nbytes: of the object, without
     the trailer. page: the 32 bytes of the page hash. identity: 16 bytes. name: 24 bytes, from
-    `trailer_name`.
+    `trailer_name`. rank: from `trailer_rank`.
     """
 
     digest_kind: str
@@ -63,6 +68,7 @@ class Trailer(NamedTuple):
     page: bytes
     identity: bytes
     name: bytes
+    rank: int = NO_RANK
 
 
 def trailer_name(pool: str, part: str | None = None) -> bytes:
@@ -71,6 +77,38 @@ def trailer_name(pool: str, part: str | None = None) -> bytes:
     if len(text) <= _NAME_BYTES:
         return text.ljust(_NAME_BYTES, b"\0")
     return _LONG_NAME + hashlib.blake2b(text, digest_size=_NAME_BYTES - 1).digest()
+
+
+def trailer_rank(shard: Shard) -> int:
+    """Return the number that names a rank and its TP size in trailers: 16 bits.
+
+    It has the ranks that the object's key states. NO_RANK for more than 1,022 ranks, and for keys
+    of layers and heads, which state no rank.
+    """
+    if shard.layers is not None:
+        return NO_RANK
+    number, ranks = 0, 1
+    # An axis that the key does not state counts as rank 0 of 1.
+    for rank, size in (
+        (shard.dcp_rank, shard.dcp_size),
+        (shard.cp_rank, shard.cp_size),
+        (shard.pp_rank, shard.pp_size),
+        (shard.tp_rank, shard.tp_size),
+    ):
+        if rank is not None:
+            if size is None:
+                return NO_RANK
+            number, ranks = number * size + rank, ranks * size
+    if ranks >= (1 << _RANK_BITS) - 1:
+        return NO_RANK
+    tp_size = (1 if shard.tp_rank is None else shard.tp_size) or 1
+    return 1 + number | (tp_size if tp_size < 1 << _TP_BITS else 0) << _RANK_BITS
+
+
+def rank_text(rank: int) -> str:
+    """Return in words which rank a trailer names: `rank 1 (tp 2)`; rank: not NO_RANK."""
+    number, tp_size = (rank & (1 << _RANK_BITS) - 1) - 1, rank >> _RANK_BITS
+    return f"rank {number} (tp {tp_size or f'{1 << _TP_BITS} or more'})"
 
 
 def digest_text(kind: str, digest: bytes) -> str | None:
@@ -89,7 +127,7 @@ def dump_trailer(trailer: Trailer) -> bytes:
             _MAGIC,
             _VERSION,
             DIGEST_KINDS.index(trailer.digest_kind),
-            0,
+            trailer.rank,
             0,
             trailer.nbytes,
             trailer.digest,
@@ -109,7 +147,7 @@ def parse_trailer(data: Buffer) -> Trailer | None:
     """
     if len(data) != TRAILER_BYTES or bytes(data[: len(_MAGIC)]) != _MAGIC:
         return None
-    _, version, kind, _, checksum, nbytes, digest, page, identity, name = _FORM.unpack(data)
+    _, version, kind, rank, checksum, nbytes, digest, page, identity, name = _FORM.unpack(data)
     zeroed = bytearray(data)
     _CHECKSUM.pack_into(zeroed, _CHECKSUM_AT, 0)
     if zlib.crc32(zeroed) != checksum:
@@ -119,7 +157,7 @@ def parse_trailer(data: Buffer) -> Trailer | None:
             f"The trailer has form {version} with digest kind {kind}, which this release does not "
             "know; use a newer hicachectl"
         )
-    return Trailer(DIGEST_KINDS[kind], digest, nbytes, page, identity, name)
+    return Trailer(DIGEST_KINDS[kind], digest, nbytes, page, identity, name, rank)
 
 
 class PoolTrailers:
@@ -128,23 +166,50 @@ class PoolTrailers:
     Faster than `dump_trailer` and `parse_trailer`, for a server that handles many small pages.
     """
 
-    def __init__(self, digest_kind: str, nbytes: int, identity: bytes, name: bytes) -> None:
-        """All as in Trailer."""
-        one = dump_trailer(Trailer(digest_kind, bytes(32), nbytes, bytes(32), identity, name))
-        self._head, self._nbytes = one[:_CHECKSUM_AT], one[_NBYTES_AT:_DIGEST_AT]
+    def __init__(
+        self,
+        digest_kind: str,
+        nbytes: int,
+        identity: bytes,
+        name: bytes,
+        rank: int = NO_RANK,
+        *,
+        knows_unranked: bool = True,
+    ) -> None:
+        """Describe the trailers. knows_unranked: those without a rank are the pool's, too.
+
+        The others are as in Trailer.
+        """
+        one = Trailer(digest_kind, bytes(32), nbytes, bytes(32), identity, name, rank)
+        head = dump_trailer(one)[:_CHECKSUM_AT]
+        self._own = _begun(head)
+        self._rank = head[RANK_BYTES]
+        self._unranked = _begun(dump_trailer(one._replace(rank=NO_RANK))[:_CHECKSUM_AT])
+        if not knows_unranked:
+            self._unranked = self._own
+        self._nbytes = dump_trailer(one)[_NBYTES_AT:_DIGEST_AT]
         self._tail = identity + name
-        self._checksum = zlib.crc32(self._head + bytes(_CHECKSUM.size))
 
     def dump(self, page: bytes, digest: bytes) -> bytes:
         """Return the 128 bytes of a page's trailer. page: 32 bytes. digest: 32, zero-padded."""
-        rest = b"".join((self._nbytes, digest, page, self._tail))
-        checksum = zlib.crc32(rest, self._checksum).to_bytes(_CHECKSUM.size, "little")
-        return b"".join((self._head, checksum, rest))
+        return self._dump(self._own, page, digest)
 
     def digest(self, data: bytes, page: bytes) -> bytes | None:
         """Return the digest in a trailer; None unless the trailer is one of these for the page."""
         digest = data[_DIGEST_AT:_PAGE_AT]
-        return digest if data == self.dump(page, digest) else None
+        begun = self._own if data[RANK_BYTES] == self._rank else self._unranked
+        return digest if data == self._dump(begun, page, digest) else None
+
+    def _dump(self, begun: tuple[bytes, int], page: bytes, digest: bytes) -> bytes:
+        head, checksum = begun
+        rest = b"".join((self._nbytes, digest, page, self._tail))
+        whole = zlib.crc32(rest, checksum).to_bytes(_CHECKSUM.size, "little")
+        return b"".join((head, whole, rest))
+
+
+def _begun(head: bytes) -> tuple[bytes, int]:
+    """Return a trailer's first bytes with the checksum up to the checksum."""
+    return head, zlib.crc32(head + bytes(_CHECKSUM.size))
 
 
 @cache

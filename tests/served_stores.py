@@ -22,6 +22,7 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.identity import object_identity
 from hicachectl.formats.profile import parse_profile
 from hicachectl.formats.spec import object_specs
+from hicachectl.formats.trailer import NO_RANK, TRAILER_BYTES, dump_trailer, parse_trailer
 from tests.kvgen import KvGenerator
 from tests.stores import DSA, OLD, page
 
@@ -142,6 +143,28 @@ def age(directory: Path) -> None:
     """Give all objects old times, so that none is in flight."""
     for path in directory.rglob("*.bin"):
         os.utime(path, (OLD, OLD))
+
+
+def forget_ranks(directory: Path) -> None:
+    """Turn all trailers into those of releases that name no rank, with old times."""
+    for path in directory.rglob("*.bin"):
+        data = path.read_bytes()
+        trailer = parse_trailer(data[-TRAILER_BYTES:])
+        assert trailer is not None
+        path.write_bytes(data[:-TRAILER_BYTES] + dump_trailer(trailer._replace(rank=NO_RANK)))
+    age(directory)
+
+
+def swap_ranks(directory: Path, page: str) -> set[str]:
+    """Swap the files of ranks 0 and 1 of TP 2 of a page; return their names."""
+    firsts = sorted(directory.glob(f"{page}*_0_2.bin"))
+    assert firsts
+    seconds = [path.with_name(path.name.replace("_0_2.bin", "_1_2.bin")) for path in firsts]
+    for first, second in zip(firsts, seconds, strict=True):
+        away = first.rename(first.with_suffix(".away"))
+        second.rename(first)
+        away.rename(second)
+    return {path.name for path in (*firsts, *seconds)}
 
 
 def clear(store: Path) -> None:

@@ -188,7 +188,7 @@ class FileCopier:
         if not self._checks.belongs(one.new_key, one.nbytes, trailer):
             return False
         if self._writer.trailers is not None:
-            return self._writer.trailers.wanted(one.new_key) == trailer.identity
+            return self._writer.trailers.wants(one.new_key, trailer)
         parts = split_key(one.new_key)
         if parts is None or one.key != one.new_key:
             return False

@@ -24,7 +24,7 @@ from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_a
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
 from hicachectl.backends.object_files.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
-from hicachectl.formats.trailer import TRAILER_BYTES
+from hicachectl.formats.trailer import NO_RANK, TRAILER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,25 +148,39 @@ class FileReader:
         statuses[known & (nbytes < capacities)] = Status.SHORT
         statuses[known & (nbytes > capacities)] = Status.OVERSIZED
         compared = np.zeros(len(rows), dtype=np.bool_)
+        unranked = np.zeros(len(rows), dtype=np.bool_)
         for index, tail in tails:
             offset, capacity = int(offsets[index]), int(capacities[index])
             value = memory[offset : offset + capacity]
-            status, compared[index] = self._checked(keys[index], value, tail, index, errors)
+            status, compared[index], unranked[index] = self._checked(
+                keys[index], value, tail, index, errors
+            )
             statuses[index] = status
             nbytes[index] = sizes[index] if status == Status.OVERSIZED else capacity
         fields = np.frombuffer(versions, dtype="<u8").reshape(len(rows), _VERSION_FIELDS)
-        return ReadResult(statuses, errors, nbytes=nbytes, versions=fields, compared=compared)
+        return ReadResult(
+            statuses,
+            errors,
+            nbytes=nbytes,
+            versions=fields,
+            compared=compared,
+            unranked=unranked,
+        )
 
     def _checked(
         self, key: bytes, value: memoryview, tail: bytearray, index: int, errors: dict[int, str]
-    ) -> tuple[Status, bool]:
-        """Return the status of an object with a trailer, and whether it has a digest."""
+    ) -> tuple[Status, bool, bool]:
+        """Return the status of an object with a trailer.
+
+        Then whether the trailer has a digest, and whether it names no rank.
+        """
         trailer = trailer_in(tail)
         verdict = self._checks.check(key, trailer, (value,), len(value))
         if verdict.why:
             errors[index] = verdict.why
-        has_digest = not isinstance(trailer, Verdict) and trailer.digest_kind != "off"
-        return verdict.status, has_digest
+        if isinstance(trailer, Verdict):
+            return verdict.status, False, False
+        return verdict.status, trailer.digest_kind != "off", trailer.rank == NO_RANK
 
     def expect(self, rows: Rows, capacities: IntArray) -> None:
         """Let the system start reading files not yet in memory."""
@@ -182,11 +196,13 @@ class FileReader:
 
     def trailers(self, rows: Rows) -> Any:
         """Return what the trailers state, as `Trailed.read_trailers` does."""
-        found = list(self._trailers(keys_of(rows)))
+        keys = keys_of(rows)
+        found = list(zip(keys, self._trailers(keys), strict=True))
         columns = (
-            [None if one is None else one.identity for one in found],
-            [None if one is None else one.digest_kind for one in found],
-            [None if one is None else one.digest for one in found],
+            [None if one is None else one.identity for _, one in found],
+            [None if one is None else one.digest_kind for _, one in found],
+            [None if one is None else one.digest for _, one in found],
+            [None if one is None else self._checks.has_rank(key, one) for key, one in found],
         )
         schema = trailer_schema()
         arrays = [pa.array(column, f.type) for column, f in zip(columns, schema, strict=True)]

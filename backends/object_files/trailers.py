@@ -12,11 +12,14 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.identity import differences
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.trailer import (
+    NO_RANK,
     Trailer,
     digest_function,
     dump_trailer,
     parse_trailer,
+    rank_text,
     trailer_name,
+    trailer_rank,
 )
 
 if TYPE_CHECKING:
@@ -57,14 +60,14 @@ class TrailerChecks:
         self._facts = facts
         self._identities: dict[bytes, Identity] = {}  # expected, by suffix
         self._expected: dict[bytes, bytes] = {}  # their hashes
-        self._names: dict[bytes, frozenset[bytes]] = {}
-        self._codec = codec_for("file")
+        self._claims: dict[bytes, _Claims] = {}
         self._suspended = 0
 
     def expect(self, identities: Mapping[Affix, Identity]) -> None:
         """Expect these identities, by affix; those of an earlier call no longer."""
         self._identities = _by_suffix(identities)
         self._expected = {suffix: one.hash() for suffix, one in self._identities.items()}
+        self._claims.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -85,12 +88,12 @@ class TrailerChecks:
         page, suffix = parts
         if trailer.page != page:
             return _damaged(f"its trailer is of page {trailer.page.hex()}")
-        if trailer.name not in (names := self._names_of(suffix)) and names:
+        claims = self._claims_of(suffix)
+        if claims.names and trailer.name not in claims.names:
             return _damaged("its trailer is of another pool")
-        expected = self._expected.get(suffix, trailer.identity)
-        if trailer.identity != expected:
+        if trailer.identity != self._expected.get(suffix, trailer.identity):
             return Verdict(Status.FOREIGN, self._difference(trailer.identity, suffix))
-        return _OK
+        return _OK if claims.has_rank(trailer) else _of_another_rank(trailer, claims)
 
     def _difference(self, found: bytes, suffix: bytes) -> str:
         facts = self._facts(found)
@@ -118,22 +121,51 @@ class TrailerChecks:
         return _damaged(f"its bytes differ from the {trailer.digest_kind} digest in its trailer")
 
     def belongs(self, key: bytes, nbytes: int, trailer: Trailer) -> bool:
-        """Return whether a trailer is of this key, whatever its identity."""
+        """Return whether a trailer is of this key, whatever its identity and rank."""
         return self.compare(key, nbytes, trailer).status in (Status.OK, Status.FOREIGN)
 
-    def _names_of(self, suffix: bytes) -> frozenset[bytes]:
-        """Return the names that a suffix can have in trailers; none for an unknown grammar."""
-        names = self._names.get(suffix)
-        if names is None:
-            try:
-                readings = self._codec.readings("", suffix.decode())
-            except UnicodeDecodeError:
-                readings = ()
-            if len(self._names) >= _MOST_SUFFIXES:
-                self._names.clear()
-            names = frozenset(trailer_name(one.pool, one.part) for one in readings)
-            self._names[suffix] = names
-        return names
+    def has_rank(self, key: bytes, trailer: Trailer) -> bool:
+        """Return whether a trailer names the key's rank, or no rank."""
+        parts = split_key(key)
+        return parts is None or self._claims_of(parts[1]).has_rank(trailer)
+
+    def _claims_of(self, suffix: bytes) -> _Claims:
+        claims = self._claims.get(suffix)
+        if claims is None:
+            if len(self._claims) >= _MOST_SUFFIXES:
+                self._claims.clear()
+            claims = self._claims[suffix] = _claims(suffix, self._identities.get(suffix))
+        return claims
+
+
+class _Claims(NamedTuple):
+    """What trailers of objects with one suffix can state; both empty for an unknown grammar.
+
+    names: from `trailer_name`. ranks: from `trailer_rank`, without NO_RANK.
+    """
+
+    names: frozenset[bytes]
+    ranks: frozenset[int]
+
+    def has_rank(self, trailer: Trailer) -> bool:
+        """Return whether a trailer's rank is possible; NO_RANK is."""
+        return trailer.rank == NO_RANK or not self.ranks or trailer.rank in self.ranks
+
+
+def _claims(suffix: bytes, identity: Identity | None) -> _Claims:
+    """Return what trailers can state, by all readings of a suffix.
+
+    identity: of the objects, if it is known: it tells the model's name from the rank.
+    """
+    try:
+        readings = codec_for("file").readings("", suffix.decode())
+    except UnicodeDecodeError:
+        readings = ()
+    own = [one for one in readings if identity is not None and one.model == identity.model]
+    return _Claims(
+        frozenset(trailer_name(one.pool, one.part) for one in readings),
+        frozenset(trailer_rank(one.shard) for one in own or readings) - {NO_RANK},
+    )
 
 
 class NewTrailers:
@@ -146,13 +178,19 @@ class NewTrailers:
         """Choose the digest; raises UsageError for an unknown kind."""
         self.identities = _by_suffix(identities)
         self._hashes = {suffix: one.hash() for suffix, one in self.identities.items()}
+        self._ranks = {
+            suffix: _only(_claims(suffix, one).ranks) for suffix, one in self.identities.items()
+        }
         self._kind = kind
         self._digest = digest_function(kind)
 
-    def wanted(self, key: bytes) -> bytes | None:
-        """Return the hash of the identity that a key's object gets; None for no trailer."""
+    def wants(self, key: bytes, trailer: Trailer) -> bool:
+        """Return whether a trailer has the identity and the rank that a key's object gets."""
         parts = split_key(key)
-        return None if parts is None else self._hashes.get(parts[1])
+        if parts is None or parts[1] not in self._hashes:
+            return False
+        wanted = self._hashes[parts[1]], self._ranks[parts[1]]
+        return wanted == (trailer.identity, trailer.rank)
 
     def markers(self, keys: list[bytes], sizes: list[int]) -> set[Marker]:
         """Return the markers that state the trailers of new objects.
@@ -183,8 +221,14 @@ class NewTrailers:
                 parts[0],
                 self._hashes[parts[1]],
                 trailer_name(identity.pool, identity.part),
+                self._ranks[parts[1]],
             )
         )
+
+
+def _only(ranks: frozenset[int]) -> int:
+    """Return the only rank; NO_RANK for none, and for several readings of a key."""
+    return next(iter(ranks)) if len(ranks) == 1 else NO_RANK
 
 
 def trailer_in(data: Buffer) -> Trailer | Verdict:
@@ -196,6 +240,12 @@ def trailer_in(data: Buffer) -> Trailer | Verdict:
         return parse_trailer(data) or Verdict(Status.OVERSIZED)
     except FormatError as error:
         return Verdict(Status.DAMAGED, str(error))
+
+
+def _of_another_rank(trailer: Trailer, claims: _Claims) -> Verdict:
+    ours = " or ".join(map(rank_text, sorted(claims.ranks)))
+    theirs = rank_text(trailer.rank)
+    return Verdict(Status.FOREIGN, f"its trailer is of {theirs}, but its key of {ours}")
 
 
 def _damaged(why: str) -> Verdict:

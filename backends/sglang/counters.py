@@ -30,6 +30,14 @@ class Counters:
         with self._lock:
             self._counts[reason] += pages
 
+    def noted(self, reason: str, detail: str) -> None:
+        """Count a page that is served all the same, and log the first one."""
+        with self._lock:
+            self._counts[reason] += 1
+            first = self._counts[reason] == 1
+        if first:
+            logger.info("%s: %s: %s; later ones are only counted", self.place, reason, detail)
+
     def refused(self, reason: str, detail: str, pages: int = 1) -> None:
         """Count pages that are misses or failed writes, and log at a bounded rate."""
         now = time.monotonic()

@@ -28,7 +28,7 @@ from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
-from hicachectl.formats.trailer import trailer_name
+from hicachectl.formats.trailer import NO_RANK, trailer_name, trailer_rank
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ _LONGEST_NAME = 255  # bytes, on Linux
 _ANCHOR = "kv"
 _DETAILS = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
-    "foreign": "written for other weights, dtype or layout",
+    "foreign": "written for other weights, dtype or layout, or by another rank",
+    "unranked": 'its trailer names no rank; "unranked": "read" uses such files',
     "unstamped": 'has no trailer; "unstamped": "read" uses such files',
     "unreadable": "cannot be read, or is no regular file",
     "stale": "written before the store was cleared",
@@ -66,6 +67,7 @@ class FilePages(PageStore):
         *,
         digest: str = "xxh3",
         reads_unstamped: bool = False,
+        reads_unranked: bool = True,
         replaces_foreign: bool = True,
         reads_only: bool = False,
         threads: int = 4,
@@ -76,14 +78,16 @@ class FilePages(PageStore):
         """Serve from the directory of a `file:` URL, which `open` opens.
 
         digest: kind of new trailers. reads_unstamped: files without a trailer are pages.
-        replaces_foreign: writes replace files of another identity. reads_only: change nothing in
-        the directory, and do not create it. A directory that this process may not change is only
-        read, too. max_size, min_free_space, evict: as in `Capacity`.
+        reads_unranked: files whose trailers name no rank are pages.
+        replaces_foreign: writes replace files of another identity or rank. reads_only: change
+        nothing in the directory, and do not create it. A directory that this process may not change
+        is only read, too. max_size, min_free_space, evict: as in `Capacity`.
         """
         super().__init__(counters, threads)
         self._url = url
         self._digest = digest
         self._reads_unstamped = reads_unstamped
+        self._reads_unranked = reads_unranked
         self._replaces_foreign = replaces_foreign
         self._reads_only = reads_only
         self._changes = not reads_only  # as far as the open directory allows it
@@ -97,8 +101,17 @@ class FilePages(PageStore):
         self._files: dict[str, PageFiles] = {}
 
     def add(self, pool: ServedPool) -> None:
-        """Serve a pool. Raises ValueError, on all ranks alike, for names that no file can have."""
+        """Serve a pool. Raises ValueError, on all ranks alike.
+
+        For names that no file can have, and for ranks that no trailer can name if it has to.
+        """
         _check_names(pool)
+        if not self._reads_unranked and trailer_rank(pool.coordinate.shard) == NO_RANK:
+            sizes = pool.coordinate.shard.sizes_text()
+            raise ValueError(
+                f"unranked: 'refuse' would refuse every page: trailers cannot name the ranks of "
+                f"{sizes}; remove the key"
+            )
         self._pools[pool.name] = pool
 
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
@@ -300,7 +313,9 @@ class FilePages(PageStore):
                 suffix = _suffix(pool).decode()
                 write_marker(here, Marker(suffix, pool.nbytes, pool.identity, self._digest))
         self._files = {
-            pool.name: PageFiles(directory, self._form(pool), self._capacity, touches=self._changes)
+            pool.name: PageFiles(
+                directory, self._form(pool), self._capacity, self.counters, touches=self._changes
+            )
             for pool in self._pools.values()
         }
 
@@ -310,8 +325,10 @@ class FilePages(PageStore):
             nbytes=pool.nbytes,
             identity=pool.identity.hash(),
             name=trailer_name(pool.name, pool.coordinate.part),
+            rank=trailer_rank(pool.coordinate.shard),
             digest=self._digest,
             bare=self._reads_unstamped,
+            unranked=self._reads_unranked,
         )
 
     def _refuse(self, problem: str, pool: ServedPool, page: str) -> None:

@@ -35,6 +35,7 @@ def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, written: bo
             Counters(_name(url)),
             digest=settings.digest,
             reads_unstamped=settings.unstamped == "read",
+            reads_unranked=settings.unranked == "read",
             replaces_foreign=settings.on_foreign == "replace",
             reads_only=not written,
             threads=settings.threads,

@@ -21,6 +21,9 @@ from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.object_files.removing import remove_seen
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.trailer import (
+    NO_RANK,
+    NO_RANK_BYTES,
+    RANK_BYTES,
     TRAILER_BYTES,
     PoolTrailers,
     digest_function,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.file.folders import ObjectDirectory
     from hicachectl.backends.sglang.calls import Call
     from hicachectl.backends.sglang.capacity import Capacity
+    from hicachectl.backends.sglang.counters import Counters
 
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
@@ -62,16 +66,19 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
 class Form:
     """What the files of a pool look like.
 
-    suffix: of names, after the page hash. nbytes: of a page, without trailer. identity, name: as in
-    trailers. digest: kind of new trailers. bare: files without a trailer are pages too.
+    suffix: of names, after the page hash. nbytes: of a page, without trailer. identity, name, rank:
+    as in trailers. digest: kind of new trailers. bare: files without a trailer are pages too.
+    unranked: so are files whose trailers name no rank.
     """
 
     suffix: bytes
     nbytes: int
     identity: bytes
     name: bytes
+    rank: int = NO_RANK
     digest: str = "xxh3"
     bare: bool = False
+    unranked: bool = True
 
 
 class Found(NamedTuple):
@@ -114,18 +121,32 @@ class PageFiles:
     """
 
     def __init__(
-        self, directory: ObjectDirectory, form: Form, capacity: Capacity, *, touches: bool = True
+        self,
+        directory: ObjectDirectory,
+        form: Form,
+        capacity: Capacity,
+        counters: Counters,
+        *,
+        touches: bool = True,
     ) -> None:
         """touches: reads count as use, for the order of eviction."""
         self.form = form
         self._own = _OfThread(form.nbytes)
         self._directory = directory
         self._capacity = capacity
+        self._counters = counters
         self._touches = touches
         self._epoch = capacity.epoch(form.suffix)
         self._hash = digest_function(form.digest)
         self._whole = form.nbytes + TRAILER_BYTES
-        self._trailers = PoolTrailers(form.digest, form.nbytes, form.identity, form.name)
+        self._trailers = PoolTrailers(
+            form.digest,
+            form.nbytes,
+            form.identity,
+            form.name,
+            form.rank,
+            knows_unranked=form.unranked,
+        )
         self._token = owner_of(form.suffix) + os.urandom(_PROCESS_BYTES).hex().encode()
         self._numbers = count()
         self._unused_ns = 0  # a file with an earlier atime is touched when it is read
@@ -143,7 +164,7 @@ class PageFiles:
     def problem(self, page: Page) -> str:
         """Return why a file is no page of ours, by its length and trailer, not by its digest.
 
-        "damaged", "foreign", "unstamped", "unreadable", "stale"; "" for a page of ours.
+        "damaged", "foreign", "unranked", "unstamped", "unreadable", "stale"; "" for a page of ours.
         """
         descriptor = self._open(page)
         try:
@@ -201,11 +222,14 @@ class PageFiles:
                 nbytes = os.preadv(descriptor, (memory.whole,), 0)
             except OSError:
                 nbytes = 0
-            digest = self._trailers.digest(bytes(memory.trailer), page[1])
+            trailer = bytes(memory.trailer)
+            digest = self._trailers.digest(trailer, page[1])
             is_ours = nbytes == self._whole and not self._epoch.time_ns
             if is_ours and self._hash((memory.page,)) == digest:
                 if facts is not None:
                     self._touch(descriptor, page, facts)
+                if trailer[RANK_BYTES] == NO_RANK_BYTES:
+                    self._note_unranked(page)
                 return None
             return self._read_other(descriptor, page, memory, facts or os.fstat(descriptor))
         finally:
@@ -227,7 +251,14 @@ class PageFiles:
         if trailer and digest_function(trailer.digest_kind)((memory.page,)) != trailer.digest:
             return Found("damaged", facts)
         self._touch(descriptor, page, facts)
+        if trailer and trailer.rank == NO_RANK:
+            self._note_unranked(page)
         return None
+
+    def _note_unranked(self, page: Page) -> None:
+        """Count a page that is read although its trailer names no rank, if another one could."""
+        if self.form.rank != NO_RANK:
+            self._counters.noted("unranked", f"{page[0].decode()}: its trailer names no rank")
 
     def _touch(self, descriptor: int, page: Page, facts: os.stat_result) -> None:
         """Mark a page as used if it was not for an hour.
@@ -328,12 +359,12 @@ class PageFiles:
             trailer = parse_trailer(data)
         except FormatError:
             return "damaged"
-        if trailer is None:  # of another length, too
-            return "damaged"
-        about = (trailer.nbytes, trailer.page, trailer.name)
-        if about != (form.nbytes, page[1], form.name):
-            return "damaged"
-        return "" if trailer.identity == form.identity else "foreign"
+        ours = form.nbytes, page[1], form.name
+        if trailer is None or (trailer.nbytes, trailer.page, trailer.name) != ours:
+            return "damaged"  # of another length, too
+        if trailer.identity != form.identity or trailer.rank not in (form.rank, NO_RANK):
+            return "foreign"
+        return "" if form.unranked or trailer.rank else "unranked"
 
 
 def _is_filled(descriptor: int, memory: memoryview) -> bool:

@@ -43,9 +43,10 @@ _WRITABLE = ("file", "hf3fs", "mooncake")  # by servers
 _ARCHIVE = "pack"
 _NAMED_STORE = re.compile(r"([^/:]+):")
 _LONGEST_IDENTITY = 200
-# Without an effect unless the first store has files, or any store has files or is a pack.
+# Without an effect unless the first store has files.
 _WRITTEN_FILES = ("max_size", "min_free_space", "evict", "on_foreign")
-_READ_FILES = ("unstamped",)
+# Without an effect unless a store has one of these schemes.
+_READ_FILES = {"unstamped": ("file", _ARCHIVE), "unranked": ("file",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class Settings:
     digest: str = "xxh3"
     identity: str = "auto"
     unstamped: str = "refuse"
+    unranked: str = "read"
     on_foreign: str = "replace"
     op_timeout: float = 5.0
     threads: int = 4
@@ -152,10 +154,10 @@ def _safe(store: StoreUrl) -> str:
 
 def _refuse_idle(given: Iterable[str], stores: tuple[StoreUrl, ...]) -> None:
     """Refuse keys that would have no effect on these stores."""
-    written = stores[0].scheme == "file"
-    read = any(store.scheme in ("file", "pack") for store in stores)
+    schemes = [store.scheme for store in stores]
     for key in given:
-        if (key in _WRITTEN_FILES and not written) or (key in _READ_FILES and not read):
+        unwritten = key in _WRITTEN_FILES and schemes[0] != "file"
+        if unwritten or (key in _READ_FILES and not {*schemes} & {*_READ_FILES[key]}):
             raise ValueError(f"{key}: has no effect on a {stores[0].scheme} store; remove the key")
 
 
@@ -210,6 +212,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "digest": _one_of(*DIGEST_KINDS),
     "identity": _identity,
     "unstamped": _one_of("refuse", "read"),
+    "unranked": _one_of("refuse", "read"),
     "on_foreign": _one_of("replace", "leave"),
     "op_timeout": _seconds,
     "threads": _threads,

@@ -391,10 +391,11 @@ IDENTITY_MISMATCH = Code(
     "identity-mismatch",
     "error",
     meaning="The trailer of the object names other weights, dtype, layout or page size than the "
-    "profile.",
+    "profile, or another rank than the key.",
     effect="Servers with the plug-in of hicachectl refuse the object: a miss. Servers without it "
     "read it as their own: wrong values.",
-    advice="If both deployments are in use, keep the pages, and give each a store of its own.",
+    advice="If both deployments are in use, keep the pages, and give each a store of its own. "
+    "Files of another rank were copied or renamed: remove them.",
 )
 
 # --- page tables of 3FS ---

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicachectl.checks import codes as known
 from hicachectl.checks.codes import SEVERITIES, Code
+from hicachectl.formats.wording import OTHER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -299,7 +300,7 @@ VALUES = CheckGroup(
 )
 DIGESTS = CheckGroup(
     "digests",
-    "bytes that differ from the recorded digests, and objects of other weights, dtype or layout; "
+    f"bytes that differ from the recorded digests, and objects of {OTHER_BYTES}; "
     "reads objects; needs --catalog, except for packs and objects with trailers",
 )
 

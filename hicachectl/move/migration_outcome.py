@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
+from hicachectl.formats.wording import OTHER_BYTES
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.unmatched import explain_parts
@@ -198,7 +199,7 @@ def _not_copied(parts: Sequence[MigrationFacts], destination: str, labelled: int
     if refused := _total(parts, "refused"):
         yield (
             f"In conflict: {counted(refused, 'page')} of which {destination} has objects "
-            "that plug-in servers refuse: of other weights, dtype or layout, or without a trailer; "
+            f"that plug-in servers refuse: of {OTHER_BYTES}, or without a trailer; "
             "--if-exists overwrite replaces them"
         )
     if unknown := _total(parts, "unknown_keys"):

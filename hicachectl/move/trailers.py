@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Archive, Trailed, copier_of
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import profile_identities
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import DEFAULT_DIGEST
+from hicachectl.formats.wording import OTHER_BYTES
 from hicachectl.pages.group_table import ABSENT
 from hicachectl.profiles.acceptance import BARE, OTHER, Acceptance
 from hicachectl.profiles.identities import expected_identities, markers_of
@@ -66,7 +68,7 @@ class TrailerPlan:
             return
         values = acceptance.of(np.arange(len(inventory.objects)))
         for value, why in (
-            (OTHER, "with objects of other weights, dtype or layout; hicachectl verify lists them"),
+            (OTHER, f"with objects of {OTHER_BYTES}; hicachectl verify lists them"),
             (BARE, "with objects without a trailer; --trailers write or drop copies them"),
         ):
             found = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last: objects without a group
@@ -234,8 +236,13 @@ def _digest(destination: Trailed, markers: Iterable[Marker], new: Mapping[Affix,
 
 
 def _identities_in(store: Store, keys: pa.BinaryArray | pa.ChunkedArray) -> list[bytes | None]:
-    """Return the identity in each object's trailer; None without one, and for null keys."""
+    """Return the identity in each object's trailer.
+
+    None without one, and for null keys; no bytes in a trailer of another rank.
+    """
     assert isinstance(store, Trailed)
     known = pa.table({"key": keys}).filter(keys.is_valid())
-    found = iter(store.read_trailers(known).column("identity").to_pylist())
+    trailers = store.read_trailers(known)
+    own = trailers.column("own_rank")
+    found = iter(pc.if_else(own, trailers.column("identity"), b"").to_pylist())
     return [next(found) if valid else None for valid in keys.is_valid().to_pylist()]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.profiles.identities import Expected
 
-# Of an object: its trailer is as expected, missing, or of another identity.
+# Of an object: its trailer is as expected, missing, or of another identity or rank.
 OWN, BARE, OTHER = range(3)
 
 _ASKED_AT_ONCE = 8192
@@ -74,8 +74,13 @@ class Acceptance:
             wanted = self._hash_of[rows[some]].tolist()
             trailers = self._store.read_trailers(take_rows(self._objects, rows[some]))
             identities = trailers.column("identity").to_pylist()
+            ranks = trailers.column("own_rank").to_pylist()
             found[some] = [
-                self._bare if identity is None else OWN if identity == self._hashes[n] else OTHER
-                for identity, n in zip(identities, wanted, strict=True)
+                self._bare
+                if identity is None
+                else OWN
+                if own_rank and identity == self._hashes[n]
+                else OTHER
+                for identity, own_rank, n in zip(identities, ranks, wanted, strict=True)
             ]
         return found

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.wording import PAGES_COMPARED
+from hicachectl.formats.wording import OTHER_BYTES, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.listing import key_text
 from hicachectl.pages.tally import object_counts
@@ -89,7 +89,7 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
         yield f"Ambiguous keys were ignored: {ambiguous}"
     for value, what in (
         (MISFIT, "of the wrong size stop {}; run hicachectl verify"),
-        (FOREIGN, "of other weights, dtype or layout stop {}; run hicachectl verify"),
+        (FOREIGN, f"of {OTHER_BYTES} stop {{}}; run hicachectl verify"),
         (UNTRAILED, 'without a trailer stop {}; servers with "unstamped": "read" use them'),
         (CLEARED, "from before a server cleared the store stop {}"),
     ):

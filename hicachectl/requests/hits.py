@@ -2,7 +2,7 @@
 
 An object is usable if it exists with its expected size, or if sizes are unknown. Reads of a
 shorter object fail (files) or return stale bytes (Mooncake). Where servers compare trailers, an
-object of another identity, or without a trailer, is not usable.
+object of another identity or rank, or without a trailer, is not usable.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 # Values of a slot that is not ABSENT. MISFIT: an object of another size. UNTRAILED, FOREIGN: an
-# object without a trailer, or of another identity, where servers compare trailers.
+# object without a trailer, or of another identity or rank, where servers compare trailers.
 MISFIT, HELD, UNTRAILED, FOREIGN = range(4)
 _REFUSED = {BARE: UNTRAILED, OTHER: FOREIGN}
 CLEARED = 4  # a fault: the slot is ABSENT, since its object is from before a server's `clear`

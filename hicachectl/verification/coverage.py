@@ -163,6 +163,16 @@ def impossible_checks(groups: Collection[str], unmet: Mapping[Need, str]) -> dic
     return impossible
 
 
+def rank_gaps(unranked: int) -> Iterator[tuple[str, str]]:
+    """Yield the name and the reason of ranks left uncompared. unranked: objects."""
+    if unranked:
+        yield (
+            "ranks",
+            f"{counted(unranked, 'object')} with a trailer that names no rank, so bytes of another "
+            "rank would go unnoticed; hicachectl migrate --trailers write names the rank",
+        )
+
+
 def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, str]]:
     """Yield at most one name and reason if dtypes of checked values may be others of equal width.
 

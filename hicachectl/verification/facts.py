@@ -27,6 +27,7 @@ _SUMS = (
     "bytes_read",
     "compared",
     "undigested",
+    "unranked",
     "seconds",
     "repaired",
     "quarantined",
@@ -37,13 +38,14 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts and texts about a part; `+` adds those of another part.
 
     nbytes: listed bytes; None if a size is not known. in_flight: page groups. gone: objects that
-    vanished since the listing. sampled: pages with an object to read. to_read: objects chosen to
-    be read; planned: those of each check group. objects_read: number tried; bytes_read: of those
-    read whole. compared, undigested: objects that the store compared with a digest of its own, and
-    objects without one. complete: no object was left unread by the time limit. devices: names;
-    none for the CPU. skipped: reason by name for `skipped_checks`. listed: objects of the part.
-    explained: why nothing was checked in the part, else ""; a sum has none. repaired: page groups;
-    quarantined: objects; unrepaired: whether a repair failed.
+    vanished since the listing. sampled: pages with an object to read. to_read: objects chosen to be
+    read; planned: those of each check group. objects_read: number tried; bytes_read: of those read
+    whole. compared, undigested: objects that the store compared with a digest of its own, and
+    objects without one. unranked: objects read whole whose trailers name no rank. complete: no
+    object was left unread by the time limit. devices: names; none for the CPU. skipped: reason by
+    name for `skipped_checks`. listed: objects of the part. explained: why nothing was checked in
+    the part, else ""; a sum has none. repaired: page groups; quarantined: objects; unrepaired:
+    whether a repair failed.
     """
 
     nbytes: Count | None
@@ -56,6 +58,7 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: Count = 0
     compared: Count = 0
     undigested: Count = 0
+    unranked: Count = 0
     complete: bool = True
     devices: tuple[str, ...] = ()
     seconds: float = 0.0

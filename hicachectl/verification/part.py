@@ -214,6 +214,7 @@ def check_part(
         bytes_read=reading.bytes_read,
         compared=reading.compared,
         undigested=reading.undigested + choice.undigested,
+        unranked=reading.unranked,
         complete=reading.complete,
         devices=devices,
         seconds=time.monotonic() - start.began,

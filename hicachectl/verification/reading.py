@@ -48,7 +48,8 @@ _FORK_MEAN_BYTES = 256 << 10
 _FORK_RATE = 64 << 20  # one process reads slower limits; shares of one would end unevenly
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
-_COUNTS = ("objects", "bytes_read", "compared", "undigested", "gone")  # of a `ReadingResult`
+# Of a `ReadingResult`.
+_COUNTS = ("objects", "bytes_read", "compared", "undigested", "unranked", "gone")
 # Code of each status of a failed read, and the detail if the store gives no reason.
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
@@ -66,6 +67,7 @@ class ReadingResult:
     where `digested`. gone: objects that vanished since the listing. objects: number tried;
     bytes_read: of objects read whole. compared, undigested: of these, the objects that the store
     compared with a digest of its own, and the others, if it compares each object that has one.
+    unranked: objects read whole whose trailers name no rank.
     complete: all were tried before the deadline.
     """
 
@@ -77,6 +79,7 @@ class ReadingResult:
     bytes_read: int = 0
     compared: int = 0
     undigested: int = 0
+    unranked: int = 0
     complete: bool = True
     # Code, row, detail, severity rule.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
@@ -368,6 +371,8 @@ class _Reader:
         if read.compared is not None:
             result.compared += int((ok & read.compared).sum())
             result.undigested += int((ok & ~read.compared).sum())
+        if read.unranked is not None:
+            result.unranked += int((ok & read.unranked).sum())
         wanted = ok & self._wants_digest[rows]
         result.digests[rows[wanted]] = done.digests[wanted]
         result.versions[rows[wanted]] = read.versions[wanted]

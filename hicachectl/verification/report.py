@@ -29,6 +29,7 @@ from hicachectl.verification.coverage import (
     impossible_checks,
     indistinct_dtypes,
     nothing_selected,
+    rank_gaps,
     reading_gaps,
     unjudged,
 )
@@ -101,6 +102,7 @@ def not_begun(store: str) -> dict[str, Any]:
         "sampled": 0,
         "objects_read": 0,
         "bytes_read": 0,
+        "unranked": 0,
         "device": None,
         "repaired": 0,
         "quarantined": 0,
@@ -171,6 +173,7 @@ def report_of(
         "sampled": facts.sampled,
         "objects_read": facts.objects_read,
         "bytes_read": facts.bytes_read,
+        "unranked": facts.unranked,
         "device": ",".join(facts.devices) or "cpu",
         "repaired": facts.repaired,
         "quarantined": facts.quarantined,
@@ -220,6 +223,7 @@ def _skipped(
         *impossible.items(),
         *gaps,
         *(digest_gaps(facts.compared, without, store.unknown if marked else "") if own else ()),
+        *rank_gaps(facts.unranked if DIGESTS.name in request.checks else 0),
         *indistinct_dtypes(() if stated else _value_checkers(facts, table, request)),
         *unjudged(table, tally, request.checks, request.real_profile),
     ):

@@ -20,8 +20,10 @@ from tests.served_stores import (
     OTHER_WEIGHTS,
     WEIGHTS,
     clear,
+    forget_ranks,
     served_by,
     served_store,
+    swap_ranks,
 )
 from tests.stores import OLD, page
 
@@ -220,10 +222,59 @@ def test_objects_of_other_weights_are_not_copied(
     rehearsed = migrated(invoke, source, target, *options, "--dry-run")
     document = migrated(invoke, source, target, *options)
     assert rehearsed["pages"] == document["pages"] == 4
-    said = "Not copied: 2 pages with objects of other weights, dtype or layout"
+    said = "Not copied: 2 pages with objects of other weights, dtype, layout or rank"
     assert said in document["stderr"]
     assert said in rehearsed["stderr"]
     assert {name[:64] for name in files(target)} == set(PAGES)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--to-tp", 4), ("--trailers", "drop")], ids=str)
+@pytest.mark.parametrize("named", [True, False], ids=["weights", "no profile"])
+def test_objects_of_another_rank_are_not_copied(
+    invoke: Invoke,
+    source: Path,
+    target: Path,
+    tmp_path: Path,
+    arguments: tuple[object, ...],
+    *,
+    named: bool,
+) -> None:
+    """Without a profile their trailers are compared only when they are read: the page fails."""
+    swap_ranks(source, page(1))
+    if named:
+        document = migrated(invoke, source, target, *given(tmp_path, HYBRID), *arguments)
+        assert "Not copied: 1 page with objects of other weights" in document["stderr"]
+    elif not arguments:
+        document = migrated(invoke, source, target, exit_code=4)
+        assert "its trailer is of rank 1 (tp 2)" in document["problems"][0]["detail"]
+    else:
+        return
+    assert document["pages"] == 3
+    assert page(1) not in {name[:64] for name in files(target)}
+
+
+@models
+@pytest.mark.parametrize("options", [(), ("--trailers", "write")], ids=str)
+def test_trailers_without_a_rank_are_kept_unless_they_are_written(
+    invoke: Invoke, tmp_path: Path, target: Path, profile: Profile, options: tuple[object, ...]
+) -> None:
+    source = tmp_path / "source"
+    served_store(source, profile)
+    ranked = files(source)
+    forget_ranks(source)
+    migrated(invoke, source, target, *given(tmp_path, profile), *options)
+    assert files(target) == (ranked if options else files(source))
+    assert served_by(target, profile, PAGES, reads_unranked=False) == [bool(options)] * 4
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_transformed_objects_name_the_rank_of_their_new_key(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path, tp: int
+) -> None:
+    forget_ranks(source)
+    migrated(invoke, source, target, *given(tmp_path), "--to-tp", tp)
+    new = retargeted(HYBRID, tp=tp)
+    assert served_by(target, new, PAGES, reads_unranked=False) == [True] * 4
 
 
 def test_a_pack_gets_no_objects_of_other_weights(

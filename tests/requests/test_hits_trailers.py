@@ -17,9 +17,11 @@ from tests.served_stores import (
     INDEXED,
     OTHER_WEIGHTS,
     WEIGHTS,
+    forget_ranks,
     served_by,
     served_store,
     serving,
+    swap_ranks,
 )
 from tests.stores import OLD, page
 
@@ -71,9 +73,27 @@ def test_objects_of_other_weights_stop_a_chain(
     assert row["usable_pages"] == foreign[0] == restored(store, profile)
     assert row["stopped_by"]["page"] == page(foreign[0])
     assert (store / row["stopped_by"]["key"]).is_file()
-    assert "Objects of other weights, dtype or layout stop 1 chain" in said
+    assert "Objects of other weights, dtype, layout or rank stop 1 chain" in said
     row, _ = hits(invoke, store, other)
     assert row["usable_pages"] == restored(store, other)
+
+
+def test_objects_of_another_rank_stop_a_chain(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    served_store(store, HYBRID, range(5))
+    swapped = swap_ranks(store, page(3))
+    row, said = hits(invoke, store, HYBRID)
+    assert row["usable_pages"] == 3 == restored(store, HYBRID)
+    assert row["stopped_by"]["key"] in swapped
+    assert "Objects of other weights, dtype, layout or rank stop 1 chain" in said
+
+
+def test_trailers_without_a_rank_stop_no_chain(invoke: Invoke, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    served_store(store, HYBRID, range(5))
+    forget_ranks(store)
+    row, _ = hits(invoke, store, HYBRID)
+    assert row["usable_pages"] == 5 == restored(store, HYBRID)
 
 
 @pytest.mark.parametrize("pool", ["kv", "indexer"])

@@ -16,7 +16,16 @@ from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.profiles.identities import with_marked_weights
-from tests.served_stores import HYBRID, INDEXED, OTHER_WEIGHTS, WEIGHTS, served_by, served_store
+from tests.served_stores import (
+    HYBRID,
+    INDEXED,
+    OTHER_WEIGHTS,
+    WEIGHTS,
+    forget_ranks,
+    served_by,
+    served_store,
+    swap_ranks,
+)
 from tests.stores import OLD, page, put
 
 if TYPE_CHECKING:
@@ -109,6 +118,33 @@ def test_repair_removes_a_damaged_page_and_restore_puts_its_trailer_back(
         **before,
         KV: damaged,
     }
+
+
+def test_objects_of_another_rank_are_foreign(invoke: Invoke, served: Path) -> None:
+    """Digest, page, pool and identity are right; with and without a profile."""
+    swapped = sorted(("identity-mismatch", "error", key) for key in swap_ranks(served, page(1)))
+    document = verify(invoke, served, HYBRID, exit_code=4).document
+    assert brief(document) == swapped
+    (detail,) = [f["detail"] for f in document["findings"] if f["key"] == KV]
+    assert detail == "its trailer is of rank 1 (tp 2), but its key of rank 0 (tp 2)"
+    assert served_by(served, HYBRID, [page(0), page(1)]) == [True, False]
+    plain = invoke("verify", served, "--format", "json", exit_code=4).document
+    assert [row for row in brief(plain) if row[0] == "identity-mismatch"] == swapped
+
+
+def test_trailers_that_name_no_rank_are_counted(
+    invoke: Invoke, served: Path, tmp_path: Path
+) -> None:
+    """They are no findings, but nothing tells swapped ranks apart: the check is skipped in part."""
+    forget_ranks(served)
+    swap_ranks(served, page(1))
+    found = verify(invoke, served, HYBRID)
+    assert found.document["findings"] == []
+    assert found.document["skipped_checks"] == ["ranks"]
+    assert found.document["unranked"] == 4 * len(object_specs(HYBRID, "file"))
+    assert "ranks: 16 objects with a trailer that names no rank" in found.stderr
+    few = verify(invoke, served, HYBRID, "--checks", "groups").document
+    assert (few["unranked"], few["skipped_checks"]) == (0, [])
 
 
 @pytest.mark.parametrize("profile", [HYBRID, INDEXED], ids=["hybrid", "indexed"])

@@ -184,21 +184,24 @@ BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "TRAILERS": """
             Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:
-            a digest, and an identity that stands for weights, dtype, layout and page size. Plug-in
-            servers read only objects of their identity.
+            a digest, an identity that stands for weights, dtype, layout and page size, and the
+            rank. Plug-in servers read only objects of their identity and rank. Trailers of older
+            releases name no rank, and servers read them, too.
 
             With --trailers auto, objects that keep key and bytes between file stores keep their
             trailers. Other objects get new trailers if the profile names the weights and one of
             these is true: SRC has trailers, DST has trailers, SRC is a pack. The weights are those
             of the profile, of --weights, or of the markers of SRC if these name the weights of one
             model only. Transforms change the identity, not the weights. write always writes
-            trailers, and refuses to run if the weights are unknown. drop writes none. A pack,
-            Mooncake and 3FS keep no trailers.
+            trailers, also in place of those that name no rank, and refuses to run if the weights
+            are unknown. The rank is that of the key in DST. drop writes none. A pack, Mooncake and
+            3FS keep no trailers.
 
-            Pages with objects of another identity than the profile's are not copied. Objects
-            without a trailer are not copied either if they would get a trailer but lie beside
-            objects that have one; --trailers write or drop copies them. An object of another
-            identity in DST is a conflict; with --trailers write, so is an object without a trailer.
+            Pages with objects of another identity than the profile's, or another rank than the
+            key's, are not copied. Objects without a trailer are not copied either if they would get
+            a trailer but lie beside objects that have one; --trailers write or drop copies them. An
+            object of another identity in DST is a conflict; with --trailers write, so is an object
+            without a trailer.
         """,
         "INTERRUPTED RUNS": """
             A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without
@@ -301,9 +304,9 @@ BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "TRAILERS": """
             In a file store that the SGLang plug-in of hicachectl wrote, objects of another identity
-            (weights, dtype, layout, page size) do not count, nor do objects without a trailer, as
-            for plug-in servers. This needs a profile that names the weights, or markers that name
-            the weights of one model only.
+            (weights, dtype, layout, page size) or another rank do not count, nor do objects without
+            a trailer, as for plug-in servers. This needs a profile that names the weights, or
+            markers that name the weights of one model only.
         """,
     },
     "verify": {
@@ -332,16 +335,17 @@ BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "TRAILERS": """
             Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:
-            a digest, and an identity that stands for weights, dtype, layout and page size. The
-            check digests compares each object with its trailer, without a catalog. A difference is
-            a digest-mismatch, or identity-mismatch if the object has another identity than the
-            servers of the profile: they refuse it, but servers without the plug-in read it. The
-            detail says what differs.
+            a digest, an identity that stands for weights, dtype, layout and page size, and the
+            rank. The check digests compares each object with its trailer, without a catalog. A
+            difference is a digest-mismatch, or identity-mismatch if the object has another identity
+            than the servers of the profile, or another rank than its key: servers refuse it, but
+            servers without the plug-in read it. The detail says what differs.
 
             Identities need a profile that names the weights. A profile without weights takes the
             weights from the markers in .hicachectl/plugin, if the markers of only one model agree
-            with the profile. Objects without a trailer are no findings, but skipped_checks counts
-            them as undigested-objects.
+            with the profile. Objects without a trailer are no findings, but skipped_checks names
+            them as undigested-objects. Trailers of older releases name no rank: skipped_checks then
+            has ranks, and unranked their number.
         """,
         "STAMPS": """
             --stamp records the profile and --weights-version in .hicachectl/stamps of the store, or

@@ -301,6 +301,7 @@ DOCUMENTS = (
             Member("sampled", INTEGER, "Pages chosen to be read."),
             Member("objects_read", INTEGER, "Objects read, including failed reads."),
             Member("bytes_read", INTEGER, "Bytes of the objects read whole."),
+            Member("unranked", INTEGER, "Objects read whole whose trailers name no rank."),
             Member(
                 "device",
                 TEXT,

@@ -14,6 +14,7 @@ from hicachectl.backends.object_files.markers import Marker, write_marker
 from hicachectl.backends.testing import StoreSuite
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.identity import Identity
+from hicachectl.formats.objects import Shard
 from hicachectl.formats.trailer import (
     TRAILER_BYTES,
     Trailer,
@@ -21,6 +22,7 @@ from hicachectl.formats.trailer import (
     dump_trailer,
     parse_trailer,
     trailer_name,
+    trailer_rank,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 SUFFIX = "_m_0_1.bin"  # of the suite's keys
+RANK = Shard(tp_rank=0, tp_size=1)
 IDENTITY = Identity(model="m", weights="w", dtype="bfloat16", page_size=64, layer_bytes=1)
 
 
@@ -38,8 +41,8 @@ def file_of(key: bytes, value: bytes, kind: str = "xxh3") -> bytes:
     """Return an object's bytes and its trailer."""
     page = bytes.fromhex(key[:64].decode())
     digest = digest_function(kind)([value])
-    trailer = Trailer(kind, digest, len(value), page, IDENTITY.hash(), trailer_name("kv"))
-    return value + dump_trailer(trailer)
+    identity, name, rank = IDENTITY.hash(), trailer_name("kv"), trailer_rank(RANK)
+    return value + dump_trailer(Trailer(kind, digest, len(value), page, identity, name, rank))
 
 
 class _Form(StoreSuite):

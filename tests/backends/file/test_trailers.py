@@ -25,6 +25,7 @@ from hicachectl.backends.object_files.sizes import MarkedSizes
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import Identity
+from hicachectl.formats.objects import Shard
 from hicachectl.formats.trailer import (
     TRAILER_BYTES,
     Trailer,
@@ -32,6 +33,7 @@ from hicachectl.formats.trailer import (
     dump_trailer,
     parse_trailer,
     trailer_name,
+    trailer_rank,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 IDENTITY = Identity(model="m", weights="w", dtype="bfloat16", page_size=64, layer_bytes=64)
 OTHER = replace(IDENTITY, weights="w2")
+RANK = Shard(tp_rank=0, tp_size=1)
 AFFIX = ("", "_m_0_1.bin")
 SIDECAR = ("", ".indexer_m.bin")
 KEYS = [f"{n:064x}{AFFIX[1]}".encode() for n in range(4)]
@@ -49,8 +52,8 @@ VALUE = bytes(range(256)) * 4
 
 def _trailer(key: bytes, value: bytes = VALUE, **fields: Any) -> Trailer:
     page, digest = bytes.fromhex(key[:64].decode()), digest_function("xxh3")([value])
-    whole = Trailer("xxh3", digest, len(value), page, IDENTITY.hash(), trailer_name("kv"))
-    return whole._replace(**fields)
+    identity, name, rank = IDENTITY.hash(), trailer_name("kv"), trailer_rank(RANK)
+    return Trailer("xxh3", digest, len(value), page, identity, name, rank)._replace(**fields)
 
 
 @pytest.fixture
@@ -319,13 +322,18 @@ def test_trailers_are_shown_for_each_row(store: FileStore) -> None:
     _put(store, *KEYS[:3])
     _file(store, KEYS[1]).write_bytes(VALUE)
     _file(store, KEYS[2]).write_bytes(VALUE + dump_trailer(_trailer(KEYS[0])))
-    shown = store.read_trailers(rows_of([KEYS[3], KEYS[0], KEYS[1], KEYS[2], b"../x"]))
+    foreign = _trailer(KEYS[3], rank=trailer_rank(Shard(tp_rank=0, tp_size=2)))
+    _file(store, KEYS[3]).write_bytes(VALUE + dump_trailer(foreign))
+    missing = KEYS[0].replace(b"0", b"1")
+    shown = store.read_trailers(rows_of([missing, KEYS[0], KEYS[1], KEYS[2], b"../x", KEYS[3]]))
     found = {
         "identity": IDENTITY.hash(),
         "digest_kind": "xxh3",
         "digest": digest_function("xxh3")([VALUE]),
+        "own_rank": True,
     }
-    assert shown.to_pylist() == [found if n == 1 else dict.fromkeys(found) for n in range(5)]
+    none = dict.fromkeys(found)
+    assert shown.to_pylist() == [none, found, none, none, none, {**found, "own_rank": False}]
 
 
 # copies

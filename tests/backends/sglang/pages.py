@@ -33,6 +33,7 @@ class HostPool:
         weights: str = "w",
         trailing: bool = False,
         model: str = "org-model",
+        shard: Shard = Shard(tp_rank=0, tp_size=1),  # noqa: B008 - frozen
     ) -> None:
         self._count, self._half = count, nbytes // 2
         self._other = nbytes - self._half
@@ -40,7 +41,7 @@ class HostPool:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pool = ServedPool(
             name=name,
-            coordinate=Coordinate(model, name, None, "", Shard(tp_rank=0, tp_size=1)),
+            coordinate=Coordinate(model, name, None, "", shard),
             identity=Identity(model=model, weights=weights, pool=name, layer_bytes=nbytes),
             page_indices=1,
             nbytes=nbytes,

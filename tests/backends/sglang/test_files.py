@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,8 +21,11 @@ from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages
 from hicachectl.backends.urls import StoreUrl, parse_url
+from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.objects import Shard
 from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
 from tests.backends.sglang.pages import HostPool, hashes
+from tests.served_stores import forget_ranks
 from tests.small_file_system import small_file_system
 from tests.waiting import wait_until
 
@@ -178,6 +182,83 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, host: HostPool) -> 
         assert exists(store, host) == [True, False, False, False]
         assert read(store, host) == [True, False, False, False]
         assert exists(store, side) == [False] * 4
+
+
+SECOND = Shard(tp_rank=1, tp_size=2)
+RANKS = [
+    ({}, SECOND, Shard(tp_rank=0, tp_size=2)),
+    ({}, Shard(), Shard(pp_rank=1, pp_size=2)),
+    ({}, replace(SECOND, cp_rank=0, cp_size=2), replace(SECOND, cp_rank=1, cp_size=2)),
+    ({"name": "mamba", "trailing": True}, SECOND, Shard(tp_rank=1, tp_size=4)),
+]
+
+
+def renamed(directory: Path, theirs: HostPool, ours: HostPool) -> None:
+    """Give all files of one pool the names of another's."""
+    for page in PAGES:
+        source, target = (FileCodec().affix(each.pool.coordinate)[1] for each in (theirs, ours))
+        (directory / f"{page}{source}").rename(directory / f"{page}{target}")
+
+
+@pytest.mark.parametrize(("pool", "theirs", "ours"), RANKS)
+@pytest.mark.parametrize("replaces", [True, False])
+def test_pages_of_another_rank_are_misses_and_replaced(
+    tmp_path: Path, pool: dict[str, Any], theirs: Shard, ours: Shard, *, replaces: bool
+) -> None:
+    """As pages of other weights: a wrong rename, or a copy, keeps digest and identity."""
+    other, host = HostPool(NBYTES, shard=theirs, **pool), HostPool(NBYTES, shard=ours, **pool)
+    other.fill(6)
+    with opened(tmp_path, other) as store:
+        write(store, other)
+    renamed(tmp_path, other, host)
+    host.fill(7)
+    junk, options = host.page(1), {"replaces_foreign": replaces}
+    with opened(tmp_path, host, **options) as store:
+        assert exists(store, host) == read(store, host) == [False] * 4
+        assert host.page(1) == junk
+        assert store.counters.snapshot()["foreign"] == 8
+        assert write(store, host) == read(store, host) == [replaces] * 4
+
+
+@pytest.mark.parametrize("digest", ["xxh3", "blake3"])
+def test_trailers_without_a_rank_are_read_and_counted(
+    tmp_path: Path, host: HostPool, digest: str
+) -> None:
+    """Of the digest that this server writes, and of another one."""
+    with opened(tmp_path, host, digest=digest) as store:
+        write(store, host)
+        forget_ranks(tmp_path)
+        before = host.page(2)
+        host.fill(8)
+    with opened(tmp_path, host) as store:
+        assert exists(store, host) == read(store, host) == write(store, host) == [True] * 4
+        assert host.page(2) == before
+        assert store.counters.snapshot() == {"unranked": 4}
+
+
+def test_trailers_without_a_rank_are_misses_if_asked(tmp_path: Path, host: HostPool) -> None:
+    """They are written again, whatever happens to files of other identities."""
+    with opened(tmp_path, host) as store:
+        write(store, host)
+        forget_ranks(tmp_path)
+    with opened(tmp_path, host, reads_unranked=False, replaces_foreign=False) as store:
+        assert exists(store, host) == read(store, host) == [False] * 4
+        assert store.counters.snapshot() == {"unranked": 8}
+        assert write(store, host) == exists(store, host) == read(store, host) == [True] * 4
+        assert store.counters.snapshot() == {"unranked": 8}
+
+
+def test_ranks_that_no_trailer_can_name(tmp_path: Path) -> None:
+    """Their pages are served without ranks; a server that refuses such pages does not start."""
+    host = HostPool(NBYTES, shard=Shard(tp_rank=5, tp_size=1024))
+    with opened(tmp_path, host) as store:
+        assert write(store, host) == exists(store, host) == read(store, host) == [True] * 4
+        assert store.counters.snapshot() == {}
+    with (
+        pytest.raises(ValueError, match=r"^unranked: 'refuse' .* the ranks of tp 1024; remove"),
+        opened(tmp_path, host, reads_unranked=False),
+    ):
+        pass
 
 
 def test_pages_of_other_weights_are_misses_and_replaced(tmp_path: Path, host: HostPool) -> None:

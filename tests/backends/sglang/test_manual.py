@@ -48,9 +48,10 @@ def test_the_commands_are_accepted() -> None:
 def test_defaults_are_as_stated() -> None:
     defaults = parse_settings({"interface_v1": 1, "store": "file:///mnt/hicache"})
     assert (defaults.op_timeout, defaults.threads) == (5, 4)
-    assert (defaults.digest, defaults.unstamped, defaults.on_foreign) == (
+    assert (defaults.digest, defaults.unstamped, defaults.unranked, defaults.on_foreign) == (
         "xxh3",
         "refuse",
+        "read",
         "replace",
     )
     with pytest.raises(ValueError, match="at most 8 seconds"):

@@ -29,6 +29,7 @@ def test_defaults_are_those_of_the_manual() -> None:
         digest="xxh3",
         identity="auto",
         unstamped="refuse",
+        unranked="read",
         on_foreign="replace",
         op_timeout=5.0,
         threads=4,
@@ -44,6 +45,7 @@ def test_every_key_has_its_value() -> None:
         "digest": "blake3",
         "identity": "step 4000",
         "unstamped": "read",
+        "unranked": "refuse",
         "on_foreign": "leave",
         "op_timeout": 2,
         "threads": 8,
@@ -122,6 +124,7 @@ def test_only_files_have_a_digest(store: str) -> None:
         ({"identity": "a\n"}, "identity: .* is not printable text"),
         ({"identity": 7}, "identity: 7 is not printable text"),
         ({"unstamped": True}, "unstamped: True is not one of refuse, read"),
+        ({"unranked": "serve"}, "unranked: 'serve' is not one of refuse, read"),
         ({"on_foreign": "keep"}, "on_foreign: 'keep' is not one of replace, leave"),
         ({"op_timeout": 0}, "op_timeout: 0 is not above 0 and at most 8 seconds"),
         ({"op_timeout": 8.5}, "op_timeout: 8.5 is not above 0 and at most 8 seconds"),
@@ -142,6 +145,10 @@ def test_only_files_have_a_digest(store: str) -> None:
         ({"interface_v1": 0}, 'interface_v1: 0 makes SGLang copy each page; set "interface_v1"'),
         ({"store": MOONCAKE, "max_size": 1}, "max_size: has no effect on a mooncake store"),
         ({"store": MOONCAKE, "unstamped": "read"}, "unstamped: has no effect on a mooncake store"),
+        (
+            {"store": "pack:///mnt/a.hcpack", "unranked": "read"},
+            "unranked: has no effect on a pack store",
+        ),
         ({"store": [MOONCAKE, FILES], "evict": "this"}, "evict: has no effect on a mooncake"),
     ],
 )
@@ -159,6 +166,7 @@ def test_interface_v1_is_required(config: dict[str, Any] | None) -> None:
 
 def test_a_list_may_read_files_behind_another_store() -> None:
     assert settings(store=[MOONCAKE, FILES], unstamped="read").unstamped == "read"
+    assert settings(store=[MOONCAKE, FILES], unranked="refuse").unranked == "refuse"
     assert settings(store=[MOONCAKE, "pack:///mnt/a.hcpack"], unstamped="read").unstamped == "read"
 
 
