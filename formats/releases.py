@@ -1,8 +1,9 @@
 """What differs between releases of SGLang, for each published one from 0.5.6 to 0.5.23.
 
 Source: the published wheels, hicache_storage.py :: HiCacheFile, mooncake_store.py :: MooncakeStore,
-ServerArgs.hicache_mem_layout and pool_host/dsa.py. `tests/data/releases.json` records what each
-wheel's own code does (tests/conformance/record_releases.py).
+ServerArgs.hicache_mem_layout, pool_host/dsa.py and the symbols named below.
+`tests/data/releases.json` records what each wheel's own code does
+(tests/conformance/record_releases.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ class Release:
         empty: `__k`, not `_k`.
     mooncake_model: Mooncake keys begin with the model's name, after any tag.
     all_indexer_layers: HiCache also stores index keys of layers that reuse another layer's top-k.
+    indexer: index keys have objects, and a look-up asks for them (hicache_storage.py :: PoolName).
+    draft: drafts have a pool (cache_controller.py :: set_draft_kv_pool, PoolName.DRAFT).
+    packed_drafts: MTP drafts have no pool, but layers behind the target's in its objects
+        (speculative/base_spec_worker.py :: HiCacheDraftMode).
+    clamps: a page whose index keys cannot be read is a miss (hiradix_cache.py ::
+        _clamp_prefetch_result; cache_controller.py :: _page_transfer_kv_batch).
+    requires_drafts: a page whose draft is missing is a miss (kv_cache_builder.py ::
+        maybe_register_hicache_draft).
+    seeds: extra_key and cache_salt of a request seed its page hashes
+        (mem_cache/utils.py :: storage_namespace_seed).
     """
 
     since: tuple[int, ...]
@@ -36,6 +47,12 @@ class Release:
     mooncake_stage: bool = False
     mooncake_model: bool = False
     all_indexer_layers: bool = True
+    indexer: bool = False
+    draft: bool = False
+    packed_drafts: bool = False
+    clamps: bool = False
+    requires_drafts: bool = False
+    seeds: bool = False
 
 
 def _rows(first: Release, *changes: dict[str, object]) -> tuple[Release, ...]:
@@ -49,8 +66,13 @@ RELEASES = _rows(
     Release(since=(0, 5, 6)),
     {"since": (0, 5, 8), "mooncake_stage": True},
     {"since": (0, 5, 10), "file_stage": True},
+    {"since": (0, 5, 11), "indexer": True},
+    {"since": (0, 5, 13), "draft": True},
     {"since": (0, 5, 14), "file_cp": True, "layout": "page_first"},
-    {"since": (0, 5, 17), "mooncake_model": True},
+    {"since": (0, 5, 17), "mooncake_model": True, "clamps": True},
+    {"since": (0, 5, 18), "packed_drafts": True},
+    {"since": (0, 5, 19), "requires_drafts": True},
+    {"since": (0, 5, 20), "seeds": True},
     {"since": (0, 5, 22), "all_indexer_layers": False},
     {"since": (0, 5, 23), "file_state_rank": True},
 )

@@ -18,6 +18,7 @@ from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm
 from hicachectl.formats.models.hf_config import HfConfig, open_config
 from hicachectl.formats.models.stages import states_its_layers
 from hicachectl.formats.pools import pp_ranges
+from hicachectl.formats.releases import release_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +89,11 @@ def algorithm_of(flags: DeploymentFlags) -> str:
 
 
 def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
-    """Return the target's pools with the layers or pools of its draft. Raises ProfileError."""
+    """Return the target's pools with the layers or pools of its draft. Raises ProfileError.
+
+    Before drafts were packed, each had its first runner's KV as a pool: its index keys and windows
+    were not stored (kv_cache_builder.py :: maybe_register_hicache_draft of SGLang 0.5.17).
+    """
     if algorithm in _DRAFTLESS_ALGORITHMS:
         return target.pools
     if algorithm not in _ALGORITHMS_OF.get(target.model.architecture, (algorithm,)):
@@ -106,6 +111,12 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
         pool.name: pool
         for pool in family.pools(draft, Context(target.flags, target.page_size, draft=True))
     }
+    release = release_of(target.flags.sglang)
+    if not release.packed_drafts:
+        stored = release.draft and "kv" in rows and "swa" not in rows
+        layers = 1 if multi_layer or not stored else _runner_layers(draft, family, rows)
+        old = (replace(rows["kv"], name="draft", layers=layers),) if stored else ()
+        return (*target.pools, *old)
     if draft.architecture == _INKLING_MTP:
         return _counted(target, draft, rows)
     if "mamba" in rows:

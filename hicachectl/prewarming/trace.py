@@ -18,10 +18,10 @@ import numpy as np
 from hicachectl.backends.disk.bounded import MAX_LINE_BYTES
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
-from hicachectl.formats.hashing import HASH_BYTES, namespace_seed, page_hashes
+from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.wording import failed, needs_profile
 from hicachectl.prewarming.forest import Forest, grow_forest
-from hicachectl.requests.chains import RequestSample
+from hicachectl.requests.chains import Hashing, RequestSample
 from hicachectl.requests.files import Request, request_lines
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _TraceLine(msgspec.Struct):
 
 class _Lines:
     def __init__(self, profile: Profile | None) -> None:
-        self._profile = profile
+        self._hashing = None if profile is None else Hashing.of(profile)
         self.times = array("d")
         self.lengths = array("q")
         self.inputs = array("q")
@@ -121,12 +121,10 @@ class _Lines:
         return len(ids)
 
     def _hash(self, request: _TraceLine) -> int:
-        if self._profile is None:
+        if self._hashing is None:
             raise UsageError(needs_profile("A trace of token ids"))
-        seed = namespace_seed(*request.namespace)
-        bigram = self._profile.hash_unit == "bigram"
         tokens = request.tokens or []
-        hashes = page_hashes(tokens, self._profile.page_size, bigram=bigram, prior=seed)
+        hashes = self._hashing.hashes_of(tokens, *request.namespace)
         self.hashes.append(hashes)
         if not self.sample.full:
             self.sample.add(Request("", tokens, *request.namespace))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
     """Return the hashing that a given profile or --page-size states, or None."""
     from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, hash_unit
+    from hicachectl.formats.releases import release_of
     from hicachectl.requests.chains import Hashing
 
     if profile is not None and not profile.inferred:
@@ -26,7 +27,11 @@ def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashin
     if options["page_size"] is None:
         return None
     flags = DeploymentFlags(model="", speculative_algorithm=options["speculative_algorithm"] or "")
-    return Hashing(options["page_size"], hash_unit(canonical_algorithm(flags)) == "bigram")
+    return Hashing(
+        options["page_size"],
+        bigram=hash_unit(canonical_algorithm(flags)) == "bigram",
+        seeds=release_of(options["sglang"] or flags.sglang).seeds,
+    )
 
 
 def asked_chains(options: Mapping[str, Any], hashing: Hashing | None) -> Chains:
@@ -64,7 +69,7 @@ def of_requests(options: Mapping[str, Any]) -> tuple[str, ...]:
     """
     from hicachectl.profiles.sources import states_source
 
-    return () if states_source(options) else ("page_size", "speculative_algorithm", *AXES)
+    return () if states_source(options) else ("page_size", "speculative_algorithm", "sglang", *AXES)
 
 
 def of_profile(options: Mapping[str, Any]) -> dict[str, Any]:

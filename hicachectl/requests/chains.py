@@ -16,9 +16,10 @@ from hicachectl.formats.hashing import (
     page_hashes,
     restorable_pages,
 )
+from hicachectl.formats.releases import release_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.files import Request
@@ -34,23 +35,37 @@ _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """How tokens become pages: tokens per page, and whether token pairs are hashed."""
+    """How tokens become pages.
+
+    page_size: tokens per page.
+    bigram: whether token pairs are hashed.
+    seeds: whether extra_key and cache_salt seed the hashes, as from SGLang 0.5.20 on.
+    """
 
     page_size: int
     bigram: bool = False
+    seeds: bool = True
 
     @classmethod
     def of(cls, profile: Profile) -> Hashing:
         """Return the hashing of a profile, which must not be inferred."""
-        return cls(profile.page_size, profile.hash_unit == "bigram")
+        return cls(
+            profile.page_size, profile.hash_unit == "bigram", release_of(profile.sglang).seeds
+        )
 
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
         """Return the hashes of full pages: [pages, 32]. Raises FormatError naming the line."""
         try:
-            seed = namespace_seed(request.extra_key, request.cache_salt)
-            return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
+            return self.hashes_of(request.token_ids, request.extra_key, request.cache_salt)
         except FormatError as error:
             raise FormatError(f"{request.where}: {error}") from error
+
+    def hashes_of(
+        self, token_ids: Sequence[int], extra_key: str | None, cache_salt: str | None
+    ) -> npt.NDArray[np.uint8]:
+        """Return the hashes of a request's full pages: [pages, 32]. Raises FormatError."""
+        seed = namespace_seed(extra_key, cache_salt) if self.seeds else None
+        return page_hashes(token_ids, self.page_size, bigram=self.bigram, prior=seed)
 
 
 @dataclass(frozen=True, slots=True)

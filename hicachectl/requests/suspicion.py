@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.releases import since
 from hicachectl.requests.chains import Hashing, hex_pages
 from hicachectl.text.units import counted
 
@@ -23,7 +25,8 @@ def suspect_hashing(url: str, inventory: Inventory, chains: Chains, hashing: Has
     """Return why a store has pages, but none of any chain, as far as that shows; else "".
 
     inventory: of the whole store. hashing: of the chains; None if their tokens are not known. Tries
-    the usual page sizes and both hash units on the first requests.
+    the usual page sizes, both hash units, and hashes with and without a namespace, on the first
+    requests.
     """
     names, _ = chains.within_reach().distinct_pages()
     if not len(names) or inventory.is_foreign.all() or len(_present(inventory, names)):
@@ -49,7 +52,8 @@ def suspect_hashing(url: str, inventory: Inventory, chains: Chains, hashing: Has
 
 def _described(hashing: Hashing) -> str:
     """Return a hashing as a text, with the option that states it."""
-    return f"--page-size {hashing.page_size}" + (" over token pairs" if hashing.bigram else "")
+    words = f"--page-size {hashing.page_size}" + (" over token pairs" if hashing.bigram else "")
+    return words if hashing.seeds else f"{words}, without extra_key and cache_salt"
 
 
 def _remedy(used: Hashing, other: Hashing) -> str:
@@ -62,16 +66,22 @@ def _remedy(used: Hashing, other: Hashing) -> str:
             "--speculative-algorithm EAGLE" if other.bigram else "no --speculative-algorithm"
         )
         fields.append("hash_unit")
+    if used.seeds != other.seeds:
+        before = "not before" if other.seeds else "before"
+        options.append(f"--sglang with the servers' release, if it is {before} {since('seeds')}")
+        fields.append("sglang")
     return f"give {' and '.join(options)}, or correct {' and '.join(fields)} in the profile"
 
 
 def _likely(inventory: Inventory, chains: Chains, used: Hashing) -> tuple[Hashing, int] | None:
     """Return the hashing that finds pages of most of the first requests, and of how many."""
+    named = any(request.extra_key or request.cache_salt for request in chains.sample)
+    seedings = (used.seeds, not used.seeds) if named else (used.seeds,)
     tried: list[tuple[Hashing, list[pa.StringArray]]] = []
-    for bigram in (used.bigram, not used.bigram):
-        for page_size in _PAGE_SIZES:
-            if (hashing := Hashing(page_size, bigram)) != used:
-                tried.append((hashing, _pages(chains, hashing)))
+    units = (used.bigram, not used.bigram)
+    for bigram, seeds, page_size in product(units, seedings, _PAGE_SIZES):
+        if (hashing := Hashing(page_size, bigram, seeds)) != used:
+            tried.append((hashing, _pages(chains, hashing)))
     every = [pages for _, of_requests in tried for pages in of_requests]
     present = _present(inventory, pa.concat_arrays(every)) if every else pa.array([], pa.string())
     counts = [

@@ -14,8 +14,11 @@ import builtins
 import contextlib
 import inspect
 import json
+import os
 import re
 import sys
+import threading
+import uuid
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,9 @@ PAGE = "H"
 _MEM_CACHE = "sglang/srt/mem_cache"
 _FILE_STORE = f"{_MEM_CACHE}/hicache_storage.py"
 _MOONCAKE_STORE = f"{_MEM_CACHE}/storage/mooncake_store/mooncake_store.py"
+_CONTROLLER = "sglang/srt/managers/cache_controller.py"
+_TREE = f"{_MEM_CACHE}/hiradix_cache.py"
+_DRAFTS = "sglang/srt/speculative/base_spec_worker.py"
 _INDEXER = f"{_MEM_CACHE}/pool_host/dsa.py"
 # Where each release states the defaults of its flags.
 _FLAGS = ("sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/memory.py")
@@ -53,11 +59,26 @@ def version(wheel: Path) -> str:
 
 
 def facts(wheel: Path) -> dict[str, Any]:
-    """Return the default layout, the keys of both stores for each of _RANKS, and index layers.
+    """Return the default layout, the keys of both stores for each of _RANKS, and other facts.
 
     compact_indexer: the host pool of index keys has only the layers that own such keys.
+    seeds: extra_key and cache_salt seed the page hashes.
+    packed_drafts: layers of an MTP draft follow the target's in one object.
+    draft_pool: drafts have a pool of their own.
+    best_effort_drafts: a page is restored without its draft.
+    indexer_pool: index keys have a pool of their own.
+    clamps: a page whose index keys could not be read is a miss.
+    temporary: the file that HiCacheFile.set writes first; "" if it writes under the key.
     """
     return {
+        "seeds": "def storage_namespace_seed(" in _source(wheel, f"{_MEM_CACHE}/utils.py"),
+        "packed_drafts": "HiCacheDraftMode.PACKED" in _source(wheel, _DRAFTS),
+        "draft_pool": 'DRAFT = "draft"' in _source(wheel, _FILE_STORE),
+        "best_effort_drafts": "def set_draft_kv_pool(" in _source(wheel, _CONTROLLER),
+        "indexer_pool": '    INDEXER = "indexer"' in _source(wheel, _FILE_STORE),
+        "clamps": "clamp_prefetch_result(" in _source(wheel, _TREE)
+        or "def _page_transfer_kv_batch(" in _source(wheel, _CONTROLLER),
+        "temporary": _temporary(wheel),
         "compact_indexer": "owned_device_layers" in _source(wheel, _INDEXER),
         "layout": _default(wheel, "hicache_mem_layout"),
         "file": {name: _file_keys(wheel, ranks) for name, ranks in _RANKS.items()},
@@ -139,6 +160,25 @@ def _file_keys(wheel: Path, ranks: dict[str, Any]) -> list[str]:
     with contextlib.suppress(Exception):  # what follows the suffixes needs SGLang
         store.__init__(made, _config(ranks), "/")
     return [made._get_suffixed_key(key) for key in (PAGE, f"{PAGE}.mamba")]
+
+
+def _temporary(wheel: Path) -> str:
+    """Return the name of the temporary file of page H, with its numbers and UUID as N and U."""
+    store = _class(wheel, _FILE_STORE, "HiCacheFile")
+    names = store.set.__globals__
+    names.update(os=os, threading=threading, uuid=uuid)
+    store.__getattr__ = lambda _self, name: mock.MagicMock(name=name)
+    made = store.__new__(store)
+    made.__dict__.update(file_path="/", config_suffix="_m", metadata_cache=None)
+    made._get_suffixed_key = lambda key, *_: f"{key}_m"
+    written: list[str] = []
+    page = mock.MagicMock()
+    page.contiguous().view().numpy().tofile.side_effect = written.append
+    with mock.patch("os.path.exists", return_value=False), mock.patch("os.replace"):
+        made.set(PAGE, page)
+    name = re.sub("[0-9a-f]{32}", "U", Path(written[0]).name)
+    name = re.sub("[0-9]+", "N", name)
+    return "" if name == f"{PAGE}_m.bin" else name
 
 
 def _mooncake_keys(wheel: Path, ranks: dict[str, Any]) -> list[str]:

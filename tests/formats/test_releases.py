@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.keys.file import TEMPORARY_PATTERN
 from hicachectl.formats.profile import NEWEST_SGLANG
 from hicachectl.formats.releases import NEWEST, release_of, sglang_version, unknown_release
 from hicachectl.formats.spec import object_specs
@@ -29,11 +31,27 @@ def test_all_releases_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_defaults_and_index_layers(name: str) -> None:
-    """The default of --hicache-mem-layout, and the layers of index keys."""
+def test_facts(name: str) -> None:
+    """The default layout, page-hash seeds, index keys and drafts."""
     release, found = release_of(name), RECORDS[name]
     assert release.layout == found["layout"]
     assert release.all_indexer_layers == (not found["compact_indexer"])
+    assert (release.seeds, release.clamps) == (found["seeds"], found["clamps"])
+    drafts = (found["draft_pool"], found["packed_drafts"])
+    assert (release.indexer, release.draft, release.packed_drafts) == (
+        found["indexer_pool"], *drafts
+    )  # fmt: skip
+    # Until 0.5.10 the target's pages alone were stored.
+    assert release.requires_drafts == (release.draft and not found["best_effort_drafts"])
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_temporaries(name: str) -> None:
+    """Unfinished writes of each release are found by their names; objects are none."""
+    page = "0a" * 32
+    form = RECORDS[name]["temporary"] or "H_m.bin"
+    written = form.replace("N", "4711").replace("U", "0b" * 16).replace("H", page)
+    assert bool(re.search(TEMPORARY_PATTERN, written)) == bool(RECORDS[name]["temporary"])
 
 
 @pytest.mark.parametrize("scheme", ["file", "mooncake"])

@@ -436,15 +436,20 @@ def test_a_restore_changes_nothing_before_the_answer(invoke: Invoke, tmp_path: P
 # temporary files
 
 
+_OLD = ("sglang", "ours", "sglang-0.5.14", "hour")
+
+
 def temporaries(store: Path) -> dict[str, Path]:
     """Write leftovers of SGLang's and our own writes, one of them young, and similar names."""
     now = time.time()
     return {
         "sglang": put(store, "." + "0a" * 16 + ".tmp", 5),
         "ours": put(store, ".hicachectl-" + "0b" * 16 + ".tmp", 6),
+        "sglang-0.5.14": put(store, f"{'0e' * 32}_m_0_1.bin.tmp.47.1398.{'0a' * 16}", 10),
         "hour": put(store, "." + "0c" * 16 + ".tmp", 7, now - 3600),
         "young": put(store, "." + "0d" * 16 + ".tmp", 8, now),
         "other": put(store, "notes.tmp", 9),
+        "backup": put(store, f"{'0e' * 32}_m_0_1.bin.tmp.47", 11),
     }
 
 
@@ -457,16 +462,16 @@ def test_temporaries_are_what_verify_calls_stale(invoke: Invoke, store: Path) ->
     assert contents(store) == before
     document = removed(invoke, store, "--temporaries", "--yes")
     for outcome, state in ((rehearsed, "would-remove"), (document, "removed")):
-        assert (outcome["pages"], outcome["objects"], outcome["bytes"]) == (0, 3, 18)
+        assert (outcome["pages"], outcome["objects"], outcome["bytes"]) == (0, 4, 28)
         assert {(g["key"], g["page"], g["state"]) for g in outcome["groups"]} == {
             (key, None, state) for key in stale
         }
-    assert contents(store) == left(before, *(files[n].name for n in ("sglang", "ours", "hour")))
+    assert contents(store) == left(before, *(files[n].name for n in _OLD))
 
 
 def test_temporaries_can_be_left_for_longer(invoke: Invoke, store: Path) -> None:
     files = temporaries(store)
-    assert removed(invoke, store, "--temporaries", "--before", "1d", "--yes")["objects"] == 2
+    assert removed(invoke, store, "--temporaries", "--before", "1d", "--yes")["objects"] == 3
     assert files["hour"].exists()
     assert removed(invoke, store, "--temporaries", "--before", "1s", "--yes")["objects"] == 1
     assert files["young"].exists()
@@ -491,9 +496,14 @@ def test_a_temporary_that_is_still_written_stays(
 
     monkeypatch.setattr(FileStore, "look", meanwhile)
     document = removed(invoke, store, "--temporaries", "--yes")
-    assert (document["objects"], document["kept"], document["gone"]) == (1, 1, 1)
+    assert (document["objects"], document["kept"], document["gone"]) == (2, 1, 1)
     assert files["sglang"].exists()
-    assert sorted(row["state"] for row in document["groups"]) == ["gone", "kept", "removed"]
+    assert sorted(row["state"] for row in document["groups"]) == [
+        "gone",
+        "kept",
+        "removed",
+        "removed",
+    ]
 
 
 def test_temporaries_that_cannot_be_deleted_are_said(
@@ -507,7 +517,7 @@ def test_temporaries_that_cannot_be_deleted_are_said(
     with monkeypatch.context() as patched:
         patched.setattr("hicachectl.backends.file.store.os.unlink", stuck)
         document = removed(invoke, store, "--temporaries", "--yes", exit_code=4)
-    assert (document["objects"], document["failed"], document["remaining"]) == (0, 3, 3)
+    assert (document["objects"], document["failed"], document["remaining"]) == (0, 4, 4)
     assert {f["key"] for f in document["failures"]} >= {files["ours"].name}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import namespace_seed, page_hashes
@@ -161,7 +162,7 @@ def test_hashes_that_collide_in_64_bits_are_named(
     def colliding(tokens: Sequence[int], *_: object, **__: object) -> object:
         return np.array([[7] * 31 + [tokens[0]]], np.uint8)
 
-    monkeypatch.setattr("hicachectl.prewarming.trace.page_hashes", colliding)
+    monkeypatch.setattr("hicachectl.requests.chains.page_hashes", colliding)
     path = written(tmp_path, *({"token_ids": [first]} for first in (1, 1, 2)))
     one, other = ("07" * 31 + last for last in ("01", "02"))
     said = f"^{path}: pages {one} and {other} share the first 64 bits of their hashes; remove the"
@@ -210,6 +211,18 @@ def test_values_close_over_prefixes() -> None:
 def test_a_file_without_requests_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"trace\.jsonl: has no requests"):
         read_trace(written(tmp_path), None)
+
+
+@pytest.mark.parametrize(("release", "seeded"), [("0.5.19", False), ("0.5.20", True)])
+def test_namespaces_seed_hashes_where_the_release_does(
+    tmp_path: Path, release: str, seeded: bool
+) -> None:
+    """storage_namespace_seed exists from SGLang 0.5.20 on."""
+    tokens = list(range(PAGE))
+    path = written(tmp_path, {"token_ids": tokens, "extra_key": "lora", "cache_salt": "t"})
+    trace = read_trace(path, structs.replace(PROFILE, sglang=release))
+    seed = namespace_seed("lora", "t") if seeded else None
+    assert trace.forest.names.tolist() == page_hashes(tokens, PAGE, prior=seed).tolist()
 
 
 def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:

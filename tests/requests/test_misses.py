@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import hicachectl
-from hicachectl.formats.hashing import page_hashes_hex
+from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.requests.gate import passes
 from tests.stores import page, put_pages
 
@@ -50,10 +50,15 @@ def requests(tmp_path: Path, *chains: list[int]) -> Path:
 
 
 def put_chain(
-    store: Path, *stems: str, page_size: int = 4, bigram: bool = False, pages: slice = slice(None)
+    store: Path,
+    *stems: str,
+    page_size: int = 4,
+    bigram: bool = False,
+    pages: slice = slice(None),
+    seed: bytes | None = None,
 ) -> None:
     """Write objects of 64 bytes of the chain of TOKENS."""
-    for name in page_hashes_hex(TOKENS, page_size, bigram=bigram)[pages]:
+    for name in page_hashes_hex(TOKENS, page_size, bigram=bigram, prior=seed)[pages]:
         for stem in stems:
             (store / f"{name}{stem}.bin").write_bytes(bytes(64))
 
@@ -280,6 +285,22 @@ def test_a_wrong_hash_unit_is_suspected(
         said = invoke(*command).stderr
         assert f"with {pairs}, pages of the first request are there: " in said
         assert f"give {option}, or correct hash_unit in the profile" in said
+
+
+@pytest.mark.parametrize(("release", "seeded"), [("0.5.19", True), ("0.5.20", False)])
+def test_a_release_that_hashes_namespaces_otherwise_is_suspected(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path, release: str, seeded: bool
+) -> None:
+    seed = namespace_seed("lora7", None) if seeded else None
+    put_chain(store, "_org-m_0_2", "_org-m_1_2", seed=seed)
+    asked = tmp_path / "requests.jsonl"
+    asked.write_text(json.dumps({"token_ids": TOKENS, "extra_key": "lora7"}) + "\n")
+    profile.write_text(f'sglang = "{release}"\n{TP2}')
+    said = invoke("hits", store, "--token-ids", asked, "--profile", profile).stderr
+    which = "not before" if seeded else "before"
+    assert f"give --sglang with the servers' release, if it is {which} 0.5.20, or correct" in said
+    options = ("--page-size", 4, "--sglang", "0.5.23" if seeded else "0.5.18")
+    assert "has pages" not in invoke("hits", store, "--token-ids", asked, *options).stderr
 
 
 def test_a_wrong_page_size_of_a_trace_is_suspected(

@@ -113,12 +113,13 @@ def mla(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     _check_no_windows(config, context)
     dsa = is_dsa(config)
     kv = mla_pool(config, context, range(config.integer("num_hidden_layers")), dsa=dsa)
-    if not dsa:
+    release = release_of(context.flags.sglang)
+    if not dsa or not release.indexer:
         return (kv,)
     layers = (
         tuple(range(config.integer("num_hidden_layers")))  # _should_elide_dsa_index_k
         if context.draft
-        else dsa_indexer_layers(config, release_of(context.flags.sglang))
+        else dsa_indexer_layers(config, release)
     )
     indexer = Pool(
         name="indexer",

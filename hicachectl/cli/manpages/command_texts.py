@@ -36,7 +36,8 @@ _REQUEST_FILES = """
     A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
     messages. A line of --token-ids is a list of token ids, or an object with token_ids or
     input_ids. The objects can also have extra_key and cache_salt, objects with messages also tools,
-    tool_choice and chat_template_kwargs.
+    tool_choice and chat_template_kwargs. Servers from SGLang 0.5.20 on keep the pages of each
+    extra_key and cache_salt apart; for an earlier release in the profile, they are ignored.
 
     Chats, with their tools, go through the chat template of the model's tokenizer, as in SGLang. A
     server with --chat-template makes other token ids; give such chats with --token-ids. Images and

@@ -8,8 +8,10 @@ import pytest
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.architectures import ARCHITECTURES
+from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.drafts import OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
+from hicachectl.formats.models.flags import DeploymentFlags
 from tests.formats.model_rows import allocated, profile_of, refusal_of, stored
 from tests.model_records import DRAFTS, MODELS
 
@@ -220,3 +222,25 @@ def test_a_dtype_that_sglang_sets_for_a_target_is_its_drafts_too(name: str) -> N
     profile = profile_of(model, _ONE)
     drafts = [pool for pool in profile.pools if pool.name.startswith("draft")]
     assert [pool.dtype for pool in drafts] == ["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("release", "pools", "packed"),
+    [
+        ("0.5.12", {"kv", "indexer"}, 0),
+        ("0.5.13", {"kv", "indexer", "draft"}, 0),
+        ("0.5.17", {"kv", "indexer", "draft"}, 0),
+        ("0.5.18", {"kv", "indexer"}, 1),
+    ],
+)
+def test_mtp_drafts_are_packed_from_0_5_18_on(release: str, pools: set[str], packed: int) -> None:
+    """HiCacheDraftMode is new in 0.5.18; before, set_draft_kv_pool registered the draft's KV."""
+    document = MODELS["DeepseekV32ForCausalLM"]["config"]
+    flags = DeploymentFlags(
+        model="m", kv_cache_dtype="bf16", speculative_algorithm="EAGLE", sglang=release
+    )
+    profile = profile_from_config(document, flags)
+    found = {pool.name: pool for pool in profile.pools}
+    assert (set(found), found["kv"].packed_draft_layers) == (pools, packed)
+    if draft := found.get("draft"):
+        assert (draft.kind, draft.layers, draft.row) == ("mla", 1, found["kv"].row)
