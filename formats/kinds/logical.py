@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.base import PoolKind
+from hicachectl.formats.layouts import HEADLESS_LAYOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,10 @@ class Logical(PoolKind):
         """Yield a message if the pool is a sidecar."""
         if pool.name != "kv":
             yield "kind: only the kv pool can be logical"
+
+    def layouts(self, pool: Pool) -> tuple[str, ...]:
+        """Return the layouts of the pools beside the anchor, DeepSeekV4PagedHostPool's."""
+        return HEADLESS_LAYOUTS
 
 
 LOGICAL = Logical()

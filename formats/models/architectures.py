@@ -53,6 +53,7 @@ from hicachectl.formats.models.families.states import (
     jet,
     kimi_linear,
     nemotron_h,
+    nemotron_h_draft,
 )
 from hicachectl.formats.models.families.windows import (
     gemma4,
@@ -338,7 +339,7 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     "JetNemotronForCausalLM": Family(one_token_pages(jet)),
     "JetVLMForConditionalGeneration": Family(one_token_pages(jet)),
     **_each(
-        Family(nemotron_h, stated=_ROWS),
+        Family(nemotron_h, stated=_HEADS),
         "NemotronHForCausalLM",
         "NemotronHPuzzleForCausalLM",
         "NemotronH_Nano_Omni_Reasoning_V3",
@@ -383,8 +384,8 @@ ARCHITECTURES: Mapping[str, Family | Refusal] = {
     **_each(
         Family(mha, stated=(*_ROWS, NEXTN), draft_only=True),
         "HYV3ForCausalLMNextN",
-        "NemotronHForCausalLMMTP",
     ),
+    "NemotronHForCausalLMMTP": Family(nemotron_h_draft, stated=(*_HEADS, NEXTN), draft_only=True),
     "BailingMoeForCausalLMNextN": Family(
         mha_or_mla,
         stated=(*_HEADS, NEXTN),

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
-from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
 from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.drafts import Target, algorithm_of, with_draft
 from hicachectl.formats.models.dtypes import forced_dtype
@@ -128,13 +127,14 @@ def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Poo
 
 
 def _check_layout(model: HfConfig, layout: str, pools: tuple[Pool, ...]) -> None:
-    # MambaPoolHost, AsymmetricMHATokenToKVPoolHost
-    page_first = any(kind_of(pool).layouts(pool) == PAGE_FIRST_LAYOUTS for pool in pools)
-    if page_first and layout not in PAGE_FIRST_LAYOUTS:
+    """Refuse layouts that a host pool of the model cannot have."""
+    built = [kind_of(pool).layouts(pool) for pool in pools]
+    if any(layout not in layouts for layouts in built):
+        known = [one for one in built[0] if all(one in layouts for layouts in built)]
         raise model.error(
             "layout",
             f"SGLang does not build {layout} for this model",
-            "use page_first or page_first_direct",
+            f"use {' or '.join(known)}",
         )
 
 

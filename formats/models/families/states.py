@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.documents import shown
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import state_dtypes
+from hicachectl.formats.models.families.attention import mha
 from hicachectl.formats.models.families.base import (
     NEXTN,
     Context,
@@ -154,6 +155,7 @@ def granite_hybrid(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return pools for attention and Mamba2 layers; others have neither (NemotronHConfig)."""
+    config = _with_head_dim(config)
     kinds = _nemotron_kinds(config)
     full, linear = (
         tuple(i for i, kind in enumerate(kinds) if kind == wanted)
@@ -165,6 +167,28 @@ def nemotron_h(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         config, context, linear, _NEMOTRON_FIELDS, state_dtypes(config, context.flags)
     )
     return (mha_pool("kv", config, context, full), states)
+
+
+def nemotron_h_draft(config: HfConfig, context: Context) -> tuple[Pool, ...]:
+    """Return the pool of an MTP draft, whose layers have attention (NemotronHForCausalLMMTP)."""
+    return mha(_with_head_dim(config), context)
+
+
+def _with_head_dim(config: HfConfig) -> HfConfig:
+    """Return the config with the head dim that NemotronHConfig.__init__ gives it.
+
+    It takes 128 without `head_dim`, and ignores `attention_head_dim`, which the first published
+    checkpoints state instead. Raises ProfileError if that says otherwise: such weights do not load.
+    """
+    if config.text.get("head_dim") is not None:
+        return config
+    stated = config.optional_integer("attention_head_dim")
+    if stated not in (0, _NEMOTRON_HEAD_DIM):
+        raise config.error(
+            "attention_head_dim",
+            f"is {stated}, but without head_dim SGLang takes {_NEMOTRON_HEAD_DIM}",
+        )
+    return config.changed(head_dim=_NEMOTRON_HEAD_DIM)
 
 
 def _nemotron_kinds(config: HfConfig) -> tuple[str, ...]:
@@ -282,6 +306,7 @@ _MAMBA_FIELDS = (
     "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
 )  # fmt: skip
 
+_NEMOTRON_HEAD_DIM = 128
 _NEMOTRON_FIELDS = (
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
 )  # fmt: skip

@@ -13,6 +13,7 @@ from hicachectl.formats.layouts import DTYPE_BYTES
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags, normalised_layout
 from hicachectl.formats.profile import Profile, dump_profile, parse_profile
+from hicachectl.formats.spec import object_specs
 from tests.model_records import MODELS
 
 if TYPE_CHECKING:
@@ -363,7 +364,6 @@ def test_decode_context_parallelism_is_for_plain_mla(name: str) -> None:
         ("qwen3-32b", "page_head", 2, 8),
         ("qwen3-32b", "page_head", 8, 0),
         ("qwen3-32b", "page_first", 2, 0),
-        ("kimi-k2", "page_head", 2, 0),
     ],
 )
 def test_heads_are_split_where_sglang_splits_them(
@@ -402,11 +402,24 @@ def test_layouts_are_normalised_as_sglang_does(flags: dict[str, Any], layout: st
         ("llama-3.1-8b", "page_first_kv_split"),
         ("qwen3-next-80b-a3b", "layer_first"),
         ("mimo-v2-flash", "page_head"),
+        ("kimi-k2", "page_head"),
     ],
 )
 def test_layouts_that_the_model_cannot_have_are_refused(name: str, layout: str) -> None:
     with pytest.raises(ProfileError, match="layout"):
         derive(name, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_deepseek_v4_has_all_layouts_without_heads(layout: str) -> None:
+    """memory_pool_host.py :: DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool, LogicalHostPool."""
+    document = MODELS["DeepseekV4ForCausalLM"]["config"]
+    flags = DeploymentFlags(model="a", page_size=256, layout=layout)
+    found = profile_from_config(document, flags)
+    assert found.layout == layout
+    usual = profile_from_config(document, replace(flags, layout="page_first"))
+    sizes, expected = ([x.nbytes for x in object_specs(y, "file")] for y in (found, usual))
+    assert sizes == expected
 
 
 def test_the_page_size_is_asked_for_where_sglang_decides_by_gpu() -> None:
@@ -664,6 +677,21 @@ def test_the_layers_of_nemotron_h_are_read_from_each_form() -> None:
     profile = profile_from_config(document, flags)
     document |= {"hybrid_override_pattern": "*M" * 10, "layers_block_type": named}
     assert profile_from_config(document, flags) == profile
+
+
+def test_the_head_dim_of_nemotron_h_is_128_unless_stated() -> None:
+    """attention_head_dim of the first checkpoints is not read (NemotronHConfig.__init__)."""
+    document = dict(MODELS["NemotronHForCausalLM"]["config"])
+    flags = DeploymentFlags(model="m", page_size=PAGE)
+
+    def head_dim(**changes: int) -> int:
+        return pool(profile_from_config(document | changes, flags), "kv").head_dim
+
+    assert head_dim(head_dim=256, attention_head_dim=64) == 256
+    del document["head_dim"]
+    assert (head_dim(), head_dim(attention_head_dim=128)) == (128, 128)
+    with pytest.raises(ProfileError, match=r"attention_head_dim: is 64, but .* SGLang takes 128"):
+        head_dim(attention_head_dim=64)
 
 
 def test_muse_spark_keeps_fp8_unless_told_otherwise() -> None:
