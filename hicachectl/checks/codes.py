@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.releases import since
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -111,6 +113,11 @@ def shown(command: str) -> str:
 
 
 _HITS_ONLY = {COSTS_HITS_ONLY: "warning"}
+# What servers do with a page that lacks an object of a pool that each page needs.
+WITHOUT_SIDECAR = (
+    f"SGLang {since('requires_drafts')} and later miss the page; earlier releases may restore it "
+    "without the object"
+)
 _COMPUTED_FROM = "servers compute with these numbers, and answers are wrong or garbled"
 
 # --- keys and the store as a whole ---
@@ -196,8 +203,9 @@ MISSING_POOL = Code(
     structural=True,
     absent=True,
     meaning="The page has its kv, but an object of another pool is missing, such as indexer.",
-    effect="Servers look for kv first. They restore the page and use what the memory of the other "
-    "pool held: garbled answers. Without a draft, only fewer drafted tokens are accepted.",
+    effect=f"{WITHOUT_SIDECAR[:1].upper()}{WITHOUT_SIDECAR[1:]}. Without a draft, they then accept "
+    f"fewer drafted tokens. Without index keys, answers are garbled: before {since('clamps')} if "
+    f"the object is lost between the look-up and the read, before {since('indexer')} always.",
 )
 MISSING_PART = Code(
     "missing-part",

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.codes import COSTS_HITS_ONLY, POOLS_APART
+from hicachectl.checks.codes import COSTS_HITS_ONLY, POOLS_APART, WITHOUT_SIDECAR
 from hicachectl.checks.findings import findings, object_findings
 from hicachectl.pages.group_table import ORPHAN
 from hicachectl.pages.listing import key_text
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _WORDS = (
     (
         "missing-pool",
-        "object missing while the page's kv is present: servers would restore the page without "
-        "this object",
+        f"object missing while the page's kv is present: {WITHOUT_SIDECAR}",
     ),
     ("missing-part", "object missing while other parts of the same pool and shard are present"),
     (

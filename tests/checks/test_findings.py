@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING
 
@@ -179,6 +180,25 @@ def test_a_code_that_repair_cannot_act_on_is_refused_with_what_can_be_done(
     said = refused(invoke, store, code)
     assert code in said
     assert STORE_CODES[code] in " ".join(said.split())
+
+
+def test_a_page_without_a_sidecar_is_said_to_be_a_miss_everywhere(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    """`verify`, `show` and `explain` agree with `hits`, which counts as 0.5.19 and later do."""
+    words = "SGLang 0.5.19 and later miss the page; earlier releases may restore it without"
+    (store / kv(0).replace("_x-dsa", ".indexer_x-dsa")).unlink()
+    profile = ("--profile", tmp_path / "dsa.toml")
+    pages = tmp_path / "pages.json"
+    pages.write_text(json.dumps([kv(0)[:64]]))
+    hits = invoke("hits", store, "--pages", pages, *profile, "--format", "json").document
+    assert hits["chains"][0]["usable_pages"] == 0
+    for exit_code, command in (
+        (4, ("verify", store, *profile)),
+        (0, ("show", store, kv(0)[:64], *profile)),
+        (0, ("explain", "missing-pool")),
+    ):
+        assert words in " ".join(invoke(*command, exit_code=exit_code).stdout.split())
 
 
 def test_stale_temporaries_are_for_rm(invoke: Invoke, store: Path) -> None:
