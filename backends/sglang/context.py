@@ -85,11 +85,9 @@ def read_context(settings: Settings) -> Context:
     facts = {name: _leaf((model, spec), name) for name in SETTINGS}
     weights = _Weights(settings.identity, facts, model.download_dir)
     names = [weights.name("model_path", model.model_path, model.revision, draft=False)]
-    if spec.speculative_algorithm == "UNO" and settings.identity == "auto":
-        raise ValueError(
-            f"{_AUTO}: speculative_algorithm: 'UNO': the draft's weights are an adapter; "
-            f"{_NAME_THEM}"
-        )
+    adapter = _adapter(spec, runtime.get_lora())
+    if adapter and settings.identity == "auto":
+        raise ValueError(f"{_AUTO}: {adapter}")
     if spec.speculative_algorithm not in (None, "NGRAM"):  # NGRAM drafts without a model
         path = spec.speculative_draft_model_path or model.model_path
         revision = spec.speculative_draft_model_revision or model.revision
@@ -176,6 +174,22 @@ class _Weights:
         if found is None:
             raise FormatError(f"{path}: was not read within {_LONGEST_READ_S:.0f} s; {_NAME_THEM}")
         return found
+
+
+def _adapter(spec: Any, lora: Any) -> str:
+    """Return which setting lets adapters decide values, and the next step; "" without one.
+
+    The hashes of an adapter's pages have its name and path (lora_registry.py :: deterministic_id):
+    they stay the same when it is trained again. Adapters can also be loaded later.
+    """
+    if spec.speculative_algorithm == "UNO":
+        return f"speculative_algorithm: 'UNO': the draft's weights are an adapter; {_NAME_THEM}"
+    if lora.enable_lora or (lora.enable_lora is None and lora.lora_paths):
+        return (
+            "enable_lora: True: keys have the names of adapters, not their weights, so the text "
+            f"must change with every adapter; {_NAME_THEM}"
+        )
+    return ""
 
 
 def _read(path: str, revision: str | None, cache: str | None) -> Checkpoint:

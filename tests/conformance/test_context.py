@@ -58,6 +58,10 @@ SERVERS: dict[str, dict[str, Any]] = {
     "remote": {"fields": {"model_path": "s3://bucket/model"}},
     "gguf": {"fields": {"model_path": "/models/tiny.GGUF"}},
     "adapter": {"fields": {"speculative_algorithm": "UNO"}},
+    "lora": {"fields": {"enable_lora": True}},
+    "lora paths": {"fields": {"lora_paths": ["a=/adapter"]}},
+    "lora disabled": {"fields": {"enable_lora": False, "lora_paths": ["a=/adapter"]}},
+    "lora, named": {"fields": {"enable_lora": True}, "settings": TEXT},
     "buffer only": {"fields": {"hicache_host_memory_mode": "buffer_only"}, "settings": TEXT},
 }
 
@@ -169,6 +173,11 @@ def test_a_text_stands_for_all_weights(answers: Answers) -> None:
     assert answers["named"]["weights"] == answers["named"]["draft_weights"] == "step 4000"
 
 
+def test_a_server_without_adapters_or_with_a_text_is_served(answers: Answers) -> None:
+    assert answers["lora disabled"] == answers["plain"]
+    assert answers["lora, named"]["weights"] == "step 4000"
+
+
 def test_forms_of_rows_are_known(answers: Answers) -> None:
     """Pools of bytes hold either fp8 dtype, and rows of one size have several forms."""
     assert (answers["fp8"]["fp8"], answers["fp8"]["draft_fp8"]) == ("float8_e5m2",) * 2
@@ -193,6 +202,8 @@ def test_forms_of_rows_are_known(answers: Answers) -> None:
         ("remote", "identity: 'auto' does not suffice: model_path: s3://bucket/model is not a"),
         ("gguf", "identity: 'auto' does not suffice: model_path: /models/tiny.GGUF is not a"),
         ("adapter", "identity: 'auto' does not suffice: speculative_algorithm: 'UNO': "),
+        ("lora", "identity: 'auto' does not suffice: enable_lora: True: .*with every adapter"),
+        ("lora paths", "identity: 'auto' does not suffice: enable_lora: True: .*every adapter"),
         ("buffer only", "hicache_host_memory_mode: 'buffer_only' is not supported, .*; start with"),
     ],
 )
