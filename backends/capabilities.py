@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hicachectl.backends.base import Store
+from hicachectl.backends.disk.directory import JointTrust, Trust
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import UsageError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         Status,
         StatusArray,
     )
-    from hicachectl.backends.disk.directory import Directory, Trust
+    from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker
@@ -458,6 +459,21 @@ def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()
+
+
+def trust_of(*stores: Store, writes: bool) -> Trust:
+    """Return the trust in files elsewhere that decide what happens to these stores.
+
+    Trusted are the users whom all stores trust; for stores without a directory, this process's
+    user and root. writes: as for `Trust`. Raises OSError.
+    """
+    trusts = []
+    for store in stores:
+        if isinstance(store, SideFiles):
+            trusts.append(store.trust(writes=writes))
+        elif isinstance(store, Emptied):
+            trusts += [Trust(path.stat(), writes=writes) for path in store.directories]
+    return JointTrust(trusts, writes=writes)
 
 
 def keep_as_private(target: Store, source: Store, *, listing: bool = False) -> None:

@@ -55,11 +55,18 @@ class Trust:
     process that may write creates a file to learn that owner.
     """
 
-    def __init__(self, facts: os.stat_result, *, writes: bool) -> None:
-        """Derive the users from a directory's stat. writes: a file may be created."""
-        self.permissions = Permissions.within(facts)
+    def __init__(self, facts: os.stat_result | None, *, writes: bool) -> None:
+        """Derive the users from a directory's stat; None: without a directory.
+
+        writes: a file may be created.
+        """
         self._may_probe = writes
-        self._owners = {_ROOT, os.geteuid(), facts.st_uid}
+        self._owners = {_ROOT, os.geteuid()}
+        if facts is None:
+            self.permissions, self._group, self._group_shows = Permissions(), None, False
+            return
+        self.permissions = Permissions.within(facts)
+        self._owners.add(facts.st_uid)
         self._group = facts.st_gid if facts.st_mode & stat.S_IWGRP else None
         # If everyone may write to a set-group-ID directory, the group of a file proves nothing.
         self._group_shows = not facts.st_mode & stat.S_IWOTH
@@ -85,6 +92,28 @@ class Trust:
             return self._group in os.getgrouplist(user.pw_name, user.pw_gid)
         except (KeyError, OSError):
             return False
+
+
+class JointTrust(Trust):
+    """Users whom each of several directories trusts; without any, this process's user and root."""
+
+    def __init__(self, trusts: Sequence[Trust], *, writes: bool) -> None:
+        """trusts: of the directories. writes: as for `Trust`."""
+        super().__init__(None, writes=writes)
+        self._trusts = trusts
+
+    def includes(self, facts: os.stat_result, directory: int) -> bool:
+        """See `Trust`."""
+        if not self._trusts:
+            return super().includes(facts, directory)
+        return all(trust.includes(facts, directory) for trust in self._trusts)
+
+
+def _stranger(path: str, facts: os.stat_result, next_step: str) -> str:
+    return (
+        f"{path}: belongs to user {facts.st_uid}, but only user {os.geteuid()}, root, and the "
+        f"store's owner and group are trusted; check its content, then chown it or {next_step}"
+    )
 
 
 def _owner_of_new_files(directory: int) -> set[int]:
@@ -201,11 +230,16 @@ class Directory:
         if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
             raise self._refusal(name, facts)
         if not (any_owner or self.trust.includes(facts, self.descriptor)):
-            raise UntrustedError(
-                f"{self._spell(name)}: belongs to user {facts.st_uid}, but only user "
-                f"{os.geteuid()}, root, and the store's owner and group are trusted; "
-                f"check its content, then chown it or move it out of {self.path}"
-            )
+            next_step = f"move it out of {self.path}"
+            raise UntrustedError(_stranger(self._spell(name), facts, next_step))
+
+    def check_owner(self, next_step: str) -> None:
+        """Raise UntrustedError unless the owner of the directory itself is trusted.
+
+        next_step: what to do instead of giving it to a trusted user, for the message.
+        """
+        if not self.trust.includes(self._facts, self.descriptor):
+            raise UntrustedError(_stranger(self.path, self._facts, next_step))
 
     def has(self, name: str) -> bool:
         """Return whether an entry exists."""

@@ -19,20 +19,23 @@ import os
 import re
 import stat
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.directory import Directory, JointTrust, Trust
 from hicachectl.backends.disk.durable import NO_ROOM, make_directories
 from hicachectl.backends.disk.permissions import Permissions
+from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import UntrustedError, UsageError
 from hicachectl.formats.wording import failed
 from hicachectl.parts.manifest import MANIFEST, MOST_BYTES, Manifest, dump, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 PARTS = "parts"
+_STORES = {"store", "source", "destination"}  # members of a run's identity
+_OTHER_RUN = "give another run directory"
 _LISTING = "listing-"
 # Entries before the manifest is published: ours, and what a mounted volume has by itself.
 _HARMLESS = re.compile(r"claim\.\d+|listing-[0-9a-f]{16}|\..*|lost\+found")
@@ -51,24 +54,25 @@ class RunDirectory:
         self.directory = directory
 
     @classmethod
-    def create(cls, path: Path, permissions: Permissions) -> Self:
+    def create(cls, path: Path, permissions: Permissions, trust: Trust) -> Self:
         """Open a run directory for work; create it if it is missing.
 
-        permissions: of the store's listing; files in the directory get no wider ones. Raises
-        UsageError if it has other files.
+        permissions: of the store's listing; files in the directory get no wider ones. trust: in
+        its owner and those of its files. Raises UsageError if it has other files.
         """
         with usage_errors(path):
             made = make_directories(path)
-            directory = Directory.named(str(path), writes=True)
+            directory = Directory.named(str(path), writes=True, trust=trust)
             run = cls(path, directory)
             try:
+                directory.check_owner(_OTHER_RUN)
                 if made:
                     facts = os.fstat(directory.descriptor)
                     mode = stat.S_IMODE(facts.st_mode)
                     mode &= permissions.for_group(facts.st_gid)
                     os.fchmod(directory.descriptor, mode | 0o700)
-                within = directory.trust.permissions.both(permissions)
-                directory.trust.permissions = within
+                within = Permissions.within(os.fstat(directory.descriptor))
+                trust.permissions = within.both(permissions)
                 run._refuse_other_files()
             except BaseException:
                 run.close()
@@ -77,9 +81,19 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> Self:
-        """Open a run directory for reading."""
-        with usage_errors(path):
-            return cls(path, Directory.named(str(path), writes=False))
+        """Open a run directory for reading.
+
+        Trusted are the users whom those of the run's stores trust that are directories here.
+        """
+        with usage_errors(path), Directory.named(str(path), writes=False) as here:
+            trust = JointTrust(list(_trusts(here, path)), writes=True)
+            run = cls(path, Directory(os.dup(here.descriptor), here.path, trust))
+            try:
+                run.directory.check_owner(_OTHER_RUN)
+            except BaseException:
+                run.close()
+                raise
+        return run
 
     def close(self) -> None:
         """Close the directory."""
@@ -177,6 +191,17 @@ class RunDirectory:
                 f"{self.path}: has other files, such as {strange}; give --run an empty or a new "
                 "directory"
             )
+
+
+def _trusts(directory: Directory, path: Path) -> Iterator[Trust]:
+    """Yield the trust of each store of a run that is a directory on this machine."""
+    with suppress(FileNotFoundError):
+        manifest = parse_manifest(directory.read(MANIFEST, MOST_BYTES + 1), str(path))
+        for member in _STORES & manifest.identity.keys():
+            with suppress(UsageError, OSError):
+                store = Path(parse_url(str(manifest.identity[member])).path)
+                if store.is_absolute() and store.is_dir():
+                    yield Trust(store.stat(), writes=True)
 
 
 def part_name(part: int) -> str:

@@ -101,7 +101,9 @@ class Driver:
             if path is None:
                 path = Path(tempfile.mkdtemp(prefix="hicachectl-run-"))
                 self._stack.callback(shutil.rmtree, path, ignore_errors=True)
-            self._run = self._stack.enter_context(RunDirectory.create(path, job.permissions))
+            self._run = self._stack.enter_context(
+                RunDirectory.create(path, job.permissions, job.trust)
+            )
         except BaseException:
             self.close()
             raise
@@ -281,6 +283,7 @@ class _RemoteJob:
         self.identity = local.identity
         self.options = local.options
         self.permissions = local.permissions
+        self.trust = local.trust
 
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]

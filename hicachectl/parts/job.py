@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.disk.directory import Directory, Trust
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.parts.manifest import Manifest, Published
     from hicachectl.parts.records import Record, StageResult
@@ -111,7 +111,7 @@ class Job(Protocol):
     identity: values that must be equal in all parts of a run, by the name in messages: `store`,
     `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
     options: all other decisions of the lister for all parts. permissions: who may read the
-    run directory.
+    run directory. trust: in who may write it.
     Methods raise HicacheError.
     """
 
@@ -120,6 +120,7 @@ class Job(Protocol):
     identity: dict[str, Any]
     options: dict[str, Any]
     permissions: Permissions
+    trust: Trust
 
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hicachectl.backends.capabilities import permissions_of
+from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.findings import SCHEMA as FOUND_SCHEMA
 from hicachectl.formats.errors import FormatError
@@ -118,6 +118,7 @@ class MigrateJob:
             selection=request.selection, dry_run=request.dry_run, labelled=request.labelled
         )
         self.plans = not request.dry_run
+        self.trust = trust_of(source, destination, writes=True)
         self.permissions = permissions_of(source, listing=True)
         self.options: dict[str, Any] = msgspec.to_builtins(options)
         self.identity = _identity(source, destination, request)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import permissions_of
+from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
@@ -124,6 +124,7 @@ class PrewarmJob:
             min_usable=min_usable,
         )
         self.options = msgspec.to_builtins(options)
+        self.trust = trust_of(source, destination, writes=True)
         self.permissions = permissions_of(source, listing=True)
         self.identity = {
             "source": options.source,

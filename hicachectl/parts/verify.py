@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import permissions_of
+from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.codes import SEVERITIES
@@ -239,6 +239,7 @@ class VerifyJob:
         self._stamp = stamp
         self._repair = repair
         self.plans = repair is not None
+        self.trust = trust_of(store, writes=True)
         self.permissions = permissions_of(store, listing=True)
         self.options: dict[str, Any] = msgspec.to_builtins(
             _Options.of(request, fail_on, repair, mending or Mending())

@@ -202,7 +202,7 @@ def step(name: str, url: str, run: Path, parts: int) -> None:
         with opened(url) as store:
             job = verify_job(store)
             before, cpu, wall = peak_mib(), cpu_seconds(), time.perf_counter()
-            with RunDirectory.create(run, job.permissions) as directory:
+            with RunDirectory.create(run, job.permissions, job.trust) as directory:
                 begun = begin(directory, job, parts)
                 if name != "lister":
                     run_part(directory, job, begun, int(name.removeprefix("part ")))
@@ -301,7 +301,7 @@ def measure_other(url: str, run: Path, part: int, parts: int) -> None:
     """Do a part whose cost is not of interest."""
     with opened(url) as store:
         job = verify_job(store)
-        with RunDirectory.create(run, job.permissions) as directory:
+        with RunDirectory.create(run, job.permissions, job.trust) as directory:
             run_part(directory, job, begin(directory, job, parts), part)
 
 
@@ -326,7 +326,9 @@ def listings(kinds: list[str], at: Path, parts: int) -> None:
             for part in range(parts):
                 with opened(url) as store, counting(type(store), counted):
                     job = verify_job(store)
-                    with RunDirectory.create(folder / "run", job.permissions) as directory:
+                    with RunDirectory.create(
+                        folder / "run", job.permissions, job.trust
+                    ) as directory:
                         run_part(directory, job, begin(directory, job, parts), part)
             print(f"{kind:9} {parts} parts: {counted['scan']} listing of the store", flush=True)
 

@@ -40,7 +40,7 @@ class ToyRun:
     def part(self, part: int, parts: int, **settings: Any) -> PartOutcome:
         """Do a part in this process."""
         job = ToyJob(self.store, self.destination, **settings)
-        with RunDirectory.create(self.path, job.permissions) as run:
+        with RunDirectory.create(self.path, job.permissions, job.trust) as run:
             begun = begin(run, job, parts)
             return run_part(run, job, begun, part)
 

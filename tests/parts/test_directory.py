@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from hicachectl.formats.errors import (
     UsageError,
 )
 from tests.parts.runs import NUMBERS, ToyRun, names_in, toy_run  # noqa: F401 - a fixture
+from tests.skips import needs_root
 from tests.small_file_system import small_file_system
 from tests.waiting import wait_until
 
@@ -268,13 +270,31 @@ def test_links_are_not_followed(toy_run: ToyRun, name: str) -> None:  # noqa: F8
         toy_run.part(0, 1)
 
 
+@needs_root
 def test_files_of_strangers_are_refused(toy_run: ToyRun) -> None:  # noqa: F811
-    if os.geteuid():
-        pytest.skip("needs root, as the tests run in CI")
     toy_run.part(0, 1)
     os.chown(toy_run.path / "parts/00000/result-0.json", 12345, 12345)
     with pytest.raises(UntrustedError, match=r"result-0.json: belongs to user 12345"):
         toy_run.merged()
+
+
+@needs_root
+@pytest.mark.parametrize("does", ["part", "merged"])
+def test_the_run_directory_of_a_stranger_is_refused(
+    toy_run: ToyRun,  # noqa: F811
+    does: str,
+) -> None:
+    """It decides what is removed: its plan is followed, and its results are merged."""
+    toy_run.part(0, 1)
+    for path in [toy_run.path, *toy_run.path.rglob("*")]:
+        os.chown(path, 12345, 12345)
+    before = {path: path.stat().st_mtime_ns for path in toy_run.path.rglob("*")}
+    do = partial(toy_run.part, 0, 1) if does == "part" else toy_run.merged
+    with pytest.raises(UntrustedError, match=r"run: belongs to user 12345.*another run directory"):
+        do()
+    assert before == {path: path.stat().st_mtime_ns for path in toy_run.path.rglob("*")}
+    os.chown(toy_run.destination, 12345, 12345)
+    do()  # the store's owner may decide
 
 
 def test_new_files_are_as_private_as_the_store(toy_run: ToyRun) -> None:  # noqa: F811

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.table_files import opened_table, write_table
@@ -89,6 +90,7 @@ class ToyJob:
         }
         self.options: dict[str, Any] = {"factor": factor}
         self.permissions = permissions or Permissions()
+        self.trust = Trust(destination.stat(), writes=True)
 
     def publish(
         self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
@@ -166,7 +168,7 @@ def _main(store: str, destination: str, run: str, shard: str, *settings: str) ->
         listing_seconds=float(values.get("listing", 0)),
     )
     try:
-        with RunDirectory.create(Path(run), job.permissions) as opened:
+        with RunDirectory.create(Path(run), job.permissions, job.trust) as opened:
             chosen = parse_shard(shard)
             begun = begin(opened, job, chosen.count, say=_say)
             outcome = run_part(opened, job, begun, chosen.number, say=_say)

@@ -119,7 +119,7 @@ def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordFor
     from hicachectl.parts.running import begin, run_part
 
     say = partial(remark, ctx)
-    with RunDirectory.create(path, job.permissions) as run:
+    with RunDirectory.create(path, job.permissions, job.trust) as run:
         with progress(ctx, "listing", " objects") as on_listed:
             begun = begin(run, job, shard.count, on_listed=on_listed, say=say)
         with bytes_progress(ctx, f"part {shard.number}") as on_progress:

@@ -272,6 +272,14 @@ TRUST = (
     "A command that only reads skips files and directories that break these rules, and names them "
     "in a remark. A command that writes ends with status 3 before any change.",
     "Objects without a record in a quarantine are left alone; a remark names them.",
+    "The directory of --run decides what is removed and written, so it and its files must "
+    "belong to the user who runs hicachectl, root, the owner of the store, or "
+    "a member of its group if that may write. Of two stores, both count. merge asks the stores of "
+    "the run that are directories on its machine. No link is followed below the directory.",
+    "Files that the command line, the environment or the config file names (--pages, --plan, "
+    "--keep-plan, --catalog, --profile, traces, QUARANTINE, XDG_STATE_HOME with its journals) are "
+    "trusted because they were named, whoever owns them. Name none in a directory that strangers "
+    "may write, such as /tmp.",
     "New files are never more readable than their sources. A copied file gets the permissions of "
     "its source, except those that the source's directory or the umask denies. A pack, a 3FS data "
     "file and an object made from several objects are readable only by users who may read every "
