@@ -21,7 +21,7 @@ from hicachectl.backends.urls import SCHEMES, parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Hashable, Iterator
+    from collections.abc import Callable, Collection, Generator, Hashable, Iterator
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.urls import Config, StoreUrl
@@ -351,6 +351,20 @@ def batch_spans(sizes: IntArray, limits: Limits) -> Iterator[slice]:
         end = min(max(end, start + 1), start + limits.batch_objects)
         yield slice(start, end)
         start = end
+
+
+def in_batches(sizes: IntArray, limits: Limits, call: Callable[[slice], Result]) -> Result:
+    """Call within a store's limits; return one result.
+
+    sizes: [n] int64, bytes of each row. call: takes a slice of the rows.
+    """
+    statuses = np.zeros(len(sizes), dtype=np.uint8)
+    errors: dict[int, str] = {}
+    for span in batch_spans(sizes, limits):
+        found = call(span)
+        statuses[span] = found.statuses
+        errors |= {span.start + index: why for index, why in found.errors.items()}
+    return Result(statuses, errors)
 
 
 def as_table(rows: Rows) -> Any:

@@ -403,6 +403,25 @@ class FilePermissions(Store):
         """
 
 
+class Mounted(Store):
+    """Store in directories, to which mounts can give several paths and device numbers."""
+
+    @abstractmethod
+    def probe(self) -> AbstractContextManager[bytes]:
+        """Keep a file with a random name in each directory while the context is open.
+
+        Yields the name. A file system without room gets no file. Raises StoreUnavailable.
+        """
+
+    @abstractmethod
+    def shows(self, name: bytes) -> bool:
+        """Return whether one of the directories has a file of this name, by open(2).
+
+        Clients of network file systems answer listings and stat(2) from caches.
+        Raises StoreUnavailable.
+        """
+
+
 class SideFiles(Store):
     """Store that can keep side files, which servers ignore: in its directory, unless `Emptied`."""
 

@@ -31,6 +31,7 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import (
     Announces,
     Confirm,
+    Mounted,
     Mover,
     Pins,
     RacyWrites,
@@ -452,6 +453,16 @@ class StoreSuite(ABC):
         if not isinstance(store, Touch):
             lack(store, "touch")
         assert store.touch(rows_of(self.keys[:1])).tolist() == [False]
+
+    def test_a_probe_shows_while_it_lasts(self, store: Store) -> None:
+        if not isinstance(store, Mounted):
+            lack(store, "mounts")
+        with self.reopen(store) as other:
+            assert isinstance(other, Mounted)
+            with store.probe() as name:
+                assert other.shows(name)
+            assert not other.shows(name)
+            assert not listing(store)
 
     def test_its_place_is_known_again(self, store: Store) -> None:
         self.raw_put(store, self.keys[0], b"a value")

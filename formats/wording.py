@@ -63,6 +63,17 @@ def lock_held(path: object) -> str:
     return f"{path}: another process holds this lock; nothing was done"
 
 
+def one_place(source: str, evidence: str, option: str) -> str:
+    """Return the message for two stores that are one, between which an option would remove pages.
+
+    evidence: shows that they are one.
+    """
+    return (
+        f"{source}: SRC and DST are one place: {evidence}; give another destination, or leave out "
+        f"{option}"
+    )
+
+
 def over_buffer(nbytes: int, buffer_bytes: int) -> str:
     """Return the reason why something does not fit into the buffer of --buffer-bytes."""
     return (

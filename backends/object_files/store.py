@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,12 +27,13 @@ from hicachectl.backends.capabilities import (
     Announces,
     FilePermissions,
     Losing,
+    Mounted,
     Renames,
     Resumable,
     SystemCopy,
     Touch,
 )
-from hicachectl.backends.disk.durable import sync_directory
+from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, sync_directory
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
@@ -40,14 +41,14 @@ from hicachectl.backends.object_files.faults import Faults, unavailable
 from hicachectl.backends.object_files.lister import FileLister
 from hicachectl.backends.object_files.listing import LeftOut
 from hicachectl.backends.object_files.mover import FileMover
-from hicachectl.backends.object_files.reading import FileReader
+from hicachectl.backends.object_files.reading import READ_FLAGS, FileReader
 from hicachectl.backends.object_files.sizes import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Hashable
+    from collections.abc import Callable, Collection, Generator, Hashable, Iterator
 
     from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.disk.directory import Directory
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
-class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, SystemCopy, Touch):
+class ObjectFiles(
+    Announces, FilePermissions, Losing, Mounted, Renames, Resumable, SystemCopy, Touch
+):
     """A tree of files, named by their keys; reads and listings create, resize and touch nothing."""
 
     limits: Limits = Limits(
@@ -100,6 +103,44 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
         """Return the outer directories; links and mounts give them several names."""
         facts = [os.fstat(root) for root in self.objects.roots]
         return tuple((one.st_dev, one.st_ino) for one in facts)
+
+    @contextmanager
+    def probe(self) -> Iterator[bytes]:
+        """Keep a file in each outer directory, not in `.hicachectl`.
+
+        Another client may remember that `.hicachectl` was missing. No client remembers anything
+        about a random name in a directory that it has open.
+        """
+        name = _random_name()
+        made: list[int] = []
+        try:
+            for root in self.objects.roots:
+                try:
+                    os.close(os.open(name, CREATE_FILE, 0o600, dir_fd=root))
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise unavailable(self.path, error) from error
+                else:
+                    made.append(root)
+            yield name
+        finally:
+            for root in made:
+                with suppress(OSError):  # a server's `clear` may have removed the file
+                    os.unlink(name, dir_fd=root)
+
+    def shows(self, name: bytes) -> bool:
+        """Open a file of each outer directory; a file that this user may not read counts, too."""
+        for root in self.objects.roots:
+            try:
+                os.close(os.open(name, READ_FLAGS, dir_fd=root))
+            except FileNotFoundError:
+                continue
+            except PermissionError:
+                pass
+            except OSError as error:
+                raise unavailable(self.path, error) from error
+            return True
+        return False
 
     def close(self) -> None:
         """Close the directory; remove created directories that are empty."""
@@ -276,7 +317,7 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
         if os.fstat(target).st_dev != os.fstat(root).st_dev:
             return True
         # Between mounts of one file system, the rename fails with EXDEV, even for a missing name.
-        name = OWN_PREFIX + b"-" + os.urandom(16).hex().encode()
+        name = _random_name()
         try:
             os.rename(name, name, src_dir_fd=target, dst_dir_fd=root)
         except FileNotFoundError:
@@ -291,3 +332,8 @@ class ObjectFiles(Announces, FilePermissions, Losing, Renames, Resumable, System
         """Return the file system's free bytes for users other than root."""
         space = os.fstatvfs(self.objects.descriptor)
         return space.f_bavail * space.f_frsize
+
+
+def _random_name() -> bytes:
+    """Return a temporary name that no other process uses."""
+    return b"%s-%s.tmp" % (OWN_PREFIX, os.urandom(16).hex().encode())

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import place
-from hicachectl.backends.base import Result, Status, batch_spans
+from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
 from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Loaded, Pipeline
@@ -328,10 +328,5 @@ class _BatchCopy:
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
         """Call within the destination's batch limits; return one result."""
-        statuses = np.zeros(len(places), dtype=np.uint8)
-        errors: dict[int, str] = {}
-        for span in batch_spans(self._batch.sizes[places], self._store.limits):
-            found = call(places[span])
-            statuses[span] = found.statuses
-            errors |= {span.start + index: why for index, why in found.errors.items()}
-        return Result(statuses, errors)
+        sizes, limits = self._batch.sizes[places], self._store.limits
+        return in_batches(sizes, limits, lambda span: call(places[span]))

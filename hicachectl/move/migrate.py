@@ -11,7 +11,7 @@ from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.batches import WRITING, Action
 from hicachectl.move.estimate import estimated_seconds
 from hicachectl.move.journal import JournalHeld
-from hicachectl.move.migration import Migration
+from hicachectl.move.migration import MOVE, OVERWRITE, Migration
 from hicachectl.move.migration_choice import plan_groups
 from hicachectl.move.migration_outcome import FULL, lack_of_room, outcome_of
 from hicachectl.move.results import GroupStatus, RunResult
@@ -111,6 +111,10 @@ def migrate_part(
         lack = "" if free is None else lack_of_room(url, demand, free)
         if lack and migration.request.space_check:
             raise StoreUnavailable(lack)
+        if migration.options.move:
+            migration.stores.refuse_one_place(migration.source, MOVE)
+        if plan.count(Action.REPLACE):
+            migration.stores.refuse_one_place(migration.destination, OVERWRITE)
         migration.stores.claim()
         on_begun()
         result = _copied(migration, plan, journal, on_moved)

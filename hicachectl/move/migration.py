@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from hicachectl.move.survey import IfExists
     from hicachectl.requests.files import PageList
 
+MOVE, OVERWRITE = "--move", "--if-exists overwrite"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRequest:
@@ -92,7 +94,9 @@ class Migration:
         target = request.destination_profile or request.profile
         self.stores = StorePair(source, destination, request.profile, target)
         if request.options.move:
-            self.stores.refuse_moves()
+            self.stores.refuse_removals(MOVE)
+        elif request.if_exists == "overwrite":
+            self.stores.refuse_removals(OVERWRITE)
         self.trailers = plan_trailers(self.stores, request.options.trailers)
         self.options = replace(request.options, keeps_trailers=self.trailers.keeps)
         # A move needs versions: objects rewritten since the listing must stay.

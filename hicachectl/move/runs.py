@@ -16,6 +16,8 @@ from hicachectl.backends.capabilities import Leases
 from hicachectl.move.batches import READS_BACK, Action
 from hicachectl.move.copying import Executor
 from hicachectl.move.results import GroupStatus, MoveResult, Problem, RunResult
+from hicachectl.move.trial import PAGES as TRIAL_PAGES
+from hicachectl.move.trial import Trial
 from hicachectl.move.withdrawal import withdraw_listed
 from hicachectl.move.work import PageWork
 
@@ -71,6 +73,8 @@ class CopyRun:
         self._left_out = False  # whether batches were not even begun
         # Groups to remove from the source, with the end of the leases that reading granted.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
+        self._trial = Trial(source, destination, inventory, groups)
+        self._untried: list[tuple[Survey, IntArray]] = []  # unfit for a trial; removed after it
 
     def stop(self) -> None:
         """Begin no further batch."""
@@ -88,7 +92,13 @@ class CopyRun:
         first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
         """
         works, full = list(works), self._executor.full
-        self._pass(works, on_done)
+        rest = works
+        if self._options.move and works:
+            # The trial uses the stores between two passes, so a short pass comes first.
+            self._pass([works[0].only(slice(TRIAL_PAGES))], on_done)
+            self._remove(self._free(all_=True))
+            rest = [works[0].only(slice(TRIAL_PAGES, None)), *works[1:]]
+        self._pass(rest, on_done)
         if full.is_set() and not self._executor.stopped:
             self._fill_up(works, on_done)
         for seconds in _WAIT_SECONDS:
@@ -100,6 +110,9 @@ class CopyRun:
             why = "another writer is writing this page or was killed while writing it; run again"
             self._fail(survey, np.array(items, dtype=np.int64), why)
         self._remove(self._free(all_=True))
+        self._trial.finish()
+        for survey, unread in self._untried:
+            self._fail(survey, unread, "copied, but still in the source: it cannot be read again")
         self.result.full = full.is_set()
         self.result.complete &= not full.is_set()
         return self.result
@@ -223,7 +236,8 @@ class CopyRun:
         if options.move and len(done):
             wait = _LEASE_SECONDS if isinstance(self._source, Leases) else 0.0
             self._leaving.append((time.monotonic() + wait, survey, done))
-            self._remove(self._free())
+            if self._trial.passed:
+                self._remove(self._free())
 
     def _fail(self, survey: Survey, items: IntArray, why: str) -> None:
         pages = survey.pages.take(pa.array(items)).to_pylist()
@@ -240,15 +254,37 @@ class CopyRun:
             yield survey, items
 
     def _remove(self, leaving: Iterable[tuple[Survey, IntArray]]) -> None:
+        """Remove groups from the source, one by one until the trial has passed."""
         for survey, items in leaving:
-            removed = withdraw_listed(
-                self._source, self._inventory, self._groups, survey.groups[items]
-            )
-            gone = np.isin(removed.statuses, (GroupStatus.DONE, GroupStatus.GONE))
-            pages = removed.pages.filter(pa.array(gone)).to_pylist()
-            if self._journal is not None:
-                self._journal.removed(survey.route.journal_name, pages)
+            at = 0
+            while at < len(items) and not self._trial.passed:
+                one = items[at : at + 1]
+                removed = self._trial.remove(survey, int(one[0]))
+                if removed is None:
+                    self._untried.append((survey, one))
+                else:
+                    self._note_removed(survey, removed)
+                at += 1
+            self._withdraw(survey, items[at:])
+        if self._trial.passed:
             with self._lock:
-                self.result.moved += len(pages)
-                why = "copied, but still in the source: "
-                self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])
+                untried, self._untried = self._untried, []
+            for survey, items in untried:
+                self._withdraw(survey, items)
+
+    def _withdraw(self, survey: Survey, items: IntArray) -> None:
+        if len(items):
+            numbers = survey.groups[items]
+            removed = withdraw_listed(self._source, self._inventory, self._groups, numbers)
+            self._note_removed(survey, removed)
+
+    def _note_removed(self, survey: Survey, removed: MoveResult) -> None:
+        """Count a removal's result; record removed groups in the journal."""
+        gone = np.isin(removed.statuses, (GroupStatus.DONE, GroupStatus.GONE))
+        pages = removed.pages.filter(pa.array(gone)).to_pylist()
+        if self._journal is not None:
+            self._journal.removed(survey.route.journal_name, pages)
+        with self._lock:
+            self.result.moved += len(pages)
+            why = "copied, but still in the source: "
+            self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])

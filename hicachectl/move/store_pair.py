@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Archive, Losing, Profiled
-from hicachectl.formats.errors import UsageError
+from hicachectl.backends.capabilities import Archive, Losing, Mounted, Profiled
+from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.transfer import transfer_plan
-from hicachectl.formats.wording import inferred_refused
+from hicachectl.formats.wording import inferred_refused, one_place
 from hicachectl.move.destination import refuse_destination, refuse_other_owner, survey_destination
 from hicachectl.move.routes import planned_route, verbatim_routes
 from hicachectl.move.survey import survey_source
@@ -51,18 +51,33 @@ class StorePair:
                 self.grammar = source.grammar
             destination.use_grammar(self.grammar)
         self._shared = _shared_places(source, destination)
+        self._keeps_keys = True  # whether an object can have the same key in both stores
         self._plan = self._planned()
         if target is not None and isinstance(destination, Profiled):
             destination.use_profile(target)
         refuse_other_owner(destination, target)
 
-    def refuse_moves(self) -> None:
-        """Raise UsageError if a move could remove objects that both stores have."""
+    def refuse_removals(self, option: str) -> None:
+        """Raise UsageError if an option could remove objects that both stores have."""
         if self.unchanged and self._shared:
             raise UsageError(
-                f"{self.source.url}: has objects of {self.destination.url}, which --move would "
-                "remove; leave out --move"
+                f"{self.source.url}: has objects of {self.destination.url}, which {option} would "
+                f"remove; leave out {option}"
             )
+
+    def refuse_one_place(self, changed: Store, option: str) -> None:
+        """Raise StoreUnavailable if a new file in one store shows in the other.
+
+        Different device numbers prove nothing: mounts give one directory several.
+        changed: the store from which an option would remove objects that the other store has.
+        """
+        other = self.destination if changed is self.source else self.source
+        if not (self._keeps_keys and isinstance(changed, Mounted) and isinstance(other, Mounted)):
+            return
+        with changed.probe() as name:
+            if other.shows(name):
+                evidence = f"a new file of {changed.url} is also in {other.url}"
+                raise StoreUnavailable(one_place(self.source.url, evidence, option))
 
     def claim(self) -> None:
         """Name the deployment to write in a destination whose keys do not, before the first write.
@@ -99,6 +114,7 @@ class StorePair:
             raise UsageError(f"{source.url}: {inferred_refused('changing keys or bytes')}")
         plan = transfer_plan(profile, source.grammar, self.target or profile, self.grammar)
         old, new = ({o.coordinate for o in objs} for objs in (plan.sources, plan.destinations))
+        self._keeps_keys = self.grammar == source.grammar and not old.isdisjoint(new)
         if self._shared and old & new:
             raise UsageError(
                 f"{source.url}: the new objects would have the keys of the objects being read; "
@@ -142,6 +158,7 @@ class StorePair:
 
 
 def _shared_places(source: Store, destination: Store) -> set[Hashable]:
-    if type(source) is not type(destination):
+    # One class can add abilities to another: NIXL stores with and without side files.
+    if not (isinstance(source, type(destination)) or isinstance(destination, type(source))):
         return set()
     return set(source.places) & set(destination.places)

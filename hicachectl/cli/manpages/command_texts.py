@@ -213,6 +213,17 @@ BACKGROUND: dict[str, dict[str, str]] = {
 
             A page leaves SRC only after it was verified in DST.
         """,
+        "ONE PLACE UNDER TWO NAMES": """
+            Two mounts of one directory have different device numbers, and a cluster can have
+            several addresses. A page removed from SRC would then be gone from DST, too. --move
+            therefore makes a file in SRC, and --if-exists overwrite one in DST; if the other store
+            has the file, too, nothing is removed, and the exit status is 3.
+
+            Between stores of any kind, the first page that --move removes stays in memory until
+            DST, read again, still has it. If DST has lost the page, it goes back into SRC, and up
+            to two more pages are tried, because DST may evict pages. If DST has lost all of them,
+            the run ends with exit status 3. Each part of a divided run does both.
+        """,
     },
     "pack": {
         "PACKS AS STORES": """

@@ -1,0 +1,234 @@
+"""Trial removals: the first pages of a move show whether the destination keeps its own.
+
+Two mounts of one directory, or two addresses of one server, can name one place. A page removed from
+the source would then be gone from the destination, too. The first pages therefore leave the source
+one by one. Each stays in memory until the destination, read again, still has it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.arena import Arena, place
+from hicachectl.backends.base import in_batches, keys_of
+from hicachectl.backends.capabilities import Confirm, Trailed, keep_as_private
+from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.formats.trailer import DEFAULT_DIGEST
+from hicachectl.formats.wording import one_place
+from hicachectl.move.order import GroupObjects, publish
+from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.move.withdrawal import withdraw_listed
+from hicachectl.profiles.identities import markers_of
+from hicachectl.text.units import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hicachectl.backends.base import BoolArray, IntArray, Result, Store
+    from hicachectl.formats.identity import Identity
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.move.survey import Survey
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
+
+PAGES = 3  # A destination that evicts can lose one or two pages by itself.
+
+
+class Trial:
+    """Removals of single pages, until the destination keeps one.
+
+    passed: whether the destination kept a page that left the source.
+    """
+
+    def __init__(
+        self, source: Store, destination: Store, inventory: Inventory, groups: PageGroups
+    ) -> None:
+        """Prepare. inventory, groups: of the source."""
+        self.passed = False
+        self._source = source
+        self._destination = destination
+        self._inventory = inventory
+        self._groups = groups
+        self._lost = 0
+
+    def remove(self, survey: Survey, item: int) -> MoveResult | None:
+        """Remove a page from the source; write it back if the destination has lost it.
+
+        Call this while no arena is attached to the stores. item: row of the survey.
+        Return None, and leave the page alone, if it cannot be held in memory.
+        Raises StoreUnavailable, also if the destination has lost PAGES pages.
+        """
+        numbers = survey.groups[[item]]
+        page = self._page(survey, item)
+        with self._arena(page.nbytes):
+            if not page.hold():
+                return None
+            is_safe = False
+            try:
+                removed = withdraw_listed(self._source, self._inventory, self._groups, numbers)
+                is_safe = not removed.objects or page.is_in_destination()
+            finally:
+                stuck = "" if is_safe else page.write_back()
+        if is_safe:
+            self.passed |= removed.objects > 0
+            return removed
+        self._lost += 1
+        if self._lost == PAGES:
+            self.finish()
+        back = f"it cannot be written back: {stuck}" if stuck else "it was written back"
+        result = MoveResult.of(removed.pages)
+        why = f"the destination lost the page at the same time, and {back}"
+        result.fail(0, GroupStatus.FAILED, None, why)
+        return result
+
+    def finish(self) -> None:
+        """Raise StoreUnavailable if the destination has lost every page that left the source."""
+        if self.passed or not self._lost:
+            return
+        where = self._destination.url
+        evidence = f"{counted(self._lost, 'page')} removed from SRC left {where} at the same time"
+        if self._destination.traits.evicts:
+            evidence += " (or DST evicts new pages at once)"
+        evidence += "; what was removed is back in SRC"
+        raise StoreUnavailable(one_place(self._source.url, evidence, "--move"))
+
+    @contextmanager
+    def _arena(self, nbytes: int) -> Iterator[None]:
+        """Attach memory to both stores."""
+        stores = (self._source, self._destination)
+        named = any(store.limits.named_arena for store in stores)
+        with Arena(max(nbytes, 1), named=named) as arena:
+            try:
+                for store in stores:
+                    store.attach(arena)
+                yield
+            finally:
+                for store in stores:
+                    store.detach()
+
+    def _page(self, survey: Survey, item: int) -> _Page:
+        inventory = self._inventory
+        rows, _ = self._groups.objects_of(survey.groups[[item]])
+        listed = inventory.objects.column_names
+        columns = [name for name in ("key", "mtime_ns", "locator") if name in listed]
+        affix_ids = inventory.affix_ids[rows].tolist()
+        specs = [inventory.table.spec(number) for number in affix_ids]
+        _, targets, copied = survey.touched.objects(np.array([item]))
+        return _Page(
+            self._source,
+            self._destination,
+            inventory.take(rows, columns),
+            survey.sizes[rows],
+            np.array([spec is not None and spec.anchor for spec in specs], dtype=np.bool_),
+            pa.table({"key": survey.keys(np.full(len(targets), item), targets)}),
+            copied,
+        )
+
+
+class _Page:
+    """A page of the source, and its copies in the destination.
+
+    nbytes: memory to attach to both stores before the first call.
+    """
+
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        objects: pa.Table,
+        sizes: IntArray,
+        anchors: BoolArray,
+        copies: pa.Table,
+        copied: IntArray,
+    ) -> None:
+        """Lay out the memory.
+
+        objects: [n] rows of the source's listing. sizes: [n] bytes of each.
+        anchors: [n] whether the object is an anchor.
+        copies: [k] keys in the destination. copied: [k] bytes of each.
+        """
+        self._source, self._destination = source, destination
+        self._objects, self._sizes, self._anchors = objects, sizes, anchors
+        self._copies, self._copied = copies, copied
+        self._is_known = len(copied) > 0 and min(sizes.min(initial=0), copied.min()) >= 0
+        self._offsets, end = place(np.maximum(sizes, 0))
+        offsets, nbytes = place(np.maximum(copied, 0))
+        self._back = offsets + end
+        self.nbytes = end + nbytes
+
+    def hold(self) -> bool:
+        """Read the page; return whether all its objects are in memory."""
+        if not self._is_known:
+            return False
+        self._trailers = _trailers_of(self._source, self._objects)
+        return _read(self._source, self._objects, self._offsets, self._sizes).all_ok
+
+    def is_in_destination(self) -> bool:
+        """Read the copies; return whether the destination has all of them."""
+        return _read(self._destination, self._copies, self._back, self._copied).all_ok
+
+    def write_back(self) -> str:
+        """Write the page to the source, unless it is there; return why that failed, or ""."""
+        store, count = self._source, len(self._objects)
+        keep_as_private(store, store)
+        if isinstance(store, Trailed):
+            store.write_trailers(*self._trailers)
+
+        def write(places: IntArray) -> Result:
+            sizes = self._sizes[places]
+
+            def call(span: slice) -> Result:
+                some = places[span]
+                rows = self._objects.take(pa.array(some))
+                return store.write_from(rows, self._offsets[some], sizes[span], if_absent=True)
+
+            return in_batches(sizes, store.limits, call)
+
+        keys = self._objects.column("key").combine_chunks()
+        result = MoveResult.of(pa.array([""]), objects=count)
+        publish(
+            GroupObjects(keys, np.zeros(count, dtype=np.int64), self._anchors),
+            np.arange(count),
+            result,
+            write=write,
+            undo=lambda places: store.undo_writes(self._objects.take(pa.array(places))),
+        )
+        if result.statuses[0] in (GroupStatus.DONE, GroupStatus.RACED):
+            return ""
+        return next((problem.detail for problem in result.problems), "no room")
+
+
+def _read(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -> Result:
+    """Read objects where they are now, also those that a listing places elsewhere."""
+    read = store.read_into
+    if isinstance(store, Confirm) and store.confirms:
+        read = store.read_confirmed
+
+    def call(span: slice) -> Result:
+        some = rows.slice(span.start, span.stop - span.start)
+        return read(some, offsets[span], sizes[span], identify=False)
+
+    return in_batches(sizes, store.limits, call)
+
+
+def _trailers_of(store: Store, objects: pa.Table) -> tuple[Mapping[Affix, Identity], str]:
+    """Return the identities in the objects' trailers, by affix, and the kind of their digests."""
+    markers = markers_of(store)
+    if not markers or not isinstance(store, Trailed):
+        return {}, DEFAULT_DIGEST
+    found = store.read_trailers(objects).column("identity").to_pylist()
+    held = list(zip(keys_of(objects), found, strict=True))
+    used = [
+        marker
+        for marker in markers
+        if any(
+            identity == marker.identity.hash() and key.endswith(marker.suffix.encode())
+            for key, identity in held
+        )
+    ]
+    digest = next((marker.digest for marker in used), DEFAULT_DIGEST)
+    return {("", marker.suffix): marker.identity for marker in used}, digest
