@@ -40,11 +40,12 @@ def migrate(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> MigrationOutcome:
     """Copy page groups from one store to another.
 
     on_begun: called before the first write. on_moved: called with each batch's bytes written, and
-    the bytes of the whole migration.
+    the bytes of the whole migration. on_wait: see `pages.in_flight.look_again`.
 
     Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
     StoreUnavailable if a store is lost. An interrupt finishes or rolls back begun batches; the
@@ -54,7 +55,9 @@ def migrate(
     migration = Migration(source, destination, request)
     listed = take_inventory(source, request.profile, columns=migration.columns, on_batch=on_listed)
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
-    plan = plan_groups(migration, listed, tables, now_ns=time.time_ns(), on_batch=on_listed)
+    plan = plan_groups(
+        migration, listed, tables, now_ns=time.time_ns(), on_batch=on_listed, on_wait=on_wait
+    )
     if request.dry_run:
         facts = rehearse_part(migration, plan)
     else:

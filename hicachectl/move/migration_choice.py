@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,12 @@ from hicachectl.move.survey import decide
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.in_flight import (
+    are_incomplete,
+    groups_in_flight,
+    look_again,
+    needs_second_look,
+)
 from hicachectl.pages.selection import select
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.requests.page_lists import NamedGroups
@@ -42,13 +49,14 @@ def plan_groups(
     asks: bool = False,
     kept: KeptPlan | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> MigrationPlan:
     """Plan the migration of listed objects: of the whole source, or of all objects of some pages.
 
     tables: findings about the source's page tables. now_ns: time of the listing; younger groups may
     still be written. asks: as in `StorePair.survey`. kept: an earlier run's plan of the same
-    objects, to be continued. Raises ProfileError, StoreUnavailable, and UsageError for a wrong
-    selection.
+    objects, to be continued. on_wait: as of `look_again`.
+    Raises ProfileError, StoreUnavailable, and UsageError for a wrong selection.
     """
     request, earlier = migration.request, migration.earlier
     inventory = select(listed, request.selection)
@@ -59,7 +67,7 @@ def plan_groups(
     ]
     if kept is None:
         choice = _Choice(migration, inventory, groups, surveys)
-        choice.make(tables, now_ns)
+        choice.make(tables, now_ns, on_wait)
         facts = choice.facts
         facts.listed = len(listed.objects)
         if not len(groups):
@@ -102,7 +110,9 @@ class _Choice:
         self._groups = groups
         self._surveys = surveys
 
-    def make(self, tables: Sequence[pa.Table], now_ns: int) -> None:
+    def make(
+        self, tables: Sequence[pa.Table], now_ns: int, on_wait: Callable[[float, int], None]
+    ) -> None:
         """Choose. Arguments as in `plan_groups`."""
         facts, inventory = self.facts, self._inventory
         facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
@@ -111,20 +121,20 @@ class _Choice:
             self.chosen &= named.chosen
             facts.matched = named.matched
         facts.named = int(self.chosen.sum())
-        for behind, why in self._reasons(tables, now_ns):
+        for behind, why in self._reasons(tables, now_ns, on_wait):
             facts.left_out[why] = int((self.chosen & behind).sum())
             self.chosen &= ~behind
 
-    def _reasons(self, tables: Sequence[pa.Table], now_ns: int) -> Iterator[tuple[BoolArray, str]]:
+    def _reasons(
+        self, tables: Sequence[pa.Table], now_ns: int, on_wait: Callable[[float, int], None]
+    ) -> Iterator[tuple[BoolArray, str]]:
         """Yield groups not to copy, [groups], and the reason."""
         request, groups, surveys = self._request, self._groups, self._surveys
         ambiguous = groups.deployment_ids == UNRESOLVED
         routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
         yield ~routed & ~ambiguous, "written by another deployment than the profile's"
         yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
-        # A store without times has no young groups.
-        young = now_ns - groups.newest_ns < int(request.grace_seconds * 1e9)
-        in_flight: BoolArray = young & (groups.states != WHOLE)
+        in_flight = self._in_flight(now_ns, on_wait)
         yield in_flight, "still being written; run again to copy them"
         if not request.partial:
             yield groups.states != WHOLE, "not whole; --include-partial copies them"
@@ -138,6 +148,25 @@ class _Choice:
             unfit[survey.groups] = survey.unfit
         yield unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"
         yield from self._migration.trailers.refused(self._inventory, groups)
+
+    def _in_flight(self, now_ns: int, on_wait: Callable[[float, int], None]) -> BoolArray:
+        """Return which groups are not whole, and may still be written: [groups].
+
+        A copy of such a group does no harm; its removal may take a sidecar of a page whose anchor
+        comes next. So a move looks again where no times show what is young.
+        """
+        request, groups, source = self._request, self._groups, self._migration.source
+        in_flight: BoolArray = groups.states != WHOLE
+        in_flight &= groups_in_flight(
+            source, groups, now_ns=now_ns, grace_ns=int(request.grace_seconds * 1e9)
+        )
+        moves = request.options.move and request.partial
+        if moves and needs_second_look(source) and (self.chosen & are_incomplete(groups)).any():
+            left = now_ns / 1e9 + request.grace_seconds - time.time()
+            in_flight |= look_again(
+                source, self._inventory, groups, after_seconds=left, on_wait=on_wait
+            )[0]
+        return in_flight
 
     def _damaged(self, tables: Sequence[pa.Table], in_flight: BoolArray) -> BoolArray:
         """Return which groups have errors visible in a listing: [groups]."""

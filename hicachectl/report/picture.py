@@ -13,6 +13,7 @@ from hicachectl.backends.capabilities import Leases
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import severity_ranks
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.pages.in_flight import groups_in_flight
 from hicachectl.pages.summary import summarise, unusual_sizes
 from hicachectl.profiles.identities import markers_of
 from hicachectl.profiles.inference import PoolGuess
@@ -23,7 +24,6 @@ from hicachectl.report.writes import Writes, writes_of
 from hicachectl.requests.measuring import measure_listed
 from hicachectl.text.vocabulary import NEVER, STATES
 from hicachectl.verification.grouped import FindingGroup, group_findings
-from hicachectl.verification.in_flight import groups_in_flight
 from hicachectl.verification.inspection import PageReport, inspect_listed
 from hicachectl.verification.report import VerifyReport, describe_store, report_of
 from hicachectl.verification.report_text import sum_line
@@ -139,9 +139,7 @@ def take_picture(
     checked = check_store(store, verify, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
     inventory, groups = checked.inventory, checked.groups
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
-    in_flight = groups_in_flight(
-        store, groups, now_ns=int(made * 1e9), listing_ns=0, grace_ns=verify.grace_ns
-    )
+    in_flight = groups_in_flight(store, groups, now_ns=int(made * 1e9), grace_ns=verify.grace_ns)
     tree, no_tree, told = _tree(store, inventory, request)
     page, why = _page(store, request, verified, inventory, groups)
     rows, total = summarise(inventory, markers_of(store))

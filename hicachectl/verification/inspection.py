@@ -21,6 +21,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.trailer import digest_text
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
 from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.in_flight import groups_in_flight
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import object_rows, page_rows
 from hicachectl.pages.selection import EVERYTHING, Selection, select
@@ -103,8 +104,8 @@ def inspect_listed(
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
-    settled_ns = time.time_ns() - int(grace_seconds * 1e9)
-    in_flight = groups.newest_ns > settled_ns
+    now_ns, grace_ns = time.time_ns(), int(grace_seconds * 1e9)
+    in_flight = groups_in_flight(store, groups, now_ns=now_ns, grace_ns=grace_ns)
     checkers = value_checkers(known_specs(inventory.table), profile)
     reading = _read(store, inventory, checkers)
     given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
@@ -113,7 +114,7 @@ def inspect_listed(
             *check_groups(given),
             *check_sizes(given),
             *reading.findings(inventory),
-            cleared_objects(cleared, settled_ns),
+            cleared_objects(cleared, now_ns - grace_ns),
         ]
     )
     objects = _with_digests(object_rows(inventory), reading)

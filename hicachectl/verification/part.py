@@ -23,15 +23,14 @@ from hicachectl.checks.registry import (
 )
 from hicachectl.device.devices import refuse_missing
 from hicachectl.pages.byte_sums import column_sum
-from hicachectl.pages.group_table import ORPHAN, PARTIAL
 from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.in_flight import changed_groups, groups_in_flight, look_again
 from hicachectl.pages.selection import select
 from hicachectl.pages.tally import tally_of
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.verification.catalog_comparison import compare_with_catalog
 from hicachectl.verification.coverage import nothing_selected
 from hicachectl.verification.facts import PartResult, VerifyFacts
-from hicachectl.verification.in_flight import changed_groups, groups_in_flight
 from hicachectl.verification.live_tables import saved_tables
 from hicachectl.verification.part_reading import ReadingReasons, choose_objects, read_chosen
 
@@ -75,12 +74,14 @@ class PartCheck:
     """A checked part.
 
     catalog: of the part's objects, if requested. inventory, groups: selected ones, for a repair.
+    in_flight: [groups], which no check judged.
     """
 
     result: PartResult
     catalog: Catalog | None
     inventory: Inventory
     groups: PageGroups
+    in_flight: BoolArray
 
     @property
     def findings(self) -> pa.Table:
@@ -180,7 +181,8 @@ def check_part(
     remarks: list[str] = []
     reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
     if not has_times:
-        in_flight, gone = _look_again(store, request, inventory, groups, start, on_wait)
+        left = start.began - start.age_seconds + request.grace_seconds - time.monotonic()
+        in_flight, gone = look_again(store, inventory, groups, after_seconds=left, on_wait=on_wait)
     digested = compare_with_catalog(store, request, inventory, reading)
     skipped: dict[str, str] = {}
     given = CheckInput(
@@ -226,28 +228,7 @@ def check_part(
     catalog = None
     if request.update_catalog:
         catalog = digested.updated(request.catalog, listed, store.url, start.now_ns)
-    return PartCheck(PartResult(facts, tally, found), catalog, inventory, groups)
-
-
-def _look_again(
-    store: Store,
-    request: VerifyRequest,
-    inventory: Inventory,
-    groups: PageGroups,
-    start: RunStart,
-    on_wait: Callable[[float, int], None],
-) -> tuple[BoolArray, int]:
-    """Wait until the grace has passed, and look up incomplete groups again.
-
-    Returns which groups have changed, and how many objects are gone.
-    """
-    suspects = int(np.isin(groups.states, (PARTIAL, ORPHAN)).sum())
-    left = start.began - start.age_seconds + request.grace_seconds - time.monotonic()
-    if suspects and left > 0:
-        on_wait(left, suspects)
-        time.sleep(left)
-    settled = np.ones(len(groups), dtype=np.bool_)
-    return changed_groups(store, inventory, groups, settled)
+    return PartCheck(PartResult(facts, tally, found), catalog, inventory, groups, in_flight)
 
 
 def _findings(

@@ -40,6 +40,7 @@ from hicachectl.cli.session import (
     opened,
     progress,
     remark,
+    remark_wait,
     store_name,
     whole_url,
 )
@@ -296,6 +297,7 @@ def _migrated(
                 on_listed=on_listed,
                 on_begun=lambda: begun.append(True),
                 on_moved=on_moved,
+                on_wait=partial(remark_wait, ctx),
             )
     except BaseException as error:
         # Only after a signal or a lost store can a new run get further.
