@@ -165,7 +165,8 @@ def _bar(ctx: click.Context, what: str, unit: str, *, unit_divisor: int = 1000) 
 def remark(ctx: click.Context, text: str, *, failure: bool = False) -> None:
     """Print a remark on stderr, unless --quiet is given.
 
-    failure: the text says why the exit status is not 0, so it is printed in any case.
+    failure: the text says why the exit status is not 0, or what was not done, so it is printed in
+        any case.
     """
     settings: Settings = ctx.obj
     if failure or not settings.quiet:

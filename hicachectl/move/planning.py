@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import SCHEMA, combine, reasons, severity_ranks
 from hicachectl.checks.placing import groups_about
 from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.group_table import PARTIAL
 from hicachectl.requests.page_lists import NamedGroups
 from hicachectl.text.vocabulary import STATES
 
@@ -21,18 +22,23 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hicachectl.pages.deployments import Deployment
-    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray
     from hicachectl.requests.files import PageList
 
 _NOBODY = -1
+
+_REMOVED, _DESCENDANT = "removed", "descendant"
+# Codes of the reasons why a group without a fault leaves.
+BY_CHOICE = (_REMOVED, _DESCENDANT)
 
 
 @dataclass(frozen=True, slots=True)
 class RepairPlan:
     """Groups to remove.
 
-    groups: numbers, ascending. outright: numbers of groups removed even if whole.
+    groups: numbers, ascending.
+    outright: numbers of groups removed even if whole. They stay if they change before.
     reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
     unplaced: number of findings without a group, by code: about foreign keys or the whole store.
         Removing groups does not repair them.
@@ -51,8 +57,9 @@ class Criteria:
 
     model: with "/" or "-". tp, pp, cp: sizes as in `ls`. pages: pages or groups.
     all_deployments: a row of `pages` without a group names groups of all deployments.
-    before: Unix seconds; the last write must be earlier. Groups of ambiguous keys match only the
-    state "unknown" or `pages`.
+    before: Unix seconds; the last write must be earlier.
+    states: only a profile shows what a page lacks, so groups of deployments without one never match
+    "partial". Groups of ambiguous keys match only "unknown" or `pages`.
     """
 
     model: str | None = None
@@ -84,7 +91,15 @@ class Criteria:
             keep &= (groups.newest_ns > 0) & (groups.newest_ns < int(self.before * 1e9))
         if self.states is not None:
             keep &= np.isin(groups.states, [STATES.index(state) for state in self.states])
+            keep &= ~unjudged_partial(groups)
         return np.flatnonzero(keep)
+
+    def unjudged(self, groups: PageGroups) -> int:
+        """Return how many groups look partial, but do not match "partial" without a profile."""
+        if self.states is None or STATES[PARTIAL] not in self.states:
+            return 0
+        states = replace(self, states=None)
+        return int(unjudged_partial(groups)[states.chosen(groups)].sum())
 
     @property
     def filters(self) -> bool:
@@ -111,6 +126,16 @@ class Criteria:
         )
 
 
+def unjudged_partial(groups: PageGroups) -> BoolArray:
+    """Return which groups look partial, but are of a deployment without a profile: [groups].
+
+    Its specs are inferred: a single stray object makes all its other pages look partial.
+    """
+    profiled = np.array([*(d.profile is not None for d in groups.deployments), False])
+    unjudged: BoolArray = (groups.states == PARTIAL) & ~profiled[groups.deployment_ids]
+    return unjudged
+
+
 def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
     """Plan to remove every group with an error or with a finding of one of `codes`.
 
@@ -134,15 +159,15 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
     """Plan to remove the chosen groups, even whole ones."""
     numbers = np.unique(chosen)
-    return RepairPlan(numbers, numbers, _outright(groups, numbers, "removed", why), numbers)
+    return RepairPlan(numbers, numbers, _outright(groups, numbers, _REMOVED, why), numbers)
 
 
 def with_descendants(
-    plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]]
+    plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]], in_flight: BoolArray
 ) -> RepairPlan:
     """Add groups of pages after a removed page in a chain: no request can hit them.
 
-    chains: page hashes, in order.
+    chains: page hashes, in order. in_flight: [groups], which stay.
     """
     removed = _pages_by_deployment(groups, plan.groups)
     unreachable: dict[int, set[str]] = defaultdict(set)
@@ -155,11 +180,12 @@ def with_descendants(
         for deployment, pages in unreachable.items()
     ]
     numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
-    new = np.setdiff1d(numbers[numbers != _NOBODY], plan.groups)
+    numbers = numbers[numbers != _NOBODY]
+    new = np.setdiff1d(numbers[~in_flight[numbers]], plan.groups)
     why = "an earlier page of its chain is removed, so no server can reach this page"
     about = np.concatenate([plan.about, new])
     order = np.argsort(about, kind="stable")
-    reasons = pa.concat_tables([plan.reasons, _outright(groups, new, "descendant", why)])
+    reasons = pa.concat_tables([plan.reasons, _outright(groups, new, _DESCENDANT, why)])
     return RepairPlan(
         groups=np.union1d(plan.groups, new),
         outright=np.union1d(plan.outright, new),

@@ -16,6 +16,7 @@ from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.table import join_keys
+from hicachectl.move.planning import BY_CHOICE
 from hicachectl.move.results import GroupStatus
 from hicachectl.pages.byte_sums import column_sums
 from hicachectl.pages.group_table import ABSENT
@@ -217,6 +218,16 @@ class RecordedGroups:
         anchors: BoolArray = of_slots[self._slots_of_cells]
         return anchors
 
+    @cached_property
+    def by_choice(self) -> BoolArray:
+        """Whether each group leaves although it has no fault: [k]."""
+        codes = self.findings.flatten().field("code")
+        owners = pc.list_parent_indices(self.findings).to_numpy()
+        chosen = pc.is_in(codes, value_set=pa.array(BY_CHOICE, codes.type)).to_numpy(
+            zero_copy_only=False
+        )
+        return self._groups_with(owners[chosen])
+
     @property
     def counts(self) -> IntArray:
         """Number of objects of each group: [k]."""
@@ -297,14 +308,40 @@ class RecordedGroups:
                 self.owners[known],
             )
         )
-        # A server writes sidecars first: if one is missing beside its anchor, it was removed.
-        overtaken = self._overtaken(present)
         statuses = np.full(len(self), GroupStatus.IN_FLIGHT, dtype=np.uint8)
-        statuses[any_known | overtaken] = GroupStatus.DONE
+        statuses[any_known | self.overtaken(present)] = GroupStatus.DONE
         statuses[self._whole(present)] = GroupStatus.KEPT
         statuses[any_unwanted] = GroupStatus.DONE
         statuses[~any_there] = GroupStatus.GONE
         return statuses
+
+    def written_since(self, sight: Sight) -> BoolArray:
+        """Return which groups have an object that is new or rewritten: [k].
+
+        A new time shows a rewritten object. Where the store keeps no times, a new version does: a
+        read may change the version, too.
+        """
+        timed = self.facts.column("mtime_ns").is_valid().to_numpy()
+        same = sight.known(self, versions=False) & (timed | sight.known(self))
+        fresh = sight.present
+        fresh[self.cells[same]] = False
+        return self._groups_with(self.cell_owners[fresh])
+
+    def overtaken(self, present: BoolArray) -> BoolArray:
+        """Return which groups have an anchor without one of its sidecars: [k].
+
+        A server writes sidecars first: if one is missing beside its anchor, it was removed.
+        """
+        found = np.zeros(len(self), dtype=np.bool_)
+        for number, shape in enumerate(self.shapes):
+            anchors, sidecars = shape.sidecars
+            own = np.flatnonzero(self.shape_ids == number)
+            step = max(1, _LOOKED_AT_ONCE // max(1, len(anchors)))
+            for start in range(0, len(own) if len(anchors) else 0, step):
+                some = own[start : start + step]
+                first = self.starts[some][:, None]
+                found[some] = (present[first + anchors] & ~present[first + sidecars]).any(axis=1)
+        return found
 
     def _groups_with(self, owners: IntArray) -> BoolArray:
         found = np.zeros(len(self), dtype=np.bool_)
@@ -327,19 +364,6 @@ class RecordedGroups:
         there = np.bincount(numbers[present[counted]], minlength=len(first))
         some = (there > 0) & (there < np.bincount(numbers, minlength=len(first)))
         return ~lacks & ~self._groups_with(owners[first[some]])
-
-    def _overtaken(self, present: BoolArray) -> BoolArray:
-        """Return which groups have an anchor without one of its sidecars: [k]."""
-        found = np.zeros(len(self), dtype=np.bool_)
-        for number, shape in enumerate(self.shapes):
-            anchors, sidecars = shape.sidecars
-            own = np.flatnonzero(self.shape_ids == number)
-            step = max(1, _LOOKED_AT_ONCE // max(1, len(anchors)))
-            for start in range(0, len(own) if len(anchors) else 0, step):
-                some = own[start : start + step]
-                first = self.starts[some][:, None]
-                found[some] = (present[first + anchors] & ~present[first + sidecars]).any(axis=1)
-        return found
 
 
 @dataclass(frozen=True, eq=False)

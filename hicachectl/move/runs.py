@@ -284,7 +284,11 @@ class CopyRun:
         pages = removed.pages.filter(pa.array(gone)).to_pylist()
         if self._journal is not None:
             self._journal.removed(survey.route.journal_name, pages)
+        stays = np.isin(removed.statuses, (GroupStatus.KEPT, GroupStatus.IN_FLIGHT))
+        kept = removed.pages.filter(pa.array(stays)).to_pylist()
         with self._lock:
             self.result.moved += len(pages)
             why = "copied, but still in the source: "
             self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])
+            why += "it was written to meanwhile; run again"
+            self.result.fail([Problem(page, None, why) for page in kept])

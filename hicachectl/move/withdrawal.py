@@ -19,14 +19,13 @@ import pyarrow as pa
 
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, open_mover
-from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.quarantine import BEGUN, DONE
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.backups import MEMORY_BYTES, copy_groups, copy_memory
 from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, remove_once, withdraw
-from hicachectl.move.planning import RepairPlan
+from hicachectl.move.planning import plan_removal
 from hicachectl.move.quarantine import (
     Batch,
     Quarantine,
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.marker import Marker
+    from hicachectl.move.planning import RepairPlan
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
@@ -122,20 +122,20 @@ def withdraw_listed(
 ) -> MoveResult:
     """Delete listed groups from a store, without a record.
 
-    A group that a server has made whole again stays.
+    A group with an object that is new or rewritten since the listing stays.
     inventory: as in `remove_groups`.
     numbers: [k] groups. Return a status for each: DONE, GONE, KEPT, IN_FLIGHT or FAILED.
     Raises StoreUnavailable.
     """
-    none = np.zeros(0, dtype=np.int64)
-    plan = RepairPlan(numbers, numbers, SCHEMA.empty_table(), none)
+    order = np.argsort(numbers)
+    plan = plan_removal(groups, numbers, "moved")
     result = MoveResult.of(groups.pages_at(numbers))
     done = 0
     for listed in ListedGroups(inventory, groups, plan).batches():
         removal = _Removal.of_listed(store, listed)
         removal.leave(None)
         removal.result.objects = int(removal.removed.sum() + removal.new.sum())
-        result.include(np.arange(done, done + len(listed)), removal.result)
+        result.include(order[done : done + len(listed)], removal.result)
         done += len(listed)
     return result
 
@@ -233,10 +233,12 @@ class _Removal:
     removed, new: [k] number of removed objects, recorded and unrecorded.
     gone: [k] number of objects that vanished before their removal.
     sight: result of the last look; None once outdated.
+    resumed: whether a killed run began the removal, so objects may have left before.
     """
 
-    def __init__(self, store: Store, groups: RecordedGroups) -> None:
+    def __init__(self, store: Store, groups: RecordedGroups, *, resumed: bool = False) -> None:
         self.groups = groups
+        self.resumed = resumed
         self.result = MoveResult.of(groups.pages)
         self.touched = np.zeros(len(groups), dtype=np.bool_)
         self.removed, self.new, self.gone = np.zeros((3, len(groups)), dtype=np.int64)
@@ -257,6 +259,8 @@ class _Removal:
         removal.gone = np.bincount(vanished, minlength=len(listed))
         known = np.ones(len(removal.groups.owners), dtype=np.bool_)
         removal.standing = removal.groups.judge(sight.present, known)
+        # Nobody has chosen what servers wrote since the listing.
+        removal.standing[listed.by_choice & listed.written_since(sight)] = GroupStatus.KEPT
         return removal
 
     @property
@@ -319,7 +323,9 @@ class _Removal:
         sight = self.sight or look(self._store, groups, pending)
         self.sight = None
         known = sight.known(groups) & ~self._left
-        self.standing[pending] = groups.judge(sight.present, known)[pending]
+        standing = groups.judge(sight.present, known)
+        standing[self._stays(sight)] = GroupStatus.KEPT
+        self.standing[pending] = standing[pending]
         owners = groups.cell_owners
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
         recorded = np.full(len(owners), ABSENT, dtype=np.int64)
@@ -329,6 +335,15 @@ class _Removal:
         cells = cells[np.lexsort((~unwanted, owners[cells]))]
         objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
         return Sighting(objects, sight.rows.take(pa.array(sight.at[cells])), recorded[cells])
+
+    def _stays(self, sight: Sight) -> BoolArray:
+        """Return which groups without a fault were written before their first object left: [k].
+
+        After a killed run, an anchor without its sidecars shows that some objects have left.
+        """
+        groups = self.groups
+        stays = groups.by_choice & ~self.touched & groups.written_since(sight)
+        return stays & ~groups.overtaken(sight.present) if self.resumed else stays
 
     def _delete(self, seen: Sighting, places: IntArray) -> Result:
         step = self._store.limits.batch_objects
@@ -420,7 +435,7 @@ class _Worker:
     def finish(self, batch: Batch) -> None:
         """Finish a killed run's batch."""
         batch.take_up()
-        removal = _Removal(self._store, batch.record.groups)
+        removal = _Removal(self._store, batch.record.groups, resumed=True)
         groups = removal.groups
         held = np.isin(groups.files, list(batch.held()))
         removal.touched[groups.owners[held]] = True

@@ -226,8 +226,8 @@ def rm(stores: Stores) -> Documents:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("hicachectl.backends.file.store.os.unlink", stuck)
         yield stores.run("rm", stores.whole, "--temporaries", "--yes", exit_code=4)
-    yield stores.run("rm", stores.damaged, "--state", "partial", "--dry-run")
-    yield stores.held("rm", stores.damaged, "--state", "partial", "--yes")
+    yield stores.run("rm", stores.damaged, "--state", "partial", *stores.profile, "--dry-run")
+    yield stores.held("rm", stores.damaged, "--state", "partial", *stores.profile, "--yes")
     yield stores.run("rm", stores.whole, "--free", "1", "--dry-run")
     requests = prompts(stores.folder / "requests.jsonl", 8, 3)
     tokens = json.loads(requests.read_text().splitlines()[0])

@@ -184,7 +184,8 @@ def test_descendants_of_a_removed_page_can_go_too(store: Path) -> None:
             [page(5), page(3)],
             [page(0), page(1), page(4)],
         ]
-        plan = with_descendants(plan, groups, chains)
+        nothing = np.zeros(len(groups), dtype=np.bool_)
+        plan = with_descendants(plan, groups, chains, nothing)
         outcome = remove_groups(opened, inventory, groups, plan, mode="quarantine")
     assert outcome.groups == 3
     gone = [name(number) for number in (1, 2, 4) for name in (kv, indexer)]

@@ -49,6 +49,30 @@ def store(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """Describe the pages of the first model."""
+    path = tmp_path / "x-a.toml"
+    path.write_text(
+        """
+model = "x/a"
+page_size = 4
+tp = 2
+[[pools]]
+name = "kv"
+kind = "opaque"
+nbytes = 100
+[[pools]]
+name = "mamba"
+kind = "opaque"
+nbytes = 30
+hit_policy = "trailing_pages"
+trailing_pages = 1
+"""
+    )
+    return path
+
+
 def removed(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str, Any]:
     return invoke("rm", *arguments, "--format", "json", exit_code=exit_code).document
 
@@ -77,6 +101,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Pat
         "bytes",
         "gone",
         "kept",
+        "in_flight",
         "failed",
         "remaining",
         "seconds",
@@ -244,12 +269,12 @@ def test_old_pages_go_by_their_newest_object(invoke: Invoke, store: Path) -> Non
     assert removed(invoke, store, "--before", "1999-01-01", "--yes")["pages"] == 0
 
 
-def test_pages_go_by_their_state(invoke: Invoke, store: Path) -> None:
+def test_pages_go_by_their_state(invoke: Invoke, store: Path, profile: Path) -> None:
     (store / f"{page(0)}_x-a_1_2.bin").unlink()
     (store / f"{page(3)}_x-a_0_2.bin").unlink()
     (store / f"{page(3)}_x-a_1_2.bin").unlink()
     before = contents(store)
-    document = removed(invoke, store, "--state", "partial,orphan", "--yes")
+    document = removed(invoke, store, "--state", "partial,orphan", "--profile", profile, "--yes")
     assert [(g["page"], g["model"], g["state"]) for g in document["groups"]] == sorted(
         [(page(0), "x-a", "removed"), (page(3), "x-a", "removed")]
     )
@@ -258,7 +283,7 @@ def test_pages_go_by_their_state(invoke: Invoke, store: Path) -> None:
 
 def test_conditions_are_joined(invoke: Invoke, store: Path) -> None:
     before = contents(store)
-    assert removed(invoke, store, "--model", "b", "--state", "partial", "--yes")["pages"] == 0
+    assert removed(invoke, store, "--model", "b", "--state", "orphan", "--yes")["pages"] == 0
     assert removed(invoke, store, "--tag", "t", "--yes")["pages"] == 0
     assert contents(store) == before
 

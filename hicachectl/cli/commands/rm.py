@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -14,6 +15,7 @@ from hicachectl.cli.consent import locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
+    Duration,
     NameList,
     PointInTime,
     Size,
@@ -23,7 +25,7 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.precedence import contradiction_remark, on_command_line
-from hicachectl.cli.session import opened, progress, remark, store_name
+from hicachectl.cli.session import opened, progress, remark, remark_wait, store_name
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK, STATES
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.planning import Criteria, RepairPlan
     from hicachectl.move.reports import GroupReport, Taken
-    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.prewarming.freeing import Freeing, Worth
     from hicachectl.text.tables import Screen
@@ -46,22 +48,37 @@ class _Removal(NamedTuple):
     """A planned removal.
 
     question: before it; None: nothing to remove. remove: takes dry_run. freeing: with --free.
+    in_flight: number of groups that are left because servers may still be writing them.
     """
 
     question: str | None
     remove: Callable[[bool], GroupReport]
     freeing: Freeing | None = None
+    in_flight: int = 0
+
+
+class _Choice(NamedTuple):
+    """Groups to remove.
+
+    freeing: with --free.
+    in_flight: number of matching groups that are left because servers may still be writing them.
+    """
+
+    plan: RepairPlan
+    freeing: Freeing | None
+    in_flight: int
 
 
 class _Planned(NamedTuple):
     inventory: Inventory
     groups: PageGroups
-    plan: RepairPlan
-    freeing: Freeing | None
+    choice: _Choice
 
 
 _SELECTORS = ("model", "tag", "no_tag", "tp", "pp", "cp", "pages", "before", "state")
-_OF_PAGES = ("free", "trace", "keep_plan", "all_deployments", "token_ids", "profile_file")
+_OF_PAGES = (
+    "free", "trace", "keep_plan", "all_deployments", "token_ids", "profile_file", "grace",
+)  # fmt: skip
 
 
 @click.command(
@@ -116,7 +133,9 @@ Examples:
     type=PointInTime(),
     help="Pages last written before TIME (ISO 8601, or an age such as 7d).",
 )
-@own_option("--state", type=NameList(STATES), help="Pages in these states.")
+@own_option(
+    "--state", type=NameList(STATES), help="Pages in these states; partial needs --profile."
+)
 @own_option(
     "--free",
     type=Size(1),
@@ -154,6 +173,13 @@ Examples:
     type=FILE,
     help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
 )
+@own_option(
+    "--grace",
+    type=Duration(),
+    default="60s",
+    show_default=True,
+    help="Leave pages younger than this that are not whole; servers may still be writing them.",
+)
 @own_option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
 @own_option("--yes", is_flag=True, help="Do not ask before removing.")
 @lock_option
@@ -175,7 +201,7 @@ def command(
 
     Give at least one filter: a name (--model, --tag or --no-tag), a size (--tp, --pp or --cp),
     --pages, --before, --state or --free. Pages that match all filters are removed with all their
-    objects, the kv objects first, so servers never see half a page. Objects that a server rewrites
+    objects, the kv objects first, so servers never see half a page. Pages that servers write to
     during the run stay. The exit status is 4 if something could not be removed, or if --free did
     not reach its size.
 
@@ -208,13 +234,15 @@ def command(
                 return
             outcome = removal.remove(dry_run)
         _write(
-            _document(source.url, outcome, time.monotonic() - started, dry_run, removal.freeing),
+            _document(source.url, outcome, time.monotonic() - started, dry_run, removal),
             outcome,
             output_format=output_format,
             output=output,
         )
     if dry_run:
         remark(ctx, "Dry run: nothing was removed")
+    if outcome.kept:
+        remark(ctx, _kept(outcome, temporaries=options["temporaries"]), failure=True)
     short = removal.freeing is not None and _falls_short(ctx, removal.freeing, outcome)
     if outcome.failures or outcome.remaining or short:
         ctx.exit(FINDINGS)
@@ -244,6 +272,11 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         raise click.UsageError("--all-deployments needs --pages")
     if options["token_ids"] and not options["profile_file"]:
         raise click.UsageError("--token-ids needs --profile, which states the page size")
+    if "partial" in (options["state"] or ()) and not options["profile_file"]:
+        raise click.UsageError(
+            "--state partial needs --profile, which states the objects of a page; without it, one "
+            "stray object makes whole pages look partial"
+        )
 
 
 def _selectors(options: dict[str, Any]) -> list[str]:
@@ -302,7 +335,8 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
 def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
     from hicachectl.move.withdrawal import remove_groups
 
-    inventory, groups, plan, freeing = _plan(ctx, store, options)
+    inventory, groups, choice = _plan(ctx, store, options)
+    plan = choice.plan
 
     def remove(dry_run: bool) -> GroupReport:
         with progress(ctx, "removing", " pages") as advance:
@@ -320,7 +354,7 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
             )
 
     question = _question(store, groups, plan) if len(plan.groups) else None
-    return _Removal(question, remove, freeing)
+    return _Removal(question, remove, choice.freeing, choice.in_flight)
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
@@ -333,19 +367,17 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
 
 
 def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned:
-    from hicachectl.move.planning import plan_removal, with_descendants
-    from hicachectl.pages.ambiguity import ambiguity_remark
-    from hicachectl.pages.group_table import UNKNOWN
+    from hicachectl.pages.group_table import WHOLE
     from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.in_flight import (
+        are_incomplete,
+        groups_in_flight,
+        look_again,
+        needs_second_look,
+    )
     from hicachectl.pages.inventory import take_inventory
-    from hicachectl.pages.tally import object_counts
     from hicachectl.pages.unmatched import explain_nothing
-    from hicachectl.prewarming.freeing import choose_groups
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.requests.chains import Hashing, hex_chains
-    from hicachectl.requests.files import read_token_ids
-    from hicachectl.requests.page_lists import NamedGroups
-    from hicachectl.text.units import counted
 
     criteria = _criteria(store, options)
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
@@ -354,6 +386,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     columns = tuple(wanted & store.traits.columns)
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
     decides = options["trace"] or options["token_ids"] or options["state"]
+    now_ns, began = time.time_ns(), time.monotonic()
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(
             store,
@@ -362,22 +395,80 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
             on_contradiction=None if decides else contradiction_remark(ctx),
             on_batch=advance,
         )
+    listing_ns = int((time.monotonic() - began) * 1e9)
     for text in store.remarks:
         remark(ctx, text)
     groups = PageGroups(inventory)
-    chosen = criteria.chosen(groups, store.url)
-    freeing = None
+
+    def choose(in_flight: BoolArray) -> _Choice:
+        return _choose(store, inventory, groups, options, criteria, profile, worth, in_flight)
+
+    grace = options["grace"]
+    young = groups_in_flight(
+        store, groups, now_ns=now_ns, listing_ns=listing_ns, grace_ns=int(grace * 1e9)
+    )
+    choice = choose(young & (groups.states != WHOLE))
+    if needs_second_look(store) and are_incomplete(groups)[choice.plan.groups].any():
+        left = began + grace - time.monotonic()
+        wait = partial(remark_wait, ctx)
+        choice = choose(look_again(store, inventory, groups, after_seconds=left, on_wait=wait)[0])
+    if choice.freeing is not None:
+        for text in choice.freeing.remarks:
+            remark(ctx, text)
+    _remark_choice(ctx, inventory, groups, criteria, choice, options)
+    if not len(choice.plan.groups) and not choice.in_flight:
+        remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
+    return _Planned(inventory, groups, choice)
+
+
+def _choose(
+    store: Store,
+    inventory: Inventory,
+    groups: PageGroups,
+    options: dict[str, Any],
+    criteria: Criteria,
+    profile: Profile | None,
+    worth: Worth | None,
+    in_flight: BoolArray,
+) -> _Choice:
+    """Choose the groups to remove. in_flight: [groups], which stay."""
+    from hicachectl.move.planning import plan_removal, with_descendants
+    from hicachectl.prewarming.freeing import choose_groups
+    from hicachectl.requests.chains import Hashing, hex_chains
+    from hicachectl.requests.files import read_token_ids
+
+    matching = criteria.chosen(groups, store.url)
+    chosen, freeing = matching[~in_flight[matching]], None
     if options["free"] is not None:
         freeing = choose_groups(
             store, inventory, groups, chosen, options["free"], worth=worth, profile=profile
         )
-        _refuse_to_empty(store, groups, freeing, options)
-        for text in freeing.remarks:
-            remark(ctx, text)
+        _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
         chosen = freeing.groups
     plan = plan_removal(groups, chosen, _why(options))
+    if options["token_ids"] and profile is not None:
+        chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
+        plan = with_descendants(plan, groups, chains, in_flight)
+    return _Choice(plan, freeing, int(in_flight[matching].sum()))
+
+
+def _remark_choice(
+    ctx: click.Context,
+    inventory: Inventory,
+    groups: PageGroups,
+    criteria: Criteria,
+    choice: _Choice,
+    options: dict[str, Any],
+) -> None:
+    """Say which groups are left although the options could mean them, and which are unclear."""
+    from hicachectl.pages.ambiguity import ambiguity_remark
+    from hicachectl.pages.group_table import UNKNOWN
+    from hicachectl.pages.tally import object_counts
+    from hicachectl.requests.page_lists import NamedGroups
+    from hicachectl.text.units import counted
+
     ambiguous = int((groups.states == UNKNOWN).sum())
-    unclear = int((groups.states[plan.groups] == UNKNOWN).sum())
+    unclear = int((groups.states[choice.plan.groups] == UNKNOWN).sum())
     if unclear or (ambiguous and criteria.filters):
         verb, count = ("selected for removal", unclear) if unclear else ("left alone", ambiguous)
         text = ambiguity_remark(inventory.table, object_counts(inventory))
@@ -387,12 +478,19 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
         if unmatched:
             rows = counted(unmatched, "row")
             remark(ctx, f"{options['pages']}: the store has no group for {rows}")
-    if not len(plan.groups):
-        remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
-    if options["token_ids"] and profile is not None:
-        chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
-        plan = with_descendants(plan, groups, chains)
-    return _Planned(inventory, groups, plan, freeing)
+    if unjudged := criteria.unjudged(groups):
+        remark(
+            ctx,
+            f"{counted(unjudged, 'page')} of other deployments than the profile's left alone: they "
+            "may be partial; give the profile of their servers",
+        )
+    if choice.in_flight:
+        remark(
+            ctx,
+            f"{counted(choice.in_flight, 'page')} in flight left alone: not whole, and servers "
+            "may still be writing them (--grace); run again later",
+            failure=True,
+        )
 
 
 def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
@@ -406,16 +504,24 @@ def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
 
 
 def _refuse_to_empty(
-    store: Store, groups: PageGroups, freeing: Freeing, options: dict[str, Any]
+    store: Store, groups: PageGroups, freeing: Freeing, in_flight: int, options: dict[str, Any]
 ) -> None:
-    """Raise if --free without a filter would remove every page."""
+    """Raise if --free without a filter would remove every page, except those in flight."""
     from hicachectl.text.units import human_size
 
-    if not _selectors(options) and len(groups) and len(freeing.groups) == len(groups):
+    none_left = len(freeing.groups) + in_flight == len(groups)
+    if not _selectors(options) and len(freeing.groups) and none_left:
         raise UsageError(
             f"--free: {store.url} has only {human_size(freeing.facts['bytes'])} in pages, so "
             f"{human_size(options['free'])} would empty it; give a smaller SIZE, or a filter too"
         )
+
+
+def _kept(outcome: GroupReport, *, temporaries: bool) -> str:
+    from hicachectl.text.units import counted
+
+    noun = "file" if temporaries else "page"
+    return f"{counted(outcome.kept, noun)} left alone: written to after the listing"
 
 
 def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> bool:
@@ -501,7 +607,9 @@ def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path
     from hicachectl.move.reports import GroupReport
 
     outcome = GroupReport()
-    document = _document(store, outcome, 0.0, dry_run) | {"complete": False, "stopped_by": LOCK}
+    nothing = _Removal(None, lambda dry_run: outcome)
+    document = _document(store, outcome, 0.0, dry_run, nothing)
+    document |= {"complete": False, "stopped_by": LOCK}
     _write(document, outcome, output_format=output_format, output=output)
 
 
@@ -510,7 +618,7 @@ def _document(
     outcome: GroupReport,
     seconds: float,
     dry_run: bool,
-    freeing: Freeing | None = None,
+    removal: _Removal,
 ) -> dict[str, Any]:
     return {
         "store": store,
@@ -519,13 +627,14 @@ def _document(
         "bytes": outcome.nbytes,
         "gone": outcome.gone,
         "kept": outcome.kept,
+        "in_flight": removal.in_flight,
         "failed": len(outcome.failures),
         "remaining": outcome.remaining,
         "seconds": round(seconds, 3),
         "complete": True,
         "stopped_by": None,
         "dry_run": dry_run,
-        "free": None if freeing is None else freeing.facts,
+        "free": None if removal.freeing is None else removal.freeing.facts,
         "failures": [{"key": key, "detail": detail} for key, detail in outcome.failures],
         "groups": None,
     }

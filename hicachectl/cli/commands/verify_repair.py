@@ -182,7 +182,7 @@ def _with_descendants(
     if not options["token_ids"] or request.profile is None:
         return plan
     chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(request.profile))
-    return with_descendants(plan, checked.groups, chains)
+    return with_descendants(plan, checked.groups, chains, checked.in_flight)
 
 
 def _question(store: Store, checked: PartCheck, plan: RepairPlan, options: dict[str, Any]) -> str:

@@ -134,6 +134,21 @@ BACKGROUND: dict[str, dict[str, str]] = {
 
             --free without another filter never removes every page of a store.
         """,
+        "PAGES THAT SERVERS WRITE": """
+            Servers write the objects of a page one by one, the sidecars first. Every choice, --free
+            and --token-ids included, leaves pages that are not whole and younger than --grace. The
+            run says how many; the exit status stays 0. Mooncake and 3FS keep no times: there the
+            pages that are not whole are looked at again after the grace, if any are chosen.
+
+            Each page is looked at once more right before it leaves. If a server has written one of
+            its objects since the listing, the page stays: its state or its age may be another now.
+            The member kept counts these pages.
+
+            --state partial needs --profile, because only a profile states which objects a page has.
+            Without one, a stray object makes whole pages look partial. Pages of other deployments
+            than the profile's are never partial for rm. --state orphan needs no profile: no server
+            reads objects without their kv object.
+        """,
         "GROUPS": _GROUPS,
         "INTERRUPTED RUNS": _UNFINISHED,
     },

@@ -553,7 +553,12 @@ DOCUMENTS = (
             Member("objects", INTEGER, "Objects removed."),
             _BYTES,
             Member("gone", INTEGER, "Objects that had vanished before."),
-            Member("kept", INTEGER, "Page groups that a server has rewritten."),
+            Member("kept", INTEGER, "Page groups left, because a server wrote to them meanwhile."),
+            Member(
+                "in_flight",
+                INTEGER,
+                "Page groups left, because they are not whole and younger than --grace.",
+            ),
             Member("failed", INTEGER, "Objects that could not be removed."),
             Member("remaining", INTEGER, "Page groups that should be gone and are not."),
             _SECONDS,
