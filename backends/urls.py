@@ -1,6 +1,7 @@
 """Store URLs and the config file. `backends.base` opens the store that a URL names.
 
     /some/directory                       plain directory: SGLang's file backend
+    /some/archive.hcpack                  pack; with a slash at its end, a plain directory
     file:///some/directory                the same; "file:" alone: SGLang's default directory
     file:///some/directory?folders=hex2   the same; a new directory gets folders
     prod:                                 [stores.prod] of the config file
@@ -33,6 +34,7 @@ class Scheme:
     host: bool = False
 
 
+PACK_SUFFIX = ".hcpack"
 # The parameter for side files, of schemes whose stores have no place for them.
 SIDE_PARAMETER = "side_directory"
 
@@ -170,8 +172,13 @@ def register_scheme(name: str, scheme: Scheme) -> None:
     SCHEMES[name] = scheme
 
 
+def is_pack_path(path: str) -> bool:
+    """Return whether a path without a scheme names a pack: it ends in .hcpack."""
+    return path.endswith(PACK_SUFFIX)
+
+
 def parse_url(text: str, config: Config | None = None) -> StoreUrl:
-    """Parse a STORE argument: a directory, a named store or a URL. Raises UsageError."""
+    """Parse a STORE argument: a path, a named store or a URL. Raises UsageError."""
     config = config or Config()
     seen: list[str] = []
     while (match := _NAMED.fullmatch(text)) and match[1] not in SCHEMES:
@@ -184,7 +191,7 @@ def parse_url(text: str, config: Config | None = None) -> StoreUrl:
             )
         seen.append(name)
         text = _named_store(text, name, match[2], config)
-    return _scheme_url(text, match[1], match[2]) if match else _directory(text, named=bool(seen))
+    return _scheme_url(text, match[1], match[2]) if match else _path_url(text, named=bool(seen))
 
 
 def load_config(path: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
@@ -307,17 +314,18 @@ def _named_store(text: str, name: str, rest: str, config: Config) -> str:
     )
 
 
-def _directory(text: str, *, named: bool) -> StoreUrl:
-    """Return the URL of a plain directory, taking percent signs literally."""
+def _path_url(text: str, *, named: bool) -> StoreUrl:
+    """Return the URL of a plain directory or pack, taking percent signs literally."""
     if not text:
         raise UsageError("STORE: the text is empty; give a directory or a URL")
+    scheme = "pack" if is_pack_path(text) else "file"
     if named and not text.startswith("/"):
         raise UsageError(
-            f"{text!r}: the directory of a store in the config file must be absolute, as in "
-            f"file://{quote(str(Path(text).absolute()))}"
+            f"{text!r}: the path of a store in the config file must be absolute, as in "
+            f"{scheme}://{quote(str(Path(text).absolute()))}"
         )
     _refuse_nul(text, text)
-    return StoreUrl("file", str(Path(text).absolute()))
+    return StoreUrl(scheme, str(Path(text).absolute()))
 
 
 def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from hicachectl.backends.disk.durable import is_named, lock
+from hicachectl.backends.urls import is_pack_path
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.formats.pack.index import ENTRIES, read_index, write_index
 from hicachectl.formats.pack.planes import Decoder
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.pack.planes import Plane
 
 _CHUNK = 1 << 20
+_GIVE_PACK = "give a pack file"
 _HEAD_BYTES = RECORD_BYTES + 256  # enough for one read of a record's head, unless the key is long
 
 
@@ -158,13 +160,22 @@ def open_pack(path: str, flags: int) -> int:
         # A FIFO must not block.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        next_steps = {errno.ENOENT: "check the path", errno.EISDIR: "give a pack file"}
+        next_steps = {errno.ENOENT: "check the path", errno.EISDIR: _instead_of_a_directory(path)}
         next_step = next_steps.get(error.errno or 0, "check its permissions")
         raise StoreUnavailable(failed(path, "open the pack", error, next_step)) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise StoreUnavailable(f"{path}: not a regular file; give a pack file")
+        next_step = _instead_of_a_directory(path) if stat.S_ISDIR(mode) else _GIVE_PACK
+        raise StoreUnavailable(f"{path}: not a regular file; {next_step}")
     return descriptor
+
+
+def _instead_of_a_directory(path: str) -> str:
+    """Return the next step of a user who named a directory as a pack."""
+    if not is_pack_path(path):
+        return _GIVE_PACK
+    return "a path that ends in .hcpack names a pack; end it with a slash to name the directory"
 
 
 def lock_pack(descriptor: int, path: str) -> None:

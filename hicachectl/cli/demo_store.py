@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
+from hicachectl.backends.urls import is_pack_path
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.keys.base import codec_for
@@ -52,6 +53,8 @@ def write_demo(directory: Path, pages: int) -> Path:
 
     Raises UsageError if the directory is not empty, StoreUnavailable if it cannot be written.
     """
+    if is_pack_path(str(directory)):
+        raise UsageError(f"{directory}: a path that ends in .hcpack names a pack; name a directory")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):

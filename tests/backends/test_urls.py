@@ -56,6 +56,23 @@ def test_a_directory_and_its_url(text: str, path: str) -> None:
     assert parse_url(text) == StoreUrl("file", path)
 
 
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("/backup/a.hcpack", StoreUrl("pack", "/backup/a.hcpack")),
+        ("/100%/a.hcpack", StoreUrl("pack", "/100%/a.hcpack")),
+        ("/backup/a.hcpack/", StoreUrl("file", "/backup/a.hcpack")),
+        ("file:///backup/a.hcpack", StoreUrl("file", "/backup/a.hcpack")),
+        ("/a.hcpack/store", StoreUrl("file", "/a.hcpack/store")),
+        ("saved:", StoreUrl("pack", "/backup/a.hcpack")),
+    ],
+)
+def test_a_path_that_ends_in_hcpack_is_a_pack(text: str, url: StoreUrl) -> None:
+    config = Config({"saved": NamedStore("/backup/a.hcpack")})
+    assert parse_url(text, config) == url
+    assert parse_url(str(url)) == url
+
+
 def test_a_relative_directory_is_made_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from hicachectl import api
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
@@ -73,6 +74,38 @@ def test_a_pack_is_listed_as_the_store_it_came_from(
         expected = listed(invoke, directory, *options, "--profile", str(profile))
         assert listed(invoke, f"pack://{pack}", *options) == expected
         assert expected
+
+
+def test_a_path_that_ends_in_hcpack_is_a_pack_in_every_command(
+    invoke: Invoke, directory: Path, tmp_path: Path
+) -> None:
+    pack, config = tmp_path / "new.hcpack", tmp_path / "config.toml"
+    config.write_text(f'[stores.saved]\nurl = "{pack}"\n')
+    invoke("migrate", directory, pack)
+    assert len(pack_files.indexed(pack)) == len(list(directory.glob("*.bin")))
+    for command in ("ls", "verify", "report"):
+        invoke(command, pack, *(("-o", tmp_path / "report.html") if command == "report" else ()))
+    assert listed(invoke, pack) == listed(invoke, directory)
+    with api.open_store(str(pack)) as store:
+        assert store.url == f"pack://{pack}"
+    back = tmp_path / "back"
+    invoke("--config", config, "migrate", "saved:", back)
+    assert {path.name for path in back.iterdir()} == {path.name for path in directory.glob("*.bin")}
+
+
+def test_a_directory_with_the_name_of_a_pack_needs_a_slash(
+    invoke: Invoke, directory: Path, tmp_path: Path
+) -> None:
+    """No command writes beside the objects of a directory that the user takes for a pack."""
+    place = tmp_path / "old.hcpack"
+    directory.rename(place)
+    before = sorted(path.name for path in place.iterdir())
+    (tmp_path / "other").mkdir()
+    for arguments in (("ls", place), ("migrate", tmp_path / "other", place)):
+        assert "end it with a slash" in invoke(*arguments, exit_code=3).stderr
+    assert sorted(path.name for path in place.iterdir()) == before
+    assert len(listed(invoke, f"{place}/")) == PAGES
+    assert "names a pack" in invoke("demo", tmp_path / "new.hcpack", exit_code=2).stderr
 
 
 def test_verify_uses_the_profile_in_the_pack(invoke: Invoke, pack: Path) -> None:

@@ -66,8 +66,8 @@ _WHOLE_ONLY = ("lock", "output", "output_format", "resume")
     cls=Command,
     epilog="""\b
 Examples:
-  hicachectl migrate /mnt/hicache pack:///backup/monday.hcpack --profile prod.toml
-  hicachectl migrate pack:///backup/monday.hcpack mooncake://master:50051
+  hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml
+  hicachectl migrate /backup/monday.hcpack mooncake://master:50051
   hicachectl migrate /mnt/hicache /mnt/new --profile prod.toml --to-tp 8
   hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
   hicachectl migrate prod: new: --profile prod.toml --resume

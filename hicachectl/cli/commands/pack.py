@@ -40,7 +40,7 @@ def command() -> None:
     """Describe pack files, and repair truncated ones.
 
     A pack is one file with the objects of a store; see hcpack(5). All other commands accept a pack
-    as a store: pack:///path/archive.hcpack.
+    as a store: /path/archive.hcpack, or pack:///path/archive.
     """
 
 

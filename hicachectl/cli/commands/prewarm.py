@@ -80,7 +80,7 @@ _output = in_section(OUTPUT)
     cls=Command,
     epilog="""\b
 Examples:
-  hicachectl prewarm mooncake: --from pack:///backup/monday.hcpack --trace day.jsonl \\
+  hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \\
       --budget 200GiB --deadline 10m --min-usable 0.9
   hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --prompts system.jsonl --pin
   hicachectl prewarm --trace day.jsonl --profile prod.toml --dry-run -o plan.jsonl

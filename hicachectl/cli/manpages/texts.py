@@ -44,7 +44,11 @@ STORES = (
         "nixl:///dir[,/dir...]",
         "The directories of SGLang's NIXL backend (HiCacheNixl) on files; see NIXL.",
     ),
-    ("pack:///path/archive.hcpack", "A pack: the objects of a store in one file; see hcpack(5)."),
+    (
+        "/path/archive.hcpack, pack:///path/archive",
+        "A pack: the objects of a store in one file; see hcpack(5). A path that ends in .hcpack "
+        "names a pack, and with a slash behind it a directory.",
+    ),
     ("NAME:", "A store of the config file."),
 )
 MODELS = (
