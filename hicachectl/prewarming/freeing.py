@@ -17,7 +17,7 @@ from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.pages.byte_sums import byte_sums
+from hicachectl.pages.byte_sums import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.pages.naming import listed
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.chains import Chains
 
@@ -96,23 +96,35 @@ def choose_groups(
     *,
     worth: Worth | None = None,
     profile: Profile | None = None,
+    and_unnamed: bool = False,
 ) -> Freeing:
     """Choose groups to remove, so that their objects have at least `asked` bytes.
 
-    candidates: numbers. If they have less, all are chosen. With worth and a profile, groups of
-    other deployments are no candidates; groups with an object of unknown size never are.
+    candidates: numbers. If they have less, all are chosen. Groups with an object of unknown size
+    are none.
+    worth: with a profile, requests name its deployment only. Groups of other deployments leave
+    first if and_unnamed is True, else they stay.
     inventory: with `atime_ns` if the store has it. Raises UsageError if worth is of other pages
     than the store's, and UnsupportedByBackend if the order or all sizes are unknown.
     """
     _refuse_unordered(store, groups, candidates, worth, profile)
     sizes = _sizes(inventory, groups)
-    own, remarks = candidates, []
+    own, remarks, unnamed = candidates, list[str](), None
     if worth is not None and profile is not None:
-        own = candidates[groups.deployment_ids[candidates] == 0]
-        if left := len(candidates) - len(own):
+        of_candidates = groups.deployment_ids[candidates]
+        others = candidates[(of_candidates != 0) & (of_candidates != UNRESOLVED)]
+        own = candidates[of_candidates == 0]
+        if ambiguous := len(candidates) - len(own) - len(others):
+            remarks.append(f"{counted(ambiguous, 'page')} with ambiguous keys left alone")
+        unnamed = _by_label(groups, sizes, others)
+        if and_unnamed:
+            own = np.union1d(own, others)
+        elif len(others):
+            each = [row["bytes"] for row in unnamed]
             remarks.append(
-                f"{counted(left, 'page')} of other deployments than the profile's left alone; "
-                "choose them by --model, --tp, --pp or --cp, without a profile"
+                f"{counted(len(others), 'page')} "
+                f"({human_size(None if None in each else sum(each))}) of deployments that no "
+                "request names left alone; --and-unnamed removes them first"
             )
     sized = own[sizes[own] != UNKNOWN_BYTES]
     if unsized := len(own) - len(sized):
@@ -122,10 +134,13 @@ def choose_groups(
                 "--trace or --keep-plan, or choose pages by another filter than --free"
             )
         remarks.append(f"{counted(unsized, 'page')} with objects of unknown size left alone")
-    known = _places(groups, sized, worth)
+    known = _places(groups, sized, worth, profile)
     if worth is not None and len(known) and (known < 0).all():
         _refuse_of_other_pages(store, groups, worth, profile)
-    order = _least_useful_first(groups.used_ns[sized], known)
+    named = np.ones(len(sized), dtype=np.bool_)
+    if unnamed is not None:
+        named = groups.deployment_ids[sized] == 0
+    order = _least_useful_first(groups.used_ns[sized], known, named)
     # Sums of sparse files of exbibytes must not overflow: the order of removal needs them.
     sizes = np.minimum(sizes[sized], np.iinfo(np.int64).max // max(1, len(sized)))
     ends = np.cumsum(sizes[order])
@@ -145,6 +160,7 @@ def choose_groups(
         "valued_pages": None if worth is None else int((known >= 0).sum()),
         "valued_pages_removed": None if worth is None else int((known[taken] >= 0).sum()),
         **_tokens(store, inventory, groups, chosen, worth, profile),
+        "unnamed": unnamed,
     }
     return Freeing(chosen, facts, tuple(remarks))
 
@@ -158,6 +174,9 @@ def freeing_lines(facts: dict[str, Any], now: float) -> list[str]:
             f"{human_size(facts['asked_bytes'])}"
         )
     lines.append(f"Kept: {counted(facts['kept_pages'], 'page')}, {human_size(facts['kept_bytes'])}")
+    for row in facts["unnamed"] or ():
+        size = f"{counted(row['pages'], 'page')}, {human_size(row['bytes'])}"
+        lines.append(f"No request names {label_text(row['group'])}: {size}")
     if facts["last_use"] is not None:
         unused = human_age(now - facts["last_use"])
         lines.append(f"The chosen pages are unused for at least {unused}")
@@ -233,25 +252,50 @@ def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
     return sizes
 
 
-def _places(groups: PageGroups, numbers: IntArray, worth: Worth | None) -> IntArray:
-    """Return the place of each group's page in `worth`; -1 if it has none, or is ambiguous."""
+def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[dict[str, Any]]:
+    """Return the pages and bytes of some groups by their label, most bytes first."""
+    labels = groups.label_ids[numbers]
+    rows = []
+    for label in np.unique(labels).tolist():
+        nbytes = sizes[numbers[labels == label]]
+        known = not (nbytes == UNKNOWN_BYTES).any()
+        rows.append(
+            {
+                "group": groups.labels[label],
+                "pages": len(nbytes),
+                "bytes": byte_sum(nbytes) if known else None,
+            }
+        )
+    return sorted(rows, key=lambda row: (-(row["bytes"] or 0), row["group"]))
+
+
+def _places(
+    groups: PageGroups, numbers: IntArray, worth: Worth | None, profile: Profile | None
+) -> IntArray:
+    """Return the place of each group's page in `worth`.
+
+    -1 for pages that it lacks, ambiguous groups and, with a profile, groups of other deployments.
+    """
     if worth is None:
         return np.full(len(numbers), -1, dtype=np.int64)
     pages = groups.pages_at(numbers).cast(worth.pages.type)
     found = pc.index_in(pages, value_set=worth.pages)
     places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
-    places[groups.deployment_ids[numbers] == UNRESOLVED] = -1
+    ids = groups.deployment_ids[numbers]
+    places[ids == UNRESOLVED if profile is None else ids != 0] = -1
     return places
 
 
-def _least_useful_first(used_ns: IntArray, places: IntArray) -> IntArray:
+def _least_useful_first(used_ns: IntArray, places: IntArray, named: BoolArray) -> IntArray:
     """Return the order of removal: [n].
 
-    Pages without a value by their last use, in the order of SGLang's evictor and our plug-in; then
-    the others, the worst first. Without chains, the prefix of a page is unknown. Servers use the
-    pages of a request within seconds, so only requests at the limit lose a prefix before its tail.
+    Deployments that no request names come first, then pages without a value, both by their last
+    use, in the order of SGLang's evictor and our plug-in; then the others, the worst first. Without
+    chains, the prefix of a page is unknown. Servers use the pages of a request within seconds, so
+    only requests at the limit lose a prefix before its tail.
+    named: [n] whether requests name the deployment.
     """
-    order: IntArray = np.lexsort((np.where(places < 0, used_ns, 0), -places, places >= 0))
+    order: IntArray = np.lexsort((np.where(places < 0, used_ns, 0), -places, places >= 0, named))
     return order
 
 

@@ -2,7 +2,8 @@
 
 `hash_ids` are block ids, as in Mooncake's public traces (FAST25-release). `token_ids` (in SGLang
 also `input_ids`) may come with `extra_key` and `cache_salt`. `timestamp` is a number in any unit,
-or ISO 8601; `input_length` and `output_length` count tokens. Other members are ignored.
+or ISO 8601; `input_length` and `output_length` count tokens. Requests for LoRA adapters are
+refused; other members are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.wording import failed, needs_profile
 from hicachectl.prewarming.forest import Forest, grow_forest
 from hicachectl.requests.chains import Hashing, RequestSample
-from hicachectl.requests.files import Request, request_lines
+from hicachectl.requests.files import OfAdapter, Request, request_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +63,7 @@ class Trace:
         return len(self.offsets) - 1
 
 
-class _TraceLine(msgspec.Struct):
+class _TraceLine(OfAdapter):
     timestamp: float | str | None = None
     hash_ids: list[int] | None = None
     token_ids: list[int] | None = None
@@ -98,6 +99,7 @@ class _Lines:
 
     def add(self, request: _TraceLine, start: int) -> None:
         """Add the request whose line begins at byte `start`. Raises FormatError."""
+        request.refuse()
         tokens = request.tokens
         if (tokens is None) == (request.hash_ids is None):
             raise FormatError('needs exactly one of "token_ids" and "hash_ids"')

@@ -101,7 +101,27 @@ class PromptTokenizer(Protocol):
         """Return the token ids of each prompt. A FormatError does not name the prompt."""
 
 
-class _Unhashed(msgspec.Struct, forbid_unknown_fields=True):
+class OfAdapter(msgspec.Struct):
+    """Members of a request for a LoRA adapter, whose pages have hashes of their own.
+
+    Source: SGLang srt/managers/schedule_batch.py :: Req.__init__ (extra_key + lora_id).
+    """
+
+    lora_path: Any = None
+    lora_id: Any = None
+
+    def refuse(self) -> None:
+        """Raise FormatError if the request is for an adapter."""
+        for name, value in (("lora_path", self.lora_path), ("lora_id", self.lora_id)):
+            if value is not None:
+                raise FormatError(
+                    f"{name} {shown(value)}: pages of LoRA adapters are not found by such a "
+                    'line; give extra_key followed by lora_id as "extra_key", and leave out '
+                    "lora_path and lora_id"
+                )
+
+
+class _Unhashed(OfAdapter, forbid_unknown_fields=True):
     """Members allowed beside the prompt: a line can be a whole request body.
 
     Others are refused, since a mistyped or unsupported member could change the chain.
@@ -255,7 +275,10 @@ def _lines(path: Path, *, required: bool = True) -> Iterator[tuple[str, bytes]]:
 
 def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:
     try:
-        return decode(decoder, line)
+        found = decode(decoder, line)
+        if isinstance(found, OfAdapter):
+            found.refuse()
+        return found
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
 

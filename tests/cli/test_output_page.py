@@ -233,6 +233,7 @@ def rm(stores: Stores) -> Documents:
     tokens = json.loads(requests.read_text().splitlines()[0])
     trace = stores.folder / "trace.jsonl"
     trace.write_text(json.dumps({"timestamp": 1, "token_ids": tokens}))
+    put(stores.whole, f"{page(0)}_other_0_1.bin")
     yield stores.run(
         "rm", stores.whole, "--free", "1", "--trace", trace, *stores.profile, "--dry-run"
     )

@@ -170,9 +170,13 @@ def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
     options = ("--trace", trace, "--profile", profile)
     asked = int(total * random.uniform(0.2, 0.8))
     foretold = freed(invoke, store, "--free", asked, *options, "--dry-run")["free"]
-    said = invoke("rm", store, "--free", asked, *options, "--yes").stderr
+    output = invoke("rm", store, "--free", asked, *options, "--yes")
     left = pages_of(store)
-    assert "2 pages of other deployments than the profile's left alone" in said
+    assert (
+        "2 pages (128 B) of deployments that no request names left alone; --and-unnamed removes "
+        "them first"
+    ) in output.stderr
+    assert "No request names other tp 1: 2 pages, 128 B" in output.stdout
     assert {page(n) for n in range(5)} & left == {page(3), page(4)}  # unused by the trace
     for chain in chains:  # what is left of each chain is a prefix of it
         kept = [name in left for name in chain]
@@ -186,6 +190,49 @@ def test_tails_leave_before_prefixes_and_the_loss_is_foretold(
     assert foretold["usable_tokens_after"] == sum(row["usable_tokens"] for row in rows)
     assert foretold["requested_tokens"] == SIZE * sum(map(len, chains))
     assert foretold["usable_tokens_before"] == foretold["requested_tokens"]
+
+
+def test_deployments_that_no_request_names_can_go_first(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    """Another model's pages leave first, also those of the same prompts, before unused pages."""
+    own = set(contents(source))
+    others = [HASHES[0], page(0)]
+    for name in others:
+        put(source, f"{name}_other_0_1.bin", mtime=time.time() - 900)
+    put_pages(source, range(2, 3), "_third_0_1", nbytes=NBYTES, mtime=time.time() - 900)
+    options = ("--trace", trace_file(tmp_path / "trace", [tokens()]), "--profile", profile)
+    named = [{"group": "other tp1", "pages": 2, "bytes": 128},
+             {"group": "third tp1", "pages": 1, "bytes": NBYTES}]  # fmt: skip
+    arguments = ("--free", 2 * 64 + NBYTES, *options)
+    facts = freed(invoke, source, *arguments, "--dry-run")["free"]
+    assert facts["unnamed"] == named
+    document = freed(invoke, source, *arguments, "--and-unnamed", "--yes")
+    assert (document["pages"], document["free"]["unnamed"]) == (3, named)
+    assert document["free"]["valued_pages_removed"] == 0
+    assert set(contents(source)) == own
+
+
+@pytest.mark.parametrize("options", [(), ("--free", 1), ("--free", 1, "--profile", "p")])
+def test_only_requests_of_a_profile_leave_deployments_unnamed(
+    invoke: Invoke, aged: Path, options: tuple[object, ...]
+) -> None:
+    arguments = ("rm", aged, "--model", "m", *options, "--and-unnamed", "--yes")
+    said = invoke(*arguments, exit_code=2).stderr
+    assert "--and-unnamed needs --trace or --keep-plan, and --profile" in said
+
+
+def test_ambiguous_keys_have_no_value(invoke: Invoke, tmp_path: Path) -> None:
+    """A plan is of one deployment; ambiguous keys may be of any."""
+    store = tmp_path / "store"
+    store.mkdir()
+    put_pages(store, range(3), "_m_0_2", nbytes=NBYTES)
+    plan = tmp_path / "plan.jsonl"
+    plan.write_text(json.dumps({"page": page(0)}))
+    facts = freed(
+        invoke, store, "--free", 1, "--keep-plan", plan, "--state", "unknown", "--dry-run"
+    )["free"]
+    assert (facts["valued_pages"], facts["valued_pages_removed"]) == (0, 0)
 
 
 def test_a_plan_says_what_is_kept(

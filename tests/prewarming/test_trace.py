@@ -110,6 +110,8 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
         ("[1, 2]", "Expected `object`"),
         ({"timestamp": 1}, 'exactly one of "token_ids" and "hash_ids"'),
         ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
+        ({"timestamp": 1, "hash_ids": [1], "lora_id": "00ff"}, "lora_id '00ff': pages of LoRA"),
+        ({"timestamp": 1, "hash_ids": [1], "lora_path": ["x"]}, "and leave out lora_path and"),
         ({"timestamp": 1, "hash_ids": [1.5]}, "hash_ids"),
         ({"timestamp": 1, "hash_ids": [3, 2**63]}, f"hash_ids: {2**63} does not fit into 64 bits"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),

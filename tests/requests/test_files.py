@@ -54,7 +54,7 @@ def test_token_ids_come_as_lists_and_as_objects(tmp_path: Path) -> None:
         "",
         {"token_ids": [3], "extra_key": "lora", "cache_salt": ""},
         {"input_ids": [4, 2**63 - 1], "rid": "x", "sampling_params": {"n": [1]}, "stream": True},
-        {"token_ids": [], "timestamp": 3, "output_length": 4},
+        {"token_ids": [], "timestamp": 3, "output_length": 4, "lora_path": None, "lora_id": None},
     )
     found = list(read_token_ids(path))
     assert [(r.token_ids, r.extra_key, r.cache_salt) for r in found] == [
@@ -123,6 +123,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
             "can be hashed; give --token-ids with the ids",
         ),
         ({"messages": [], "tools": [1]}, "Expected `object`"),
+        ({"text": "a", "lora_path": "x"}, "line 2: lora_path 'x': pages of LoRA adapters"),
+        ({"text": "a", "lora_id": "00ff"}, 'give extra_key followed by lora_id as "extra_key"'),
         ({"text": "a", "tools": [{}]}, "need messages"),
         ({"text": "a", "chat_template_kwargs": {"x": 1}}, "need messages"),
     ],

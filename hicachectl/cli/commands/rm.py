@@ -78,6 +78,7 @@ class _Planned(NamedTuple):
 _SELECTORS = ("model", "tag", "no_tag", "tp", "pp", "cp", "pages", "before", "state")
 _OF_PAGES = (
     "free", "trace", "keep_plan", "all_deployments", "token_ids", "profile_file", "grace",
+    "and_unnamed",
 )  # fmt: skip
 
 
@@ -154,6 +155,12 @@ Examples:
     type=FILE,
     help="With --free: keep the pages of a prewarm plan. First other pages are removed, then the "
     "plan's, from its last.",
+)
+@own_option(
+    "--and-unnamed",
+    is_flag=True,
+    help="With --trace or --keep-plan, and --profile: first remove pages of deployments that no "
+    "request names. Without it, these pages stay.",
 )
 @own_option(
     "--temporaries",
@@ -286,6 +293,11 @@ def _selectors(options: dict[str, Any]) -> list[str]:
 
 def _refuse_about_free(options: dict[str, Any]) -> None:
     values = [name for name in ("trace", "keep_plan") if options[name]]
+    if options["and_unnamed"] and not (values and options["profile_file"]):
+        raise click.UsageError(
+            "--and-unnamed needs --trace or --keep-plan, and --profile: they say which deployment "
+            "the requests name"
+        )
     if options["free"] is None:
         if values:
             raise click.UsageError(f"--{values[0].replace('_', '-')} needs --free SIZE")
@@ -441,7 +453,14 @@ def _choose(
     chosen, freeing = matching[~in_flight[matching]], None
     if options["free"] is not None:
         freeing = choose_groups(
-            store, inventory, groups, chosen, options["free"], worth=worth, profile=profile
+            store,
+            inventory,
+            groups,
+            chosen,
+            options["free"],
+            worth=worth,
+            profile=profile,
+            and_unnamed=options["and_unnamed"],
         )
         _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
         chosen = freeing.groups

@@ -39,6 +39,9 @@ _REQUEST_FILES = """
     tool_choice and chat_template_kwargs. Servers from SGLang 0.5.20 on keep the pages of each
     extra_key and cache_salt apart; for an earlier release in the profile, they are ignored.
 
+    A server keeps the pages of each LoRA adapter apart, by extra_key followed by lora_id. Give both
+    as extra_key. A line with lora_path or lora_id is refused, unless they are null.
+
     Chats, with their tools, go through the chat template of the model's tokenizer, as in SGLang. A
     server with --chat-template makes other token ids; give such chats with --token-ids. Images and
     other parts that are not text are refused. So is a file without requests.
@@ -121,8 +124,9 @@ BACKGROUND: dict[str, dict[str, str]] = {
             With --trace, the value of a page is that of hicachectl-prewarm(1): the chance that a
             request uses the page again. A page is worth at least as much as the pages after it, so
             tails are removed before their prefixes. Pages that no request of the trace uses are
-            removed before all others, the longest unused first. Only pages of the profile's
-            deployment are removed. A trace should cover the requests of at least a day.
+            removed before all others, the longest unused first. The requests name the profile's
+            deployment only: pages of other deployments stay, and are listed with their bytes.
+            --and-unnamed removes these first. A trace should cover the requests of at least a day.
 
             With --keep-plan, the pages outside the plan are removed first, then the plan's, from
             its last page to its first. A plan or trace none of whose pages are in the store is
@@ -449,7 +453,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
         "TRACES": """
             A line of a trace is {"timestamp": 27482, "token_ids": [...]}, with extra_key and
             cache_salt if the request had them. The members input_length and output_length (in
-            tokens) improve the plan.
+            tokens) improve the plan. Requests for LoRA adapters are refused, as in request files:
+            a trace without them would call their pages unused.
 
             To record a trace, start SGLang with --log-requests --log-requests-level 3
             --log-requests-format json (level 2 truncates long prompts), and extract the requests
@@ -458,7 +463,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             \b
             jq -cR 'fromjson? | select(.event == "request.finished" and .obj.input_ids) |
               {timestamp, token_ids: .obj.input_ids, extra_key: .obj.extra_key,
-               cache_salt: .obj.cache_salt,
+               cache_salt: .obj.cache_salt, lora_path: .obj.lora_path,
+               lora_id: .obj.lora_id,
                output_length: .out.meta_info.completion_tokens}' server.log > trace.jsonl
         """,
         "PINS": """

@@ -159,6 +159,7 @@ _REQUESTED = (
 )
 _UNVALUED = "without --trace and --keep-plan"
 _UNCOUNTED = "without --trace"
+_UNNAMED = "without --profile, or without --trace and --keep-plan"
 _FREE = (
     Member("asked_bytes", INTEGER, "Bytes of --free."),
     Member("bytes", INTEGER, "Bytes of the chosen groups."),
@@ -171,6 +172,15 @@ _FREE = (
     Member("requested_tokens", INTEGER, "Tokens of the trace's requests.", _UNCOUNTED),
     Member("usable_tokens_before", INTEGER, "Of these, what servers can restore.", _UNCOUNTED),
     Member("usable_tokens_after", INTEGER, "The same after the removal.", _UNCOUNTED),
+    Member("unnamed", ROWS, "Deployments that no request names.", _UNNAMED),
+    *_below(
+        "unnamed[]",
+        (
+            Member("group", TEXT, "The deployment, as in ls."),
+            Member("pages", INTEGER, "Its page groups that match."),
+            Member("bytes", INTEGER, "Bytes of these groups.", _UNKNOWN_SIZE),
+        ),
+    ),
 )
 
 DOCUMENTS = (
