@@ -405,7 +405,7 @@ def test_a_further_hard_link_keeps_its_bytes(invoke: Invoke, aged: Path, tmp_pat
 def test_a_page_that_a_server_is_writing_is_last_and_never_half(
     invoke: Invoke, tmp_path: Path
 ) -> None:
-    """The server writes the anchor after its sidecar has left: it cannot know."""
+    """Without a grace, the server writes the anchor after its sidecar has left: it cannot know."""
     store = dsa_store(tmp_path / "store", 2)
     sidecar, anchor = store / indexer(7), store / kv(7)
     put(store, sidecar.name, INDEXER_BYTES, time.time())
@@ -420,7 +420,7 @@ def test_a_page_that_a_server_is_writing_is_last_and_never_half(
 
     writer = Thread(target=finish, daemon=True)
     writer.start()
-    freed(invoke, store, "--free", nbytes + 1, "--model", "x/dsa", "--yes")
+    freed(invoke, store, "--free", nbytes + 1, "--model", "x/dsa", "--grace", "0s", "--yes")
     writer.join(timeout=10)
     assert not writer.is_alive()
     assert pages_of(store) == set()
