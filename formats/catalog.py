@@ -122,6 +122,14 @@ def stream_catalog(
     return described, batches()
 
 
+def count_entries(data: bytes | memoryview, *, source: str = "catalog") -> int:
+    """Return the number of entries of a catalog. Raises FormatError for other data."""
+    with _readable(source):
+        file, _ = _opened(data, source)
+        number: int = file.metadata.num_rows
+    return number
+
+
 @contextmanager
 def _readable(source: str) -> Iterator[None]:
     try:

@@ -32,6 +32,10 @@ class StoreUnavailable(HicacheError):
     """A store that cannot be reached, opened or read."""
 
 
+class EmptyStore(StoreUnavailable):
+    """A store without pages where a command needs some: most likely one that is not mounted."""
+
+
 class UntrustedError(StoreUnavailable):
     """A link, special file or other user's file where only this tool's files belong."""
 

@@ -14,6 +14,7 @@ from hicachectl.checks.registry import group_names
 from hicachectl.formats.errors import (
     CollidingKeys,
     DeviceError,
+    EmptyStore,
     FormatError,
     HicacheError,
     ProfileError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CollidingKeys",
     "DeviceError",
+    "EmptyStore",
     "FormatError",
     "HicacheError",
     "HitsReport",
@@ -143,6 +145,7 @@ def verify(
     time_limit_seconds: float | None = None,
     catalog: str | Path | None = None,
     weights_version: str = "",
+    allow_empty: bool = False,
     device: str = "cpu",
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     bytes_per_second: int | None = None,
@@ -155,10 +158,11 @@ def verify(
 
     profile: the deployment to expect; None: what a pack records, else objects are compared with
     each other. checks: names of check groups; None: all that apply. model, pool, page, since: as in
-    `Selection`. catalog: file of digests to compare with. Callbacks: see `check_store`.
+    `Selection`. catalog: file of digests to compare with. allow_empty: accept a store without
+    pages. Callbacks: see `check_store`.
 
     Raises UsageError if a check in `checks` cannot run, and for options; ProfileError if the
-    profile contradicts the store; StoreUnavailable; DeviceError.
+    profile contradicts the store; EmptyStore; StoreUnavailable; DeviceError.
     """
     from hicachectl.checks.catalogs import load_catalog
     from hicachectl.device.devices import parse_devices
@@ -179,6 +183,7 @@ def verify(
         time_limit_seconds=time_limit_seconds,
         catalog=None if catalog is None else load_catalog(Path(catalog)),
         weights_version=weights_version,
+        allow_empty=allow_empty,
         devices=parse_devices(device),
         buffer_bytes=buffer_bytes,
         bytes_per_second=bytes_per_second,
@@ -231,6 +236,7 @@ def migrate(
     partial: bool = False,
     damaged: bool = False,
     resume: bool = False,
+    allow_empty: bool = False,
     dry_run: bool = False,
     space_check: bool = True,
     trailers: TrailerMode = "auto",
@@ -244,7 +250,8 @@ def migrate(
 
     profile: of the source; None: objects keep their keys and bytes. to_profile: of the destination,
     such as `retargeted(profile, tp=8)`; None: the same. pages: only these page hashes. move: delete
-    pages from the source after they were verified in the destination. Other options and callbacks:
+    pages from the source after they were verified in the destination. Without it, EmptyStore is
+    raised for a source without pages, unless allow_empty is set. Other options and callbacks:
     see `MigrationRequest`, `CopyOptions` and `move.migrate.migrate`, which names the errors.
     """
     from hicachectl.move.batches import CopyOptions
@@ -266,6 +273,7 @@ def migrate(
         partial=partial,
         damaged=damaged,
         resume=resume,
+        allow_empty=allow_empty,
         dry_run=dry_run,
         space_check=space_check,
         options=CopyOptions(
@@ -292,6 +300,7 @@ def prewarm(
     budget_pages: int | None = None,
     deadline_seconds: float | None = None,
     dry_run: bool = False,
+    allow_empty: bool = False,
     pin: bool = False,
     pin_seconds: float | None = None,
     trailers: TrailerMode = "auto",
@@ -305,6 +314,7 @@ def prewarm(
 
     requests: token ids of each, or `Request`; or trace: a file of requests with their times.
     profile: of the source's servers; None: what a pack records. to_profile: of the destination's.
+    allow_empty: accept a source without pages.
     Raises UsageError unless requests or a trace are given, and without a profile; else as
     `prewarm.prewarm.prewarm`. After KeyboardInterrupt, pages that were begun are whole.
     """
@@ -320,6 +330,7 @@ def prewarm(
         budget_pages=budget_pages,
         deadline_seconds=deadline_seconds,
         dry_run=dry_run,
+        allow_empty=allow_empty,
         options=CopyOptions(
             buffer_bytes=buffer_bytes,
             jobs=jobs,

@@ -13,7 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.disk.durable import whole_file
-from hicachectl.formats.catalog import SCHEMA, Catalog, read_catalog, stream_catalog, write_catalog
+from hicachectl.formats.catalog import (
+    SCHEMA,
+    Catalog,
+    count_entries,
+    read_catalog,
+    stream_catalog,
+    write_catalog,
+)
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
 
@@ -83,14 +90,47 @@ def save_catalog(
     store: str,
     identity_fields: Iterable[str],
     readable_by: Permissions | None = None,
-) -> None:
-    """Replace a catalog file atomically. Raises UsageError if the file cannot be written.
+    allow_shrink: bool = False,
+) -> str:
+    """Replace a catalog file atomically; return why it was not replaced, else "".
 
-    tables: entries. readable_by: permissions to list the store; a new catalog gets no wider
-    permissions.
+    A file with more than twice as many entries stays, unless allow_shrink is set: the store may be
+    the wrong one, or mounted in part. tables: entries. readable_by: permissions to list the store;
+    a new catalog gets no wider permissions. Raises UsageError if the file cannot be written, and as
+    `load_catalog` for an old file.
     """
-    with whole_file(path, durable=True, readable_by=readable_by) as stream:
-        write_catalog(stream, tables, store=store, identity_fields=identity_fields)
+    before = 0 if allow_shrink else _count_entries(path)
+    after = 0
+
+    def counted(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+        nonlocal after
+        for table in tables:
+            after += len(table)
+            yield table
+
+    try:
+        with whole_file(path, durable=True, readable_by=readable_by) as stream:
+            write_catalog(stream, counted(tables), store=store, identity_fields=identity_fields)
+            if 2 * after < before:
+                raise _ShrinksError
+    except _ShrinksError:
+        return (
+            f"{path}: not written, because its entries would fall from {before} to {after}; check "
+            "the store, or give --allow-shrink"
+        )
+    return ""
+
+
+class _ShrinksError(Exception):
+    """A catalog that would lose more than half of its entries."""
+
+
+def _count_entries(path: Path) -> int:
+    """Return the number of entries of a catalog file; 0 if it does not exist."""
+    if not path.exists():
+        return 0
+    with _mapped(path) as data:
+        return count_entries(data, source=str(path))
 
 
 def of_another_store(path: Path, recorded: str, store: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hicachectl.formats.errors import (
     CollidingKeys,
     DeviceError,
+    EmptyStore,
     FormatError,
     HicacheError,
     ProfileError,
@@ -29,6 +30,7 @@ EXIT_CODES: dict[type[HicacheError], int] = {
     UnsupportedByBackend: BAD_INPUT,
     CollidingKeys: BAD_INPUT,
     StoreUnavailable: UNAVAILABLE,
+    EmptyStore: UNAVAILABLE,
     UntrustedError: UNAVAILABLE,
     DeviceError: UNAVAILABLE,
 }

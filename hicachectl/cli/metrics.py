@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.backends.disk.durable import whole_file
-from hicachectl.formats.errors import HicacheError, UsageError
+from hicachectl.formats.errors import EmptyStore, HicacheError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     Samples = list[tuple[dict[str, str], float]]  # (labels other than store, value)
@@ -34,7 +35,10 @@ METRICS = {
         "in_flight": Metric("Page groups that were being written, and so were not judged."),
         "seconds": Metric("Duration of the run in seconds."),
         "objects_read": Metric("Objects read, including failed reads."),
-        "complete": Metric("1 if all selected objects were read, 0 if --time-limit ended the run."),
+        "complete": Metric(
+            "1 if all selected objects were read, 0 if --time-limit ended the run, or if the store "
+            "has no page."
+        ),
         "skipped": Metric("Checks, or parts of checks, that did not run.", "check"),
         "findings": Metric("Findings by code.", "code"),
         "last_success_timestamp_seconds": Metric(
@@ -94,6 +98,29 @@ def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: b
     """
     samples = _from_document("prewarm", report) | {"succeeded": [({}, succeeded)]}
     _write(path, "prewarm", report["destination"], samples)
+
+
+@contextmanager
+def metrics_if_empty(command: str, path: Path | None, store: str) -> Iterator[None]:
+    """Write the metrics of a run that does nothing in the block, since a store has no pages.
+
+    path: None writes nothing. store: URL of the store that the metrics name.
+    """
+    try:
+        yield
+    except EmptyStore:
+        if path is not None:
+            write_metrics_of(command, path, _nothing_done(command, store), succeeded=False)
+        raise
+
+
+def _nothing_done(command: str, store: str) -> dict[str, Any]:
+    from hicachectl.prewarming import outcome
+    from hicachectl.verification import report
+
+    if command == "verify":
+        return {**report.not_begun(store), "skipped_checks": ["everything"]}
+    return outcome.not_begun(None, store).document
 
 
 def _from_document(command: str, report: Mapping[str, Any]) -> dict[str, Samples]:

@@ -20,6 +20,7 @@ from hicachectl.cli.command import (
     OUTPUT,
     PARTS,
     PROFILE,
+    RECORDS,
     RESOURCES,
     SERVERS,
     TRANSFORM,
@@ -573,6 +574,18 @@ fail_on_option = own_option(
     default="warning",
     show_default=True,
     help="Exit with 4 if there are findings at least this severe.",
+)
+
+allow_empty_option = own_option(
+    "--allow-empty",
+    is_flag=True,
+    help="Accept a store without any page, which is refused else: it may not be mounted.",
+)
+
+allow_shrink_option = in_section(RECORDS)(
+    "--allow-shrink",
+    is_flag=True,
+    help="Write a catalog with fewer than half as many entries as before.",
 )
 
 min_usable_option = own_option(

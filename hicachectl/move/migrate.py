@@ -48,12 +48,18 @@ def migrate(
     the bytes of the whole migration. on_wait: see `pages.in_flight.look_again`.
 
     Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
-    StoreUnavailable if a store is lost. An interrupt finishes or rolls back begun batches; the
-    journal lists completed groups.
+    StoreUnavailable if a store is lost, or the source has no pages. An interrupt finishes or rolls
+    back begun batches; the journal lists completed groups.
     """
     started = time.monotonic()
     migration = Migration(source, destination, request)
-    listed = take_inventory(source, request.profile, columns=migration.columns, on_batch=on_listed)
+    listed = take_inventory(
+        source,
+        request.profile,
+        columns=migration.columns,
+        needs_pages=request.needs_pages,
+        on_batch=on_listed,
+    )
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
     plan = plan_groups(
         migration, listed, tables, now_ns=time.time_ns(), on_batch=on_listed, on_wait=on_wait

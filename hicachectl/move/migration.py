@@ -36,7 +36,7 @@ class MigrationRequest:
     profile: of the source; None: only its keys are known, so every object keeps key and bytes.
     destination_profile: of the new deployment; None: the same as `profile`. pages: only these.
     partial, damaged: include groups that are not whole, or have findings of severity error.
-    resume: continue from an earlier run's journal.
+    resume: continue from an earlier run's journal. allow_empty: accept a source without pages.
     """
 
     profile: Profile | None = None
@@ -48,9 +48,15 @@ class MigrationRequest:
     partial: bool = False
     damaged: bool = False
     resume: bool = False
+    allow_empty: bool = False
     dry_run: bool = False
     space_check: bool = True
     options: CopyOptions = field(default_factory=CopyOptions)
+
+    @property
+    def needs_pages(self) -> bool:
+        """Whether a source without pages is refused; an earlier move may have emptied it."""
+        return not (self.allow_empty or self.options.move)
 
     @property
     def labelled(self) -> int:

@@ -19,6 +19,7 @@ from hicachectl.pages.census import Census
 from hicachectl.pages.contested import decide_objects
 from hicachectl.pages.contradiction import refuse_contradiction
 from hicachectl.pages.deployments import AffixTable, assign_affixes
+from hicachectl.pages.empty import refuse_empty
 from hicachectl.pages.page_order import Objects
 from hicachectl.pages.seen_sizes import with_seen_sizes
 from hicachectl.pages.spool import Spool
@@ -123,15 +124,17 @@ def take_inventory(
     *,
     columns: Collection[str] = (),
     only_others: bool = False,
+    needs_pages: bool = False,
     on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Scan a store and parse its keys.
 
     columns: of the scan, besides key, nbytes and mtime_ns. only_others: accept a store with pages
-    of other deployments only. on_contradiction: takes how the profile contradicts the store; None:
-    raise ProfileError. on_batch: takes the number of objects of each batch. Memory: about 120 bytes
-    per object. Raises StoreUnavailable.
+    of other deployments only. needs_pages: raise EmptyStore for a store without any page.
+    on_contradiction: takes how the profile contradicts the store; None: raise ProfileError.
+    on_batch: takes the number of objects of each batch. Memory: about 120 bytes per object. Raises
+    StoreUnavailable.
     """
     wanted = scan_columns(store, columns)
     return _inventory(
@@ -140,6 +143,7 @@ def take_inventory(
         store,
         profile,
         only_others=only_others,
+        needs_pages=needs_pages,
         on_contradiction=on_contradiction,
         on_batch=on_batch,
     )
@@ -184,6 +188,7 @@ def _inventory(
     profile: Profile | None,
     *,
     only_others: bool,
+    needs_pages: bool = False,
     on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
@@ -191,9 +196,10 @@ def _inventory(
     spool.fill(scanned, on_batch)
     (inventory,) = understood(
         spool,
-        store.grammar,
+        store,
         profile,
         only_others=only_others,
+        needs_pages=needs_pages,
         on_contradiction=on_contradiction,
     )[1]
     pa.default_memory_pool().release_unused()
@@ -202,24 +208,27 @@ def _inventory(
 
 def understood(
     spool: Spool,
-    grammar: str,
+    store: Store,
     profile: Profile | None,
     *,
     only_others: bool = False,
+    needs_pages: bool = False,
     on_contradiction: Callable[[str], None] | None = None,
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
     Decides what only all objects show: shared keys, and sizes that no profile states. Counts decide
-    most of it; pieces are read only where they do not. only_others, on_contradiction: see
-    `take_inventory`. Raises OSError.
+    most of it; pieces are read only where they do not. only_others, needs_pages, on_contradiction:
+    see `take_inventory`. Raises OSError.
     """
     census = spool.census()
-    scanned = assign_affixes(spool.affixes, codec_for(grammar), profile)
+    scanned = assign_affixes(spool.affixes, codec_for(store.grammar), profile)
 
     def pieces(table: AffixTable, affix_ids: Ids | None = None) -> Iterator[Inventory]:
         return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))
 
+    if needs_pages and not any(one.readings for one in scanned.resolved):
+        refuse_empty(store, next(pieces(scanned)).objects)  # all that is foreign is one piece
     table, affix_ids = decide_objects(scanned, census, lambda: _joined(lambda: pieces(scanned)))
     if affix_ids is not None:
         found = pieces(table, affix_ids)

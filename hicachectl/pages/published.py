@@ -137,21 +137,22 @@ def publish_listing(
     parts: int | Callable[[int], int],
     *,
     columns: Collection[str] = (),
+    needs_pages: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
     memory_rows: int = MEMORY_ROWS,
 ) -> Listed:
     """Scan a store, and write its objects to an empty folder, divided into parts.
 
-    parts: their number, or a function of the number of objects. columns, on_batch: as for
-    `take_inventory`. memory_rows: from this number of objects on, they are kept in files. Memory:
-    about 500 bytes per object of the larger of memory_rows and 1/256 of all objects; if two models
-    share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError, and
+    parts: their number, or a function of the number of objects. columns, needs_pages, on_batch: as
+    for `take_inventory`. memory_rows: from this number of objects on, they are kept in files.
+    Memory: about 500 bytes per object of the larger of memory_rows and 1/256 of all objects; if two
+    models share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError, and
     ProfileError if the profile contradicts the store.
     """
     wanted = scan_columns(store, columns)
     with Spool(scan_schema(wanted), folder, memory_rows) as spool:
         spool.fill(store.scan(wanted), on_batch)
-        table, pieces = understood(spool, store.grammar, profile)
+        table, pieces = understood(spool, store, profile, needs_pages=needs_pages)
         listing = Listing(table, tuple(wanted))
         count = parts(spool.rows) if callable(parts) else parts
         shares: list[Share] = [{} for _ in range(count)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from dataclasses import fields
@@ -10,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.backends.disk.files import OWN_PREFIX
-from hicachectl.backends.file.folders import folder_of
-from hicachectl.backends.file.store import FileStore
-from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.formats.quarantine import is_quarantine
-from hicachectl.formats.wording import failed
+from hicachectl.pages.empty import describe_empty
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.listing import key_text
 from hicachectl.pages.selection import Selection, select
 from hicachectl.text.units import counted, human_age
 from hicachectl.text.vocabulary import STATES
@@ -40,7 +33,7 @@ def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]
     """
     groups = PageGroups(listed)
     if not len(groups):
-        return _describe_place(store, listed)
+        return describe_empty(store, listed.objects)
     if not filters:
         return ""
     alone = [text for text, matches in filters.items() if not matches]
@@ -151,68 +144,3 @@ def _ages(groups: PageGroups) -> str:
     oldest, newest = (human_age(max(now - ns / 1e9, 0)) for ns in (times.min(), times.max()))
     span = newest if oldest == newest else f"{oldest} to {newest}"
     return f"pages in the store were written {span} ago"
-
-
-# stores without pages
-
-
-def _describe_place(store: Store, listed: Inventory) -> str:
-    if not isinstance(store, FileStore):
-        count = len(listed.objects)
-        if not count:
-            return f"{store.url} is empty; check the URL"
-        first = key_text(listed.objects.column("key").slice(0, 1).combine_chunks())[0].as_py()
-        return (
-            f"{store.url} has no pages, only other objects ({count}), such as {first}; hicachectl "
-            "verify describes them"
-        )
-    directories, others = _entries(store, listed)
-    if is_quarantine(store.path, [*directories, *others], os.path.lexists):
-        return (
-            f"{store.path} is a quarantine, not a store; put its pages back with "
-            f"hicachectl restore {store.path} STORE"
-        )
-    cleared = listed.take(listed.cleared_rows, ["key"]).column("key").to_pylist()
-    others = sorted(set(others) - set(map(os.fsdecode, cleared)))
-    first = sorted(directories)[:1] or others[:1] or list(map(os.fsdecode, cleared[:1]))
-    if not first:
-        return f"{store.url} is empty; check the URL"
-    before = "from before a server cleared the store"
-    kinds = (
-        (len(directories), "sub-directory", "sub-directories"),
-        (len(others), "other file", "other files"),
-        (len(cleared), f"object {before}", f"objects {before}"),
-    )
-    said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
-    name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
-    return (
-        f"{store.path} has no HiCacheFile objects, only {said}, the first named {name}; check the "
-        "path"
-    )
-
-
-def _entries(store: FileStore, listed: Inventory) -> tuple[list[str], list[str]]:
-    """Return the names in a directory, except our own: sub-directories, and the rest.
-
-    The folders of a store that has folders are our own; the listing names their files.
-    """
-    directories: list[str] = []
-    others: list[str] = []
-    try:
-        with os.scandir(store.path) as entries:
-            for entry in entries:
-                is_directory = entry.is_dir(follow_symlinks=False)
-                if entry.name == os.fsdecode(OWN_PREFIX) or (
-                    is_directory and store.objects.is_folder(os.fsencode(entry.name))
-                ):
-                    continue
-                (directories if is_directory else others).append(entry.name)
-    except OSError as error:
-        next_step = "check that the file system is mounted"
-        raise StoreUnavailable(
-            failed(store.path, "read the directory", error, next_step)
-        ) from error
-    if store.objects.folders:
-        keys = map(os.fsdecode, listed.objects.column("key").to_pylist())
-        others += [key for key in keys if folder_of(os.fsencode(key)) is not None]
-    return directories, others

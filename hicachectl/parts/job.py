@@ -73,8 +73,9 @@ class Merged:
     document: the command's, with the member `rows_name` for rows. failed: exit status 4.
     lines: returns the lines of the `table` format; takes the terminal, and what to show
         of findings.
-    write_catalog: writes the recorded digests to a file, with at most these permissions if the file
-    is new; None if the run recorded none. command: set by `merge_run`.
+    write_catalog: writes the recorded digests to a file as `save_catalog` does, and returns as it
+    does; takes the path, readable_by and allow_shrink; None if the run recorded none.
+    command: set by `merge_run`.
     """
 
     document: dict[str, Any]
@@ -83,7 +84,7 @@ class Merged:
     remarks: list[str]
     failed: bool
     lines: Callable[[Screen, Shown], Iterator[str]]
-    write_catalog: Callable[[Path, Permissions], None] | None = None
+    write_catalog: Callable[[Path, Permissions, bool], str] | None = None
     command: str = ""
 
 

@@ -134,6 +134,7 @@ class MigrateJob:
             folder,
             parts,
             columns=migration.columns,
+            needs_pages=self._request.needs_pages,
             on_batch=on_listed,
         )
         listing_ns = time.time_ns()

@@ -185,13 +185,14 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     def lines(screen: Screen, shown: Shown) -> Iterator[str]:
         return report_lines(report, options.mending, shown, screen)
 
-    def write(path: Path, readable_by: Permissions) -> None:
-        save_catalog(
+    def write(path: Path, readable_by: Permissions, allow_shrink: bool) -> str:
+        return save_catalog(
             (record.table(_CATALOG) for _, record in sorted(results.items())),
             path,
             store=facts.store.url,
             identity_fields=facts.records or (),
             readable_by=readable_by,
+            allow_shrink=allow_shrink,
         )
 
     return Merged(
@@ -265,6 +266,7 @@ class VerifyJob:
             folder,
             parts,
             columns=request.columns(store),
+            needs_pages=not (request.allow_empty or remarks),  # earlier runs may remove all pages
             on_batch=on_listed,
         )
         duration_ns = start.listed().listing_ns

@@ -47,6 +47,7 @@ class PrewarmRequest:
     pages: without chains, the pages to copy, best first; None: all pages, newest first.
     served: profiles of the destination's live servers by URL, to count usable pages for.
     in_others: pages named only in groups of other deployments.
+    allow_empty: accept a source without pages.
     rank: takes chains, their distinct pages and each page's index among these; returns the distinct
     pages' ranks by value. 0 is best; a page ranks behind all pages before it in its chains.
     """
@@ -62,6 +63,7 @@ class PrewarmRequest:
     budget_pages: int | None = None
     deadline_seconds: float | None = None
     dry_run: bool = False
+    allow_empty: bool = False
     options: CopyOptions = field(default_factory=CopyOptions)
 
     @property

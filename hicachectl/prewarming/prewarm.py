@@ -99,7 +99,14 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     """
     assert request.chains is not None
     started = time.monotonic()
-    found = count_usable(store, request.target, request.served, request.chains, explains=True)
+    found = count_usable(
+        store,
+        request.target,
+        request.served,
+        request.chains,
+        explains=True,
+        needs_pages=not request.allow_empty,
+    )
     requested = len(found.target.page_names)
     held = int(found.target.needed().any(axis=1).sum())
     page_size = request.target.page_size

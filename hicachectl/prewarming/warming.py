@@ -78,10 +78,13 @@ def plan_prewarm(
 ) -> PagePlan:
     """List both stores and choose the pages to copy. Arguments and exceptions as in `prewarm`."""
     source, request, trailers = warming.source, warming.request, warming.trailers
+    needs_pages = not request.allow_empty
     inventory = (
-        take_inventory(source, request.profile, on_batch=on_listed)
+        take_inventory(source, request.profile, needs_pages=needs_pages, on_batch=on_listed)
         if request.chains is None
-        else inventory_of_chains(source, request.profile, request.chains, on_batch=on_listed)
+        else inventory_of_chains(
+            source, request.profile, request.chains, needs_pages=needs_pages, on_batch=on_listed
+        )
     )
     groups = PageGroups(inventory)
     survey = warming.survey(inventory, groups, on_batch=on_listed)

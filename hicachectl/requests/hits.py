@@ -128,6 +128,7 @@ def inventory_of_chains(
     chains: Chains,
     *,
     only_others: bool = False,
+    needs_pages: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     """Return an inventory with at least the pages of chains.
@@ -144,7 +145,9 @@ def inventory_of_chains(
         found = look_up(store, pa.concat_arrays(keys), profile, only_others=only_others)
         if len(found.objects):
             return found
-    return take_inventory(store, profile, only_others=only_others, on_batch=on_batch)
+    return take_inventory(
+        store, profile, only_others=only_others, needs_pages=needs_pages, on_batch=on_batch
+    )
 
 
 def hits_of_store(
@@ -152,6 +155,7 @@ def hits_of_store(
     profile: Profile,
     chains: Chains,
     *,
+    needs_pages: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> tuple[Inventory, Hits]:
     """Return the part of each chain that servers of a profile can restore from a store.
@@ -161,7 +165,9 @@ def hits_of_store(
     `take_inventory`.
     """
     profile = with_marked_weights(profile, store)
-    inventory = inventory_of_chains(store, profile, chains, only_others=True, on_batch=on_batch)
+    inventory = inventory_of_chains(
+        store, profile, chains, only_others=True, needs_pages=needs_pages, on_batch=on_batch
+    )
     acceptance = acceptance_of(store, inventory, profile)
     return inventory, find_hits(inventory, 0, chains, acceptance=acceptance)
 

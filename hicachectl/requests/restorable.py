@@ -62,16 +62,19 @@ def count_usable(
     chains: Chains,
     *,
     explains: bool = False,
+    needs_pages: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
 
     target: the deployment that pages are written for; counted if no server is known. served: the
     deployment of each live server, by URL; the pages of the server that can restore the fewest are
-    returned. explains: with remarks about pages that the target misses. Raises StoreUnavailable,
-    and ProfileError if the target contradicts the store.
+    returned. explains: with remarks about pages that the target misses. needs_pages: as for
+    `take_inventory`. Raises StoreUnavailable, and ProfileError if the target contradicts the store.
     """
-    inventory, hits = hits_of_store(store, target, chains, on_batch=on_batch)
+    inventory, hits = hits_of_store(
+        store, target, chains, needs_pages=needs_pages, on_batch=on_batch
+    )
     counted = [] if served else [(hits.usable_pages, target)]
     remarks = []
     for url, profile in served.items():

@@ -25,7 +25,8 @@ class VerifyRequest:
     collision: why the given profile describes no objects, and is left out, because its ranks
     overwrite each other's. checks: names of check groups. identity: fields that show a rewrite if
     one differs from its recorded value; empty: all fields of the store. time_limit_seconds: no read
-    begins after this time. repairs: note each object's version. devices: from
+    begins after this time. repairs: note each object's version. allow_empty: accept a store without
+    pages. devices: from
     `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
 
@@ -41,6 +42,7 @@ class VerifyRequest:
     identity: tuple[str, ...] = ()
     weights_version: str = ""
     repairs: bool = False
+    allow_empty: bool = False
     devices: tuple[str, ...] = ("cpu",)
     device_bytes: int = DEFAULT_DEVICE_BYTES
     buffer_bytes: int = DEFAULT_BUFFER_BYTES

@@ -28,11 +28,16 @@ def check_store(
     Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
     incomplete groups are looked up again after the grace. on_listed takes objects listed; on_read,
     bytes read and total to read; on_wait, seconds to wait and number of incomplete groups. Raises
-    StoreUnavailable, and ProfileError if the profile contradicts the store.
+    StoreUnavailable, also for a store without pages, and ProfileError if the profile contradicts
+    the store.
     """
     start = start_run(store, request)
     listed = take_inventory(
-        store, request.profile, columns=request.columns(store), on_batch=on_listed
+        store,
+        request.profile,
+        columns=request.columns(store),
+        needs_pages=not request.allow_empty,
+        on_batch=on_listed,
     )
     found = listing_findings(store, request, start.now_ns)
     checked = check_part(store, request, listed, start.listed(), on_read=on_read, on_wait=on_wait)

@@ -87,7 +87,8 @@ def test_log_messages_go_to_the_stderr_of_the_moment(
 
 
 def test_an_empty_store_is_no_error(invoke: Invoke, tmp_path: Path) -> None:
-    for command in (["ls"], ["ls", "--objects"], ["ls", "--summary"], ["verify"]):
+    verify = ["verify", "--allow-empty"]
+    for command in (["ls"], ["ls", "--objects"], ["ls", "--summary"], verify):
         for output_format in ("table", "json", "jsonl", "csv"):
             invoke(*command, tmp_path, "--format", output_format)
 
@@ -96,7 +97,7 @@ def test_a_directory_of_foreign_files_is_listed_and_noted(invoke: Invoke, tmp_pa
     for name in ("a.txt", "b.bin", "c"):
         (tmp_path / name).write_text("mine")
     assert invoke("ls", tmp_path, "--objects", "--format", "jsonl").stdout.count("\n") == 3
-    every = invoke("verify", tmp_path, "--all-findings").stdout
+    every = invoke("verify", tmp_path, "--all-findings", "--allow-empty").stdout
     assert every.count("foreign-object") == 4  # three findings and the verdict
 
 

@@ -132,7 +132,9 @@ def test_an_empty_cluster_is_said_to_be_empty(
     invoke: Invoke, mooncake_cluster: Cluster, profile: Path
 ) -> None:
     """A restarted master has forgotten every object."""
-    out = invoke("verify", mooncake_cluster.url, "--profile", profile)
+    refused = ("verify", mooncake_cluster.url, "--profile", profile)
+    assert "not mounted? --allow-empty" in invoke(*refused, exit_code=3).stderr
+    out = invoke(*refused, "--allow-empty")
     assert f"{mooncake_cluster.url} is empty; check the URL" in out.stderr
     assert "nothing was checked" in out.stdout
     for command in (["ls"], ["ls", "--objects"], ["rm", "--model", "m", "--yes"]):

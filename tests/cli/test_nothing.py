@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
+import hicachectl
+from hicachectl.backends.arena import Arena
+from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import PROFILE
+from tests.move.migrations import demo_store
+from tests.stores import put
 from tests.tiny_tokenizers import make_tokenizer
 
 if TYPE_CHECKING:
@@ -121,3 +128,221 @@ def test_a_dry_run_is_not_judged_by_the_share_of_before_the_copy(
     asked.write_text(json.dumps(list(range(3 * SIZE + 1))))
     rehearsed = ("prewarm", tmp_path / "target", "--from", source, "--dry-run")
     invoke(*rehearsed, "--token-ids", asked, "--profile", profile, "--min-usable", "1")
+
+
+# --- stores without pages ---
+
+# Command lines for which STORE is a source. CATALOG and STAMP were recorded before.
+SOURCES = """
+verify STORE
+verify STORE --profile PROFILE --checks names,groups,sizes
+verify STORE --profile PROFILE --repair quarantine --yes
+verify STORE --model nobody/nothing
+verify STORE --profile PROFILE --stamp --weights-version 2
+verify STORE --shard 1/2 --run RUN
+report STORE -o PAGE
+migrate STORE DST
+migrate STORE DST --dry-run
+migrate STORE DST --model nobody/nothing
+migrate STORE DST --profile PROFILE --shard 1/2 --run RUN
+prewarm DST --from STORE --profile PROFILE --all
+prewarm DST --from STORE --profile PROFILE --token-ids ASKED
+prewarm DST --from STORE --profile PROFILE --token-ids ASKED --dry-run
+prewarm DST --from STORE --profile PROFILE --all --shard 1/2 --run RUN
+"""
+# Command lines that look, remove, or go on with a move.
+OTHERS = """
+hits STORE --token-ids ASKED --profile PROFILE
+ls STORE
+ls STORE --objects
+ls STORE --summary
+rm STORE --model nobody/nothing --yes
+migrate STORE DST --move --yes
+"""
+
+
+@pytest.fixture
+def words(profile: Path, tmp_path: Path) -> dict[str, Path]:
+    """Return the paths that command lines name; STORE does not exist yet."""
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps(list(range(3 * SIZE + 1))))
+    return {
+        "STORE": tmp_path / "store",
+        "DST": tmp_path / "target",
+        "PROFILE": profile,
+        "ASKED": asked,
+        "RUN": tmp_path / "run",
+        "PAGE": tmp_path / "page.html",
+    }
+
+
+def line_of(text: str, words: dict[str, Path]) -> list[object]:
+    return [words.get(word, word) for word in text.split()]
+
+
+@pytest.mark.parametrize("line", SOURCES.strip().splitlines())
+def test_a_source_without_pages_is_refused(
+    invoke: Invoke, words: dict[str, Path], line: str
+) -> None:
+    words["STORE"].mkdir()
+    arguments = line_of(line, words)
+    said = invoke(*arguments, exit_code=3)
+    why = f"file://{words['STORE']} has no page: not mounted? --allow-empty if that is right"
+    assert said == ("", f"hicachectl: {why}\n")
+    assert not list(words["STORE"].rglob("*.json*"))
+    invoke(*arguments, "--allow-empty")
+
+
+@pytest.mark.parametrize("line", OTHERS.strip().splitlines())
+def test_a_store_without_pages_is_looked_at(
+    invoke: Invoke, words: dict[str, Path], line: str
+) -> None:
+    words["STORE"].mkdir()
+    said = invoke(*line_of(line, words))
+    assert "hits" in line or f"file://{words['STORE']} is empty" in said.stderr
+
+
+def test_files_that_are_no_pages_do_not_make_a_source(
+    invoke: Invoke, words: dict[str, Path]
+) -> None:
+    words["STORE"].mkdir()
+    put(words["STORE"], "notes.txt")
+    for line in SOURCES.strip().splitlines():
+        said = invoke(*line_of(line, words), exit_code=3).stderr
+        assert "only 1 other file, the first named notes.txt; check the path" in said
+
+
+def test_a_pack_without_pages_is_refused(invoke: Invoke, words: dict[str, Path]) -> None:
+    url = f"pack://{words['STORE']}.hcpack?keys=file"
+    with open_store(url, create=True) as pack, Arena(1 << 16) as arena:
+        pack.attach(arena)
+        rows = pa.table({"key": [b"notes.txt"]})
+        assert pack.write_from(rows, np.array([0]), np.array([64]), if_absent=True).all_ok
+    for command in (("verify", url), ("migrate", url, words["DST"])):
+        said = invoke(*command, exit_code=3).stderr
+        assert "has no page: not mounted?" in said
+        assert "only other objects (1), such as notes.txt" in said
+
+
+def test_a_filter_and_a_part_may_match_nothing(invoke: Invoke, words: dict[str, Path]) -> None:
+    demo_store(words["STORE"], 1)
+    invoke("verify", words["STORE"], "--model", "nobody/nothing")
+    invoke("migrate", words["STORE"], words["DST"], "--model", "nobody/nothing")
+    for part in range(4):
+        invoke("verify", words["STORE"], "--shard", f"{part}/4", "--run", words["RUN"])
+    assert "1 page" in invoke("merge", words["RUN"]).stdout
+
+
+def test_a_run_in_parts_goes_on_when_the_store_is_mounted(
+    invoke: Invoke, words: dict[str, Path]
+) -> None:
+    words["STORE"].mkdir()
+    part = ("verify", words["STORE"], "--run", words["RUN"], "--shard")
+    for number in range(2):
+        invoke(*part, f"{number}/2", exit_code=3)
+    words["STORE"].rmdir()
+    demo_store(words["STORE"])
+    for number in range(2):
+        invoke(*part, f"{number}/2")
+    assert "8 pages" in invoke("merge", words["RUN"]).stdout
+
+
+def test_a_source_that_was_moved_before_is_done(invoke: Invoke, words: dict[str, Path]) -> None:
+    demo_store(words["STORE"])
+    move = ("migrate", words["STORE"], words["DST"], "--move", "--yes")
+    assert "8 pages copied" in invoke(*move).stdout
+    assert f"file://{words['STORE']} is empty" in invoke(*move).stderr
+
+
+def metrics(path: Path) -> dict[str, float]:
+    lines = (line for line in path.read_text().splitlines() if not line.startswith("#"))
+    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_records_of_a_store_outlive_its_absence(invoke: Invoke, words: dict[str, Path]) -> None:
+    """The metrics say that nothing was done; the catalog and the stamp stay."""
+    folder = words["STORE"].parent
+    catalog, written = folder / "store.parquet", folder / "store.prom"
+    demo_store(words["STORE"])
+    verify = ("verify", words["STORE"], "--profile", words["PROFILE"], "--catalog", catalog)
+    recording = (*verify, "--update-catalog", "--stamp", "--metrics-file", written)
+    invoke(*recording)
+    before, recorded = metrics(written), catalog.read_bytes()
+    stamp = next(words["STORE"].rglob("stamps/*"))
+    stamped = stamp.read_bytes()
+    for path in words["STORE"].glob("*.bin"):
+        path.unlink()
+    invoke(*recording, exit_code=3)
+    after = metrics(written)
+    names = ("objects", "complete", "last_success_timestamp_seconds")
+    found = [after[f"hicachectl_verify_{name}"] for name in names]
+    assert found == [0, 0, before["hicachectl_verify_last_success_timestamp_seconds"]]
+    assert (catalog.read_bytes(), stamp.read_bytes()) == (recorded, stamped)
+    said = invoke("-q", *recording, "--allow-empty", exit_code=4).stderr
+    assert f"{catalog}: not written, because its entries would fall from " in said
+    assert " to 0; " in said
+    assert metrics(written)["hicachectl_verify_last_success_timestamp_seconds"] == found[2]
+    assert catalog.read_bytes() == recorded
+    invoke(*recording, "--allow-empty", "--allow-shrink")
+    assert catalog.read_bytes() != recorded
+
+
+def test_metrics_of_a_prewarm_say_that_its_source_has_no_pages(
+    invoke: Invoke, words: dict[str, Path], tmp_path: Path
+) -> None:
+    words["STORE"].mkdir()
+    written = tmp_path / "warm.prom"
+    line = line_of("prewarm DST --from STORE --profile PROFILE --all", words)
+    invoke(*line, "--metrics-file", written, exit_code=3)
+    found = metrics(written)
+    names = ("succeeded", "complete", "requested_tokens")
+    assert [found[f"hicachectl_prewarm_{name}"] for name in names] == [0, 0, 0]
+    assert f'store="file://{words["DST"]}"' in written.read_text()
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["one process", "parts"])
+@pytest.mark.parametrize(("removed", "exit_code"), [(4, 0), (5, 4)])
+def test_a_catalog_that_would_lose_more_than_half_stays(
+    invoke: Invoke, words: dict[str, Path], *, divided: bool, removed: int, exit_code: int
+) -> None:
+    catalog = words["STORE"].with_name("store.parquet")
+    words["STORE"].mkdir()
+    for number in range(8):
+        put(words["STORE"], f"{number:064x}_m_0_1.bin")
+    verify: tuple[object, ...] = ("verify", words["STORE"], "--catalog", catalog)
+    verify += ("--update-catalog",)
+    invoke(*verify)
+    before = catalog.read_bytes()
+    for number in range(removed):
+        (words["STORE"] / f"{number:064x}_m_0_1.bin").unlink()
+    if divided:
+        for number in range(2):
+            invoke(*verify, "--shard", f"{number}/2", "--run", words["RUN"])
+        verify = ("merge", words["RUN"], "--catalog", catalog)
+    said = invoke("-q", *verify, exit_code=exit_code).stderr
+    assert (catalog.read_bytes() == before) == bool(exit_code)
+    if exit_code:
+        assert f"{catalog}: not written, because its entries would fall from 8 to 3" in said
+        invoke(*verify, "--allow-shrink")
+        assert catalog.read_bytes() != before
+
+
+def test_the_python_interface_refuses_a_source_without_pages(
+    words: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = [list(range(3 * SIZE + 1))]
+    words["STORE"].mkdir()
+    with (
+        hicachectl.open_store(str(words["STORE"])) as store,
+        hicachectl.open_store(str(words["DST"]), create=True) as target,
+    ):
+        for call in (
+            lambda **options: hicachectl.verify(store, **options),
+            lambda **options: hicachectl.migrate(store, target, **options),
+            lambda **options: hicachectl.plan(store, target, asked, PROFILE, **options),
+            lambda **options: hicachectl.prewarm(store, target, asked, PROFILE, **options),
+        ):
+            with pytest.raises(hicachectl.EmptyStore, match="has no page: not mounted"):
+                call()
+            call(allow_empty=True)
+        assert hicachectl.hits(store, asked, PROFILE).document["usable_share"] == 0

@@ -201,6 +201,9 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         'hicachectl_verify_last_run_timestamp_seconds{store="a"}': "0x20",
         'hicachectl_verify_complete{store="a"}': "1x20",
         'hicachectl_verify_complete{store="b"}': "0x20",
+        'hicachectl_verify_objects{store="a"}': "100x12 49x8",
+        'hicachectl_verify_objects{store="b"}': "100x12 0x8",
+        'hicachectl_verify_objects{store="c"}': "100x12 50x8",
         'hicachectl_prewarm_succeeded{store="a"}': "1x20",
         'hicachectl_prewarm_succeeded{store="b"}': "0x20",
         'hicachectl_prewarm_last_run_timestamp_seconds{store="b"}': "1x20",
@@ -214,6 +217,8 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     fired = [
         ("HicacheDamaged", {"store": "a", "code": "truncated"}),
         ("HicacheVerifyNotRun", {"store": "a"}),
+        ("HicacheEmpty", {"store": "b"}),
+        ("HicacheFellByHalf", {"store": "a"}),
         ("HicacheVerifyIncomplete", {"store": "b"}),
         ("HicachePrewarmFailed", {"store": "b"}),
         ("HicachePrewarmNotRun", {"store": "b"}),

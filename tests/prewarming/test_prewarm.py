@@ -17,7 +17,7 @@ from msgspec import structs
 from hicachectl.backends.base import Status
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.formats.errors import UnsupportedByBackend, UsageError
+from hicachectl.formats.errors import EmptyStore, UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.routes import verbatim_routes
@@ -278,7 +278,9 @@ def test_a_store_cannot_warm_itself(source: Path) -> None:
 
 def test_an_empty_source_copies_nothing(tmp_path: Path, target: Path) -> None:
     (tmp_path / "empty").mkdir()
-    outcome = warmed(tmp_path / "empty", target, chains(4))
+    with pytest.raises(EmptyStore, match="not mounted"):
+        warmed(tmp_path / "empty", target, chains(4))
+    outcome = warmed(tmp_path / "empty", target, chains(4), allow_empty=True)
     assert outcome.document["missing_pages"] == 4
     assert usable_share(outcome) == 0.0
 

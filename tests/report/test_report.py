@@ -430,7 +430,7 @@ def test_an_empty_store_has_a_true_page(invoke: Invoke, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     made = tmp_path / "page.html"
-    invoke("report", store, "-o", made)
+    invoke("report", store, "--allow-empty", "-o", made)
     text = text_of(made)
     assert "Nothing was checked" in text
     assert "sizes: had nothing to check values: was not asked for" in text
@@ -446,7 +446,7 @@ def test_foreign_files_are_no_pages(invoke: Invoke, tmp_path: Path) -> None:
     put(store, "notes.txt")
     put(store, "empty", nbytes=0)
     made = tmp_path / "page.html"
-    invoke("report", store, "-o", made)
+    invoke("report", store, "--allow-empty", "-o", made)
     text = text_of(made)
     assert "foreign-object 2" in text
     assert "Nothing was checked" in text

@@ -93,8 +93,8 @@ def test_a_store_of_cleared_objects_only_is_said_to_be_one(
 ) -> None:
     served_store(tmp_path / "store", INDEXED, range(2))
     clear(tmp_path / "store")
-    for command in ("ls", "verify"):
-        said = invoke(command, tmp_path / "store").stderr
+    for command, exit_code in (("ls", 0), ("verify", 3)):
+        said = invoke(command, tmp_path / "store", exit_code=exit_code).stderr
         assert f"has no HiCacheFile objects, only 4 objects {CLEARED}" in said
     said = invoke("show", tmp_path / "store", PAGES[0][:9], exit_code=2).stderr
     assert f"{PAGES[0][:9]}: has only objects {CLEARED}" in said
@@ -210,7 +210,7 @@ def test_prewarm_takes_nothing_that_a_clear_took_from_the_source(
     chain = tmp_path / "chain.jsonl"
     chain.write_text(json.dumps(PAGES[:3]))
     for asked in (("--all",), ("--pages", chain)):
-        options = ("--from", tmp_path / "source", *asked, "--profile", profile)
+        options = ("--from", tmp_path / "source", *asked, "--profile", profile, "--allow-empty")
         assert invoke("prewarm", tmp_path / "target", *options).document["copied_pages"] == 0
     assert not list((tmp_path / "target").glob("*.bin"))
 
@@ -300,7 +300,8 @@ def test_a_catalog_forgets_cleared_objects(invoke: Invoke, profile: Path, tmp_pa
     for path in store.rglob(f"{PAGES[0]}*"):
         path.unlink()
     put_later(store, INDEXED, lambda name: name[:64] == PAGES[0])
-    document = invoke(*command, "--catalog", whole, "--update-catalog", "--format", "json").document
+    updating = ("--catalog", whole, "--update-catalog", "--allow-shrink")
+    document = invoke(*command, *updating, "--format", "json").document
     for part in range(3):
         run = ("--shard", f"{part}/3", "--run", tmp_path / "run")
         invoke(*command, "--catalog", parts, "--update-catalog", *run)

@@ -19,7 +19,7 @@ class EarlierRuns:
     """Unfinished removals of killed runs on a store.
 
     quarantine: the directory from the command line; None for the store's own. pages: number of
-    groups still to complete.
+    groups still to complete. removed: whether earlier runs removed pages, which may be all.
     """
 
     ctx: click.Context
@@ -28,6 +28,7 @@ class EarlierRuns:
     yes: bool
     dry_run: bool
     pages: int = 0
+    removed: bool = False
 
     def begin(self) -> None:
         """With --yes, complete the removals before the store is listed; else count their pages."""
@@ -38,6 +39,7 @@ class EarlierRuns:
             self._finish()
             return
         self.pages = count_unfinished(self.store, self.quarantine)
+        self.removed = self.pages > 0
         if self.pages and self.dry_run:
             pages = counted(self.pages, "page")
             remark(self.ctx, f"An earlier run began to remove {pages}; that removal would be "
@@ -70,4 +72,5 @@ class EarlierRuns:
         from hicachectl.move.withdrawal import finish_removals
 
         for text in finished_remarks(finish_removals(self.store, self.quarantine)):
+            self.removed = True
             remark(self.ctx, text)

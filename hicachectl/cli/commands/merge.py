@@ -11,6 +11,7 @@ from hicachectl.cli.commands.parts import refuse_inside, write_catalog, write_me
 from hicachectl.cli.options import (
     FILE,
     RunPath,
+    allow_shrink_option,
     findings_options,
     output_options,
     refuse_without_table,
@@ -36,6 +37,7 @@ Examples:
 @own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
+@allow_shrink_option
 @own_option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
 @findings_options
 @output_options
@@ -45,6 +47,7 @@ def command(
     /,
     run: Path,
     catalog: Path | None,
+    allow_shrink: bool,
     metrics_file: Path | None,
     output_format: str,
     output: Path | None,
@@ -67,7 +70,8 @@ def command(
         for text in merged.remarks:
             remark(ctx, text)
         if catalog is not None:
-            write_catalog(ctx, merged, catalog, opened.permissions())
+            permissions = opened.permissions()
+            merged = write_catalog(ctx, merged, catalog, permissions, allow_shrink=allow_shrink)
         elif merged.write_catalog is not None:
             remark(ctx, "The run recorded digests; write them with --catalog FILE")
         write_merged(

@@ -24,6 +24,7 @@ from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     FILE,
     Duration,
+    allow_empty_option,
     buffer_option,
     bwlimit_option,
     filter_options,
@@ -108,6 +109,7 @@ Examples:
     show_default=True,
     help="Skip pages younger than this that are not whole; servers may still be writing them.",
 )
+@allow_empty_option
 @own_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
 @transform_options
 @lock_option
@@ -332,6 +334,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
         partial=options["include_partial"],
         damaged=options["include_damaged"],
         resume=options["resume"],
+        allow_empty=options["allow_empty"],
         dry_run=options["dry_run"],
         space_check=not options["no_space_check"],
         options=CopyOptions(

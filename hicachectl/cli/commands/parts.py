@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from hicachectl.cli.environment import long_name
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import bytes_progress, opened_store, progress, remark
-from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -168,7 +169,8 @@ def do_on_cluster(
             with bytes_progress(ctx, "parts") as on_progress:
                 driver.work(on_progress)
         except BaseException as error:
-            if not isinstance(error, Exception) or isinstance(error, StoreUnavailable):
+            lost = isinstance(error, StoreUnavailable) and not isinstance(error, EmptyStore)
+            if lost or not isinstance(error, Exception):
                 say("Continue with the same command" if path else
                     "The next run starts over; give --run DIR to continue one")  # fmt: skip
             raise
@@ -176,7 +178,13 @@ def do_on_cluster(
         for text in merged.remarks:
             say(text)
         if options.get("update_catalog"):
-            write_catalog(ctx, merged, options["catalog"], job.permissions)
+            merged = write_catalog(
+                ctx,
+                merged,
+                options["catalog"],
+                job.permissions,
+                allow_shrink=options["allow_shrink"],
+            )
         write_merged(
             ctx,
             merged,
@@ -259,10 +267,18 @@ def write_merged(
         ctx.exit(FINDINGS)
 
 
-def write_catalog(ctx: click.Context, merged: Merged, path: Path, readable_by: Permissions) -> None:
-    """Write the catalog of a divided run, unless a part is missing.
+def write_catalog(
+    ctx: click.Context,
+    merged: Merged,
+    path: Path,
+    readable_by: Permissions,
+    *,
+    allow_shrink: bool,
+) -> Merged:
+    """Write the catalog of a divided run, unless a part is missing; return the outcome.
 
-    Raises UsageError if the run recorded no digests.
+    allow_shrink: see `save_catalog`; the outcome is a failure if the catalog is refused. Raises
+    UsageError if the run recorded no digests.
     """
     if merged.write_catalog is None:
         raise UsageError(
@@ -270,5 +286,7 @@ def write_catalog(ctx: click.Context, merged: Merged, path: Path, readable_by: P
         )
     if merged.document["missing_parts"]:
         remark(ctx, f"{path}: not written, because parts of the run are missing")
-    else:
-        merged.write_catalog(path, readable_by)
+    elif why := merged.write_catalog(path, readable_by, allow_shrink):
+        remark(ctx, why, failure=True)
+        return replace(merged, failed=True)
+    return merged

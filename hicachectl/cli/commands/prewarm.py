@@ -23,11 +23,13 @@ from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, wri
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     FILE,
     FORMATS,
     Duration,
     Size,
+    allow_empty_option,
     buffer_option,
     bwlimit_option,
     jobs_option,
@@ -135,6 +137,7 @@ Examples:
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
 )
 @own_option("--dry-run", is_flag=True, help="Print the plan, best page first; copy nothing.")
+@allow_empty_option
 @own_option(
     "--through-server",
     "servers",
@@ -220,9 +223,12 @@ def command(
         if shard is not None or on_cluster:
             _do_divided(ctx, source, destination, shard, options, output_format, output)
             return
-        with opened(
-            ctx, destination, lease_wait=options["lease_wait"], create=source is not None
-        ) as target:
+        with (
+            opened(
+                ctx, destination, lease_wait=options["lease_wait"], create=source is not None
+            ) as target,
+            metrics_if_empty("prewarm", options["metrics_file"], target.url),
+        ):
             outcome = _worked(ctx, source, target, options)
         write_report(ctx, outcome, options, output_format, output)
     if outcome.interruption is not None:
@@ -342,6 +348,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Prewa
         budget_pages=options["budget_pages"],
         deadline_seconds=options["deadline"],
         dry_run=options["dry_run"],
+        allow_empty=options["allow_empty"],
         options=CopyOptions(
             buffer_bytes=options["buffer_bytes"],
             jobs=options["jobs"],
@@ -388,6 +395,7 @@ def _do_divided(
     lease_wait = options["lease_wait"]
     with (
         opened(ctx, destination, lease_wait=lease_wait, create=True) as target,
+        metrics_if_empty("prewarm", options["metrics_file"], target.url),
         opened(ctx, source, lease_wait=lease_wait) as origin,
     ):
         request = _request(ctx, origin, options)

@@ -20,6 +20,7 @@ from hicachectl.cli.options import (
     NameList,
     OutputFile,
     PointInTime,
+    allow_empty_option,
     allow_leases_option,
     buffer_option,
     bwlimit_option,
@@ -58,7 +59,7 @@ _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 # Of a command that mends findings: what only the report itself needs.
 _NOT_NEXT = {
     "output", "marks", "checks", "fail_on", "page", "model", "tokenizer", "sample", "sample_slice",
-    "time_limit", *_REQUESTS,
+    "time_limit", "allow_empty", *_REQUESTS,
 }  # fmt: skip
 
 
@@ -140,6 +141,7 @@ Examples:
 @_check("--time-limit", type=Duration(), help="Start no further read after this duration.")
 @grace_option
 @fail_on_option
+@allow_empty_option
 @buffer_option
 @bwlimit_option
 @allow_leases_option
@@ -257,6 +259,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
             Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None
         ),
         time_limit_seconds=options["time_limit"],
+        allow_empty=options["allow_empty"],
         buffer_bytes=options["buffer_bytes"],
         bytes_per_second=options["bwlimit"],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -40,12 +41,15 @@ from hicachectl.cli.commands.verify_repair import (
 from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords, mending_of
+from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     FILE,
     Duration,
     NameList,
     Size,
+    allow_empty_option,
     allow_leases_option,
+    allow_shrink_option,
     buffer_option,
     bwlimit_option,
     fail_on_option,
@@ -91,12 +95,13 @@ _WHOLE_ONLY = (
     "output",
     "limit",
     "all_findings",
+    "allow_shrink",
 )
 # Of a command that mends findings: what only the run itself needs, and what the command states.
 _NOT_NEXT = {
     "output_format", "output", "metrics_file", "fail_on", "limit", "all_findings", "shard",
     "run_directory", "ray", "workers", "stamp", "update_catalog", "repair", "repair_codes",
-    "quarantine", "token_ids", "writers_stopped", "yes", "dry_run",
+    "quarantine", "token_ids", "writers_stopped", "yes", "dry_run", "allow_empty", "allow_shrink",
 }  # fmt: skip
 
 
@@ -159,6 +164,7 @@ Examples:
 @_records(
     "--update-catalog", is_flag=True, help="Record digests in the catalog; create a missing one."
 )
+@allow_shrink_option
 @_records(
     "--identity",
     type=NameList(),
@@ -175,6 +181,7 @@ Examples:
     help="Weights version to record with --stamp, or to compare with the stamp.",
 )
 @fail_on_option
+@allow_empty_option
 @_output(
     "--metrics-file", variable=False, type=FILE, help="Write Prometheus textfile metrics to FILE."
 )
@@ -262,6 +269,7 @@ def command(
             _write_lock_held(store_name(ctx, store), options, output_format, output)
             return
         source = stack.enter_context(opened(ctx, store, **leases))
+        stack.enter_context(metrics_if_empty("verify", options["metrics_file"], source.url))
         request = _request(ctx, source, options)
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
@@ -301,6 +309,8 @@ def command(
             )
             return
         earlier = earlier_runs(ctx, source, options)
+        if earlier is not None and earlier.removed:
+            request = replace(request, allow_empty=True)
         with (
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "reading") as on_read,
@@ -312,7 +322,7 @@ def command(
                 on_read=on_read,
                 on_wait=partial(remark_wait, ctx),
             )
-        _keep_records(ctx, source, request, checked, options)
+        kept = _keep_records(ctx, source, request, checked, options)
         described = describe_store(source, request)
         result = repaired(ctx, source, request, checked, options, earlier)
     report = report_of([result], described, checked.inventory.table, request)
@@ -320,7 +330,7 @@ def command(
         report.document["dry_run"] = options["dry_run"]
     for text in report.remarks:
         remark(ctx, text)
-    failed = report.fails(options["fail_on"])
+    failed = report.fails(options["fail_on"]) or not kept
     if options["metrics_file"]:
         from hicachectl.cli.metrics import write_metrics
 
@@ -386,6 +396,8 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     parse_devices(options["device"])
     if options["update_catalog"] and not options["catalog"]:
         raise click.UsageError("--update-catalog needs --catalog FILE")
+    if options["allow_shrink"] and not options["update_catalog"]:
+        raise click.UsageError("--allow-shrink needs --update-catalog")
     if options["catalog"] and DIGESTS.name not in options["checks"]:
         if on_command_line(ctx, "catalog") or options["update_catalog"]:
             raise click.UsageError("--catalog needs the check digests; add digests to --checks")
@@ -471,6 +483,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         identity=options["identity"] or (),
         weights_version=options["weights_version"] or "",
         repairs=options["repair"] != "none",
+        allow_empty=options["allow_empty"],
         devices=parse_devices(options["device"]),
         device_bytes=options["device_bytes"],
         buffer_bytes=options["buffer_bytes"],
@@ -485,22 +498,27 @@ def _keep_records(
     request: VerifyRequest,
     checked: PartCheck,
     options: dict[str, Any],
-) -> None:
-    """Write the catalog and the stamp, if requested."""
+) -> bool:
+    """Write the catalog and the stamp, if requested; return whether the catalog was not refused."""
+    why = ""
     if checked.catalog is not None:
         from hicachectl.backends.capabilities import permissions_of
         from hicachectl.checks.catalogs import save_catalog
 
-        save_catalog(
+        why = save_catalog(
             [checked.catalog.entries],
             options["catalog"],
             store=checked.catalog.store,
             identity_fields=checked.catalog.identity_fields,
             readable_by=permissions_of(store, listing=True),
+            allow_shrink=options["allow_shrink"],
         )
+    if why:
+        remark(ctx, why, failure=True)
     if options["stamp"]:
         from hicachectl.profiles.stamps import Stamp, write_stamp
 
         assert request.profile is not None  # _refuse_what_is_lacking has refused that
         path = write_stamp(store, Stamp(request.profile, request.weights_version))
         remark(ctx, f"Stamped the store: {path}")
+    return not why

@@ -363,6 +363,19 @@ BACKGROUND: dict[str, dict[str, str]] = {
 
             With --shard, the first process copies the catalog into the directory of --run, and each
             part reads its own share. hicachectl merge --catalog FILE writes the new catalog.
+
+            A catalog that would have fewer than half as many entries as before is not written, and
+            the exit status is 4: the store may be mounted in part, or another one in its place.
+            --allow-shrink writes it.
+        """,
+        "EMPTY STORES": """
+            A store without any page may not be mounted, or its master may have lost its memory. So
+            verify then ends with exit status 3. The catalog and the stamp stay. The metrics file
+            has 0 objects, complete 0, and the time of the last success as before. The same holds
+            for report, and for the sources of migrate and prewarm. --allow-empty accepts the store.
+
+            migrate --move accepts it without the option, since an earlier run may have moved all
+            pages. A filter that matches no page is no error.
         """,
         "TRAILERS": """
             Objects that the SGLang plug-in of hicachectl writes to a file store end with a trailer:

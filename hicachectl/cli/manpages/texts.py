@@ -14,11 +14,15 @@ EXIT_STATUS = (
     ),
     ("1", "A bug of hicachectl; please report the traceback."),
     ("2", "Bad usage or input: an option, a profile, a config or a URL."),
-    ("3", "The store, server or device cannot be reached, refuses or fails."),
+    (
+        "3",
+        "The store, server or device cannot be reached, refuses or fails; or a store that is a "
+        "source has no page, and may not be mounted. --allow-empty accepts such a store.",
+    ),
     (
         "4",
-        "Finished, but with findings at or above --fail-on, with failed objects or conflicts, or "
-        "below --min-usable.",
+        "Finished, but with findings at or above --fail-on, with failed objects or conflicts, "
+        "below --min-usable, or with a catalog not written because it would shrink.",
     ),
     ("130", "Interrupted (SIGINT)."),
     ("143", "Terminated (SIGTERM)."),
