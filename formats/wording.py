@@ -74,6 +74,17 @@ def one_place(source: str, evidence: str, option: str) -> str:
     )
 
 
+def conflict(what: str) -> str:
+    """Return the message for an object of the destination that is not the one to write.
+
+    what: says how the objects differ.
+    """
+    return (
+        f"{what}; check both stores with hicachectl verify; migrate --if-exists overwrite replaces "
+        "the page in the destination"
+    )
+
+
 def over_buffer(nbytes: int, buffer_bytes: int) -> str:
     """Return the reason why something does not fit into the buffer of --buffer-bytes."""
     return (

@@ -15,6 +15,7 @@ import pyarrow as pa
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
+from hicachectl.formats.wording import conflict
 from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Loaded, Pipeline
 from hicachectl.move.batches import READS_BACK, Action, CopyBatch
@@ -315,10 +316,11 @@ class _BatchCopy:
         elif status in (Status.ERROR, Status.UNREACHABLE, Status.DAMAGED):
             self._fail(at, failed, f"cannot be read back: {error}")
         elif status is Status.FOREIGN:
-            self._fail(at, GroupStatus.CONFLICT, f"the destination has another object: {error}")
+            why = conflict(f"the destination has another object: {error}")
+            self._fail(at, GroupStatus.CONFLICT, why)
         elif not ours:
-            why = "the destination has other bytes under this key"
-            self._fail(at, GroupStatus.CONFLICT, f"{why}; check both stores with hicachectl verify")
+            why = conflict("the destination has other bytes under this key")
+            self._fail(at, GroupStatus.CONFLICT, why)
         elif self._executor.racy is not None:
             self._written[at] = False  # another writer's object: must not be rolled back
             raced = self._executor.failures.statuses[Status.EXISTS]

@@ -86,6 +86,7 @@ def plan_groups(
     else:
         plan.follow(kept, earlier)
     plan.leave_too_large(request.options)
+    plan.name_conflicts()
     return plan
 
 

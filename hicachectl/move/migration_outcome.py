@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hicachectl.formats.wording import OTHER_BYTES
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
-from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
+from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.unmatched import explain_parts
 from hicachectl.text.units import counted, human_age, human_size
 from hicachectl.text.vocabulary import LOCK
@@ -29,7 +29,6 @@ _WORDS = {
     "conflicts": "in conflict",
     "failed": "failed",
 }
-_SHOWN_PROBLEMS = 20
 _ROWS = pa.schema([(name, pa.string()) for name in ("page", "key", "detail")])
 
 
@@ -98,12 +97,8 @@ class MigrationOutcome:
     def messages(self) -> Iterator[str]:
         """Yield the remarks and the first problems."""
         yield from self.remarks
-        for problem in self.problems[:_SHOWN_PROBLEMS]:
-            yield f"{problem.key or problem.page}: {problem.detail}"
-        more = len(self.problems) - _SHOWN_PROBLEMS
-        if more > 0:
-            pages = counted(more, "other page")
-            yield f"Problems of {pages} are not shown; --format json lists them"
+        document = self.document
+        yield from problem_lines(self.problems, document["failed"] + document["conflicts"])
 
     def rows(self) -> pa.Table:
         """Return the problems of the document, one a row."""
@@ -156,7 +151,7 @@ def outcome_of(
         "resumed": _total(parts, "resumed"),
         "complete": all(part.complete for part in parts),
         "stopped_by": next((part.stopped_by for part in parts if part.stopped_by), None),
-        "problems": [{"page": p.page, "key": p.key, "detail": p.detail} for p in problems],
+        "problems": problem_rows(problems),
     }
     if dry_run:
         known = [part.estimated_seconds for part in parts if part.estimated_seconds is not None]

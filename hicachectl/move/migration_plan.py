@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.move.batches import WRITING, Action
 from hicachectl.move.results import MOST_PROBLEMS, GroupStatus
-from hicachectl.move.survey import compare, decide
+from hicachectl.move.survey import compare, conflicts, decide
 from hicachectl.move.work import PageWork, too_large
 from hicachectl.pages.group_table import ABSENT
 
@@ -107,7 +107,8 @@ class MigrationPlan:
     actions:  for each survey, [n] the action of each group.
     planned:  for each survey, what was planned before the first change. A group planned to be
         written whose action is SKIP was written by an earlier run.
-    too_large: number of groups that do not fit into the buffer. problems: the first of them.
+    too_large: number of groups that do not fit into the buffer.
+    problems: the first groups that do not fit, or are in conflict.
     statuses: for each survey, [n] the status of each group after its last batch; -1 before.
     """
 
@@ -171,6 +172,12 @@ class MigrationPlan:
                     survey.pages.take(pa.array(items[:room])), needs, strict=False
                 ):
                     self.problems.append(too_large(page.as_py(), need, options.buffer_bytes))
+
+    def name_conflicts(self) -> None:
+        """Add a problem for each group in conflict."""
+        for survey, actions in zip(self.surveys, self.actions, strict=True):
+            room = MOST_PROBLEMS - len(self.problems)
+            self.problems += conflicts(survey, np.flatnonzero(actions == Action.CONFLICT))[:room]
 
     def settle_existing(
         self, request: MigrationRequest, earlier: Progress | None, *, continues: bool

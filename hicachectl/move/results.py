@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicachectl.text.units import counted
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
     import pyarrow as pa
@@ -98,6 +100,26 @@ class MoveResult:
 
 
 MOST_PROBLEMS = 1000  # remembered by a run
+_SHOWN = 20  # on stderr
+
+
+def problem_rows(problems: Iterable[Problem]) -> list[dict[str, str | None]]:
+    """Return problems as rows of a document."""
+    return [{"page": p.page, "key": p.key, "detail": p.detail} for p in problems]
+
+
+def problem_lines(problems: Sequence[Problem], pages: int) -> Iterator[str]:
+    """Yield the first problems as messages, and the number of the other ones.
+
+    pages: number of pages with a problem.
+    """
+    for problem in problems[:_SHOWN]:
+        yield f"{problem.key or problem.page}: {problem.detail}"
+    if (more := max(pages, len(problems)) - _SHOWN) > 0:
+        yield (
+            f"Problems of {counted(more, 'other page')} are not shown; --format json lists the "
+            f"first {MOST_PROBLEMS} of a run or part"
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,9 @@ import pyarrow as pa
 
 from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
+from hicachectl.formats.wording import conflict
 from hicachectl.move.batches import Action
+from hicachectl.move.results import MOST_PROBLEMS, Problem
 from hicachectl.pages.group_table import ABSENT, UNSIZED, GroupTable, fill_table
 
 if TYPE_CHECKING:
@@ -179,6 +181,28 @@ def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArra
         actions[differs | survey.foreign] = Action.CONFLICT
     actions[~chosen | ~(some | lacks) | survey.unfit] = Action.NOTHING
     return actions
+
+
+def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
+    """Return a problem for each page of which the destination has another object.
+
+    items: rows of the survey, of which the first MOST_PROBLEMS are named.
+    """
+    items = items[:MOST_PROBLEMS]
+    at, targets, sizes = survey.wanted.objects(items)
+    dense = survey.there.slots(items, np.arange(len(survey.route.targets)))
+    theirs = dense[at, targets]
+    unlike = np.flatnonzero(~fits(theirs, sizes))
+    owners, first = np.unique(at[unlike], return_index=True)
+    first = unlike[first]
+    keys = survey.keys(items[owners], targets[first]).to_pylist()
+    pages = survey.pages.take(pa.array(items)).to_pylist()
+    other = "the destination has an object of another identity under a key of this page"
+    found = [Problem(page, None, conflict(other)) for page in pages]
+    for owner, place, key in zip(owners.tolist(), first.tolist(), keys, strict=True):
+        what = f"{theirs[place]} bytes in the destination, {sizes[place]} bytes to write"
+        found[owner] = Problem(pages[owner], key.decode(errors="backslashreplace"), conflict(what))
+    return found
 
 
 def _table(route: Route, count: int, objects: Iterable[Objects]) -> GroupTable:

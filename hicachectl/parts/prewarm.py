@@ -188,7 +188,7 @@ class PrewarmJob:
         with persistent():
             copying.run(on_progress)
         facts = copying.facts
-        facts.failed += len(rest.problems)
+        facts.failed += rest.failed
         facts.problems = [*rest.problems, *facts.problems]
         if given.attempt:  # earlier attempts wrote these pages
             facts.copied += rest.written

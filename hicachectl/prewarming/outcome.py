@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
-from hicachectl.move.results import Problem  # noqa: TC001 - msgspec reads it
+from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.naming import deployment_text
 from hicachectl.requests.gate import failed_text, passes, usable_share, usable_text
 from hicachectl.text.units import counted, human_size
@@ -33,7 +33,6 @@ _NEXT_STEPS = {  # of a gate that failed because the copy ended early
 }
 _OTHER_STEP = "look for the missing pages in another source"
 _REASONS = (FULL, EVICTS, DEADLINE)  # that end a copy early; the first one counts
-_SHOWN_PROBLEMS = 20
 
 
 class PlanFacts(msgspec.Struct, kw_only=True):
@@ -118,8 +117,7 @@ class PrewarmOutcome:
     @property
     def messages(self) -> list[str]:
         """The remarks and the first problems."""
-        shown = self.problems[:_SHOWN_PROBLEMS]
-        return [*self.remarks, *(f"{one.key or one.page}: {one.detail}" for one in shown)]
+        return [*self.remarks, *problem_lines(self.problems, self.document["failed"])]
 
     def failed(self, min_usable: float | None) -> bool:
         """Return whether pages or servers failed, or less than this share of tokens is usable."""
@@ -168,7 +166,8 @@ class PrewarmOutcome:
     def _row(self) -> dict[str, Any]:
         deployment = self.document["deployment"]
         row = {**self.document, "deployment": deployment and deployment_text(deployment)}
-        row.pop("pulled", None)
+        for name in ("problems", "pulled"):
+            row.pop(name, None)
         return row
 
 
@@ -207,6 +206,7 @@ def outcome_of(
         "seconds": round(seconds, 3),
         "complete": reason is None,
         "stopped_by": reason,
+        "problems": problem_rows(problems),
     }
     remarks = [*finish.remarks, *(remark for one in slices for remark in one.remarks)]
     if reason == EVICTS:

@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import WRITING, Action, CopyOptions
-from hicachectl.move.results import Problem
 from hicachectl.move.survey import decide
 from hicachectl.move.work import PageWork
 from hicachectl.pages.group_table import WHOLE
@@ -136,15 +135,6 @@ class PagePlan:
                 "bytes": pa.array(self.pages.cost),
             }
         )
-
-
-def conflicts(survey: Survey, rows: IntArray) -> list[Problem]:
-    """Return a problem for pages whose keys have other objects in the destination."""
-    why = (
-        "the destination has an object of another size or identity under one of the page's keys; "
-        "check both stores with hicachectl verify"
-    )
-    return [Problem(page, None, why) for page in survey.pages.take(pa.array(rows)).to_pylist()]
 
 
 def plan_chains(

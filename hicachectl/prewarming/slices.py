@@ -17,11 +17,11 @@ from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.table_files import read_table, write_table
 from hicachectl.move.batches import WRITING, Action
-from hicachectl.move.survey import decide, survey_source
+from hicachectl.move.survey import conflicts, decide, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listing, inventory_of, read_share
 from hicachectl.pages.spool import AFFIX_ID
-from hicachectl.prewarming.page_plan import WantedPages, conflicts
+from hicachectl.prewarming.page_plan import WantedPages
 from hicachectl.prewarming.slice_copy import WATCHED
 from hicachectl.requests.chains import Chains, hex_pages, raw_pages
 
@@ -113,6 +113,7 @@ class Slice:
         chosen[planned] = True
         actions = decide(survey, chosen, "skip")
         items = planned[np.isin(actions[planned], WRITING)]
+        conflicting = planned[actions[planned] == Action.CONFLICT]
         lacking = survey.lacking.sums
         return Remaining(
             pages=WantedPages(
@@ -126,7 +127,8 @@ class Slice:
             ),
             written=int((actions[planned] == Action.SKIP).sum()),
             nbytes=int(self.pages.column("cost").to_numpy().sum() - lacking[planned].sum()),
-            problems=conflicts(survey, planned[actions[planned] == Action.CONFLICT]),
+            failed=len(conflicting),
+            problems=conflicts(survey, conflicting),
         )
 
     def _rows_of(self, survey: Survey) -> IntArray:
@@ -142,13 +144,14 @@ class Slice:
 class Remaining:
     """The rest of a slice.
 
-    written, nbytes: pages and bytes that the destination got since the plan was made. problems:
-    pages that cannot be copied any more.
+    written, nbytes: pages and bytes that the destination got since the plan was made.
+    failed: number of pages that cannot be copied any more. problems: the first of them.
     """
 
     pages: WantedPages
     written: int
     nbytes: int
+    failed: int
     problems: list[Problem]
 
 

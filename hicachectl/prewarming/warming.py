@@ -12,13 +12,14 @@ from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.move.batches import Action
 from hicachectl.move.results import MOST_PROBLEMS
 from hicachectl.move.store_pair import StorePair
+from hicachectl.move.survey import conflicts
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.prewarming.choice import leave_misfits, leave_too_large
-from hicachectl.prewarming.page_plan import conflicts, plan_chains, plan_pages
+from hicachectl.prewarming.page_plan import plan_chains, plan_pages
 from hicachectl.requests.chains import Hashing
 from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hits import inventory_of_chains
@@ -102,12 +103,13 @@ def plan_prewarm(
         missed = miss_remarks(source, inventory, hits, elsewhere, Hashing.of(request.profile))
     pages = plan.pages
     conflicting = pages.wanted[pages.actions[pages.wanted] == Action.CONFLICT]
-    problems = [
-        *conflicts(pages.survey, conflicting),
+    left_out = [
         *_asked_for(misfits, _pages_to_fit(plan, request)),
         *_asked_for(large, plan.names),
     ]
-    plan.facts.failed, plan.facts.problems = len(problems), problems[:MOST_PROBLEMS]
+    problems = [*conflicts(pages.survey, conflicting), *left_out]
+    plan.facts.failed = len(conflicting) + len(left_out)
+    plan.facts.problems = problems[:MOST_PROBLEMS]
     if request.options.pin and not request.dry_run:
         plan.facts.not_pinned = plan.facts.there
     plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark]), *missed]

@@ -209,6 +209,8 @@ def prewarm(stores: Stores) -> Documents:
     command = ("prewarm", stores.folder / "warm", "--from", stores.whole, *stores.profile)
     yield stores.run(*command, "--token-ids", requests, "--dry-run")
     yield stores.held(*command, "--token-ids", requests)
+    conflicting = ("prewarm", stores.target, "--from", stores.damaged, *stores.profile, "--all")
+    yield stores.run(*conflicting, exit_code=4)
     with serving(Server(answer)) as place:
         pull = ("--token-ids", requests, "--through-server", f"http://{place}")
         yield stores.run(*command, *pull)

@@ -19,6 +19,7 @@ from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.move.journal import Journal, profile_text
+from hicachectl.move.results import Problem, problem_lines
 from tests.move.migrations import MODEL, PAGES, demo_store, journals, migrated, profile_file
 from tests.small_file_system import small_file_system
 from tests.stores import DSA, contents, page, put
@@ -134,10 +135,27 @@ def test_an_object_of_another_size_is_a_conflict(
 ) -> None:
     shutil.copytree(source, target)
     name = kv_names(source)[0]
+    size = (source / name).stat().st_size
     os.truncate(target / name, 10)
-    document = migrated(invoke, source, target, exit_code=4)
-    assert document["conflicts"] == 1
+    for options in (("--dry-run",), ()):
+        document = migrated(invoke, source, target, *options, exit_code=4)
+        assert document["conflicts"] == 1
+        (problem,) = document["problems"]
+        assert (problem["page"], problem["key"]) == (name[:64], name)
+        assert f"10 bytes in the destination, {size} bytes to write" in problem["detail"]
+        assert f"{name}: {problem['detail']}" in document["stderr"]
     assert (target / name).stat().st_size == 10
+    assert "--if-exists overwrite" in document["stderr"]
+    assert migrated(invoke, source, target, "--if-exists", "overwrite")["conflicts"] == 0
+    assert contents(target) == contents(source)
+
+
+def test_conflicts_that_are_not_named_are_counted() -> None:
+    problems = [Problem(page(number), None, "why") for number in range(30)]
+    *shown, last = problem_lines(problems, 5000)
+    assert shown == [f"{page(number)}: why" for number in range(20)]
+    assert last.startswith("Problems of 4980 other pages are not shown")
+    assert len([*problem_lines(problems[:3], 3)]) == 3
 
 
 @pytest.mark.parametrize(("how", "conflicts"), [("skip", 0), ("verify", 1), ("overwrite", 0)])

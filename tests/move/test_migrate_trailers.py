@@ -332,6 +332,8 @@ def test_an_object_of_other_weights_in_the_destination_is_a_conflict(
     assert document["conflicts"] == (0 if replaces else 2)
     assert served_by(target, HYBRID, PAGES) == [replaces] * 2 + [True] * 2
     assert ("In conflict: 2 pages" in document["stderr"]) is not replaces
+    named = {problem["page"] for problem in document["problems"]}
+    assert named == (set() if replaces else set(PAGES[:2]))
 
 
 def test_a_comparison_knows_identities_that_no_marker_states(

@@ -295,10 +295,11 @@ def test_pages_written_since_the_plan_are_not_copied_again(
     merged = runs.merged(exit_code=4).document
     assert (merged["copied_pages"], merged["already_there"]) == (PAGES - 2, 1)
     assert (merged["failed"], merged["usable_tokens"]) == (1, 16 * SIZE)
-    assert (
-        f"{HASHES[11]}: the destination has an object"
-        in runs.invoke("merge", runs.path, exit_code=4).stderr
-    )
+    (problem,) = merged["problems"]
+    assert (problem["page"], problem["key"]) == (HASHES[11], other)
+    said = runs.invoke("merge", runs.path, exit_code=4).stderr
+    assert f"{other}: 12 bytes in the destination" in said
+    assert "migrate --if-exists overwrite" in said
 
 
 @pytest.mark.slow

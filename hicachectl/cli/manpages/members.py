@@ -130,6 +130,17 @@ _TOTALS = (
     Member("first_mtime", NUMBER, "First write, in Unix seconds.", _NO_TIMES),
     Member("last_mtime", NUMBER, "Last write, in Unix seconds.", _NO_TIMES),
 )
+_PROBLEMS = (
+    Member("problems", ROWS, "Conflicts and failures, at most 1000 of a run or part."),
+    *_below(
+        "problems[]",
+        (
+            _PAGE._replace(null="the problem is about no page"),
+            Member("key", TEXT, "Key.", "the problem is about the whole page"),
+            Member("detail", TEXT, "What happened, and the next step."),
+        ),
+    ),
+)
 _REMOVED = (
     _PAGE._replace(null="an object without a page"),
     _MODEL,
@@ -433,15 +444,7 @@ DOCUMENTS = (
             Member("resumed", INTEGER, "Page groups that an earlier run had completed."),
             _COMPLETE,
             Member("stopped_by", TEXT, "destination full, or lock.", "nothing"),
-            Member("problems", ROWS, "Conflicts and failures."),
-            *_below(
-                "problems[]",
-                (
-                    _PAGE._replace(null="the problem is about no page"),
-                    Member("key", TEXT, "Key.", "the problem is about the whole page"),
-                    Member("detail", TEXT, "What happened."),
-                ),
-            ),
+            *_PROBLEMS,
             Member(
                 "estimated_seconds",
                 NUMBER,
@@ -498,6 +501,7 @@ DOCUMENTS = (
                 "or lock.",
                 "nothing",
             ),
+            *_PROBLEMS,
             *(
                 member._replace(when="--dry-run")
                 for member in (
@@ -551,8 +555,8 @@ DOCUMENTS = (
             ),
             *_PARTS,
         ),
-        "Formats other than json print one row, without pulled, and with deployment as text; with "
-        "--dry-run, they print the rows of plan.",
+        "Formats other than json print one row, without problems and pulled, and with deployment "
+        "as text; with --dry-run, they print the rows of plan.",
     ),
     Document(
         "rm",
