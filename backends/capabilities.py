@@ -6,6 +6,7 @@ Use isinstance once per operation, not once per batch.
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -422,6 +423,18 @@ class Mounted(Store):
         """
 
 
+class FileTimes(Store):
+    """Store whose times are times of files, by the clock of their file system."""
+
+    @abstractmethod
+    def clock_ns(self) -> int:
+        """Return the present time of the file system, Unix nanoseconds.
+
+        The first call touches the outer directories. With several file systems, it is the earliest
+        of their times. Raises StoreUnavailable.
+        """
+
+
 class SideFiles(Store):
     """Store that can keep side files, which servers ignore: in its directory, unless `Emptied`."""
 
@@ -478,6 +491,18 @@ def permissions_of(store: Store, *, listing: bool = False) -> Permissions:
     if isinstance(store, FilePermissions):
         return store.readable_by(listing=listing)
     return Permissions()
+
+
+def present_ns(store: Store, *, changes: bool) -> int:
+    """Return the present time to judge the ages of a store's objects by, Unix nanoseconds.
+
+    changes: the command may change the store. Then it is the time of the store's file system, if
+    the store has one. A command that only looks writes nothing, and goes by this host's clock.
+    Raises StoreUnavailable.
+    """
+    if changes and isinstance(store, FileTimes):
+        return store.clock_ns()
+    return time.time_ns()
 
 
 def trust_of(*stores: Store, writes: bool) -> Trust:

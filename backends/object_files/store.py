@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +27,7 @@ from hicachectl.backends.base import (
 from hicachectl.backends.capabilities import (
     Announces,
     FilePermissions,
+    FileTimes,
     Losing,
     Mounted,
     Renames,
@@ -33,6 +35,7 @@ from hicachectl.backends.capabilities import (
     SystemCopy,
     Touch,
 )
+from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, sync_directory
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
@@ -45,7 +48,8 @@ from hicachectl.backends.object_files.reading import READ_FLAGS, FileReader
 from hicachectl.backends.object_files.sizes import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.backends.object_files.writing import FileWriter
-from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Hashable, Iterator
@@ -58,7 +62,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ObjectFiles(
-    Announces, FilePermissions, Losing, Mounted, Renames, Resumable, SystemCopy, Touch
+    Announces, FilePermissions, FileTimes, Losing, Mounted, Renames, Resumable, SystemCopy, Touch
 ):
     """A tree of files, named by their keys; reads and listings create, resize and touch nothing."""
 
@@ -87,6 +91,7 @@ class ObjectFiles(
         self.path = path
         self.url = url
         self.objects = objects
+        self._clock_ns: int | None = None  # the file system's time less `time.monotonic_ns()`
         self._made: list[str] = []  # directories that `create` made, innermost first
         self._faults = Faults(objects)
         self._sizes = MarkedSizes(objects, self._faults)
@@ -154,6 +159,19 @@ class ObjectFiles(
         """Return the permissions common to the directory and all files read."""
         directory = Permissions.within(os.fstat(self.objects.descriptor))
         return directory if listing else self._reader.seen.both(directory)
+
+    def clock_ns(self) -> int:
+        """See `FileTimes`."""
+        if self._clock_ns is None:
+            try:
+                now_ns = min(map(file_system_ns, self.objects.roots))
+            except OSError as error:
+                next_step = "run as the server's user, and check that the file system is writable"
+                raise StoreUnavailable(
+                    failed(self.path, "ask the file system for its time", error, next_step)
+                ) from error
+            self._clock_ns = now_ns - time.monotonic_ns()
+        return self._clock_ns + time.monotonic_ns()
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
         """Limit the modes of new files. listing: also of the directories that `create` made."""

@@ -134,10 +134,8 @@ class Sweeper:
         return found.sorted()
 
     def now_ns(self) -> int:
-        """Return the file system's time, from a new file. Raises OSError."""
-        token = owner_of(self._suffixes[0]) + os.urandom(4).hex().encode()
-        name = self._directory.temporary_name(b"00", token, 0)
-        return file_system_ns(self._directory.descriptor, name)
+        """Return the file system's time. Raises OSError."""
+        return file_system_ns(self._directory.descriptor)
 
     def _sweep(self, descriptor: int, name: str, found: _Found) -> None:
         """Remove a temporary file of the suffixes if its writer must have ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -90,7 +89,7 @@ class Share(click.ParamType[Any]):
 
 
 class PointInTime(click.ParamType[Any]):
-    """A time in ISO 8601, or an age such as 7d, in Unix seconds."""
+    """A time in ISO 8601, or an age such as 7d, in Unix seconds; an `Ago` for an age."""
 
     name = "time"
 
@@ -101,7 +100,9 @@ class PointInTime(click.ParamType[Any]):
         if isinstance(value, float):
             return value
         if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", value):
-            return time.time() - Duration().convert(value, param, ctx)
+            from hicachectl.text.units import Ago
+
+            return Ago(Duration().convert(value, param, ctx))
         try:
             seconds = datetime.fromisoformat(value).timestamp()
         except (ValueError, OverflowError):

@@ -78,6 +78,17 @@ def opened_store(
         yield store
 
 
+def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | None:
+    """Return a time of an option in Unix seconds; an age counts by the clock of the store's times.
+
+    moment: from `PointInTime`. changes: see `present_ns`.
+    """
+    from hicachectl.backends.capabilities import present_ns
+    from hicachectl.text.units import Ago
+
+    return moment.by(present_ns(store, changes=changes)) if isinstance(moment, Ago) else moment
+
+
 def config_of(ctx: click.Context) -> Config:
     """Read the config file, once: it may be a pipe."""
     from hicachectl.backends.urls import load_config

@@ -62,7 +62,7 @@ def migrate(
     )
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
     plan = plan_groups(
-        migration, listed, tables, now_ns=time.time_ns(), on_batch=on_listed, on_wait=on_wait
+        migration, listed, tables, now_ns=migration.now_ns(), on_batch=on_listed, on_wait=on_wait
     )
     if request.dry_run:
         facts = rehearse_part(migration, plan)

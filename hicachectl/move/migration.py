@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.capabilities import present_ns
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.journal import (
@@ -129,6 +130,14 @@ class Migration:
                 f"{counted(self._progress.pages, 'page')}; without --resume, this run did "
                 "not use the journal of that run"
             )
+
+    def now_ns(self) -> int:
+        """Return the present time, which the ages of the source's groups are judged by.
+
+        A copy does not change the source. Raises StoreUnavailable.
+        """
+        changes = self.request.options.move and not self.request.dry_run
+        return present_ns(self.source, changes=changes)
 
     def begin(self) -> Journal:
         """Open this run's journal; remove unfinished writes of earlier runs.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.formats.errors import (
     FormatError,
@@ -21,6 +22,7 @@ from hicachectl.formats.errors import (
 from hicachectl.formats.quarantine import COPYING, DONE, FOLDER, PURGED, RECORD, RUN
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.quarantine import batches, is_purged, runs, sweep
+from hicachectl.text.units import Ago
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,12 +88,15 @@ def list_runs(quarantine: Path) -> PurgeReport:
 def purge_runs(quarantine: Path, before: float, *, dry_run: bool = False) -> PurgeReport:
     """Delete the runs whose last page was removed before a time; complete interrupted purges.
 
-    Unfinished and busy runs, and folders without a record, stay. before: Unix seconds. Raises as
+    Unfinished and busy runs, and folders without a record, stay. before: Unix seconds; an `Ago`
+    counts by the clock of the quarantine's file system, unless this is a dry run. Raises as
     `list_runs`; also FormatError and UntrustedError for an unreadable run, before any change.
     """
     done: list[_Found] = []
     failures: list[tuple[str, str]] = []
     with _opened(quarantine, writes=not dry_run) as directory:
+        if isinstance(before, Ago) and not dry_run:
+            before = before.by(file_system_ns(directory.descriptor))
         for _ in _described(directory):
             pass  # all entries are checked before anything is changed
         for name, run, found in _described(directory):

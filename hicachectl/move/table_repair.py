@@ -117,7 +117,8 @@ def release_leaked(store: Store, *, dry_run: bool, say: Say) -> None:
     server, state = store.table_server(), store.table_state()
     if state is None or server is None:
         return
-    stopped_at_ns = time.time_ns()
+    # The server's clock, which dates the snapshots, may be ahead of this host's.
+    stopped_at_ns = max(time.time_ns(), state.saved_at_ns)
     say("Waiting until the metadata server has saved twice, to release leaked pages")
     earlier = _saved_after(store, stopped_at_ns)
     later = _saved_after(store, earlier.saved_at_ns)

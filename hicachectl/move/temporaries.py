@@ -5,7 +5,6 @@ Servers leave temporary files and cleared objects.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import Resumable, Trailed
+from hicachectl.backends.capabilities import Resumable, Trailed, present_ns
 from hicachectl.checks.names import stale_temporaries
 from hicachectl.move.reports import (
     FAILED,
@@ -55,15 +54,18 @@ def find_temporaries(
     store: Store,
     *,
     before: float | None = None,
+    dry_run: bool = False,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> pa.Table:
     """Return files that `verify` calls stale: key, nbytes, mtime_ns, cleared_ns.
 
     They are temporary files and, with cleared_ns, objects that a `clear` made misses.
     before: Unix seconds; only files last written earlier. Files written or cleared less than
-    GRACE_SECONDS ago are never listed. Raises StoreUnavailable.
+    GRACE_SECONDS ago are never listed. dry_run: the files will not be removed. Raises
+    StoreUnavailable.
     """
-    newest_ns = settled_ns = time.time_ns() - int(GRACE_SECONDS * 1e9)
+    now_ns = present_ns(store, changes=not dry_run)
+    newest_ns = settled_ns = now_ns - int(GRACE_SECONDS * 1e9)
     if before is not None:
         newest_ns = min(newest_ns, int(before * 1e9) - 1)
     found = []

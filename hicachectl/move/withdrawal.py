@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import Trailed, open_mover
+from hicachectl.backends.capabilities import Trailed, open_mover, present_ns
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.quarantine import BEGUN, DONE
 from hicachectl.formats.wording import failed, reason_of
@@ -102,7 +102,7 @@ def remove_groups(
     if dry_run:
         return _rehearsed(groups, plan, listed, mode, place)
     newest_ns = int(groups.newest_ns.max()) if len(groups) else 0
-    live = newest_ns > time.time_ns() - int(LIVE_SECONDS * 1e9)
+    live = newest_ns > present_ns(store, changes=True) - int(LIVE_SECONDS * 1e9)
     memory_bytes = min(buffer_bytes, MEMORY_BYTES)
     with (
         _Worker(store, place, mode, watches=live, memory_bytes=memory_bytes, mark=mark) as worker,
@@ -534,7 +534,8 @@ class _Worker:
 
     def _record(self, groups: RecordedGroups, mode: Mode) -> Record:
         markers = self._markers_of(groups) if mode == "quarantine" else ()
-        return Record(self._store.url, self._store.grammar, mode, time.time(), groups, markers)
+        began = present_ns(self._store, changes=True) / 1e9
+        return Record(self._store.url, self._store.grammar, mode, began, groups, markers)
 
     def _markers_of(self, groups: RecordedGroups) -> tuple[Marker, ...]:
         """Return the markers of the objects' trailers, and one for each size of an object.

@@ -137,7 +137,7 @@ class MigrateJob:
             needs_pages=self._request.needs_pages,
             on_batch=on_listed,
         )
-        listing_ns = time.time_ns()
+        listing_ns = migration.now_ns()
         migration.stores.refuse_destination(listed.listing.table, on_batch=on_listed)
         found, _ = check_tables(source, saved_tables(source), grace_seconds=0)
         return Published(

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Ago(float):
+    """A time that was given as an age: Unix seconds by this host's clock.
+
+    seconds: the age.
+    """
+
+    seconds: float
+
+    def __new__(cls, seconds: float) -> Self:
+        """Return the time some seconds ago."""
+        ago = super().__new__(cls, time.time() - seconds)
+        ago.seconds = seconds
+        return ago
+
+    def by(self, now_ns: int) -> float:
+        """Return the time so long ago by another clock. now_ns: its present Unix nanoseconds."""
+        return now_ns / 1e9 - self.seconds
 
 
 def human_size(nbytes: int | None) -> str:

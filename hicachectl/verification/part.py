@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Losing
+from hicachectl.backends.capabilities import Losing, present_ns
 from hicachectl.checks.findings import SCHEMA, combine_named, name_findings
 from hicachectl.checks.placing import placed
 from hicachectl.checks.registry import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class RunStart:
     """State before the listing.
 
-    now_ns: Unix time; listing_ns: duration of the listing. began: `time.monotonic()` of this
+    now_ns: by `present_ns`; listing_ns: duration of the listing. began: `time.monotonic()` of this
     process; in a process that did not list, when its part began. age_seconds: from the begin of the
     listing until then, at least. tables: page tables, if a check needs them.
     """
@@ -107,7 +107,7 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
     """
     if ReadingReasons.of(store, request):  # before a long listing, and for an empty store too
         refuse_missing(request.devices)
-    began, now_ns = time.monotonic(), time.time_ns()
+    began, now_ns = time.monotonic(), present_ns(store, changes=request.changes)
     tables = saved_tables(store) if first and GROUPS.name in request.checks else None
     return RunStart(now_ns=now_ns, began=began, tables=tables)
 

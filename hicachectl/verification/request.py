@@ -26,7 +26,8 @@ class VerifyRequest:
     overwrite each other's. checks: names of check groups. identity: fields that show a rewrite if
     one differs from its recorded value; empty: all fields of the store. time_limit_seconds: no read
     begins after this time. repairs: note each object's version. allow_empty: accept a store without
-    pages. devices: from
+    pages. changes: the run may remove pages, so that the clock of the store's file system decides
+    about their ages. devices: from
     `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
     """
 
@@ -43,6 +44,7 @@ class VerifyRequest:
     weights_version: str = ""
     repairs: bool = False
     allow_empty: bool = False
+    changes: bool = False
     devices: tuple[str, ...] = ("cpu",)
     device_bytes: int = DEFAULT_DEVICE_BYTES
     buffer_bytes: int = DEFAULT_BUFFER_BYTES

@@ -38,6 +38,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.session import (
     bytes_progress,
+    moment_of,
     opened,
     progress,
     remark,
@@ -326,7 +327,9 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
             model=options["model"],
             pool=options["pool"],
             page=options["page"],
-            since=options["since"],
+            since=moment_of(
+                source, options["since"], changes=options["move"] and not options["dry_run"]
+            ),
         ),
         pages=None if options["pages_from"] is None else read_page_list(options["pages_from"]),
         grace_seconds=options["grace"],

@@ -25,7 +25,14 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.precedence import contradiction_remark, on_command_line
-from hicachectl.cli.session import opened, progress, remark, remark_wait, store_name
+from hicachectl.cli.session import (
+    moment_of,
+    opened,
+    progress,
+    remark,
+    remark_wait,
+    store_name,
+)
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK, STATES
@@ -233,6 +240,8 @@ def command(
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
             earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
             earlier.begin()
+            before = moment_of(source, options["before"], changes=not dry_run)
+            options |= {"before": before, "dry_run": dry_run}
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
             removal = plan(ctx, source, options)
             started = time.monotonic()
@@ -320,7 +329,9 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
 
     _refuse_without_times(store, options)
     with progress(ctx, "listing", " objects") as advance:
-        stale = find_temporaries(store, before=options["before"], on_batch=advance)
+        stale = find_temporaries(
+            store, before=options["before"], dry_run=options["dry_run"], on_batch=advance
+        )
     if not store.traits.lists_temporaries:
         remark(ctx, f"{store.url}: only file stores have temporary files")
     elif not len(stale):
@@ -379,6 +390,7 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
 
 
 def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned:
+    from hicachectl.backends.capabilities import present_ns
     from hicachectl.pages.group_table import WHOLE
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.in_flight import (
@@ -398,7 +410,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     columns = tuple(wanted & store.traits.columns)
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
     decides = options["trace"] or options["token_ids"] or options["state"]
-    now_ns, began = time.time_ns(), time.monotonic()
+    now_ns, began = present_ns(store, changes=not options["dry_run"]), time.monotonic()
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(
             store,

@@ -67,6 +67,7 @@ from hicachectl.cli.options import (
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import (
     bytes_progress,
+    moment_of,
     opened,
     progress,
     remark,
@@ -453,6 +454,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.sampling import Sample
 
+    changes = options["repair"] != "none" and not options["dry_run"]
     path, catalog = options["catalog"], None
     if path is not None and (options["shard"] or options["ray"]) is not None:
         catalog = NO_ENTRIES
@@ -471,7 +473,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
             model=options["model"],
             pool=options["pool"],
             page=options["page"],
-            since=options["since"],
+            since=moment_of(store, options["since"], changes=changes),
         ),
         grace_seconds=options["grace"],
         sample=(
@@ -484,6 +486,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         weights_version=options["weights_version"] or "",
         repairs=options["repair"] != "none",
         allow_empty=options["allow_empty"],
+        changes=changes,
         devices=parse_devices(options["device"]),
         device_bytes=options["device_bytes"],
         buffer_bytes=options["buffer_bytes"],
