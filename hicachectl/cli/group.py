@@ -82,7 +82,9 @@ class LazyGroup(Group):
 )
 @click.version_option(__version__, prog_name="hicachectl", message="%(prog)s %(version)s")
 @own_setting("-v", "--verbose", count=True, help="Log more on stderr; -vv adds debug messages.")
-@own_setting("-q", "--quiet", is_flag=True, help="Print only errors on stderr.")
+@own_setting(
+    "-q", "--quiet", is_flag=True, help="Print no remarks, and no table of a run that ends with 0."
+)
 @own_setting(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),

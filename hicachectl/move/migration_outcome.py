@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -78,12 +78,14 @@ class MigrationOutcome:
     """Outcome of a migration or dry run.
 
     document: the command's JSON. problems: conflicts and failures. remarks: other messages.
+    undone: those of the remarks that say what was not copied.
     journal: path, if the migration is incomplete.
     """
 
     document: dict[str, Any]
     problems: list[Problem]
     remarks: list[str]
+    undone: list[str] = field(default_factory=list)
     journal: Path | None = None
 
     @property
@@ -95,10 +97,21 @@ class MigrationOutcome:
 
     @property
     def messages(self) -> Iterator[str]:
-        """Yield the remarks and the first problems."""
+        """Yield the remarks, the first problems, and how to continue."""
         yield from self.remarks
+        yield from self._troubles()
+
+    @property
+    def not_done(self) -> list[str]:
+        """The messages on what was not copied."""
+        return [*self.undone, *self._troubles()]
+
+    def _troubles(self) -> Iterator[str]:
         document = self.document
         yield from problem_lines(self.problems, document["failed"] + document["conflicts"])
+        if self.journal is not None:
+            how = "continue with the same command and --resume"
+            yield f"Not complete; {how} (journal {self.journal})"
 
     def rows(self) -> pa.Table:
         """Return the problems of the document, one a row."""
@@ -122,12 +135,12 @@ class MigrationOutcome:
         yield "; ".join(parts)
 
 
-def not_begun(source: str, destination: str) -> MigrationOutcome:
-    """Return the outcome of a migration between two URLs whose lock is held."""
+def not_begun(source: str, destination: str, why: str) -> MigrationOutcome:
+    """Return the outcome of a migration between two URLs whose lock is held. why: the message."""
     document: dict[str, Any] = {"source": source, "destination": destination}
     document |= dict.fromkeys(_COUNTS, 0)
     document |= {"seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
-    return MigrationOutcome({**document, "problems": []}, [], [])
+    return MigrationOutcome({**document, "problems": []}, [], [why], [why])
 
 
 def outcome_of(
@@ -157,11 +170,13 @@ def outcome_of(
         known = [part.estimated_seconds for part in parts if part.estimated_seconds is not None]
         document["estimated_seconds"] = max(known, default=None)
     said = dict.fromkeys(remark for part in parts for remark in part.remarks)
-    remarks = [*_not_copied(parts, destination, labelled), *said]
+    locked = (remark for part in parts if part.stopped_by == LOCK for remark in part.remarks)
+    undone = [*_not_copied(parts, destination, labelled), *locked]
+    remarks = list(dict.fromkeys([*undone, *said]))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
     if dry_run and free:
         remarks += filter(None, [lack_of_room(destination, document["bytes"], min(free))])
-    return MigrationOutcome(document, problems, remarks)
+    return MigrationOutcome(document, problems, remarks, undone)
 
 
 def lack_of_room(destination: str, nbytes: int, free: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,6 +71,7 @@ class Merged:
     """Outcome of a whole run.
 
     document: the command's, with the member `rows_name` for rows. failed: exit status 4.
+    undone: those of the remarks that say what was not done. dry_run: whether nothing was changed.
     lines: returns the lines of the `table` format; takes the terminal, and what to show
         of findings.
     write_catalog: writes the recorded digests to a file as `save_catalog` does, and returns as it
@@ -85,6 +86,8 @@ class Merged:
     failed: bool
     lines: Callable[[Screen, Shown], Iterator[str]]
     write_catalog: Callable[[Path, Permissions, bool], str] | None = None
+    undone: Sequence[str] = ()
+    dry_run: bool = False
     command: str = ""
 
 

@@ -95,6 +95,8 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         remarks=list(outcome.messages),
         failed=not outcome.all_well,
         lines=lines,
+        undone=outcome.not_done,
+        dry_run=options.dry_run,
     )
 
 

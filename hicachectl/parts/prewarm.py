@@ -29,6 +29,7 @@ from hicachectl.prewarming.outcome import DEADLINE, FinishFacts, PlanFacts, Slic
 from hicachectl.prewarming.slice_copy import SliceCopy
 from hicachectl.prewarming.slices import Slice, read_chains, read_plan, slice_tables, write_plan
 from hicachectl.prewarming.warming import Warming, plan_prewarm
+from hicachectl.text.vocabulary import BUDGET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -75,13 +76,18 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     )
     if finish is None:
         outcome.document["complete"] = False
+    failed = finish is None or outcome.failed(options.min_usable)
+    summary, gate = outcome.summary(), _gate(outcome, finish, options)
+    cut = failed or outcome.document["stopped_by"] not in (None, BUDGET)
+    unfinished = restorable.remarks if finish is None else []
     return Merged(
         document=outcome.document,
         rows=outcome.rows(),
         rows_name="plan",
-        remarks=[*outcome.messages, outcome.summary(), *_gate(outcome, finish, options)],
-        failed=finish is None or outcome.failed(options.min_usable),
+        remarks=[*outcome.messages, summary, *gate],
+        failed=failed,
         lines=lambda screen, shown: outcome.lines(),
+        undone=[*unfinished, *outcome.troubles, *([summary] if cut else []), *gate],
     )
 
 

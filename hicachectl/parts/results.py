@@ -11,7 +11,7 @@ from hicachectl.parts.job import kind_of
 from hicachectl.parts.records import Record, RecordForm, StageResult, load, save
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.job import Kind, Merged
     from hicachectl.parts.manifest import Manifest
+    from hicachectl.text.tables import Screen
+    from hicachectl.verification.report_text import Shown
 
 PLAN = "plan"
 FINISH = "finish"
@@ -133,13 +135,22 @@ def merge_run(run: RunDirectory) -> Merged:
     undone = [part for part, record in results.items() if not record.form.settled]
     if undone:
         said = f"{run.path}: {_spans(undone)} of {manifest.parts}: not complete; run again"
-        merged = replace(merged, remarks=[said, *merged.remarks])
+        merged = _with_undone(merged, said)
     document = {**merged.document, "parts": manifest.parts, "missing_parts": missing}
     if not missing:
         return replace(merged, document=document)
     document["complete"] = False
     said = f"{run.path}: {_spans(missing)} of {manifest.parts}: no result; run the missing parts"
-    return replace(merged, document=document, failed=True, remarks=[said, *merged.remarks])
+
+    def lines(screen: Screen, shown: Shown) -> Iterator[str]:
+        yield from merged.lines(screen, shown)
+        yield f"Incomplete: {_spans(missing)} of {manifest.parts} without a result"
+
+    return replace(_with_undone(merged, said), document=document, failed=True, lines=lines)
+
+
+def _with_undone(merged: Merged, said: str) -> Merged:
+    return replace(merged, remarks=[said, *merged.remarks], undone=[said, *merged.undone])
 
 
 def _spans(parts: Sequence[int]) -> str:

@@ -203,6 +203,8 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         failed=report.fails(options.fail_on),
         lines=lines,
         write_catalog=None if facts.records is None else write,
+        undone=report.undone,
+        dry_run=bool(options.dry_run),
     )
 
 

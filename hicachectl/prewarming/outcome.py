@@ -14,14 +14,13 @@ from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.naming import deployment_text
 from hicachectl.requests.gate import failed_text, passes, usable_share, usable_text
 from hicachectl.text.units import counted, human_size
-from hicachectl.text.vocabulary import LOCK
+from hicachectl.text.vocabulary import BUDGET, LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hicachectl.pages.inventory import IntArray
 
-BUDGET = "budget"
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
@@ -117,7 +116,12 @@ class PrewarmOutcome:
     @property
     def messages(self) -> list[str]:
         """The remarks and the first problems."""
-        return [*self.remarks, *problem_lines(self.problems, self.document["failed"])]
+        return [*self.remarks, *self.troubles]
+
+    @property
+    def troubles(self) -> list[str]:
+        """The first problems."""
+        return list(problem_lines(self.problems, self.document["failed"]))
 
     def failed(self, min_usable: float | None) -> bool:
         """Return whether pages or servers failed, or less than this share of tokens is usable."""

@@ -2,6 +2,7 @@
 
 STATES = ("whole", "partial", "orphan", "unknown")  # of page groups
 LOCK = "lock"  # `stopped_by` of a run that another process's lock prevented
+BUDGET = "budget"  # `stopped_by` of a prewarm that copied all that its budget allows
 NEVER = "never"  # `--fail-on`: no finding fails the run
 
 # Columns that `ls --sort-by` takes, by what is listed; nested ones are left out.

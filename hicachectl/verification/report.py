@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from hicachectl.verification.request import VerifyRequest
 
 
+# Members of skipped_checks that are no check that cannot run.
+_UNDONE = ("everything", "in-flight", "unread-objects")
+
+
 class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a store that a report needs when the store is closed.
 
@@ -67,11 +71,13 @@ class VerifyReport:
     """Result of a verification; `document` has the members of the JSON contract.
 
     placed: findings of `checks.findings.PLACED_SCHEMA`. unrepaired: whether a repair failed.
+    undone: those of the remarks that say what was not checked although it could have been.
     """
 
     document: dict[str, Any]
     placed: pa.Table
     remarks: tuple[str, ...]
+    undone: tuple[str, ...]
     unrepaired: bool
 
     @property
@@ -181,13 +187,14 @@ def report_of(
         "skipped_checks": list(skipped),
         "counts": {one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},
     }
-    reasons = (
-        why if check == "everything" else f"{check}: {why}" for check, why in skipped.items()
-    )
+    reasons = {
+        check: why if check == "everything" else f"{check}: {why}" for check, why in skipped.items()
+    }
     return VerifyReport(
         document=document,
         placed=found,
-        remarks=(*facts.remarks, *reasons),
+        remarks=(*facts.remarks, *reasons.values()),
+        undone=tuple(why for check, why in reasons.items() if check in _UNDONE),
         unrepaired=facts.unrepaired,
     )
 

@@ -29,7 +29,7 @@ from hicachectl.formats.profile import parse_profile
 from hicachectl.move import purge, reports
 from hicachectl.move.migration_outcome import FULL
 from hicachectl.prewarming import outcome
-from hicachectl.text.vocabulary import LOCK
+from hicachectl.text.vocabulary import BUDGET, LOCK
 from tests.backends.http_scripts import serving
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.parts.runs import CommandRun
@@ -338,7 +338,7 @@ def test_a_document_has_the_members_of_the_page(
         (
             "prewarm",
             "stopped_by",
-            (outcome.BUDGET, outcome.DEADLINE, outcome.FULL, outcome.EVICTS, LOCK),
+            (BUDGET, outcome.DEADLINE, outcome.FULL, outcome.EVICTS, LOCK),
         ),
         ("migrate", "stopped_by", (FULL, LOCK)),
         ("verify", "stopped_by", ("deadline", LOCK)),

@@ -67,13 +67,12 @@ def command(
     refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
     with RunDirectory.existing(run) as opened:
         merged = merge_run(opened)
-        for text in merged.remarks:
-            remark(ctx, text)
         if catalog is not None:
             permissions = opened.permissions()
             merged = write_catalog(ctx, merged, catalog, permissions, allow_shrink=allow_shrink)
         elif merged.write_catalog is not None:
-            remark(ctx, "The run recorded digests; write them with --catalog FILE")
+            text = "The run recorded digests, which are not written; write them with --catalog FILE"
+            remark(ctx, text, failure=True)
         write_merged(
             ctx,
             merged,

@@ -155,7 +155,7 @@ def command(
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.
     """
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_result
 
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
@@ -169,9 +169,10 @@ def command(
         if not is_ours:
             from hicachectl.move.migration_outcome import not_begun
 
-            remark(ctx, lock_held(options["lock"]))
             outcome: MigrationOutcome | None = not_begun(
-                store_name(ctx, source), store_name(ctx, destination)
+                store_name(ctx, source),
+                store_name(ctx, destination),
+                lock_held(options["lock"]),
             )
         elif on_cluster:
             _on_cluster(ctx, source, destination, options, output_format, output)
@@ -180,9 +181,13 @@ def command(
             outcome = _between(ctx, source, destination, options)
     if outcome is None:
         return
-    _say(ctx, outcome)
-    write_document(
+    write_result(
+        ctx,
         outcome.document,
+        remarks=outcome.messages,
+        undone=outcome.not_done,
+        failed=not outcome.all_well,
+        dry_run=options["dry_run"],
         rows=outcome.rows(),
         name="problems",
         output_format=output_format,
@@ -225,7 +230,7 @@ def _part(
                 [facts], origin.url, target.url, labelled=facts.matched, dry_run=request.dry_run
             )
             for text in (*outcome.messages, *outcome.lines()):
-                remark(ctx, text)
+                remark(ctx, text, failure=True)
             ctx.exit(FINDINGS)
 
 
@@ -349,11 +354,3 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
             trailers=options["trailers"],
         ),
     )
-
-
-def _say(ctx: click.Context, outcome: MigrationOutcome) -> None:
-    for text in outcome.messages:
-        remark(ctx, text)
-    if outcome.journal is not None:
-        remark(ctx, f"Not complete; continue with the same command and --resume "
-                    f"(journal {outcome.journal})")  # fmt: skip

@@ -131,7 +131,7 @@ def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordFor
     elif outcome.record.settled:
         say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
-        say(f"{name} is not complete; run it again")
+        remark(ctx, f"{name} is not complete; run it again", failure=True)
     return outcome.record
 
 
@@ -175,8 +175,6 @@ def do_on_cluster(
                     "The next run starts over; give --run DIR to continue one")  # fmt: skip
             raise
         merged = driver.merged()
-        for text in merged.remarks:
-            say(text)
         if options.get("update_catalog"):
             merged = write_catalog(
                 ctx,
@@ -248,15 +246,20 @@ def write_merged(
     limit, all_findings: see `findings_options`.
     """
     from hicachectl.cli.metrics import write_metrics_of
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_result
     from hicachectl.verification.report_text import DEFAULT_LIMIT, Shown
 
     shown = Shown(limit or DEFAULT_LIMIT, all_findings)
     if metrics_file is not None:
         succeeded = not merged.failed
         write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
-    write_document(
+    write_result(
+        ctx,
         merged.document,
+        remarks=merged.remarks,
+        undone=merged.undone,
+        failed=merged.failed,
+        dry_run=merged.dry_run,
         rows=merged.rows,
         name=merged.rows_name,
         output_format=output_format,
@@ -285,7 +288,7 @@ def write_catalog(
             "--catalog: the run recorded no digests; give its parts --catalog and --update-catalog"
         )
     if merged.document["missing_parts"]:
-        remark(ctx, f"{path}: not written, because parts of the run are missing")
+        remark(ctx, f"{path}: not written, because parts of the run are missing", failure=True)
     elif why := merged.write_catalog(path, readable_by, allow_shrink):
         remark(ctx, why, failure=True)
         return replace(merged, failed=True)

@@ -218,7 +218,7 @@ def command(
     on_cluster = is_on_cluster(ctx, options, undivided=("dry_run",))
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
-            _write_lock_held(ctx, source, destination, output_format, output)
+            _write_lock_held(ctx, source, destination, options, output_format, output)
             return
         if shard is not None or on_cluster:
             _do_divided(ctx, source, destination, shard, options, output_format, output)
@@ -254,15 +254,16 @@ def _write_lock_held(
     ctx: click.Context,
     source: str | None,
     destination: str,
+    options: dict[str, Any],
     output_format: str,
     output: Path | None,
 ) -> None:
     """Write the document of a run that a lock prevented."""
     from hicachectl.prewarming.outcome import not_begun
 
-    remark(ctx, lock_held(ctx.params["lock"]))
     origin = None if source is None else store_name(ctx, source)
-    write_outcome(not_begun(origin, store_name(ctx, destination)), output_format, output)
+    outcome = not_begun(origin, store_name(ctx, destination))
+    write_outcome(ctx, outcome, options, output_format, output, undone=[lock_held(options["lock"])])
 
 
 def _plan_trace(
@@ -325,7 +326,7 @@ def _worked(
             ):
                 outcome = prewarm(origin, target, request, on_listed=on_listed, on_copied=on_copied)
     for text in outcome.messages:
-        remark(ctx, text)
+        remark(ctx, text, failure=text in outcome.troubles)
     if servers and outcome.interruption is None:
         _pull(ctx, servers, request.target, wanted, outcome, options, started)
     return outcome
@@ -445,9 +446,9 @@ def _say_unfinished(ctx: click.Context, source: str, destination: str, record: R
     facts = convert(record.facts, SliceFacts, "The result")
     outcome = outcome_of(PlanFacts(), [facts], FinishFacts(), source, destination, 0.0)
     for text in outcome.messages:
-        remark(ctx, text)
+        remark(ctx, text, failure=True)
     if facts.stopped_by:
-        remark(ctx, f"Stopped: {facts.stopped_by}")
+        remark(ctx, f"Stopped: {facts.stopped_by}", failure=True)
     ctx.exit(FINDINGS)
 
 

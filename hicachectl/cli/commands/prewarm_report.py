@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.cli.session import remark
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import click
@@ -24,15 +23,27 @@ def write_report(
     output: Path | None,
 ) -> None:
     """Write the metrics, the summary and the document."""
+    from hicachectl.cli.output import undone_line
+
     if options["metrics_file"]:
         from hicachectl.cli.metrics import write_prewarm_metrics
 
         succeeded = outcome.interruption is None and not is_failed(outcome, options)
         write_prewarm_metrics(options["metrics_file"], outcome.document, succeeded=succeeded)
-    remark(ctx, outcome.summary(dry_run=options["dry_run"]), failure=is_failed(outcome, options))
-    for text in outcome.gate(options["min_usable"], dry_run=options["dry_run"]):
-        remark(ctx, text, failure=True)
-    write_outcome(outcome, output_format, output, with_plan=options["dry_run"])
+    failed, dry_run = is_failed(outcome, options), options["dry_run"]
+    summary = outcome.summary(dry_run=dry_run)
+    gate = outcome.gate(options["min_usable"], dry_run=dry_run)
+    undone = [summary, *gate] if failed or undone_line(outcome.document) else gate
+    write_outcome(
+        ctx,
+        outcome,
+        options,
+        output_format,
+        output,
+        remarks=[summary],
+        undone=undone,
+        failed=failed,
+    )
 
 
 def is_failed(outcome: PrewarmOutcome, options: dict[str, Any]) -> bool:
@@ -46,16 +57,29 @@ def is_failed(outcome: PrewarmOutcome, options: dict[str, Any]) -> bool:
 
 
 def write_outcome(
-    outcome: PrewarmOutcome, output_format: str, output: Path | None, *, with_plan: bool = False
+    ctx: click.Context,
+    outcome: PrewarmOutcome,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
+    *,
+    remarks: Sequence[str] = (),
+    undone: Sequence[str] = (),
+    failed: bool = False,
 ) -> None:
-    """Write the document; with_plan: with the rows of the plan."""
-    from hicachectl.cli.output import write_document
+    """Write the document; that of a dry run has the rows of the plan. See `write_result`."""
+    from hicachectl.cli.output import write_result
 
     document, rows = outcome.document, outcome.rows()
-    if with_plan and outcome.plan is not None:
+    if options["dry_run"] and outcome.plan is not None:
         document, rows = {**document, _PLAN: None}, outcome.plan
-    write_document(
+    write_result(
+        ctx,
         document,
+        remarks=remarks,
+        undone=undone,
+        failed=failed,
+        dry_run=options["dry_run"],
         rows=rows,
         name=_PLAN,
         output_format=output_format,

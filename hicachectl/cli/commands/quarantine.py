@@ -61,8 +61,9 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
     directory = quarantine_directory(ctx, quarantine)
     report = list_runs(directory)
     document = {"quarantine": str(directory), **_sums(report.rows), "runs": None}
-    _write(document, report, output_format, output, "in quarantine")
-    _remark_rest(ctx, report)
+    for text in _left_alone(report):
+        remark(ctx, text)
+    _write_list(document, report, output_format, output)
 
 
 @command.command("purge")
@@ -95,6 +96,7 @@ def purge(
     purged run can be restored. Unfinished and busy runs, and folders without a record, stay. The
     exit status is 4 if a run could not be deleted.
     """
+    from hicachectl.cli.output import write_result
     from hicachectl.move.purge import RUNS, WOULD_PURGE, PurgeReport, purge_runs
     from hicachectl.text.units import counted, human_size
 
@@ -102,8 +104,7 @@ def purge(
     directory = quarantine_directory(ctx, quarantine)
     with locked(lock) as is_ours:
         if not is_ours:
-            remark(ctx, lock_held(lock))
-            report = PurgeReport(RUNS.empty_table())
+            report, undone = PurgeReport(RUNS.empty_table()), [lock_held(lock)]
         else:
             if not (yes or dry_run):
                 found = _sums(_of_state(purge_runs(directory, before, dry_run=True), WOULD_PURGE))
@@ -113,9 +114,10 @@ def purge(
                     f" ({human_size(found['bytes'])}) from {directory} for good?"
                 )
                 if found["count"] and not agreed(question, yes=yes, dry_run=dry_run):
-                    remark(ctx, "Nothing was deleted")
+                    remark(ctx, "Nothing was deleted", failure=True)
                     return
             report = purge_runs(directory, before, dry_run=dry_run)
+            undone = [*_left_alone(report), *(f"{run}: {why}" for run, why in report.failures)]
     done = _of_state(report, WOULD_PURGE if dry_run else "purged")
     document = {
         "quarantine": str(directory),
@@ -126,10 +128,18 @@ def purge(
         "dry_run": dry_run,
         "runs": None,
     }
-    _write(document, report, output_format, output, f"{'would be ' * dry_run}deleted")
-    _remark_rest(ctx, report)
-    for run, why in report.failures:
-        remark(ctx, f"{run}: {why}")
+    write_result(
+        ctx,
+        document,
+        undone=undone,
+        failed=bool(report.failures),
+        dry_run=dry_run,
+        rows=report.rows,
+        name="runs",
+        output_format=output_format,
+        output=output,
+        text=lambda screen: _lines(document, report, f"{'would be ' * dry_run}deleted", screen),
+    )
     if dry_run:
         remark(ctx, "Dry run: nothing was deleted")
     if report.failures:
@@ -150,12 +160,8 @@ def _sums(rows: pa.Table) -> dict[str, int]:
     return {"count": len(rows), **sums}
 
 
-def _write(
-    document: dict[str, Any],
-    report: PurgeReport,
-    output_format: str,
-    output: Path | None,
-    what: str,
+def _write_list(
+    document: dict[str, Any], report: PurgeReport, output_format: str, output: Path | None
 ) -> None:
     from hicachectl.cli.output import write_document
 
@@ -165,7 +171,7 @@ def _write(
         name="runs",
         output_format=output_format,
         output=output,
-        text=lambda screen: _lines(document, report, what, screen),
+        text=lambda screen: _lines(document, report, "in quarantine", screen),
     )
 
 
@@ -184,14 +190,17 @@ def _lines(
     yield f"{runs}, {pages}, {objects}, {human_size(document['bytes'])} {what}{stopped}"
 
 
-def _remark_rest(ctx: click.Context, report: PurgeReport) -> None:
+def _left_alone(report: PurgeReport) -> Iterator[str]:
+    """Yield what was left alone, and why."""
     from hicachectl.move.purge import BUSY, UNFINISHED
     from hicachectl.move.reports import unrecorded_remarks
 
     for run in _of_state(report, UNFINISHED).column("run").to_pylist():
-        remark(ctx, f"{run}: its removal was interrupted; it is left alone until verify "
-                    "--repair or rm has completed it")  # fmt: skip
+        yield (
+            f"{run}: its removal was interrupted; it is left alone until verify --repair or rm has "
+            "completed it"
+        )
     for run in _of_state(report, BUSY).column("run").to_pylist():
-        remark(ctx, f"{run}: another process is working on it; run again after it has ended")
-    for text in (*report.unreadable, *unrecorded_remarks(report.unrecorded)):
-        remark(ctx, text)
+        yield f"{run}: another process is working on it; run again after it has ended"
+    yield from report.unreadable
+    yield from unrecorded_remarks(report.unrecorded)

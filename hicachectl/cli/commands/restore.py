@@ -83,7 +83,7 @@ def command(
     Restoring does not repair: the page has the same fault as before. A page counts as new when it
     is back, also if a server cleared the store while it was in quarantine.
     """
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_result
     from hicachectl.move.reports import GroupReport, unrecorded_remarks
     from hicachectl.move.restore import restore_groups
     from hicachectl.profiles.sources import profile_from_options
@@ -92,9 +92,10 @@ def command(
     require_consent(yes=yes, dry_run=dry_run)
     wanted = _wanted(pages)
     directory = quarantine_directory(ctx, quarantine)
+    undone = []
     with locked(lock) as is_ours:
         if not is_ours:
-            remark(ctx, lock_held(lock))
+            undone.append(lock_held(lock))
             outcome, name, seconds = GroupReport(), store_name(ctx, store), 0.0
         else:
             with opened(ctx, store) as source:
@@ -105,7 +106,7 @@ def command(
                     found = restore(dry_run=True)
                     asks = len(found.rows) > 0
                     if asks and not agreed(_question(found, name), yes=yes, dry_run=dry_run):
-                        remark(ctx, "Nothing was restored")
+                        remark(ctx, "Nothing was restored", failure=True)
                         return
                 with progress(ctx, "restoring", " pages") as advance:
                     outcome = restore(dry_run=dry_run, on_progress=advance)
@@ -126,31 +127,39 @@ def command(
         "dry_run": dry_run,
         "groups": None,
     }
-    write_document(
+    if is_ours and not len(outcome.rows) and not outcome.busy:
+        if pages is None:
+            remark(ctx, f"{directory}: no quarantined page")
+        else:
+            undone.append(f"{directory}: no page that matches --pages {pages}")
+    if outcome.busy:
+        busy = counted(outcome.busy, "quarantined run")
+        undone.append(
+            f"{directory}: another process is working on {busy}; run again after it has ended"
+        )
+    if outcome.purged:
+        runs = counted(outcome.purged, "run")
+        undone.append(
+            f"{directory}: {runs} left alone, because a purge was interrupted; complete it with "
+            "hicachectl quarantine purge"
+        )
+    undone += unrecorded_remarks(outcome.unrecorded)
+    failed = outcome.conflicts > 0 or outcome.failed > 0
+    write_result(
+        ctx,
         document,
+        undone=undone,
+        failed=failed,
+        dry_run=dry_run,
         rows=outcome.rows,
         name="groups",
         output_format=output_format,
         output=output,
         text=lambda screen: _lines(document, outcome, screen),
     )
-    if is_ours and not len(outcome.rows) and not outcome.busy:
-        what = "no quarantined page" if pages is None else f"no page that matches --pages {pages}"
-        remark(ctx, f"{directory}: {what}")
-    if outcome.busy:
-        busy = counted(outcome.busy, "quarantined run")
-        remark(
-            ctx, f"{directory}: another process is working on {busy}; run again after it has ended"
-        )
-    if outcome.purged:
-        runs = counted(outcome.purged, "run")
-        remark(ctx, f"{directory}: {runs} left alone, because a purge was interrupted; "
-                    "complete it with hicachectl quarantine purge")  # fmt: skip
-    for text in unrecorded_remarks(outcome.unrecorded):
-        remark(ctx, text)
     if dry_run:
         remark(ctx, "Dry run: nothing was restored")
-    if outcome.conflicts or outcome.failed:
+    if failed:
         ctx.exit(FINDINGS)
 
 

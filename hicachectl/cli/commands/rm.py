@@ -38,7 +38,7 @@ from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK, STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from hicachectl.backends.base import Store
@@ -234,8 +234,9 @@ def command(
     require_consent(yes=yes, dry_run=dry_run)
     with locked(lock) as is_ours:
         if not is_ours:
-            remark(ctx, lock_held(lock))
-            _write_lock_held(store_name(ctx, store), dry_run, output_format, output)
+            _write_lock_held(
+                ctx, store_name(ctx, store), lock_held(lock), dry_run, output_format, output
+            )
             return
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
             earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
@@ -246,21 +247,23 @@ def command(
             removal = plan(ctx, source, options)
             started = time.monotonic()
             if not earlier.agreed(removal.question):
-                remark(ctx, "Nothing was removed")
+                remark(ctx, "Nothing was removed", failure=True)
                 return
             outcome = removal.remove(dry_run)
+        short = removal.freeing is not None and _falls_short(ctx, removal.freeing, outcome)
+        failed = bool(outcome.failures or outcome.remaining or short)
         _write(
+            ctx,
             _document(source.url, outcome, time.monotonic() - started, dry_run, removal),
             outcome,
+            undone=list(_left_alone(removal, outcome, temporaries=options["temporaries"])),
+            failed=failed,
             output_format=output_format,
             output=output,
         )
     if dry_run:
         remark(ctx, "Dry run: nothing was removed")
-    if outcome.kept:
-        remark(ctx, _kept(outcome, temporaries=options["temporaries"]), failure=True)
-    short = removal.freeing is not None and _falls_short(ctx, removal.freeing, outcome)
-    if outcome.failures or outcome.remaining or short:
+    if failed:
         ctx.exit(FINDINGS)
 
 
@@ -515,13 +518,6 @@ def _remark_choice(
             f"{counted(unjudged, 'page')} of other deployments than the profile's left alone: they "
             "may be partial; give the profile of their servers",
         )
-    if choice.in_flight:
-        remark(
-            ctx,
-            f"{counted(choice.in_flight, 'page')} in flight left alone: not whole, and servers "
-            "may still be writing them (--grace); run again later",
-            failure=True,
-        )
 
 
 def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
@@ -548,11 +544,18 @@ def _refuse_to_empty(
         )
 
 
-def _kept(outcome: GroupReport, *, temporaries: bool) -> str:
+def _left_alone(removal: _Removal, outcome: GroupReport, *, temporaries: bool) -> Iterator[str]:
+    """Yield what was left because servers write or wrote to it."""
     from hicachectl.text.units import counted
 
-    noun = "file" if temporaries else "page"
-    return f"{counted(outcome.kept, noun)} left alone: written to after the listing"
+    if removal.in_flight:
+        yield (
+            f"{counted(removal.in_flight, 'page')} in flight left alone: not whole, and servers "
+            "may still be writing them (--grace); run again later"
+        )
+    if outcome.kept:
+        noun = "file" if temporaries else "page"
+        yield f"{counted(outcome.kept, noun)} left alone: written to after the listing"
 
 
 def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> bool:
@@ -562,7 +565,8 @@ def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> 
     lacking = freeing.lacking(outcome.kept_bytes)
     if lacking and outcome.kept:
         kept = f"{counted(outcome.kept, 'page')} ({human_size(outcome.kept_bytes)})"
-        remark(ctx, f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}")
+        text = f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
+        remark(ctx, text, failure=True)
     return lacking > 0
 
 
@@ -633,7 +637,14 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
     return f"remove {counted(len(plan.groups), 'page')} ({nbytes}) from {store.url}"
 
 
-def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path | None) -> None:
+def _write_lock_held(
+    ctx: click.Context,
+    store: str,
+    why: str,
+    dry_run: bool,
+    output_format: str,
+    output: Path | None,
+) -> None:
     """Write the document of a run that a lock prevented."""
     from hicachectl.move.reports import GroupReport
 
@@ -641,7 +652,7 @@ def _write_lock_held(store: str, dry_run: bool, output_format: str, output: Path
     nothing = _Removal(None, lambda dry_run: outcome)
     document = _document(store, outcome, 0.0, dry_run, nothing)
     document |= {"complete": False, "stopped_by": LOCK}
-    _write(document, outcome, output_format=output_format, output=output)
+    _write(ctx, document, outcome, undone=[why], output_format=output_format, output=output)
 
 
 def _document(
@@ -672,12 +683,23 @@ def _document(
 
 
 def _write(
-    document: dict[str, Any], outcome: GroupReport, *, output_format: str, output: Path | None
+    ctx: click.Context,
+    document: dict[str, Any],
+    outcome: GroupReport,
+    *,
+    undone: Sequence[str] = (),
+    failed: bool = False,
+    output_format: str,
+    output: Path | None,
 ) -> None:
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_result
 
-    write_document(
+    write_result(
+        ctx,
         document,
+        undone=undone,
+        failed=failed,
+        dry_run=document["dry_run"],
         rows=outcome.rows,
         name="groups",
         output_format=output_format,

@@ -253,7 +253,7 @@ def command(
     hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs, parts of a run, Ray
     clusters and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_result
     from hicachectl.verification.report import describe_store, report_of
     from hicachectl.verification.report_text import DEFAULT_LIMIT, Shown, report_lines
     from hicachectl.verification.verify import check_store
@@ -266,8 +266,7 @@ def command(
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
     with ExitStack() as stack:
         if not stack.enter_context(locked(options["lock"])):
-            remark(ctx, lock_held(options["lock"]))
-            _write_lock_held(store_name(ctx, store), options, output_format, output)
+            _write_lock_held(ctx, store_name(ctx, store), options, output_format, output)
             return
         source = stack.enter_context(opened(ctx, store, **leases))
         stack.enter_context(metrics_if_empty("verify", options["metrics_file"], source.url))
@@ -329,16 +328,19 @@ def command(
     report = report_of([result], described, checked.inventory.table, request)
     if options["repair"] != "none":
         report.document["dry_run"] = options["dry_run"]
-    for text in report.remarks:
-        remark(ctx, text)
     failed = report.fails(options["fail_on"]) or not kept
     if options["metrics_file"]:
         from hicachectl.cli.metrics import write_metrics
 
         write_metrics(options["metrics_file"], report.document, succeeded=not failed)
     shown = Shown(options["limit"] or DEFAULT_LIMIT, options["all_findings"])
-    write_document(
+    write_result(
+        ctx,
         report.document,
+        remarks=report.remarks,
+        undone=report.undone,
+        failed=failed,
+        dry_run=options["dry_run"],
         rows=report.findings,
         name="findings",
         output_format=output_format,
@@ -371,18 +373,25 @@ def _divided(
 
 
 def _write_lock_held(
-    store: str, options: dict[str, Any], output_format: str, output: Path | None
+    ctx: click.Context,
+    store: str,
+    options: dict[str, Any],
+    output_format: str,
+    output: Path | None,
 ) -> None:
     """Write the document of a run that a lock prevented."""
     from hicachectl.checks.findings import SCHEMA
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_result
     from hicachectl.verification.report import not_begun
 
     document = not_begun(store)
     if options["repair"] != "none":
         document["dry_run"] = options["dry_run"]
-    write_document(
+    write_result(
+        ctx,
         document,
+        undone=[lock_held(options["lock"])],
+        dry_run=options["dry_run"],
         rows=SCHEMA.empty_table(),
         name="findings",
         output_format=output_format,

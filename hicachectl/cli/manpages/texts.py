@@ -91,6 +91,11 @@ DRAFT_FORMS = (
 OUTPUT = (
     "The result goes to stdout, or to the file of -o. Progress, remarks and errors go to stderr. "
     "A json result is one document; jsonl has one row per line.",
+    "With -q, there are no progress and no remarks. A run of verify, migrate, prewarm, rm, "
+    "restore, quarantine purge or merge that ends with 0 prints no table. A line on stderr still "
+    "says what was not done: parts missing, pages in flight or not copied, a catalog not written, "
+    "a lock or a deadline that ended the run. Results in other formats, in files and of dry runs "
+    "are written as without -q.",
     "In table and csv, characters that a terminal would interpret or hide are written as \\xNN or "
     "\\uNNNN. In csv, a ' precedes text that begins like a formula.",
     "On a terminal, a table fits its width (or COLUMNS): long keys are shortened in the middle, "
