@@ -36,6 +36,12 @@ def unavailable(path: str, error: OSError) -> StoreUnavailable:
     return StoreUnavailable(failed(path, "use the store", error, next_step))
 
 
+def not_writable(path: str, error: OSError) -> StoreUnavailable:
+    """Return the exception for a store that takes no new file."""
+    next_step = "run as the server's user, and check that the file system is writable"
+    return StoreUnavailable(failed(path, "write to the store", error, next_step))
+
+
 class Faults:
     """Statuses for the failed calls on one store's objects."""
 

@@ -40,7 +40,7 @@ from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, sync_director
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
-from hicachectl.backends.object_files.faults import Faults, unavailable
+from hicachectl.backends.object_files.faults import Faults, not_writable, unavailable
 from hicachectl.backends.object_files.lister import FileLister
 from hicachectl.backends.object_files.listing import LeftOut
 from hicachectl.backends.object_files.mover import FileMover
@@ -124,7 +124,7 @@ class ObjectFiles(
                     os.close(os.open(name, CREATE_FILE, 0o600, dir_fd=root))
                 except OSError as error:
                     if error.errno not in NO_ROOM:
-                        raise unavailable(self.path, error) from error
+                        raise not_writable(self.path, error) from error
                 else:
                     made.append(root)
             yield name

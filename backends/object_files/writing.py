@@ -28,11 +28,11 @@ from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.cleared import Epochs
+from hicachectl.backends.object_files.faults import not_writable
 from hicachectl.backends.object_files.listing import SkippedEntries, names_in
 from hicachectl.backends.object_files.reading import READ_FLAGS
 from hicachectl.backends.object_files.removing import remove_seen
-from hicachectl.formats.errors import StoreUnavailable, UntrustedError
-from hicachectl.formats.wording import failed
+from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -306,10 +306,7 @@ class FileWriter:
             descriptor = os.open(name, CREATE_FILE, mode, dir_fd=directory)
         except OSError as error:
             if error.errno in _NO_NEW_FILES:
-                next_step = "run as the server's user, and check that the file system is writable"
-                raise StoreUnavailable(
-                    failed(self._objects.path, "write to the store", error, next_step)
-                ) from error
+                raise not_writable(self._objects.path, error) from error
             raise
         try:
             if owner is not None:

@@ -256,16 +256,16 @@ class CopyRun:
     def _remove(self, leaving: Iterable[tuple[Survey, IntArray]]) -> None:
         """Remove groups from the source, one by one until the trial has passed."""
         for survey, items in leaving:
-            at = 0
-            while at < len(items) and not self._trial.passed:
-                one = items[at : at + 1]
-                removed = self._trial.remove(survey, int(one[0]))
+            tried = 0
+            while tried < len(items) and not self._trial.passed:
+                item = items[tried : tried + 1]
+                tried += 1
+                removed = self._trial.remove(survey, int(item[0]))
                 if removed is None:
-                    self._untried.append((survey, one))
+                    self._untried.append((survey, item))
                 else:
                     self._note_removed(survey, removed)
-                at += 1
-            self._withdraw(survey, items[at:])
+            self._withdraw(survey, items[tried:])
         if self._trial.passed:
             with self._lock:
                 untried, self._untried = self._untried, []

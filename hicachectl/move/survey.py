@@ -189,20 +189,20 @@ def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
     items: rows of the survey, of which the first MOST_PROBLEMS are named.
     """
     items = items[:MOST_PROBLEMS]
-    at, targets, sizes = survey.wanted.objects(items)
-    dense = survey.there.slots(items, np.arange(len(survey.route.targets)))
-    theirs = dense[at, targets]
+    owners, targets, sizes = survey.wanted.objects(items)
+    theirs = survey.there.slots(items, np.arange(len(survey.route.targets)))[owners, targets]
     unlike = np.flatnonzero(~fits(theirs, sizes))
-    owners, first = np.unique(at[unlike], return_index=True)
-    first = unlike[first]
-    keys = survey.keys(items[owners], targets[first]).to_pylist()
+    _, first = np.unique(owners[unlike], return_index=True)
+    named = unlike[first]  # one object of each page that has objects of another size
+    keys = survey.keys(items[owners[named]], targets[named]).to_pylist()
     pages = survey.pages.take(pa.array(items)).to_pylist()
     other = "the destination has an object of another identity under a key of this page"
-    found = [Problem(page, None, conflict(other)) for page in pages]
-    for owner, place, key in zip(owners.tolist(), first.tolist(), keys, strict=True):
+    problems = [Problem(page, None, conflict(other)) for page in pages]
+    for place, key in zip(named.tolist(), keys, strict=True):
+        owner, text = owners[place], key.decode(errors="backslashreplace")
         what = f"{theirs[place]} bytes in the destination, {sizes[place]} bytes to write"
-        found[owner] = Problem(pages[owner], key.decode(errors="backslashreplace"), conflict(what))
-    return found
+        problems[owner] = Problem(pages[owner], text, conflict(what))
+    return problems
 
 
 def _table(route: Route, count: int, objects: Iterable[Objects]) -> GroupTable:

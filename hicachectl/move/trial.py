@@ -47,7 +47,7 @@ class Trial:
     def __init__(
         self, source: Store, destination: Store, inventory: Inventory, groups: PageGroups
     ) -> None:
-        """Prepare. inventory, groups: of the source."""
+        """Prepare. `inventory` and `groups` have the listing of the source."""
         self.passed = False
         self._source = source
         self._destination = destination
@@ -182,9 +182,9 @@ class _Page:
             sizes = self._sizes[places]
 
             def call(span: slice) -> Result:
-                some = places[span]
-                rows = self._objects.take(pa.array(some))
-                return store.write_from(rows, self._offsets[some], sizes[span], if_absent=True)
+                rows = self._objects.take(pa.array(places[span]))
+                offsets = self._offsets[places[span]]
+                return store.write_from(rows, offsets, sizes[span], if_absent=True)
 
             return in_batches(sizes, store.limits, call)
 
@@ -209,8 +209,8 @@ def _read(store: Store, rows: pa.Table, offsets: IntArray, sizes: IntArray) -> R
         read = store.read_confirmed
 
     def call(span: slice) -> Result:
-        some = rows.slice(span.start, span.stop - span.start)
-        return read(some, offsets[span], sizes[span], identify=False)
+        objects = rows.slice(span.start, span.stop - span.start)
+        return read(objects, offsets[span], sizes[span], identify=False)
 
     return in_batches(sizes, store.limits, call)
 
@@ -220,14 +220,14 @@ def _trailers_of(store: Store, objects: pa.Table) -> tuple[Mapping[Affix, Identi
     markers = markers_of(store)
     if not markers or not isinstance(store, Trailed):
         return {}, DEFAULT_DIGEST
-    found = store.read_trailers(objects).column("identity").to_pylist()
-    held = list(zip(keys_of(objects), found, strict=True))
+    identities = store.read_trailers(objects).column("identity").to_pylist()
+    pairs = list(zip(keys_of(objects), identities, strict=True))
     used = [
         marker
         for marker in markers
         if any(
             identity == marker.identity.hash() and key.endswith(marker.suffix.encode())
-            for key, identity in held
+            for key, identity in pairs
         )
     ]
     digest = next((marker.digest for marker in used), DEFAULT_DIGEST)

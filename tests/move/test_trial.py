@@ -20,7 +20,7 @@ from tests.move.migrations import PAGES, demo_store, migrated, profile_file
 from tests.places import Hf3fsPlace, MooncakePlace
 from tests.served_stores import HYBRID, served_store
 from tests.speed import slow
-from tests.stores import contents
+from tests.stores import contents, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,6 +154,28 @@ def test_pages_are_converted_and_moved_within_one_place(
         )
     assert document["moved"] == PAGES
     assert {name[64:].rpartition("_")[2] for name in contents(source)} == {"1.bin"}
+
+
+def test_a_quarantine_in_another_mount_of_the_store_takes_no_healthy_page(
+    invoke: Invoke, source: Path, tmp_path: Path
+) -> None:
+    """Its folders lie beside the objects, under names that no object has."""
+    mount, profile = tmp_path / "mount", profile_file(tmp_path / "profile.toml")
+    verify = ("verify", source, "--profile", profile, "--repair", "quarantine", "--yes")
+    before = contents(source)
+    damaged = sorted(before)[0]
+    healthy = {n: c for n, c in before.items() if n[:64] != damaged[:64]}
+    with freezable_mount(source, mount):
+        for command in (
+            ("restore", mount, source, "--yes"),
+            ("quarantine", "purge", mount, "--before", "0s", "--yes"),
+        ):
+            put(source, damaged, 2)
+            invoke(*verify, "--quarantine", mount, exit_code=4)
+            assert contents(source) == healthy
+            invoke(*command)
+            assert {n: c for n, c in contents(source).items() if n[:64] != damaged[:64]} == healthy
+            assert len(contents(source)) == len(before) if command[0] == "restore" else len(healthy)
 
 
 # pages that the destination loses
