@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.tree import ObjectTree
 
 
+_AHEAD_NS = 60 * 10**9  # clocks differ by less
+
+
 class FileLister:
     """Lists the objects of one store, with sizes without trailers, and without stale objects.
 
@@ -46,21 +51,25 @@ class FileLister:
         try:
             if "nbytes" in schema.names:
                 self._sizes.current()
-            finish = partial(self._finished, Epochs(self._objects), left_out.cleared)
+            finish = partial(self._finished, Epochs(self._objects), left_out)
             yield from scan_places(self._objects.places(left_out.folders), schema, left_out, finish)
         except OSError as error:
             raise unavailable(self._objects.path, error) from error
 
-    def _finished(self, epochs: Epochs, cleared: list[int], batch: Any) -> Any:
+    def _finished(self, epochs: Epochs, left_out: LeftOut, batch: Any) -> Any:
         """Return a batch with sizes of objects, and with or without those that are stale.
 
-        cleared: gets the number of stale objects.
+        left_out: gets the number of stale objects, and of those with times in the future.
         """
+        if "mtime_ns" in batch.schema.names:
+            times, now_ns = batch.column("mtime_ns").fill_null(0).to_numpy(), time.time_ns()
+            if count := int(np.count_nonzero(times > now_ns + _AHEAD_NS)):
+                left_out.ahead.append((count, int(times.max()) - now_ns))
         batch = self._sizes.strip(batch)
         times = epochs.times(batch)
         if times is None:
             return batch
-        cleared.append(len(times) - times.null_count)
+        left_out.cleared.append(len(times) - times.null_count)
         at = batch.schema.get_field_index("cleared_ns")
         if at < 0:
             return batch.filter(times.is_null())
@@ -83,6 +92,14 @@ class FileLister:
                 f"{strangers.first}"
             )
         remarks += map(str, self.losses)
+        if left_out.ahead:
+            counts, most_ns = zip(*left_out.ahead, strict=True)
+            objects = "object is" if sum(counts) == 1 else "objects are"
+            remarks.append(
+                f"{path}: {sum(counts)} {objects} dated up to "
+                f"{timedelta(seconds=max(most_ns) // 10**9)} ahead of this host's clock; compare "
+                "it with the clocks of the file server and of the servers"
+            )
         if count := sum(left_out.cleared):
             objects = "object" if count == 1 else "objects"
             remarks.append(
@@ -111,7 +128,7 @@ class FileLister:
             if "nbytes" in schema.names:
                 self._sizes.current()
             batch = ask_each(self._files(keys_of(rows)), schema)
-            finished = self._finished(Epochs(self._objects), [], batch)
+            finished = self._finished(Epochs(self._objects), LeftOut(), batch)
         except OSError as error:
             raise unavailable(self._objects.path, error) from error
         return pa.Table.from_batches([finished])

@@ -52,14 +52,16 @@ class LeftOut:
     """What listings left out. others: links, FIFOs, sockets and devices named like objects.
 
     misplaced: files named like objects, outside the folders of their names. strangers: other files
-    there. cleared: numbers of objects from before a `clear`. folders: messages. sampled: this is of
-    some files only.
+    there. cleared: numbers of objects from before a `clear`. ahead: numbers of objects with times
+    ahead of this host's clock, which are listed, each with the most nanoseconds. folders: messages.
+    sampled: this is of some files only.
     """
 
     others: SkippedEntries = field(default_factory=SkippedEntries)
     misplaced: SkippedEntries = field(default_factory=SkippedEntries)
     strangers: SkippedEntries = field(default_factory=SkippedEntries)
     cleared: list[int] = field(default_factory=list)
+    ahead: list[tuple[int, int]] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
     sampled: bool = False
 

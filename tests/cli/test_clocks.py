@@ -170,6 +170,24 @@ def test_commands_that_only_look_write_nothing(
     assert store.stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "migrate", "hits"])
+def test_times_ahead_of_this_host_are_remarked_on(
+    invoke: Invoke, tmp_path: Path, profile: Path, skewed: float, command: str
+) -> None:
+    store = aged_store(tmp_path / "store", 0, 7200)
+    _date(store / kv(YOUNG), 20)
+    options: dict[str, tuple[object, ...]] = {
+        "verify": _STRUCTURE,
+        "show": (stores.page(OLD), "--profile", profile),
+        "migrate": (tmp_path / "target",),
+        "hits": ("--token-ids", tmp_path / "ids", "--profile", profile),
+    }
+    (tmp_path / "ids").write_text("[1, 2, 3, 4]\n")
+    said = invoke(command, store, *options.get(command, ())).stderr
+    dated = "2 objects are dated up to 0:0" in said
+    assert dated == (skewed < 0)
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_the_clock_of_a_full_file_system(tmp_path: Path, skewed: float, full: bool) -> None:
     with (

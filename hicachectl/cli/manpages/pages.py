@@ -28,6 +28,7 @@ from hicachectl.cli.manpages.mdoc import (
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
 from hicachectl.cli.manpages.texts import (
+    CLOCKS,
     CONFIG,
     CONFIG_EXAMPLE,
     CONFIG_MEMBERS,
@@ -116,6 +117,7 @@ def main_page() -> str:
     lines += [".Sh NIXL", *paragraphs(NIXL)]
     lines += [".Pp", "Parameters of the URL:", *tagged_list(NIXL_PARAMETERS)]
     lines += [".Sh TRUST", *paragraphs(TRUST), ".Sh LOCKS", *paragraphs(LOCKS)]
+    lines += [".Sh CLOCKS", *paragraphs(CLOCKS)]
     lines += [".Sh PAGE STATES", *tagged_list(STATES)]
     lines += [".Sh ENVIRONMENT", *paragraphs(OPTION_VARIABLES)]
     lines += [".Pp", "The settings:", *tagged_list(_variables(ctx))]

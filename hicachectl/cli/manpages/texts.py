@@ -312,6 +312,16 @@ LOCKS = (
     "Earlier versions of hicachectl took POSIX locks (fcntl), which flock does not see on a local "
     "file system. Do not run both versions at once.",
 )
+CLOCKS = (
+    "The times of files come from their file system, and this host's clock may differ from it. So "
+    "commands that remove pages or files (verify --repair, rm, migrate --move, quarantine purge) "
+    "ask the file system of the store for its time, by touching the store's directory. They judge "
+    "--grace, ages such as --before 7d, and temporary files by it. Stores without files have this "
+    "host's clock.",
+    "Commands that only look, and dry runs, write nothing and go by this host's clock. If files "
+    "are dated more than a minute ahead of it, a remark says so. Such times are taken for wrong "
+    "ones: these pages count as settled, for every command.",
+)
 CONFIG = (
     "A store has a url, and optionally what it is always used with. Relative paths start at the "
     "directory of the config file. Each holds unless the command line or the environment says "
