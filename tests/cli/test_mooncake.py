@@ -14,7 +14,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.cli.demo_store import PROFILE, fill
-from hicachectl.verification import part
+from hicachectl.pages import in_flight
 from tests.mooncake_cluster import Cluster
 from tests.report.page_texts import text_of
 from tests.waiting import wait_until
@@ -175,7 +175,7 @@ def test_a_page_that_is_completed_within_the_grace_is_no_finding(
         waits.append(seconds)
         cluster.put(key, value)
 
-    monkeypatch.setattr(part, "time", SimpleNamespace(**{**vars(time), "sleep": complete}))
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=complete))
     document = verified(
         invoke, cluster.url, "--profile", profile, "--grace", "1h", "--checks", "groups"
     )
@@ -183,6 +183,21 @@ def test_a_page_that_is_completed_within_the_grace_is_no_finding(
     assert 0 < waits[0] <= 3600
     assert found(document) == []
     assert document["in_flight"] == 1
+
+
+def test_a_page_that_is_completed_within_the_grace_is_not_removed(
+    invoke: Invoke, cluster: Cluster, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys_of_page(cluster)[0]
+    value, before = cluster.client().get(key), set(cluster.list_keys())
+    cluster.remove(key)
+    complete = SimpleNamespace(sleep=lambda seconds: cluster.put(key, value))
+    monkeypatch.setattr(in_flight, "time", complete)
+    states = ("--state", "partial,orphan", "--profile", profile)
+    arguments = (cluster.url, *states, "--grace", "1h", "--yes", "--format", "json")
+    document = invoke("rm", *arguments).document
+    assert (document["pages"], document["in_flight"]) == (0, 1)
+    assert set(cluster.list_keys()) == before
 
 
 def test_a_page_that_stays_incomplete_is_a_finding_after_the_grace(

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pytest
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.profile import dump_profile
+from hicachectl.pages import in_flight
 from tests.move.repairs import (
     DSA,
     INDEXER_BYTES,
@@ -206,7 +208,7 @@ def timeless(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(FileStore, "scan", scanned)
     monkeypatch.setattr(FileStore, "look", lambda *arguments: forgotten(look(*arguments)))
-    monkeypatch.setattr("hicachectl.pages.in_flight.time.sleep", waited.append)
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=waited.append))
     return waited
 
 
@@ -219,7 +221,7 @@ def test_a_store_without_times_is_looked_at_twice(
         timeless.append(seconds)
         put(store, kv(YOUNG), KV_BYTES)
 
-    monkeypatch.setattr("hicachectl.pages.in_flight.time.sleep", written)
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=written))
     outcome = invoke("rm", store, "--state", "orphan", "--yes", "--format", "json")
     assert "looks again in" in outcome.stderr
     assert (outcome.document["pages"], outcome.document["in_flight"]) == (1, 1)
@@ -351,7 +353,7 @@ def test_a_moved_page_of_a_store_without_times_is_looked_at_twice(
 ) -> None:
     put(store, indexer(YOUNG + 1), INDEXER_BYTES)
     written = lambda seconds: put(store, kv(YOUNG), KV_BYTES)  # noqa: E731
-    monkeypatch.setattr("hicachectl.pages.in_flight.time.sleep", written)
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=written))
     options = ("--move", "--yes", "--include-partial", "--include-damaged", "--format", "json")
     outcome = invoke("migrate", store, tmp_path / "new", *options)
     assert "looks again in" in outcome.stderr
