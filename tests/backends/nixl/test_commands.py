@@ -349,7 +349,8 @@ def test_a_misplaced_name_that_is_not_utf8_is_a_finding(invoke: Invoke, tmp_path
     folder.mkdir(parents=True)
     name = b"0" * 64 + b"_m\xff\x1b[31m_0_1"
     (folder / os.fsdecode(name)).touch()
-    command = ("verify", url_of(tmp_path, "a"), "--format", "json", "--grace", "0s")
+    store = url_of(tmp_path, "a")
+    command = ("verify", store, "--allow-empty", "--format", "json", "--grace", "0s")
     assert route(name, 1)[1] != b"00"
     (found,) = invoke(*command, exit_code=4).document["findings"]
     assert found["code"] == "misplaced-object"
