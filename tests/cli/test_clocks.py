@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.base import open_store
-from hicachectl.backends.capabilities import present_ns
+from hicachectl.backends.capabilities import Touch, present_ns
+from hicachectl.backends.testing import rows_of
 from tests import stores
 from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
 from tests.small_file_system import small_file_system
+from tests.speed import slow
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -170,7 +172,9 @@ def test_commands_that_only_look_write_nothing(
     assert store.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "show", "migrate", "hits"])
+@pytest.mark.parametrize(
+    "command", ["ls", "verify", "show", "migrate", "hits", "prewarm", slow("report")]
+)
 def test_times_ahead_of_this_host_are_remarked_on(
     invoke: Invoke, tmp_path: Path, profile: Path, skewed: float, command: str
 ) -> None:
@@ -181,11 +185,47 @@ def test_times_ahead_of_this_host_are_remarked_on(
         "show": (stores.page(OLD), "--profile", profile),
         "migrate": (tmp_path / "target",),
         "hits": ("--token-ids", tmp_path / "ids", "--profile", profile),
+        "report": ("--output", tmp_path / "report.html"),
+        "prewarm": ("--from", store, "--all", "--profile", profile),
     }
     (tmp_path / "ids").write_text("[1, 2, 3, 4]\n")
-    said = invoke(command, store, *options.get(command, ())).stderr
+    place = tmp_path / "target" if command == "prewarm" else store
+    said = invoke(command, place, *options.get(command, ())).stderr
     dated = "2 objects are dated up to 0:0" in said
     assert dated == (skewed < 0)
+
+
+@pytest.mark.parametrize("command", ["verify", "show", "repair", "rm", "migrate", "move"])
+def test_every_command_takes_a_page_of_the_future_for_settled(
+    invoke: Invoke, tmp_path: Path, profile: Path, command: str
+) -> None:
+    store = aged_store(tmp_path / "store", -3600, -3600)
+    (store / indexer(YOUNG)).unlink()
+    verify, move = ("verify", store, *_STRUCTURE), ("migrate", store, tmp_path / "target")
+    partial = ("--include-partial", "--include-damaged")
+    commands: dict[str, tuple[object, ...]] = {
+        "verify": verify,
+        "show": ("show", store, stores.page(YOUNG)),
+        "repair": (*verify, "--repair", "delete", "--yes", "--fail-on", "never"),
+        "rm": ("rm", store, "--state", "partial", "--yes"),
+        "migrate": (*move, *partial),
+        "move": (*move, *partial, "--move", "--yes"),
+    }
+    done = invoke(*commands[command], "--profile", profile, "--format", "json",
+                  exit_code=4 if command == "verify" else 0).document  # fmt: skip
+    if command in ("verify", "show"):
+        assert "missing-pool" in [each["code"] for each in done["findings"]]
+    if command == "migrate":
+        assert done["pages"] == 2
+    assert pages_in(store) == {"repair": [OLD], "rm": [OLD], "move": []}.get(command, [YOUNG, OLD])
+
+
+def test_a_touch_is_dated_by_the_file_system(tmp_path: Path, skewed: float) -> None:
+    store = aged_store(tmp_path / "store", 7200, 7200)
+    with open_store(str(store)) as opened:
+        assert isinstance(opened, Touch)
+        assert opened.touch(rows_of([kv(OLD).encode()])).all()
+    assert abs((store / kv(OLD)).stat().st_mtime - (time.time() - skewed)) < 50
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import create_autospec
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.hf3fs.metadata import MetadataClient
+from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.backends.hf3fs.snapshot import (
     PageTable,
     Snapshot,
@@ -23,7 +26,7 @@ from hicachectl.backends.hf3fs.snapshot import (
 )
 from hicachectl.checks.page_tables import holders, leaked_pages, mapped_and_free, out_of_range
 from hicachectl.formats.errors import UsageError
-from hicachectl.move import page_table_repair
+from hicachectl.move import page_table_repair, table_repair
 from hicachectl.move.page_table_repair import (
     TableRepairResult,
     bad_rows,
@@ -221,6 +224,22 @@ def test_leaked_pages_are_free_again_after_the_writers_stopped(
     table = table_now(metadata_server)
     assert not len(leaked_pages(table))
     assert is_sound(table)
+
+
+def test_no_snapshot_from_before_the_command_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots are dated by the server, whose clock may be ahead of this host's."""
+    store = create_autospec(PageTables, instance=True)
+    last_ns = time.time_ns() + 120 * 10**9
+    store.table_state.return_value = Snapshot(last_ns, ())
+    asked: list[int] = []
+
+    def saved_after(_: object, moment_ns: int) -> Snapshot:
+        asked.append(moment_ns)
+        return Snapshot(moment_ns + 1, ())
+
+    monkeypatch.setattr(table_repair, "_saved_after", saved_after)
+    table_repair.release_leaked(store, dry_run=False, say=lambda text: None)
+    assert asked == [last_ns, last_ns + 1]
 
 
 def test_a_page_that_was_confirmed_between_the_snapshots_is_not_released(
