@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +73,15 @@ def test_states_and_what_is_missing_follow_from_the_slots(found: Objects) -> Non
     groups, specs = table.missing()
     expected = [(group, at) for group in range(GROUPS) for at in lacking(found, group)]
     assert list(zip(groups.tolist(), specs.tolist(), strict=True)) == expected
+
+
+def test_without_kv_objects_no_group_is_an_orphan() -> None:
+    """DeepSeek-V4 has none on Mooncake; the first pool takes the anchor's place."""
+    specs = (replace(spec("c4", 0, 1), anchor=True), spec("indexer", 0, 1))
+    zero = np.zeros(1, dtype=np.int64)
+    for position in range(2):
+        table = fill_table(specs, 1, zero, np.array([position]), zero)
+        assert table.states.tolist() == [PARTIAL]
 
 
 @given(objects, some_groups, some_positions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import open_store
@@ -11,7 +14,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.pages import group_table, groups
 from hicachectl.pages.deployments import assign_affixes
-from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.groups import UNKNOWN_BYTES, PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.listing import page_rows
 from hicachectl.text.vocabulary import STATES
@@ -71,6 +74,30 @@ def test_a_pool_that_is_absent_everywhere_needs_a_profile_to_be_missed(tmp_path:
     assert sorted(row["missing"][0] for row in found) == sorted(
         f"{page(n)}.indexer_x-dsa.bin" for n in range(3)
     )
+
+
+def test_objects_that_the_profile_lacks_make_no_page_partial(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_x-dsa", nbytes=4 * 2 * 1152)
+    put_pages(tmp_path, range(3), ".indexer_x-dsa", nbytes=4 * 2 * 132)
+    put_pages(tmp_path, range(1), ".draft_x-dsa")
+    (deployment,) = groups_of(tmp_path, profile := parse_profile(DSA)).deployments
+    assert [spec.pool for spec in deployment.specs if not spec.listed] == ["draft"]
+    assert set(states(tmp_path, profile).values()) == {"whole"}
+
+
+def test_bytes_are_unknown_where_a_size_is(tmp_path: Path) -> None:
+    put_pages(tmp_path, range(3), "_m_0_2", "_m_1_2", nbytes=100)
+    with open_store(str(tmp_path)) as store:
+        inventory = take_inventory(store)
+    keys = inventory.objects.column("key").to_pylist()
+    sizes = [None if key == f"{page(1)}_m_1_2.bin".encode() else 100 for key in keys]
+    at = inventory.objects.schema.get_field_index("nbytes")
+    objects = inventory.objects.set_column(at, "nbytes", pa.array(sizes, pa.int64()))
+    found = PageGroups(replace(inventory, objects=objects))
+    nbytes = dict(zip(found.pages.to_pylist(), found.nbytes.tolist(), strict=True))
+    assert nbytes == {page(0): 200, page(1): UNKNOWN_BYTES, page(2): 200}
+    assert found.total_bytes(np.arange(3)) is None
+    assert found.total_bytes(np.flatnonzero(found.nbytes >= 0)) == 400
 
 
 def test_two_topologies_of_one_model_are_judged_apart(tmp_path: Path) -> None:
