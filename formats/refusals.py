@@ -8,11 +8,13 @@ from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.releases import release_of, since
 from hicachectl.formats.wording import inferred_refused
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.releases import Release
     from hicachectl.formats.spec import ObjectSpec
 
 # Fields that a transfer cannot change: other values mean other pages or bytes.
@@ -58,6 +60,45 @@ def check_transfer(source: Side, destination: Side) -> None:
     for profile, _, specs in (source, destination):
         for spec in specs:
             _check_shared_shard(profile, spec)
+
+
+def check_release(profile: Profile, sglang: str) -> None:
+    """Raise ProfileError if servers of another release have other objects than a profile says.
+
+    A profile names the layers of one release. Sources: pool_host/dsa.py :: DSAIndexerPoolHost,
+    speculative/base_spec_worker.py :: HiCacheDraftMode.
+    """
+    old, new = release_of(profile.sglang), release_of(sglang)
+    for pool in profile.pools:
+        why = ""
+        if pool.name == "indexer" and pool.kind == "dsa_indexer":
+            why = _other_index_keys(profile, pool, old, new)
+        elif pool.name.startswith("draft") or pool.packed_draft_layers:
+            drafts = {(one.draft, one.packed_drafts) for one in (old, new)}
+            why = "the two releases store drafts in other objects" if len(drafts) > 1 else ""
+        if why:
+            raise ProfileError(
+                f"sglang {sglang}: pools[{pool.name}]: cannot convert from {profile.sglang}, "
+                f"because {why}; describe the servers of {sglang} with --to-profile FILE "
+                f"(hicachectl profile --model-config config.json --sglang {sglang} -o FILE)"
+            )
+
+
+def _other_index_keys(profile: Profile, pool: Pool, old: Release, new: Release) -> str:
+    """Return why two releases store other index keys; "" if they store the same."""
+    if old.indexer != new.indexer:
+        return f"releases before {since('indexer')} store no index keys"
+    # An earlier release stores the index keys of all layers.
+    every = len(pool.layer_numbers) == len(profile.pools[0].layer_numbers)
+    if old.compact_indexer == new.compact_indexer or (old.compact_indexer and every):
+        return ""
+    edge = f"releases before {since('compact_indexer')}"
+    if old.compact_indexer:
+        return f"{edge} need the index keys of all layers, which the pages lack"
+    return (
+        f"{edge} store the index keys of all layers, later releases only those of layers that "
+        "compute their own, which the profile does not tell"
+    )
 
 
 def _check_profiles(source: Profile, destination: Profile) -> None:

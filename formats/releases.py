@@ -26,7 +26,7 @@ class Release:
     mooncake_stage: Mooncake keys name the stage, and those of MLA have a rank field, possibly
         empty: `__k`, not `_k`.
     mooncake_model: Mooncake keys begin with the model's name, after any tag.
-    all_indexer_layers: HiCache also stores index keys of layers that reuse another layer's top-k.
+    compact_indexer: layers that reuse another layer's top-k have no index keys in objects.
     indexer: index keys have objects, and a look-up asks for them (hicache_storage.py :: PoolName).
     draft: drafts have a pool (cache_controller.py :: set_draft_kv_pool, PoolName.DRAFT).
     packed_drafts: MTP drafts have no pool, but layers behind the target's in its objects
@@ -46,7 +46,7 @@ class Release:
     file_state_rank: bool = False
     mooncake_stage: bool = False
     mooncake_model: bool = False
-    all_indexer_layers: bool = True
+    compact_indexer: bool = False
     indexer: bool = False
     draft: bool = False
     packed_drafts: bool = False
@@ -73,7 +73,7 @@ RELEASES = _rows(
     {"since": (0, 5, 18), "packed_drafts": True},
     {"since": (0, 5, 19), "requires_drafts": True},
     {"since": (0, 5, 20), "seeds": True},
-    {"since": (0, 5, 22), "all_indexer_layers": False},
+    {"since": (0, 5, 22), "compact_indexer": True},
     {"since": (0, 5, 23), "file_state_rank": True},
 )
 NEWEST = (0, 5, 23)

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from hicachectl.formats.copyplan import CopyPlan, Region, joined, overlap
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.refusals import Side, check_transfer
+from hicachectl.formats.refusals import Side, check_release, check_transfer
 from hicachectl.formats.regions import LayerOrder, layer_order, object_regions
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
@@ -87,8 +87,11 @@ def retargeted(profile: Profile, **changes: Any) -> Profile:
     """Return the profile of a deployment that stores the same pages differently; not validated.
 
     changes: fields of a profile; None keeps a value. A new pp gets SGLang's default partition if
-    none is given. linear_tp follows tp if both were equal.
+    none is given. linear_tp follows tp if both were equal. Raises ProfileError for another release
+    (sglang) with other objects, unless the pools change, too.
     """
+    if changes.get("sglang") and not changes.get("pools"):
+        check_release(profile, changes["sglang"])
     new = {name: value for name, value in changes.items() if value is not None}
     if new.get("pp", profile.pp) != profile.pp:
         new.setdefault("pp_partition", ())

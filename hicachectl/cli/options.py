@@ -471,7 +471,7 @@ transform_options = stack(
         help="Mooncake with split heads: tp_lcm_size to write.",
     ),
     _transform("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
-    _transform("--to-sglang", metavar="VERSION", help="Write the keys of this SGLang release."),
+    _transform("--to-sglang", metavar="VERSION", help="Write what this SGLang release reads."),
     _transform(
         "--trailers",
         type=click.Choice(["auto", "write", "drop"]),

@@ -319,8 +319,10 @@ class _BatchCopy:
             why = conflict(f"the destination has another object: {error}")
             self._fail(at, GroupStatus.CONFLICT, why)
         elif not ours:
-            why = conflict("the destination has other bytes under this key")
-            self._fail(at, GroupStatus.CONFLICT, why)
+            why = "the destination has other bytes under this key"
+            if self._batch.transforms:
+                why += ", perhaps in another layout"
+            self._fail(at, GroupStatus.CONFLICT, conflict(why))
         elif self._executor.racy is not None:
             self._written[at] = False  # another writer's object: must not be rolled back
             raced = self._executor.failures.statuses[Status.EXISTS]

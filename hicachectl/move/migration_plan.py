@@ -287,8 +287,7 @@ class MigrationPlan:
 
 def _whole(survey: Survey, chosen: BoolArray) -> BoolArray:
     """Return which chosen groups the destination has whole: [n]."""
-    whole: BoolArray = decide(survey, chosen, "skip") == Action.SKIP
-    return whole
+    return np.isin(decide(survey, chosen, "skip"), (Action.SKIP, Action.COMPARE))
 
 
 def _among(survey: Survey, pages: Collection[str]) -> BoolArray:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.formats.transfer import TransferPlan
     from hicachectl.pages.deployments import Deployment
+    from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import IntArray
 
 
@@ -73,6 +74,16 @@ class Route:
         for number, unit in enumerate(self.units):
             units[list(unit.destinations)] = number
         return units
+
+    @cached_property
+    def relaid(self) -> BoolArray:
+        """Which targets have their sources' size, but other bytes: [targets]."""
+        relaid = np.zeros(len(self.targets), dtype=np.bool_)
+        for unit in self.units:
+            sizes = sorted(self.sizes[list(unit.sources)])
+            made = sorted(self.target_bytes[list(unit.destinations)])
+            relaid[list(unit.destinations)] = not unit.identity and sizes == made
+        return relaid
 
     @cached_property
     def target_bytes(self) -> IntArray:

@@ -42,6 +42,8 @@ class Survey:
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
     foreign: [n] whether a target in the destination has another identity than its copy would have.
+    unproven: [n] whether only a comparison of bytes shows that the destination has the group: its
+        objects have the size of the source's, which are laid out otherwise.
     """
 
     route: Route
@@ -54,6 +56,7 @@ class Survey:
     strays: BoolArray
     times: pa.Int64Array
     foreign: BoolArray
+    unproven: BoolArray
 
     @cached_property
     def lacking(self) -> GroupTable:
@@ -127,6 +130,7 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
         strays=table.having(others),
         times=times,
         foreign=np.zeros(table.count, dtype=np.bool_),
+        unproven=np.full(table.count, route.relaid.any()),
     )
 
 
@@ -174,7 +178,8 @@ def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArra
     some, lacks, differs = compare(survey.wanted, survey.there)
     actions = np.full(len(survey.groups), Action.COPY, dtype=np.int8)
     actions[some] = Action.COMPLETE
-    actions[some & ~lacks] = Action.COMPARE if if_exists == "verify" else Action.SKIP
+    reads = survey.unproven | (if_exists == "verify")
+    actions[some & ~lacks] = np.where(reads, Action.COMPARE, Action.SKIP)[some & ~lacks]
     if if_exists == "overwrite":
         actions[some] = Action.REPLACE
     else:

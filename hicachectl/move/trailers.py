@@ -78,26 +78,30 @@ class TrailerPlan:
     def with_foreign(self, survey: Survey, objects: pa.Table) -> Survey:
         """Return the survey with groups that have targets which servers refuse.
 
-        objects: the source's listing.
+        Trailers also prove in which layout the destination has an object. objects: the source's
+        listing.
         """
         markers = markers_of(self.destination)
         if not isinstance(self.destination, Trailed) or not (markers or self.always):
             return survey
         at, targets, _ = survey.there.objects(np.arange(len(survey.groups)))
-        doubtful = np.flatnonzero(self._doubtful(survey, markers)[targets])
-        foreign = np.zeros(len(survey.groups), dtype=np.bool_)
+        relaid = survey.route.relaid
+        doubtful = np.flatnonzero((self._doubtful(survey, markers) | relaid)[targets])
+        foreign, unproven = np.zeros((2, len(survey.groups)), dtype=np.bool_)
         for start in range(0, len(doubtful), _ASKED_AT_ONCE):
             some = doubtful[start : start + _ASKED_AT_ONCE]
             keys = survey.keys(at[some], targets[some])
             theirs = _identities_in(self.destination, keys)
             ours = self._wanted(survey, at[some], targets[some], objects)
-            pairs = zip(theirs, ours, strict=True)
+            pairs = list(zip(theirs, ours, strict=True))
+            proven = np.array([here == copied is not None for here, copied in pairs])
+            unproven[at[some][~proven & relaid[targets[some]]]] = True
             refused = [
                 here != copied and copied is not None and (here is not None or self.always)
                 for here, copied in pairs
             ]
             foreign[at[some][refused]] = True
-        return replace(survey, foreign=foreign)
+        return replace(survey, foreign=foreign, unproven=unproven)
 
     def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
         """Return which targets can have another trailer in the destination: [targets]."""

@@ -200,7 +200,7 @@ class PrewarmJob:
             facts.copied += rest.written
             facts.bytes += rest.nbytes
         else:
-            facts.there = rest.written
+            facts.there += rest.written
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 
     def finish(
@@ -220,7 +220,9 @@ class PrewarmJob:
         until = after(time.monotonic()) if is_late else None
         with persistent():
             touch_pages(self._destination, pages.survey, pages.wanted, until=until)
-            facts, _ = finish_facts(self._destination, request, pages, names)
+            others = {problem.page for one in slices for problem in one.problems}
+            without = pa.array(sorted(others), pa.string())
+            facts, _ = finish_facts(self._destination, request, pages, names, without=without)
         return StageResult(msgspec.to_builtins(facts))
 
     def _listing(self, manifest: Manifest) -> Listing:

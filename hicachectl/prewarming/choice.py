@@ -104,13 +104,14 @@ def leave_too_large(
 ) -> tuple[Survey, list[Problem]]:
     """Leave out groups that do not fit into the buffer; return a problem for each.
 
-    Groups that the destination has stay wanted.
+    Groups that the destination has stay wanted, unless their bytes must be compared.
     """
     some, lacks, _ = compare(survey.wanted, survey.there)
-    action = Action.COMPLETE if (some & lacks).any() else Action.COPY
+    compared = some & ~lacks & survey.unproven
+    action = Action.COMPLETE if ((some & lacks) | compared).any() else Action.COPY
     work = PageWork(survey, np.arange(len(survey.groups)), action)
     nbytes = work.bytes_in_memory(verify=verify)
-    large = (nbytes > buffer_bytes) & lacks
+    large = (nbytes > buffer_bytes) & (lacks | compared)
     kept = (~large[block.owners] for block in survey.wanted.blocks)
     pages = survey.pages.filter(pa.array(large)).to_pylist()
     return replace(survey, wanted=survey.wanted.where(kept)), [

@@ -64,12 +64,13 @@ def finish_facts(
     pages: WantedPages,
     names: pa.StringArray,
     *,
+    without: pa.StringArray | None = None,
     until: float | None = None,
 ) -> tuple[FinishFacts, IntArray]:
     """Count what servers can restore from the destination; also return [chains] usable pages.
 
-    names: as in the plan. until: `time.monotonic()` of the end; if the listing is not done then, no
-    page counts as usable.
+    names: as in the plan. without: pages of which the destination has other objects. until:
+    `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
     """
     page_size = request.target.page_size
     usable = np.zeros(0 if request.chains is None else len(request.chains), dtype=np.int64)
@@ -84,10 +85,15 @@ def finish_facts(
 
     try:
         if request.chains is None:
-            facts.usable_tokens = _whole_pages(destination, pages, on_batch) * page_size
+            facts.usable_tokens = _whole_pages(destination, pages, without, on_batch) * page_size
         else:
             found = count_usable(
-                destination, request.target, request.served, request.chains, on_batch=on_batch
+                destination,
+                request.target,
+                request.served,
+                request.chains,
+                without=without,
+                on_batch=on_batch,
             )
             usable, hits = found.pages, found.target
             held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
@@ -103,10 +109,17 @@ def finish_facts(
     return facts, usable
 
 
-def _whole_pages(destination: Store, pages: WantedPages, on_batch: Callable[[int], None]) -> int:
+def _whole_pages(
+    destination: Store,
+    pages: WantedPages,
+    without: pa.StringArray | None,
+    on_batch: Callable[[int], None],
+) -> int:
     (survey,) = survey_destination(
         destination, [pages.survey], destination.grammar, on_batch=on_batch
     )
     wanted = np.zeros(len(survey.groups), dtype=np.bool_)
     wanted[pages.wanted] = True
-    return int((decide(survey, wanted, "skip") == Action.SKIP).sum())
+    if without is not None and len(without):
+        wanted &= ~pc.is_in(survey.pages, value_set=without).to_numpy(zero_copy_only=False)
+    return int(np.isin(decide(survey, wanted, "skip"), (Action.SKIP, Action.COMPARE)).sum())

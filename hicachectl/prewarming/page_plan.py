@@ -21,7 +21,7 @@ from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -102,13 +102,21 @@ class WantedPages:
         """Number of items of which the destination has some objects."""
         return int((self.actions[self.items] == Action.COMPLETE).sum())
 
-    def work(self) -> PageWork:
-        """Return the work, best first.
+    @property
+    def compared(self) -> IntArray:
+        """Survey rows of the pages that the destination has, if their bytes are the copies'."""
+        compared: IntArray = self.wanted[self.actions[self.wanted] == Action.COMPARE]
+        return compared
+
+    def works(self) -> Iterator[PageWork]:
+        """Yield the copies, best first, then the comparisons.
 
         COMPLETE also copies pages without any object in the destination.
         """
         action = Action.COMPLETE if self.partly_there else Action.COPY
-        return PageWork(self.survey, self.items, action)
+        yield PageWork(self.survey, self.items, action)
+        if len(self.compared):
+            yield PageWork(self.survey, self.compared, Action.COMPARE)
 
 
 @dataclass(slots=True)

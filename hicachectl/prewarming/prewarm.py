@@ -48,6 +48,7 @@ def prewarm(
     if not request.dry_run:
         return _executed(warming, plan, started, on_copied)
     facts = SliceFacts(
+        there=len(plan.pages.compared),
         copied=len(plan.pages.items),
         bytes=int(plan.pages.cost.sum()),
         remarks=list(source.remarks),
@@ -75,14 +76,21 @@ def _executed(
         with persistent():
             copying.run(on_copied)
             touch_pages(destination, survey, wanted, until=after(deadline))
-            finish, usable = finish_facts(destination, request, plan.pages, plan.names)
+            finish, usable = finish_facts(
+                destination, request, plan.pages, plan.names, without=copying.conflicting
+            )
     except BaseException as error:
         if isinstance(error, Exception):
             raise
         interruption = error
         touch_pages(destination, survey, wanted, until=after(time.monotonic()))
         finish, usable = finish_facts(
-            destination, request, plan.pages, plan.names, until=after(time.monotonic())
+            destination,
+            request,
+            plan.pages,
+            plan.names,
+            without=copying.conflicting,
+            until=after(time.monotonic()),
         )
     took = time.monotonic() - started
     outcome = outcome_of(plan.facts, [copying.facts], finish, source.url, destination.url, took)

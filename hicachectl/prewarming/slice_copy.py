@@ -50,6 +50,7 @@ class SliceCopy:
             warming.source, pages.inventory, pages.groups, warming.destination, options
         )
         self._watch = Watch(warming.destination, pages.survey)
+        self._conflicting: list[pa.StringArray] = []
         if best is not None:
             self._watch.add_present(best)
 
@@ -60,13 +61,20 @@ class SliceCopy:
         def on_done(batch: PageBatch, done: MoveResult) -> None:
             on_copied(done.nbytes, total)
             self._watch.add(batch, done)
+            others = done.statuses == GroupStatus.CONFLICT
+            self._conflicting.append(batch.pages.filter(pa.array(others)))
             if self._watch.lost():
                 self._copying.stop()
 
-        self._copying.copy([self._pages.work()], on_done=on_done)
+        self._copying.copy(self._pages.works(), on_done=on_done)
         if len(self._pages.wanted) > len(self._pages.items):
             # The result also counts pages that other processes wrote.
             self._warming.destination.flush()
+
+    @property
+    def conflicting(self) -> pa.StringArray:
+        """Pages so far of which the destination has other objects."""
+        return pa.concat_arrays([pa.array([], pa.string()), *self._conflicting])
 
     @property
     def facts(self) -> SliceFacts:
@@ -81,6 +89,7 @@ class SliceCopy:
             reason = DEADLINE
         failed = result.count(GroupStatus.FAILED)
         return SliceFacts(
+            there=result.count(GroupStatus.SAME),
             copied=result.count(GroupStatus.DONE),
             bytes=result.nbytes,
             not_pinned=self._pages.partly_there if self._warming.options.pin else 0,

@@ -169,6 +169,7 @@ def write_plan(
     cost[pages.items] = pages.cost
     copied = np.zeros(len(cost), dtype=np.bool_)
     copied[pages.items] = True
+    copied[pages.compared] = True
     ends = slice_ends(cost[pages.wanted], count)
     shares: list[Share] = [{} for _ in range(count)]
     wanted = pa.table(

@@ -111,7 +111,7 @@ def plan_prewarm(
     plan.facts.failed = len(conflicting) + len(left_out)
     plan.facts.problems = problems[:MOST_PROBLEMS]
     if request.options.pin and not request.dry_run:
-        plan.facts.not_pinned = plan.facts.there
+        plan.facts.not_pinned = plan.facts.there + len(pages.compared)
     plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark]), *missed]
     return plan
 

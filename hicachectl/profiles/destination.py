@@ -10,6 +10,7 @@ from hicachectl.formats.wording import needs_profile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.profile import Profile
 
 _FIELDS = ("model", "tag", "tp", "pp", "tp_lcm_size", "layout", "sglang")
@@ -19,7 +20,7 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     """Return the profile that pages are written for; None without a --to-* option.
 
     Raises UsageError if options contradict each other, or if the profile to change is missing or
-    inferred.
+    inferred; ProfileError for a release whose objects it does not describe.
     """
     from hicachectl.formats.transfer import retargeted
     from hicachectl.profiles.sources import read_profile, stage_layers
@@ -42,7 +43,23 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
         return None
     if profile is None or profile.inferred:
         raise UsageError(needs_profile(_option(changes)))
+    if "sglang" in changes and (options.get("model_config") or options.get("launch")):
+        changes["pools"] = _pools_of(options, profile.model, changes["sglang"])
     return retargeted(profile, **changes)
+
+
+def _pools_of(options: Mapping[str, Any], model: str, sglang: str) -> tuple[Pool, ...] | None:
+    """Return the pools of another release's servers; None if a live server described them.
+
+    Raises like `profile_from_options`.
+    """
+    from hicachectl.profiles.sources import profile_from_options
+
+    if options.get("server"):
+        return None
+    named = {"served_model_name": options.get("served_model_name") or model}
+    found = profile_from_options({**options, **named, "sglang": sglang})
+    return None if found is None else found.pools
 
 
 def _option(changes: Mapping[str, Any]) -> str:

@@ -156,10 +156,12 @@ def hits_of_store(
     chains: Chains,
     *,
     needs_pages: bool = False,
+    without: pa.StringArray | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> tuple[Inventory, Hits]:
     """Return the part of each chain that servers of a profile can restore from a store.
 
+    without: pages that count as missing, because their objects are known to be others'.
     Also what the store has of the chains. If the profile names no weights, they are those that the
     store's markers agree on. A store with pages of other deployments only has no hits. Raises like
     `take_inventory`.
@@ -168,6 +170,10 @@ def hits_of_store(
     inventory = inventory_of_chains(
         store, profile, chains, only_others=True, needs_pages=needs_pages, on_batch=on_batch
     )
+    if without is not None and len(without):
+        pages = inventory.pages()
+        others = pc.is_in(pages, value_set=without.cast(pages.type)).to_numpy()
+        inventory = inventory.only(np.flatnonzero(~others))
     acceptance = acceptance_of(store, inventory, profile)
     return inventory, find_hits(inventory, 0, chains, acceptance=acceptance)
 

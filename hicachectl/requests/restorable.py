@@ -18,6 +18,8 @@ from hicachectl.requests.hits import hits_of_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import pyarrow as pa
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import IntArray
@@ -63,6 +65,7 @@ def count_usable(
     *,
     explains: bool = False,
     needs_pages: bool = False,
+    without: pa.StringArray | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Usable:
     """Count the leading pages of each chain that servers can restore from a store.
@@ -70,10 +73,11 @@ def count_usable(
     target: the deployment that pages are written for; counted if no server is known. served: the
     deployment of each live server, by URL; the pages of the server that can restore the fewest are
     returned. explains: with remarks about pages that the target misses. needs_pages: as for
-    `take_inventory`. Raises StoreUnavailable, and ProfileError if the target contradicts the store.
+    `take_inventory`. without: pages that count as missing. Raises StoreUnavailable, and
+    ProfileError if the target contradicts the store.
     """
     inventory, hits = hits_of_store(
-        store, target, chains, needs_pages=needs_pages, on_batch=on_batch
+        store, target, chains, needs_pages=needs_pages, without=without, on_batch=on_batch
     )
     counted = [] if served else [(hits.usable_pages, target)]
     remarks = []

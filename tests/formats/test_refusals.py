@@ -16,6 +16,7 @@ from tests.formats.small_models import (
     OLD_KDA,
     WITH_DRAFT,
     gdn,
+    indexer,
     mha,
     mla,
     opaque,
@@ -24,6 +25,32 @@ from tests.formats.small_models import (
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
+
+
+@pytest.mark.parametrize(
+    ("release", "pools", "new", "reason"),
+    [
+        ("0.5.21", (mla(), indexer()), "0.5.23", "before 0.5.22 store the index keys of all lay"),
+        ("0.5.23", (mla(layers=4), indexer(layers=(0, 3))), "0.5.21", "need the index keys of all"),
+        ("0.5.23", (mla(layers=4), indexer(layers=4)), "0.5.21", ""),
+        ("0.5.14", (mla(), indexer()), "0.5.21", ""),
+        ("0.5.10", (mla(), indexer()), "0.5.11", "before 0.5.11 store no index keys"),
+        ("0.5.17", (mha(), mha("draft")), "0.5.18", "store drafts in other objects"),
+        ("0.5.18", (mha(packed_draft_layers=1),), "0.5.17", "store drafts in other objects"),
+        ("0.5.18", (mha(packed_draft_layers=1),), "0.5.23", ""),
+        ("0.5.6", (mha(), gdn()), "0.5.23", ""),
+    ],
+)
+def test_a_release_with_other_objects_needs_a_profile(
+    release: str, pools: tuple[Any, ...], new: str, reason: str
+) -> None:
+    old = profile(*pools, sglang=release)
+    if not reason:
+        assert retargeted(old, sglang=new) == replace(old, sglang=new)
+        return
+    with pytest.raises(HicacheError, match=rf"sglang {new}: .*{reason}.*--to-profile"):
+        retargeted(old, sglang=new)
+    assert retargeted(old, sglang=new, pools=old.pools).sglang == new
 
 
 @pytest.mark.parametrize(

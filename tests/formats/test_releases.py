@@ -35,7 +35,7 @@ def test_facts(name: str) -> None:
     """The default layout, page-hash seeds, index keys and drafts."""
     release, found = release_of(name), RECORDS[name]
     assert release.layout == found["layout"]
-    assert release.all_indexer_layers == (not found["compact_indexer"])
+    assert release.compact_indexer == found["compact_indexer"]
     assert (release.seeds, release.clamps) == (found["seeds"], found["clamps"])
     drafts = (found["draft_pool"], found["packed_drafts"])
     assert (release.indexer, release.draft, release.packed_drafts) == (

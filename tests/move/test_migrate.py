@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.move.journal import Journal, profile_text
@@ -25,9 +28,9 @@ from tests.small_file_system import small_file_system
 from tests.stores import DSA, contents, page, put
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Invoke
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 
 def kv_names(store: Path) -> list[str]:
@@ -96,6 +99,74 @@ def test_pages_become_another_topology_and_come_back(
     back = tmp_path / "back"
     migrated(invoke, target, back, "--profile", there, "--to-profile", profile)
     assert contents(back) == contents(source)
+
+
+def test_pages_in_another_layout_under_the_keys_to_write_are_conflicts(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    """A change of the layout keeps keys and sizes: only bytes show what the destination has."""
+    shutil.copytree(source, target)
+    before = contents(target)
+    options = ("--profile", profile, "--to-layout", "page_first_direct")
+    document = migrated(invoke, source, target, *options, exit_code=4)
+    assert (document["conflicts"], document["skipped"], document["pages"]) == (PAGES, 0, 0)
+    assert contents(target) == before
+    said = document["problems"][0]["detail"]
+    assert said.startswith("the destination has other bytes under this key, perhaps in another lay")
+    replaced = migrated(invoke, source, target, *options, "--if-exists", "overwrite")
+    assert (replaced["pages"], contents(target).keys()) == (PAGES, before.keys())
+    assert contents(target) != before
+    done = contents(target)
+    again = migrated(invoke, source, target, *options)
+    assert (again["skipped"], again["conflicts"], again["pages"]) == (PAGES, 0, 0)
+    assert contents(target) == done
+
+
+def test_a_resumed_change_of_the_layout_does_not_read_what_it_wrote(
+    invoke: Invoke, source: Path, target: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--profile", profile, "--to-layout", "page_first_direct")
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "end", lambda _journal: None)
+        migrated(invoke, source, target, *options)
+    monkeypatch.setattr(FileStore, "read_into", None)
+    assert migrated(invoke, source, target, *options, "--resume")["skipped"] == PAGES
+
+
+def test_index_keys_of_another_release_are_cut_out_where_the_layers_are_known(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """SGLang 0.5.22 and later store GLM-5.2's index keys of layers with an indexer only."""
+    config = json.loads((CONFIGS / "glm-5.2.json").read_text())
+    kinds = config["indexer_types"][:7]
+    config |= {"num_hidden_layers": len(kinds), "indexer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags: dict[str, Any] = {"page_size": 64, "layout": "page_first", "kv_cache_dtype": "bf16"}
+    described = ["--model-config", tmp_path / "config.json", "--served-model-name", "org/glm"]
+    for name, value in flags.items():
+        described += [f"--{name.replace('_', '-')}", value]
+    old = profile_from_config(config, DeploymentFlags(model="org/glm", sglang="0.5.20", **flags))
+    store = tmp_path / "store"
+    store.mkdir()
+    blocks = [os.urandom(64 * 132) for _ in kinds]
+    put(store, f"{page(1)}_org-glm.bin", len(kinds) * 64 * 1152)
+    put(store, f"{page(1)}.indexer_org-glm.bin").write_bytes(b"".join(blocks))
+    profiled = ("--profile", profile_file(tmp_path / "old.toml", old), "--to-sglang", "0.5.23")
+    for arguments in (
+        ("migrate", store, tmp_path / "new", *profiled),
+        ("prewarm", tmp_path / "new", "--from", store, "--all", *profiled),
+    ):
+        said = invoke(*arguments, exit_code=2).stderr
+        assert "sglang 0.5.23: pools[indexer]: cannot convert from 0.5.20, because" in said
+        assert "--to-profile FILE" in said
+        assert not (tmp_path / "new").exists()
+    migrated(
+        invoke, store, tmp_path / "new", *described, "--sglang", "0.5.20", "--to-sglang", "0.5.23"
+    )
+    written = (tmp_path / "new" / f"{page(1)}.indexer_org-glm.bin").read_bytes()
+    kept = [block for block, kind in zip(blocks, kinds, strict=True) if kind != "shared"]
+    assert 0 < len(kept) < len(kinds)
+    assert written == b"".join(kept)
 
 
 def test_a_partial_page_at_the_destination_is_completed(

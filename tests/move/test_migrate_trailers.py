@@ -467,3 +467,22 @@ def test_what_a_server_cleared_in_the_destination_is_not_there(
     assert (document["pages"], document["conflicts"]) == (4, 0)
     assert served_by(target, HYBRID, PAGES) == [True] * 4
     assert files(target) == files(source)
+
+
+def test_a_trailer_proves_the_layout_of_an_object(
+    invoke: Invoke, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """Servers that computed a page themselves have other bytes, and the right layout."""
+    options = (*given(tmp_path, HYBRID), "--to-layout", "page_first_direct")
+    served_store(target, retargeted(HYBRID, layout="page_first_direct"))
+    for path in target.glob("*.bin"):
+        data = bytearray(path.read_bytes())
+        data[0] ^= 1
+        path.write_bytes(data)
+    before = files(target)
+    document = migrated(invoke, source, target, *options)
+    assert (document["skipped"], document["conflicts"]) == (len(PAGES), 0)
+    assert files(target) == before
+    served_store(tmp_path / "other", HYBRID)
+    document = migrated(invoke, source, tmp_path / "other", *options, exit_code=4)
+    assert document["conflicts"] == len(PAGES)

@@ -89,6 +89,7 @@ def survey_of(sizes: list[int]) -> Survey:
         strays=np.zeros(len(sizes), dtype=np.bool_),
         times=pa.nulls(len(sizes), pa.int64()),
         foreign=np.zeros(len(sizes), dtype=np.bool_),
+        unproven=np.zeros(len(sizes), dtype=np.bool_),
     )
 
 

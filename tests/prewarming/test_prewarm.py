@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -244,6 +245,31 @@ def test_another_topology_is_warmed(source: Path, target: Path) -> None:
     assert {name.rpartition(".bin")[0][-4:] for name in contents(target)} == {
         f"_{rank}_4" for rank in range(4)
     }
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_pages_in_another_layout_are_not_already_there(
+    source: Path, target: Path, chained: bool
+) -> None:
+    """Keys and sizes are those of the copies; only the bytes tell."""
+    direct = structs.replace(PROFILE, layout="page_first_direct")
+    asked = chains(8) if chained else None
+    options: dict[str, Any] = {"destination_profile": direct}
+    done = warmed(source, target, asked, **options).document
+    assert done["already_there"] == 0
+    again = warmed(source, target, asked, **options)
+    assert (again.document["already_there"], again.document["copied_pages"]) == (
+        done["copied_pages"], 0,
+    )  # fmt: skip
+    assert not again.failed(None)
+    for path in target.iterdir():
+        shutil.copyfile(source / path.name, path)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    mixed = warmed(source, target, asked, **options)
+    assert (mixed.document["already_there"], mixed.document["failed"]) == (0, done["copied_pages"])
+    assert mixed.document["usable_tokens"] == 0
+    assert "perhaps in another layout" in mixed.problems[0].detail
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
 def test_a_destination_that_evicts_ends_the_run_with_what_it_holds(

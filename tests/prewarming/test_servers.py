@@ -149,6 +149,10 @@ def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
         assert (again["usable_tokens"], again["deployment"]) == (0, document["deployment"])
         if converted:
             options = remedy.split()
+            if "layout" in remedy:  # what the first run wrote has these keys, and other bytes
+                document = warmed(invoke, *stores, *asked, *through, *options, exit_code=4)
+                assert (document["failed"], document["usable_tokens"]) == (12, 0)
+                stores = (tmp_path / "new", *stores[1:])
             document = warmed(invoke, *stores, *asked, *through, *options)
             assert document["usable_tokens"] == 12 * SIZE
             assert "serves" not in document["stderr"]

@@ -53,7 +53,7 @@ def dsa_indexer_layers(config: HfConfig, release: Release) -> tuple[int, ...]:
     """
     count = config.integer("num_hidden_layers")
     layers = range(count)
-    if release.all_indexer_layers:
+    if not release.compact_indexer:
         return tuple(layers)
     if config.text.get("indexer_types") is not None:
         kinds = config.strings("indexer_types", count)

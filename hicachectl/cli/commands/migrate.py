@@ -143,7 +143,9 @@ def command(
 
     Only whole page groups are copied, the kv objects last, so no server sees half a page. Pages
     with errors and pages that are still being written are not copied. Pages that DST already has
-    whole are skipped (see --if-exists). A different object under the same key is a conflict.
+    whole are skipped (see --if-exists). A different object under the same key is a conflict. With
+    another layout, keys and sizes stay equal, so pages that DST has are compared unless trailers
+    prove their layout.
 
     After an interruption at any point, the same command completes the work and reads only the
     objects that did not arrive. --resume also continues --verify and --move where they stopped.
