@@ -18,6 +18,7 @@ from hicachectl.formats.models.flags import (
     normalised_layout,
 )
 from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.models.refused_flags import check_flags
 from hicachectl.formats.models.stages import check_stages
 from hicachectl.formats.profile import Profile, validate_profile
 
@@ -45,6 +46,7 @@ def profile_from_config(
     tp = attention_tp(flags)
     layout = normalised_layout(flags)
     algorithm = algorithm_of(flags)
+    check_flags(flags, algorithm)
     page_size = _page_size(model, family, flags) * flags.dcp
     pools = family.pools(model, Context(flags, page_size))
     check_stages(model, flags.pp)

@@ -16,6 +16,7 @@ from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.families.base import NEXTN, Context, Family
 from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm
 from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.models.refused_flags import check_flags
 from hicachectl.formats.models.stages import states_its_layers
 from hicachectl.formats.pools import pp_ranges
 from hicachectl.formats.releases import release_of
@@ -101,7 +102,7 @@ def with_draft(target: Target, algorithm: str) -> tuple[Pool, ...]:
             "speculative_algorithm", f"SGLang does not support {algorithm} for this model"
         )
     multi_layer = _is_multi_layer(target, algorithm)
-    _check_stages(target.flags, algorithm, multi_layer)
+    check_flags(target.flags, algorithm, multi_layer=multi_layer)
     draft = _draft_config(target, algorithm)
     family = family_of(draft)
     _check_dtype(draft, target.flags, algorithm)
@@ -176,14 +177,6 @@ def _is_multi_layer(target: Target, algorithm: str) -> bool:
     flags = target.flags
     forced = target.model.architecture in _MULTI_LAYER_TARGETS and not flags.resolved
     return algorithm == "EAGLE" and (flags.enable_multi_layer_eagle or forced)
-
-
-def _check_stages(flags: DeploymentFlags, algorithm: str, multi_layer: bool) -> None:
-    if flags.pp > 1 and not flags.resolved and (algorithm != "EAGLE" or multi_layer):
-        raise ProfileError(  # validation_hook.py :: check_pipeline_parallel_compat
-            "pp: SGLang supports pipeline parallelism only with EAGLE (non-multi-layer) "
-            "speculative decoding; check --pp and --speculative-algorithm"
-        )
 
 
 def _check_dtype(draft: HfConfig, flags: DeploymentFlags, algorithm: str) -> None:

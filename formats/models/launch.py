@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.flags import normalised_layout
+from hicachectl.formats.models.refused_flags import refused_flags
 from hicachectl.formats.models.server_info import ServerDeployment, read_deployment
 from hicachectl.formats.profile import NEWEST_SGLANG
 
@@ -27,17 +28,6 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "disaggregation_decode_host_receive_threshold": float,
 }  # fmt: skip
 _FA4_PAGE_SIZE = 128  # overrides.py :: _fa4_page_constraint
-# Flags with which a server has no HiCache, or no L3 store, and what SGLang does about it.
-_WITHOUT_HICACHE = {
-    "dllm_algorithm": "SGLang disables HiCache for diffusion language models",
-    "disable_radix_cache": "SGLang refuses it with --enable-hierarchical-cache",
-    "enable_int8_mamba_checkpoint": "SGLang refuses it with --enable-hierarchical-cache",
-    "enable_kv_cache_sharding": "SGLang refuses it with --hicache-storage-backend",
-    "enable_lmcache": "SGLang refuses it with --enable-hierarchical-cache",
-    "enable_unified_cache_external_linker": "SGLang refuses it with --enable-hierarchical-cache",
-    "encoder_only": "such a server has no KV cache",
-    "prefill_only_disable_kv_cache": "such a server has no KV cache",
-}
 # Flags that can change pages in ways that a profile of the model's config does not show.
 _UNREAD = (
     "c128_page_size", "enable_page_major_kv_layout", "model_config_parser", "model_impl",
@@ -71,11 +61,11 @@ def launched_deployment(
     """
     values = _Values({**stated, "env_vars": dict(environment)}, unknown)
     values.update(_numbers(values))
-    for name, why in _WITHOUT_HICACHE.items():
-        if values.get(name):
-            raise ProfileError(
-                f"{SOURCE}: {flag_of(name)}: {why}; leave it out, or give another server's command"
-            )
+    if refused := refused_flags(values):
+        raise ProfileError(
+            f"{SOURCE}: {flag_of(refused.name)}: {refused.why}; leave it out, or give another "
+            "server's command"
+        )
     if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention: as if not given
         del values["attn_dp_size"]
     values["page_size"] = _page_size_of_backends(values)  # None if the GPU decides

@@ -116,6 +116,19 @@ _REFUSED = {
         f"--page-size 64 --enable-int8-mamba-checkpoint {_HICACHE} file"),
     "sharded KV": _Case("LlamaForCausalLM",
         f"--tp 2 --page-size 64 --enable-kv-cache-sharding {_HICACHE} file"),
+    "draft under DCP": _Case("DeepseekV3ForCausalLM",
+        f"--tp 8 --dcp-size 4 --page-size 64 --speculative-algorithm EAGLE {_HICACHE} file"),
+    "buffer under DCP": _Case("DeepseekV3ForCausalLM",
+        "--tp 8 --dcp-size 4 --page-size 64 --hicache-host-memory-mode buffer_only "
+        f"{_HICACHE} file"),
+    "buffer of decoding": _Case("LlamaForCausalLM",
+        "--page-size 64 --hicache-host-memory-mode buffer_only --disaggregation-mode decode "
+        f"{_HICACHE} file"),
+    "stages with n-grams": _Case("LlamaForCausalLM",
+        f"--pp-size 2 --page-size 64 --speculative-algorithm NGRAM {_HICACHE} file"),
+    "shared host pool": _Case("LlamaForCausalLM",
+        "--page-size 64 --disaggregation-mode decode "
+        f"--disaggregation-decode-host-receive-threshold 0.5 {_HICACHE} mooncake"),
 }  # fmt: skip
 
 

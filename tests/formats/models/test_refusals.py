@@ -10,6 +10,7 @@ from hicachectl.formats.errors import HicacheError, ProfileError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
 from hicachectl.formats.models.launch import launched_deployment
+from hicachectl.formats.models.refused_flags import refused_flags
 from hicachectl.formats.models.server_flags import config_arguments, parse_arguments
 from tests.model_records import MODELS
 
@@ -107,6 +108,11 @@ def test_architectures_of_another_form_are_shown(value: Any) -> None:
         ({"speculative_algorithm": "EAGLE3", "pp": 2}, "pp: SGLang supports pipeline parallelism "
          "only with EAGLE (non-multi-layer) speculative decoding; check --pp and "
          "--speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM", "pp": 2}, "pp: SGLang supports pipeline parallelism "
+         "only with EAGLE (non-multi-layer) speculative decoding; check --pp and "
+         "--speculative-algorithm"),
+        ({"speculative_algorithm": "NGRAM", "dcp": 2}, "speculative_algorithm: SGLang's HiCache "
+         "supports --dcp-size above 1 only with DSPARK; check --speculative-algorithm"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype: 'int3' objects have a form that hicachectl "
          "cannot describe; supported are auto, bf16, bfloat16, fp8_e4m3, fp8_e5m2; write a "
          "profile file"),
@@ -114,6 +120,37 @@ def test_architectures_of_another_form_are_shown(value: Any) -> None:
 )  # fmt: skip
 def test_a_flag_is_named_with_its_value_and_what_to_do(flags: dict[str, Any], said: str) -> None:
     assert refusal(LLAMA, {}, **flags) == said
+
+
+def test_flags_of_a_live_server_are_not_refused() -> None:
+    """It started with them, as servers of other releases may."""
+    flags = DeploymentFlags(
+        model="m", page_size=64, speculative_algorithm="NGRAM", pp=2, resolved=True
+    )
+    profile = profile_from_config(MODELS[LLAMA]["config"], flags)
+    assert profile.pp == 2
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"enable_lmcache": True},
+        {"dcp_size": 2, "hicache_host_memory_mode": "buffer_only"},
+        {"disaggregation_mode": "decode", "hicache_host_memory_mode": "buffer_only"},
+        {"enable_unified_memory": True, "speculative_algorithm": "EAGLE3"},
+        {"pp_size": 2, "speculative_algorithm": "DSPARK"},
+        {
+            "disaggregation_decode_host_receive_threshold": 0.5,
+            "hicache_storage_backend": "mooncake",
+        },
+    ],
+)
+def test_combinations_are_refused_only_together(values: dict[str, Any]) -> None:
+    assert refused_flags(values)
+    for name in values if len(values) > 1 else ():
+        assert not refused_flags({one: values[one] for one in values if one != name})
+    if values.get("pp_size"):
+        assert not refused_flags({**values, "disaggregation_mode": "prefill"})
 
 
 def test_a_draft_with_states_is_refused() -> None:
