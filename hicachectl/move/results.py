@@ -100,7 +100,7 @@ class MoveResult:
 
 
 MOST_PROBLEMS = 1000  # remembered by a run
-_SHOWN = 20  # on stderr
+_SHOWN = 20
 
 
 def problem_rows(problems: Iterable[Problem]) -> list[dict[str, str | None]]:

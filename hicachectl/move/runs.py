@@ -74,7 +74,8 @@ class CopyRun:
         # Groups to remove from the source, with the end of the leases that reading granted.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
         self._trial = Trial(source, destination, inventory, groups)
-        self._untried: list[tuple[Survey, IntArray]] = []  # unfit for a trial; removed after it
+        # Pages that no trial can hold in memory leave after the trial.
+        self._untried: list[tuple[Survey, IntArray]] = []
 
     def stop(self) -> None:
         """Begin no further batch."""

@@ -51,7 +51,8 @@ class StorePair:
                 self.grammar = source.grammar
             destination.use_grammar(self.grammar)
         self._shared = _shared_places(source, destination)
-        self._keeps_keys = True  # whether an object can have the same key in both stores
+        # Whether an object can have the same key in both stores.
+        self._keeps_keys = True
         self._plan = self._planned()
         if target is not None and isinstance(destination, Profiled):
             destination.use_profile(target)

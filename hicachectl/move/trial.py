@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import in_batches, keys_of
+from hicachectl.backends.base import Status, in_batches, keys_of
 from hicachectl.backends.capabilities import Confirm, Trailed, keep_as_private
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.trailer import DEFAULT_DIGEST
@@ -159,13 +159,19 @@ class _Page:
         offsets, nbytes = place(np.maximum(copied, 0))
         self._back = offsets + end
         self.nbytes = end + nbytes
+        self._held = np.zeros(0, dtype=np.int64)
 
     def hold(self) -> bool:
-        """Read the page; return whether all its objects are in memory."""
+        """Read the page; return whether all objects that it still has are in memory.
+
+        A killed run may have removed some of the listed objects.
+        """
         if not self._is_known:
             return False
         self._trailers = _trailers_of(self._source, self._objects)
-        return _read(self._source, self._objects, self._offsets, self._sizes).all_ok
+        read = _read(self._source, self._objects, self._offsets, self._sizes)
+        self._held = np.flatnonzero(read.ok)
+        return bool((read.ok | (read.statuses == Status.GONE)).all())
 
     def is_in_destination(self) -> bool:
         """Read the copies; return whether the destination has all of them."""
@@ -192,7 +198,7 @@ class _Page:
         result = MoveResult.of(pa.array([""]), objects=count)
         publish(
             GroupObjects(keys, np.zeros(count, dtype=np.int64), self._anchors),
-            np.arange(count),
+            self._held,
             result,
             write=write,
             undo=lambda places: store.undo_writes(self._objects.take(pa.array(places))),
