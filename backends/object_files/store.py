@@ -48,16 +48,16 @@ from hicachectl.backends.object_files.reading import READ_FLAGS, FileReader
 from hicachectl.backends.object_files.sizes import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.backends.object_files.writing import FileWriter
-from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
-from hicachectl.formats.wording import failed
+from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Hashable, Iterator
+    from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator
 
     from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.object_files.tree import ObjectTree
 
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -163,14 +163,15 @@ class ObjectFiles(
     def clock_ns(self) -> int:
         """See `FileTimes`."""
         if self._clock_ns is None:
+            roots = self.objects.roots
             try:
-                now_ns = min(map(file_system_ns, self.objects.roots))
+                times = list(_times(roots))
+                if len(times) < len(roots):
+                    times += _times(directory for _, directory in self.objects.directories([]))
             except OSError as error:
-                next_step = "run as the server's user, and check that the file system is writable"
-                raise StoreUnavailable(
-                    failed(self.path, "ask the file system for its time", error, next_step)
-                ) from error
-            self._clock_ns = now_ns - time.monotonic_ns()
+                raise unavailable(self.path, error) from error
+            # Where this user may write to no directory, nothing can be removed by a wrong clock.
+            self._clock_ns = min(times, default=time.time_ns()) - time.monotonic_ns()
         return self._clock_ns + time.monotonic_ns()
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
@@ -312,7 +313,7 @@ class ObjectFiles(
         order in memory.
         """
         try:
-            return self._writer.touch(keys_of(rows))
+            return self._writer.touch(keys_of(rows), self.clock_ns())
         except OSError as error:
             raise unavailable(self.path, error) from error
 
@@ -355,3 +356,13 @@ class ObjectFiles(
 def _random_name() -> bytes:
     """Return a temporary name that no other process uses."""
     return b"%s-%s.tmp" % (OWN_PREFIX, os.urandom(16).hex().encode())
+
+
+def _times(directories: Iterable[int]) -> Iterator[int]:
+    """Yield the time of each directory's file system, except where this user may not write."""
+    for directory in directories:
+        try:
+            yield file_system_ns(directory)
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise

@@ -22,7 +22,6 @@ from hicachectl.backends.base import (
     keys_of,
     mtimes_of,
 )
-from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key
@@ -100,12 +99,11 @@ class FileWriter:
 
     # objects
 
-    def touch(self, keys: list[bytes]) -> BoolArray:
+    def touch(self, keys: list[bytes], now: int) -> BoolArray:
         """Set the mtimes of existing objects to now, in order; return which were set.
 
-        Raises OSError, StoreUnavailable.
+        now: Unix nanoseconds, by the clock of the file system. Raises OSError, StoreUnavailable.
         """
-        now = file_system_ns(self._objects.descriptor)
         epochs = Epochs(self._objects)
         touched: dict[int, os.stat_result] = {}
         for index, key in enumerate(keys):

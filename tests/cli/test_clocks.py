@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from contextlib import suppress
@@ -11,6 +12,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Touch, present_ns
+from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.testing import rows_of
 from tests import stores
 from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
@@ -242,3 +244,26 @@ def test_the_clock_of_a_full_file_system(tmp_path: Path, skewed: float, full: bo
         assert abs(asked - (time.time_ns() - skewed * 1e9)) < 60e9
         assert 0 <= present_ns(store, changes=True) - asked < 60e9
         assert abs(present_ns(store, changes=False) - time.time_ns()) < 60e9
+
+
+@pytest.mark.parametrize("folders", [True, False])
+def test_the_clock_where_the_outer_directory_is_not_writable(
+    tmp_path: Path, skewed: float, monkeypatch: pytest.MonkeyPatch, folders: bool
+) -> None:
+    """The folders tell the time; without any, nothing can be removed, and this host's does."""
+    url = f"file://{tmp_path}/store?folders=hex2" if folders else f"{tmp_path}/store"
+    (tmp_path / "store").mkdir()
+    with open_store(url, create=True) as store:
+        assert isinstance(store, ObjectFiles)
+        if folders:
+            store.objects.place_for_new(kv(OLD).encode())
+        outer, touch = store.objects.descriptor, os.utime
+
+        def refused(place: int) -> None:
+            if place == outer:
+                raise PermissionError(errno.EACCES, "")
+            touch(place)
+
+        monkeypatch.setattr(os, "utime", refused)
+        expected = time.time() - (skewed if folders else 0)
+        assert abs(present_ns(store, changes=True) / 1e9 - expected) < 50
