@@ -42,13 +42,15 @@ def page_hash(number: int) -> str:
 class PageWriter:
     """Writes nodes: all sidecars of a node, then its anchors."""
 
-    def __init__(self, path: str, limit: int = 0, min_free: int = 0) -> None:
+    def __init__(self, path: str, limit: int = 0, min_free: int = 0, *, weights: str = "w") -> None:
         self.counters = Counters(path)
         self._store = FilePages(
             parse_url(path), self.counters, max_size=limit, min_free_space=min_free, threads=2
         )
-        self._kv = HostPool(KV_BYTES - TRAILER_BYTES, _NODE)
-        self._indexer = HostPool(INDEXER_BYTES - TRAILER_BYTES, _NODE, name="indexer")
+        self._kv = HostPool(KV_BYTES - TRAILER_BYTES, _NODE, weights=weights)
+        self._indexer = HostPool(
+            INDEXER_BYTES - TRAILER_BYTES, _NODE, name="indexer", weights=weights
+        )
         for host in (self._indexer, self._kv):
             self._store.add(host.pool)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from hicachectl.backends.sglang import calls
 from hicachectl.backends.sglang.calls import Call, Ended, Workers
 
 
@@ -120,6 +122,48 @@ def test_threads_that_hang_end_when_they_come_back_after_the_close() -> None:
     while any(thread.name == "test-closed" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_pause_doubles_with_each_hang_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that works makes it short again."""
+    now = 100.0
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now))
+    workers, release = Workers(2, "test"), threading.Event()
+
+    def pause_after_a_hang() -> float:
+        nonlocal now
+        assert workers.map(Call(0.05), release.wait, [()]) == [None]
+        begun = now
+        while workers.paused:
+            now += 0.5
+        return now - begun
+
+    assert [pause_after_a_hang() for _ in range(3)] == [1, 2, 4]
+    assert workers.map(Call(5), lambda: 1, [()]) == [1]
+    assert pause_after_a_hang() == 1
+    release.set()
+    workers.close()
+
+
+def test_a_thread_that_was_replaced_ends_when_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "_FIRST_PAUSE_S", 0.0)
+    workers, release = Workers(1, "test-replaced"), threading.Event()
+    assert workers.map(Call(0.05), release.wait, [()]) == [None]
+    assert workers.map(Call(5), lambda: 1, [()]) == [1]
+
+    def threads() -> int:
+        return sum(thread.name == "test-replaced" for thread in threading.enumerate())
+
+    assert threads() == 2
+    release.set()
+    deadline = time.monotonic() + 10
+    while threads() > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert workers.map(Call(5), lambda: 1, [()]) == [1]
+    workers.close()
 
 
 def test_work_goes_on_after_the_system_refused_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,11 @@ import statistics
 import struct
 import threading
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -17,8 +20,13 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.sglang import capacity as capacity_module
+from hicachectl.backends.sglang import page_files
+from hicachectl.backends.sglang.calls import Ended
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.page_files import PageFiles
+from hicachectl.backends.sglang.removal import Remover
+from hicachectl.backends.sglang.sweeping import Trusted
 from hicachectl.formats.errors import UsageError
 from tests.backends.sglang.page_writer import (
     INDEXER,
@@ -165,12 +173,73 @@ def test_writers_get_no_room_above_the_limit_and_get_it_after_evictions(place: P
     writer.close()
 
 
-def test_room_of_failed_and_replaced_writes_comes_back(place: Place) -> None:
-    capacity = place.capacity(LIMIT)
-    wait_until(capacity.evict_now)  # has listed the empty directory
-    for _ in range(300):
-        assert capacity.admit(PAGE_BYTES)
-        capacity.release(PAGE_BYTES)
+@pytest.mark.parametrize("fault", ["disk", "late", "changed"])
+def test_the_room_of_failed_writes_comes_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Writes of three times the limit fail; a page that follows finds room at once."""
+    limit = LIMIT // 8
+    wait_until(place.capacity(limit).evict_now)  # has listed the empty directory
+    writer = PageWriter(str(place.path), limit)
+    with monkeypatch.context() as patch:
+        if fault == "disk":
+            patch.setattr(page_files, "_write_all", mock.Mock(side_effect=OSError(5, "")))
+        elif fault == "late":
+            patch.setattr(page_files, "_write_all", mock.Mock(side_effect=Ended))
+        else:
+            digests = (n.to_bytes(32, "little") for n in count())
+            patch.setattr(PageFiles, "_digest", lambda *_: next(digests))
+        for _ in range(3 * limit // INDEXER_BYTES):  # a late call tries a page only
+            assert writer.write(range(8)) == 0
+    assert writer.write(range(8)) == 8
+    assert "full" not in writer.counters.snapshot()
+    writer.close()
+
+
+def test_the_room_of_replaced_files_comes_back(place: Place) -> None:
+    """Two servers with other weights replace each other's pages."""
+    wait_until(place.capacity(LIMIT).evict_now)
+    writers = [PageWriter(str(place.path), LIMIT, weights=weights) for weights in "ab"]
+    for turn in range(3 * LIMIT // (8 * PAGE_BYTES)):
+        writer = writers[turn % 2]
+        assert writer.write(range(8)) == 8
+        assert "full" not in writer.counters.snapshot()
+    for writer in writers:
+        writer.close()
+
+
+def test_an_object_that_does_not_fit_beside_the_free_space_is_not_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much is free: what counts is what is free after the write."""
+    space = SimpleNamespace(f_bavail=1000 + 2 * KV_BYTES, f_frsize=1)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: space)
+    capacity = place.capacity(min_free=1000)
+    assert not capacity.admit(2 * KV_BYTES + 1)
+    assert capacity.admit(KV_BYTES)
+    assert not capacity.admit(KV_BYTES + 1)
+    assert capacity.admit(KV_BYTES)
+    assert not capacity.admit(1)
+
+
+@pytest.mark.parametrize("used", [KV, INDEXER, None], ids=["kv", "indexer", "neither"])
+@pytest.mark.parametrize("how", ["read", "rewritten"])
+def test_a_page_that_was_used_since_the_listing_stays(
+    place: Place, used: bytes | None, how: str
+) -> None:
+    """An eviction can take long; the page may have become the newest meanwhile."""
+    place.put_page(1, 7200)
+    listed_ns = place.file(1, KV).stat().st_mtime_ns
+    remover = Remover(
+        place.directory, (KV, INDEXER), Trusted(place.directory.descriptor), has_anchor=True
+    )
+    if used is not None:
+        file, then = place.file(1, used), time.time_ns() - 120 * 10**9  # no page in flight
+        os.utime(file, ns=(then, listed_ns if how == "read" else then))
+    sizes = {0: KV_BYTES, 1: INDEXER_BYTES}
+    freed = remover.remove_page(page_hash(1), sizes, listed_ns)
+    assert freed == (PAGE_BYTES if used is None else 0)
+    assert place.has(1, KV) == place.has(1, INDEXER) == (used is not None)
 
 
 def test_the_room_of_a_killed_writer_comes_back_with_the_next_listing(place: Place) -> None:

@@ -10,12 +10,14 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.backends.sglang import page_files
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
@@ -164,6 +166,11 @@ def test_a_file_of_another_length_is_a_miss_and_replaced(
 ) -> None:
     with opened(tmp_path, host) as store:
         write(store, host)
+        # The thread's memory still has the page when the cut file is read.
+        assert read(store, host, PAGES[:1]) == [True]
+        os.truncate(file_of(tmp_path, PAGES[0]), length)
+        assert read(store, host, PAGES[:1]) == [False]
+        write(store, host, PAGES[:1])
         os.truncate(file_of(tmp_path, PAGES[0]), length)
         assert exists(store, host) == [False, True, True, True]
         assert read(store, host) == [False, True, True, True]
@@ -181,7 +188,11 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, host: HostPool) -> 
         file_of(tmp_path, PAGES[0], "indexer").write_bytes(content)
         assert exists(store, host) == [True, False, False, False]
         assert read(store, host) == [True, False, False, False]
+        before = store.counters.snapshot()
         assert exists(store, side) == [False] * 4
+        after = store.counters.snapshot()
+        assert after["damaged"] == before["damaged"] + 1
+        assert "foreign" not in after
 
 
 SECOND = Shard(tp_rank=1, tp_size=2)
@@ -308,6 +319,40 @@ def test_files_without_trailer_are_pages_only_if_asked(
     with opened(tmp_path, host) as store:
         assert write(store, host) == [True] * 4
         assert exists(store, host) == [True] * 4
+
+
+def test_a_page_that_changes_while_it_is_written_gets_no_name(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang may give a host page to another request; the call is still open."""
+    write_all = page_files._write_all
+
+    def change(*arguments: Any) -> None:
+        write_all(*arguments)
+        host.fill(9)
+
+    with opened(tmp_path, host) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(page_files, "_write_all", change)
+            assert write(store, host, PAGES[:1]) == [False]
+            assert list(tmp_path.glob("*.bin")) == list(tmp_path.glob(".*.tmp")) == []
+        assert write(store, host) == read(store, host) == [True] * 4
+
+
+def test_a_page_in_use_is_marked_again_after_an_hour(
+    tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is read all the time would age otherwise, and be evicted."""
+    hour_ns, now_ns = 3600 * 10**9, time.time_ns()
+    used: list[int] = []
+    with opened(tmp_path, host) as store:
+        write(store, host)
+        monkeypatch.setattr(page_files, "time", SimpleNamespace(time_ns=lambda: now_ns))
+        monkeypatch.setattr(Capacity, "used", lambda *_: used.append(now_ns))
+        for hours in (2, 0, 2, 0, 2):
+            now_ns += hours * hour_ns
+            assert read(store, host, PAGES[:1]) == [True]
+    assert len(used) == 3
 
 
 def test_removed_files_make_room(

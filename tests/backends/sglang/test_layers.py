@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from hicachectl.backends.sglang import layers as layers_module
 from hicachectl.backends.sglang.calls import Call
@@ -17,8 +19,6 @@ from tests.backends.sglang.pages import HostPool, hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import pytest
 
 PAGES = hashes(4)
 HOSTS = {
@@ -221,6 +221,24 @@ def test_stores_that_are_only_read_serve_until_a_clear() -> None:
         assert not np.any(layers.exists([KV], PAGES, Call(5)))
         assert read(layers, KV) == [False] * 4
         assert not any(store.cleared or ("kv", PAGES[1]) in store.held for store in stores)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_all_stores_are_closed_although_one_of_them_raises(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    stores, closed = [MemoryPages() for _ in range(3)], []
+
+    def close(number: int) -> None:
+        closed.append(number)
+        if number == failing:
+            raise OSError(5, "Input/output error")
+
+    for number, store in enumerate(stores):
+        monkeypatch.setattr(store, "close", partial(close, number))
+    with pytest.raises(OSError, match="Input/output error"):
+        layered(*stores).close()
+    assert sorted(closed) == [0, 1, 2]
 
 
 def test_a_clear_during_a_call_lets_it_end() -> None:

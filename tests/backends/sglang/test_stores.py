@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from msgspec import structs
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Archive
+from hicachectl.backends.sglang.archives import archive_problem
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.stores import StorePages
@@ -582,6 +584,18 @@ def test_a_pack_without_weights_is_read_on_request(tmp_path: Path) -> None:
     url, held = packed(tmp_path / "pages.hcpack", structs.replace(MHA, weights=""))
     with served(url, MHA, writes=False, reads_unstamped=True) as found:
         expect_all(found, held)
+
+
+@pytest.mark.parametrize("profile", [None, structs.replace(MHA, inferred=True)], ids=str)
+def test_an_archive_that_does_not_record_its_deployment_is_not_used(
+    profile: Profile | None,
+) -> None:
+    """Also if objects without weights are read: what a listing shows says nothing of bytes."""
+    archive = mock.create_autospec(Archive, instance=True, grammar="file")
+    archive.recorded_profile.return_value = profile
+    pools = [host.pool for host in rank_pools(structs.replace(MHA, weights="w")).values()]
+    why = archive_problem(archive, pools, reads_unstamped=True)
+    assert why.startswith("does not record its deployment; pack the pages again with --profile")
 
 
 def test_a_damaged_object_of_a_pack_is_a_miss(tmp_path: Path) -> None:
