@@ -79,9 +79,10 @@ def test_a_pool_that_is_absent_everywhere_needs_a_profile_to_be_missed(tmp_path:
 def test_objects_that_the_profile_lacks_make_no_page_partial(tmp_path: Path) -> None:
     put_pages(tmp_path, range(3), "_x-dsa", nbytes=4 * 2 * 1152)
     put_pages(tmp_path, range(3), ".indexer_x-dsa", nbytes=4 * 2 * 132)
-    put_pages(tmp_path, range(1), ".draft_x-dsa")
+    put_pages(tmp_path, range(1), ".mamba_x-dsa_0_2")
+    put_pages(tmp_path, range(1, 2), ".mamba_x-dsa_0_2", ".mamba_x-dsa_1_2")
     (deployment,) = groups_of(tmp_path, profile := parse_profile(DSA)).deployments
-    assert [spec.pool for spec in deployment.specs if not spec.listed] == ["draft"]
+    assert [spec.pool for spec in deployment.specs if not spec.listed] == ["mamba"] * 2
     assert set(states(tmp_path, profile).values()) == {"whole"}
 
 
