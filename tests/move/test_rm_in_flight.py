@@ -153,6 +153,22 @@ def test_pages_after_a_removed_one_stay_while_they_are_written(
     assert set(contents(store)) == {f"{third}.indexer_x-dsa.bin"}
 
 
+def test_pages_after_a_repaired_one_stay_while_they_are_written(
+    invoke: Invoke, tmp_path: Path, profile: Path
+) -> None:
+    store, tokens = tmp_path / "store", list(range(100, 112))
+    first, second, third = page_hashes_hex(tokens, 4)
+    store.mkdir()
+    put(store, f"{first}_x-dsa.bin", KV_BYTES)
+    put(store, f"{second}_x-dsa.bin", KV_BYTES)
+    put(store, f"{second}.indexer_x-dsa.bin", INDEXER_BYTES)
+    put(store, f"{third}.indexer_x-dsa.bin", INDEXER_BYTES, time.time())
+    prompts = _listed(tmp_path / "prompts", json.dumps(tokens))
+    options = ("--profile", profile, "--checks", "groups,sizes", "--token-ids", prompts)
+    invoke("verify", store, *options, "--repair", "delete", "--yes", exit_code=4)
+    assert set(contents(store)) == {f"{third}.indexer_x-dsa.bin"}
+
+
 def test_whole_pages_have_no_grace(invoke: Invoke, store: Path) -> None:
     put(store, kv(YOUNG), KV_BYTES, time.time())
     assert removed(invoke, store, "--model", "x-dsa")["pages"] == PAGES + 1
@@ -327,6 +343,25 @@ def test_a_killed_removal_takes_no_page_that_was_written_since(
     assert {kv(YOUNG), indexer(YOUNG)} <= set(contents(store))
     assert not (store / indexer(YOUNG + 1)).exists()
     assert not list(default_quarantine(store).iterdir())
+
+
+def test_a_killed_removal_takes_an_anchor_that_came_too_late(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without renames, only the missing sidecar shows that the killed run had begun."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hicachectl.move.withdrawal.open_mover", lambda *_: None)
+    with monkeypatch.context() as patched:
+        patched.setattr("hicachectl.move.withdrawal.withdraw", interrupted)
+        invoke("rm", store, "--before", "7d", "--yes", exit_code=130)
+    (store / indexer(2)).unlink()
+    put(store, kv(2), KV_BYTES, time.time())
+    put(store, kv(3), KV_BYTES, time.time())
+    removed(invoke, store, "--model", "nothing")
+    assert set(contents(store)) == {kv(3), indexer(3), indexer(YOUNG)}
 
 
 # pages that move
