@@ -115,7 +115,7 @@ REFUSED_FLAGS = (
         ),
         "SGLang refuses it with --enable-hierarchical-cache and EAGLE or EAGLE3",
     ),
-    # validation_hook.py :: check_pipeline_parallel_compat
+    # validation_hook.py :: check_pipeline_parallel_compat, when the engine starts
     RefusedFlags("pp_size", _is_staged_draft, _STAGED),
 )
 

@@ -124,8 +124,6 @@ _REFUSED = {
     "buffer of decoding": _Case("LlamaForCausalLM",
         "--page-size 64 --hicache-host-memory-mode buffer_only --disaggregation-mode decode "
         f"{_HICACHE} file"),
-    "stages with n-grams": _Case("LlamaForCausalLM",
-        f"--pp-size 2 --page-size 64 --speculative-algorithm NGRAM {_HICACHE} file"),
     "shared host pool": _Case("LlamaForCausalLM",
         "--page-size 64 --disaggregation-mode decode "
         f"--disaggregation-decode-host-receive-threshold 0.5 {_HICACHE} mooncake"),
