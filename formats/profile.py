@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from hicachectl.formats.documents import parse_json, parse_toml, shown
 from hicachectl.formats.errors import ProfileError
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEWEST_SGLANG = "0.5.23"
+
+PREFETCH_THRESHOLD = (
+    256  # SGLang's default (HybridCacheController.parse_storage_backend_extra_config)
+)
 
 HIT_POLICIES = ("all_pages", "trailing_pages")
 
@@ -59,6 +63,7 @@ _COUNTS = {
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A deployment. `tp` is the attention TP size, as in the keys.
 
+    prefetch_threshold: tokens. A server fetches nothing if fewer of a request are in the store.
     inferred: built from a store's listing. Only model, topology, pools and object sizes are valid;
     commands that interpret bytes refuse the profile.
     """
@@ -81,6 +86,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     draft_weights: str = ""  # "": as weights
     hash_unit: str = "token"
     speculative_algorithm: str = ""
+    prefetch_threshold: int = PREFETCH_THRESHOLD
     pools: tuple[Pool, ...] = ()
 
     @property
@@ -134,6 +140,11 @@ def profile_to_mapping(profile: Profile) -> dict[str, Any]:
     return mapping
 
 
+def stored_profile(profile: Profile) -> Profile:
+    """Return a profile without the fields that do not change what servers store."""
+    return replace(profile, prefetch_threshold=PREFETCH_THRESHOLD)
+
+
 def validate_profile(profile: Profile) -> list[str]:
     """Return a message per problem of a profile; none if it is valid."""
     problems = [*_size_problems(profile)]
@@ -176,6 +187,7 @@ def _size_problems(profile: Profile) -> Iterator[str]:
     if all(0 < size <= MAX_RANKS for size in sizes) and prod(sizes) > MAX_ALL_RANKS:
         yield f"tp x pp x cp: {prod(sizes)} ranks; at most {MAX_ALL_RANKS} are allowed"
     yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
+    yield from above("prefetch_threshold", profile.prefetch_threshold, MAX_LENGTH)
     yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
     yield from too_many("pools", "pools", len(profile.pools), _MAX_POOLS)
     for pool in profile.pools[:_MAX_POOLS]:
@@ -220,7 +232,7 @@ def _scalar_problems(profile: Profile) -> Iterator[str]:
     for name in ("page_size", "tp", "pp", "cp", "dcp"):
         if getattr(profile, name) < 1:
             yield f"{name}: must be at least 1, but is {getattr(profile, name)}"
-    for name in ("linear_tp", "tp_lcm_size"):
+    for name in ("linear_tp", "tp_lcm_size", "prefetch_threshold"):
         if getattr(profile, name) < 0:
             yield f"{name}: must not be negative, but is {getattr(profile, name)}"
     if not profile.model:

@@ -81,6 +81,17 @@ def longest(allowed: BoolArray, offsets: IntArray, lengths: IntArray | None = No
     return np.maximum(last + 1 - offsets[:-1], 0)
 
 
+def fetched(usable_pages: IntArray, page_size: int, threshold: int) -> IntArray:
+    """Return the pages of each chain that a server fetches from a store: [chains].
+
+    usable_pages: the longest restorable prefix, in pages; the server has none of them in its
+    memory. threshold: the server's prefetch threshold in tokens. Of fewer usable tokens it fetches
+    nothing, however long the request is. Source: SGLang srt/mem_cache/unified_radix_cache.py ::
+    UnifiedRadixCache._drain_storage_control_queues_impl ("below_threshold").
+    """
+    return np.where(usable_pages * page_size >= threshold, usable_pages, 0)
+
+
 def _runs(present: BoolArray, places: IntArray) -> IntArray:
     """Return the number of consecutive present pages up to each position."""
     numbers = np.arange(len(present), dtype=np.int64)

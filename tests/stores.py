@@ -15,6 +15,7 @@ OLD = 1_700_000_000  # long before any --grace
 DSA = """
 model = "x/dsa"
 page_size = 4
+prefetch_threshold = 4
 [[pools]]
 name = "kv"
 kind = "mla"

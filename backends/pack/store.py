@@ -50,7 +50,7 @@ from hicachectl.formats.errors import (
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.pack.index import column_of
 from hicachectl.formats.pack.records import DIGEST_BYTES, RECORD_BYTES
-from hicachectl.formats.profile import dump_profile, parse_profile
+from hicachectl.formats.profile import dump_profile, parse_profile, stored_profile
 from hicachectl.formats.wording import failed, reason_of
 
 if TYPE_CHECKING:
@@ -253,6 +253,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         """Record the profile of the next writes, unless it is inferred and so incomplete."""
         if self._writer is None or profile.inferred:
             return
+        profile = stored_profile(profile)
         recorded = self.recorded_profile()
         if self._writer.entries and not (recorded is not None and recorded.weights):
             profile = replace(profile, weights="", draft_weights="")  # of the objects so far

@@ -67,6 +67,7 @@ def profile_from_config(
         tag=flags.tag,
         hash_unit=hash_unit(algorithm),
         speculative_algorithm=algorithm,
+        prefetch_threshold=flags.prefetch_threshold,
         pools=with_draft(Target(model, flags, page_size, pools), algorithm),
     )
     problems = validate_profile(profile)

@@ -12,6 +12,7 @@ from hicachectl.formats.profile import (
     MAX_LAYERS,
     MAX_PAGE_SIZE,
     NEWEST_SGLANG,
+    PREFETCH_THRESHOLD,
     above,
     too_many,
 )
@@ -50,6 +51,7 @@ class DeploymentFlags:
         --enable-deepseek-v4-fp4-indexer.
     dsv4_kv_layout, dsv4_compressed_kv_layout, dsv4_compress_state_dtype: SGLANG_DSV4_KV_LAYOUT,
         …_COMPRESSED_KV_LAYOUT, …_COMPRESS_STATE_DTYPE; "" if unset.
+    prefetch_threshold: tokens, as --hicache-storage-backend-extra-config states them.
     resolved: a server reported these values after its overrides; page_size is final.
     launched: values of a launch command. Where SGLang overrides page_size, it does so silently.
     """
@@ -72,6 +74,7 @@ class DeploymentFlags:
     tp_lcm_size: int = 0
     tag: str = ""
     speculative_algorithm: str = ""
+    prefetch_threshold: int = PREFETCH_THRESHOLD
     draft_model_config: Mapping[str, Any] | None = None
     speculative_num_steps: int = 0
     enable_multi_layer_eagle: bool = False

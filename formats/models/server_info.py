@@ -25,7 +25,7 @@ from hicachectl.formats.models.flags import (
 )
 from hicachectl.formats.models.loading import SETTINGS
 from hicachectl.formats.objects import MAX_RANKS
-from hicachectl.formats.profile import NEWEST_SGLANG, Profile
+from hicachectl.formats.profile import NEWEST_SGLANG, PREFETCH_THRESHOLD, Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.formats.wording import WRITE_PROFILE
 
@@ -148,8 +148,10 @@ def served_profile(profile: Profile, reply: Mapping[str, Any]) -> Profile:
     if flags.storage_backend == "mooncake" and not str(extra).startswith("@"):
         changes["tag"] = flags.tag
     served = retargeted(profile, **changes)
+    unknown = "hicache_storage_backend_extra_config" not in reply or str(extra).startswith("@")
     return replace(
         served,
+        prefetch_threshold=served.prefetch_threshold if unknown else flags.prefetch_threshold,
         page_size=(flags.page_size or 0) * flags.dcp,
         cp=flags.cp,
         dcp=flags.dcp,
@@ -199,6 +201,7 @@ def _flags(
     extra = _extra_config(arguments)
     environment = _environment(arguments)
     lcm = extra.get("tp_lcm_size")
+    threshold = extra.get("prefetch_threshold", PREFETCH_THRESHOLD)
     return DeploymentFlags(
         model=arguments.text("served_model_name", model_path),
         page_size=(arguments.count("page_size", 0) or None)
@@ -220,6 +223,7 @@ def _flags(
         tp_lcm_size=lcm if type(lcm) is int else 0,
         tag=storable(str(extra.get("extra_backend_tag") or "")),
         speculative_algorithm=arguments.text("speculative_algorithm"),
+        prefetch_threshold=max(threshold, 0) if type(threshold) is int else PREFETCH_THRESHOLD,
         speculative_num_steps=arguments.count("speculative_num_steps", 0),
         enable_multi_layer_eagle=arguments.flag("enable_multi_layer_eagle"),
         speculative_draft_kv_cache_dtype=arguments.text("speculative_draft_kv_cache_dtype"),
@@ -295,8 +299,9 @@ def _notes(arguments: _Arguments) -> tuple[str, ...]:
     stated = arguments.values.get("hicache_storage_backend_extra_config")
     if isinstance(stated, str) and stated.startswith("@"):
         notes.append(
-            "the server reads its store options from a file, so its tag and tp_lcm_size are "
-            "unknown; give --tag and --tp-lcm-size if they are set"
+            "the server reads its store options from a file, so its tag, tp_lcm_size and "
+            "prefetch_threshold are unknown; give --tag, --tp-lcm-size and --prefetch-threshold if "
+            "they are set"
         )
     tells_partition = isinstance(arguments.values.get("env_vars"), Mapping)
     if not tells_partition and arguments.count("pp_size", 1) != 1:

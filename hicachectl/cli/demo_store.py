@@ -31,6 +31,7 @@ PROFILE = Profile(
     page_size=16,
     layout="page_first",
     tp=2,
+    prefetch_threshold=16,  # so that a demo of few pages is served
     pools=(
         Pool(name="kv", kind="mha", dtype="bfloat16", layers=(3, 7), kv_heads=4, head_dim=64),
         Pool(

@@ -56,6 +56,10 @@ METRICS = {
             "request; all tokens of a request without such a page."
         ),
         "usable_tokens": Metric("Requested tokens that servers can restore."),
+        "served_tokens": Metric(
+            "Usable tokens that servers fetch: none of a request below the prefetch threshold. "
+            "Without known prefixes, left out."
+        ),
         "failed": Metric("Pages that failed or are in conflict."),
         "seconds": Metric("Duration of the run in seconds."),
         "succeeded": Metric("1 if the last run succeeded, else 0."),

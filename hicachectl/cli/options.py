@@ -561,6 +561,14 @@ model_option = _profile(
     help="Choose one of several models in STORE.",
 )
 
+prefetch_threshold_option = _server(
+    "--prefetch-threshold",
+    type=click.IntRange(0),
+    metavar="TOKENS",
+    help="SGLang's prefetch_threshold: servers fetch nothing if fewer tokens of a request are "
+    "usable.  [default: as the profile states, else 256]",
+)
+
 grace_option = own_option(
     "--grace",
     type=Duration(),
@@ -593,7 +601,7 @@ min_usable_option = own_option(
     "--min-usable",
     type=Share(),
     metavar="SHARE",
-    help="Exit with 4 if servers can restore less than this share of the requested tokens, such "
+    help="Exit with 4 if servers would fetch less than this share of the requested tokens, such "
     "as 0.9.",
 )
 

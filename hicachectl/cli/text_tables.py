@@ -143,12 +143,13 @@ def removals_for_people(rows: pa.Table) -> pa.Table:
 def hits_for_people(rows: pa.Table) -> pa.Table:
     """Return the text columns of `hits`."""
     stops = rows.column("stopped_by").combine_chunks()
-    page, pool, part, shard, _, place = stops.flatten()
+    page, pool, part, shard, _, place, reason = stops.flatten()
     ranks = _ranks_text(pa.Table.from_struct_array(shard))
     page = pc.binary_join_element_wise("page ", _short(page), "")
     place = pc.binary_join_element_wise("(exists at ", place, ")", "")
-    stopped = join_present([pool, part, ranks, place, page], " ")
-    counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens")
+    reason = pc.replace_substring(reason, "_", " ")
+    stopped = join_present([reason, pool, part, ranks, place, page], " ")
+    counts = ("tokens", "kv_pages", "usable_pages", "usable_tokens", "served_tokens")
     return pa.table(
         {
             ">chain": _text(rows, "chain"),

@@ -75,6 +75,7 @@ def finish_facts(
     page_size = request.target.page_size
     usable = np.zeros(0 if request.chains is None else len(request.chains), dtype=np.int64)
     facts = FinishFacts(
+        served_tokens=None if request.chains is None else 0,
         deployment=profile_document(request.target),
         remarks=stamp_remarks(destination, request.target),
     )
@@ -98,6 +99,7 @@ def finish_facts(
             usable, hits = found.pages, found.target
             held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
             facts.usable_tokens = int(usable.sum()) * page_size
+            facts.served_tokens = int(found.served.sum()) * page_size
             facts.only_there = int(pc.invert(pc.is_in(held, value_set=names)).true_count)
             facts.deployment = profile_document(found.deployment)
             facts.remarks += found.remarks

@@ -12,7 +12,7 @@ import pyarrow as pa
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.naming import deployment_text
-from hicachectl.requests.gate import failed_text, passes, usable_share, usable_text
+from hicachectl.requests.gate import failed_text, passes, served_share, served_text
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import BUDGET, LOCK
 
@@ -79,11 +79,13 @@ class SliceFacts(msgspec.Struct, kw_only=True):
 class FinishFacts(msgspec.Struct, kw_only=True):
     """What servers can restore from the destination afterwards.
 
-    usable_tokens: of all chains, or of the pages. only_there: requested pages that only the
+    usable_tokens: of all chains, or of the pages. served_tokens: tokens of all chains that servers
+    fetch; None if the prefixes of the pages are unknown. only_there: requested pages that only the
     destination has. deployment: for which tokens are counted, as `profile_document`.
     """
 
     usable_tokens: Count = 0
+    served_tokens: Count | None = None
     only_there: Count = 0
     deployment: dict[str, Any] | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
@@ -138,7 +140,7 @@ class PrewarmOutcome:
         """
         if min_usable is None or passes(self.document, min_usable):
             return []
-        if dry_run and usable_share(self.document) is not None:
+        if dry_run and served_share(self.document) is not None:
             return []
         step = _NEXT_STEPS.get(self.document["stopped_by"], _OTHER_STEP)
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
@@ -151,7 +153,7 @@ class PrewarmOutcome:
             f"{human_size(document['bytes'])}",
             f"{document['already_there']} already in the destination",
             f"{document['missing_pages']} not found in the source",
-            usable_text(document, now=dry_run),
+            served_text(document, now=dry_run),
         ]
         if document["stopped_by"]:
             parts.append(f"stopped: {document['stopped_by']}")
@@ -202,6 +204,7 @@ def outcome_of(
         "bytes": copied.bytes,
         "missing_pages": plan.missing - finish.only_there,
         "usable_tokens": finish.usable_tokens,
+        "served_tokens": finish.served_tokens,
         "requested_tokens": plan.requested_tokens,
         "deployment": finish.deployment,
         "not_pinned": plan.not_pinned + copied.not_pinned,

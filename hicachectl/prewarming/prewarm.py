@@ -126,6 +126,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     )
     finish = FinishFacts(
         usable_tokens=int(found.pages.sum()) * page_size,
+        served_tokens=int(found.served.sum()) * page_size,
         deployment=profile_document(found.deployment),
         remarks=[*found.remarks, *stamp_remarks(store, request.target)],
     )

@@ -23,7 +23,7 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
     inferred; ProfileError for a release whose objects it does not describe.
     """
     from hicachectl.formats.transfer import retargeted
-    from hicachectl.profiles.sources import read_profile, stage_layers
+    from hicachectl.profiles.sources import read_profile, stage_layers, with_threshold
 
     changes = {name: options[f"to_{name}"] for name in _FIELDS if options[f"to_{name}"] is not None}
     if options["to_no_tag"]:
@@ -38,7 +38,8 @@ def destination_profile(profile: Profile | None, options: Mapping[str, Any]) -> 
             raise UsageError(
                 f"{_option(changes)} cannot be combined with --to-profile; leave out one of them"
             )
-        return _with_weights_of(profile, read_profile(options["to_profile"]))
+        target = with_threshold(read_profile(options["to_profile"]), options)
+        return _with_weights_of(profile, target)
     if not changes:
         return None
     if profile is None or profile.inferred:

@@ -620,7 +620,7 @@ def _is_replicated(runner: Any) -> bool:
 def _scalars(runner: Any, flags: Mapping[str, Any], tp: int, replicated: bool) -> dict[str, Any]:
     """Return the fields of a profile that differ from their defaults."""
     algorithm = runner.spec_algorithm
-    extra = _extra_config(flags)
+    extra, threshold = _extra_config(flags)
     dcp, cp = flags["dcp_size"] or 1, flags["attn_cp_size"] or 1
     found: dict[str, Any] = {
         "model": flags["served_model_name"] or flags["model_path"],
@@ -639,18 +639,20 @@ def _scalars(runner: Any, flags: Mapping[str, Any], tp: int, replicated: bool) -
         "tag": (str(extra.get("extra_backend_tag") or ""), ""),
         "hash_unit": ("bigram" if algorithm.is_eagle() else "token", "token"),
         "speculative_algorithm": ("" if algorithm.is_none() else algorithm.name, ""),
+        "prefetch_threshold": (max(threshold, 0), 256),
     }
     return found | {name: value for name, (value, usual) in others.items() if value != usual}
 
 
-def _extra_config(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+def _extra_config(flags: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """Return the options of the storage backend, and SGLang's prefetch threshold."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
         HybridCacheController,
     )
 
     stated = flags["hicache_storage_backend_extra_config"]
-    found, *_ = HybridCacheController.parse_storage_backend_extra_config(stated)
-    return found or {}
+    found, threshold, *_ = HybridCacheController.parse_storage_backend_extra_config(stated)
+    return found or {}, threshold
 
 
 def _check_ranks(

@@ -6,6 +6,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import Profile, parse_profile
@@ -54,7 +56,15 @@ def profile_from_options(
     source or store.
     """
     profile = _asked_for(options, store, warn)
-    return profile if store is None else agree_on_profile(store, profile, looks_only=looks_only)
+    if store is not None:
+        profile = agree_on_profile(store, profile, looks_only=looks_only)
+    return profile if profile is None else with_threshold(profile, options)
+
+
+def with_threshold(profile: Profile, options: Mapping[str, Any]) -> Profile:
+    """Return a profile with the prefetch threshold of --prefetch-threshold, if that is given."""
+    stated = options.get("prefetch_threshold")
+    return profile if stated is None else replace(profile, prefetch_threshold=stated)
 
 
 def profile_to_look(
@@ -183,8 +193,6 @@ def _from_deployment(options: Mapping[str, Any], warn: Callable[[str], None]) ->
 
 def _tagged(profile: Profile, warn: Callable[[str], None]) -> Profile:
     """Return the profile with the tag of the storage plug-in's keys on Mooncake."""
-    from msgspec.structs import replace
-
     from hicachectl.formats.identity import profile_tag
 
     tag = profile.tag or profile_tag(profile)

@@ -20,7 +20,12 @@ from hicachectl.formats.errors import (
     UnsupportedByBackend,
 )
 from hicachectl.formats.forms import convert
-from hicachectl.formats.profile import Profile, profile_from_mapping, profile_to_mapping
+from hicachectl.formats.profile import (
+    Profile,
+    profile_from_mapping,
+    profile_to_mapping,
+    stored_profile,
+)
 from hicachectl.formats.wording import failed, no_stamp_place
 
 if TYPE_CHECKING:
@@ -87,7 +92,9 @@ def write_stamp(store: Store, stamp: Stamp) -> Path:
     """
     side = require_stamp_place(store).side_directory()
     name = _file_name(stamp.profile.key_model)
-    document = _StampForm(_FORM, stamp.weights_version, profile_to_mapping(stamp.profile))
+    document = _StampForm(
+        _FORM, stamp.weights_version, profile_to_mapping(stored_profile(stamp.profile))
+    )
     with _opened(store, writes=True, makes=True) as directory:
         _check_place(directory, name)
         if directory is not None:
@@ -156,7 +163,7 @@ def _check_place(directory: Directory | None, name: str) -> None:
 
 
 def _differences(old: Stamp, new: Stamp) -> list[str]:
-    before, after = profile_to_mapping(old.profile), profile_to_mapping(new.profile)
+    before, after = (profile_to_mapping(stored_profile(stamp.profile)) for stamp in (old, new))
     if new.weights_version:
         before["weights_version"] = old.weights_version
         after["weights_version"] = new.weights_version

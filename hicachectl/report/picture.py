@@ -50,6 +50,7 @@ class PictureRequest:
 
     verify: the checks to run, on the whole store. chains: of requests, if any; hashing: of their
     tokens; None if unknown. guess: chooses the deployment that serves them, without a profile.
+    threshold: of the servers' prefetches; None: as for `measure_hits`.
     page: prefix of the hash of the page to show in full; None: choose one.
     """
 
@@ -57,6 +58,7 @@ class PictureRequest:
     chains: Chains | None = None
     hashing: Hashing | None = None
     guess: PoolGuess = field(default_factory=PoolGuess)
+    threshold: int | None = None
     page: str | None = None
 
 
@@ -183,6 +185,7 @@ def _tree(
         request.chains,
         request.hashing,
         choice=request.guess,
+        threshold=request.threshold,
     )
     told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
     name = "" if hits.deployment is None else deployment_name(hits.deployment)

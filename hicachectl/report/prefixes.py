@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.formats.restorable import positions_of
 from hicachectl.prewarming.forest import grow_forest
 from hicachectl.report.names import NO_RANKS, pool_text, rank_text
 from hicachectl.requests.chains import raw_pages
+from hicachectl.requests.gate import served_share
 from hicachectl.text.terminal import escape_controls
 
 if TYPE_CHECKING:
@@ -64,15 +66,18 @@ class Stop:
 class PrefixTree:
     """Requests as a prefix tree, and sums over them.
 
-    page_size: tokens of a page; None if unknown. share: the share of the requested tokens that is
-    usable, as `hits` counts it; None if none is requested. pages, usable, kv_only: over all
-    requests. unstopped: requests that nothing stops. nodes: with the most requests first; hidden:
-    number not drawn. stops: with the most requests first, of stop_count.
+    page_size: tokens of a page; None if unknown. usable_share, served_share: shares of the
+    requested tokens, as `hits` counts them; None if none is requested. below: number of requests
+    with usable pages that servers do not fetch, since they are below the prefetch threshold. pages,
+    usable, kv_only: over all requests. unstopped: requests that nothing stops. nodes: with the most
+    requests first; hidden: number not drawn. stops: with the most requests first, of stop_count.
     """
 
     deployment: str
     page_size: int | None
-    share: float | None
+    usable_share: float | None
+    served_share: float | None
+    below: int
     requests: int
     pages: int
     usable: int
@@ -102,7 +107,9 @@ def prefix_tree(
     return PrefixTree(
         deployment=deployment,
         page_size=page_size,
-        share=measured.document["usable_share"],
+        usable_share=measured.document["usable_share"],
+        served_share=served_share(measured.document),
+        below=_count_below(measured.rows),
         requests=len(chains),
         pages=len(hits.page_of),
         usable=int(hits.usable_pages.sum()),
@@ -113,6 +120,11 @@ def prefix_tree(
         stops=tuple(stops),
         stop_count=stop_count,
     )
+
+
+def _count_below(rows: pa.Table) -> int:
+    reasons = pc.struct_field(rows.column("stopped_by"), "reason")
+    return len(reasons) - int(reasons.null_count)
 
 
 def _states(hits: Hits) -> npt.NDArray[np.int8]:

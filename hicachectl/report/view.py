@@ -157,9 +157,9 @@ def _verdict(picture: Picture) -> dict[str, str]:
 
 def _served(tree: PrefixTree | None) -> str:
     """Return the share of the requests that can be restored, as a sentence; "" without requests."""
-    if tree is None or tree.share is None:
+    if tree is None or tree.served_share is None:
         return ""
-    share = math.floor(tree.share * 100)
+    share = math.floor(tree.served_share * 100)
     unit = "pages" if tree.page_size is None else "tokens"
     return f"Servers of {tree.deployment} can restore {share} % of the requested {unit}."
 
@@ -380,7 +380,7 @@ def _tree(tree: PrefixTree) -> dict[str, Any]:
         "unit": unit,
         "scale": scale,
         "svg": _chart(tree_chart(tree)) if tree.nodes else "",
-        "usable": f"{math.floor(1000 * (tree.share or 0)) / 10:g} %",
+        "usable": f"{math.floor(1000 * (tree.usable_share or 0)) / 10:g} %",
         "kv_only": share(tree.kv_only),
         "lost": tree.pages - tree.usable - tree.kv_only,
     }

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.restorable import fetched
 from hicachectl.formats.wording import OTHER_BYTES, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.listing import key_text
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
     from hicachectl.requests.elsewhere import Elsewhere
-    from hicachectl.requests.hits import Hits
+    from hicachectl.requests.hits import BoolArray, Hits
+
+BELOW_THRESHOLD = "below_threshold"  # a reason, as SGLang's metrics name it
 
 _SHARD = pa.struct(
     [
@@ -42,18 +45,22 @@ _STOP_FIELDS = [
         ("shard", _SHARD),
         ("key", pa.string()),
         ("exists_at", pa.string()),
+        ("reason", pa.string()),
     )
 ]
 
 
-def hit_rows(hits: Hits, page_size: int | None, elsewhere: Sequence[Elsewhere] = ()) -> pa.Table:
+def hit_rows(
+    hits: Hits, page_size: int | None, threshold: int, elsewhere: Sequence[Elsewhere] = ()
+) -> pa.Table:
     """Return a row per chain, in the columns of `hits`.
 
-    page_size: None if unknown. elsewhere: other deployments with requested pages; of several that
-    have a page, the first is named.
+    page_size: None if unknown. threshold: of the servers' prefetches, in tokens. elsewhere: other
+    deployments with requested pages; of several that have a page, the first is named.
     """
     tokens = hits.chains.tokens
     usable = hits.usable_pages * (page_size or 0)
+    served = fetched(hits.usable_pages, page_size or 0, threshold) * (page_size or 0)
     unknown = np.full(len(usable), page_size is None)
     return pa.table(
         {
@@ -62,7 +69,8 @@ def hit_rows(hits: Hits, page_size: int | None, elsewhere: Sequence[Elsewhere] =
             "kv_pages": pa.array(hits.kv_pages),
             "usable_pages": pa.array(hits.usable_pages),
             "usable_tokens": pa.array(usable, mask=unknown),
-            "stopped_by": _stopped_by(hits, elsewhere),
+            "served_tokens": pa.array(served, mask=unknown),
+            "stopped_by": _stopped_by(hits, served < usable, elsewhere),
         }
     )
 
@@ -97,7 +105,11 @@ def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterato
             yield f"Objects {what.format(counted(count, 'chain'))}"
 
 
-def _stopped_by(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StructArray:
+def _stopped_by(hits: Hits, below: BoolArray, elsewhere: Sequence[Elsewhere]) -> pa.StructArray:
+    """Return what stops each chain.
+
+    below: [chains] whether usable pages are not fetched, since they are below the threshold.
+    """
     stopped = hits.stop_pages >= 0
     positions = (hits.chains.offsets[:-1] + hits.stop_pages)[stopped]
     spread = np.full(len(stopped), -1, dtype=np.int64)
@@ -108,14 +120,23 @@ def _stopped_by(hits: Hits, elsewhere: Sequence[Elsewhere]) -> pa.StructArray:
     specs = () if hits.deployment is None else hits.deployment.specs
     coordinates = [spec.coordinate for spec in specs]
     keys = join_keys([spec.affix for spec in specs], which, pages)
-    # Without a deployment, the first missing object is kv.
-    pools = pc.fill_null(pa.array([c.pool for c in coordinates], pa.string()).take(which), "kv")
+    pools = pa.array([c.pool for c in coordinates], pa.string()).take(which)
+    if hits.deployment is None:  # the first missing object is kv
+        pools = pc.if_else(pa.array(stopped), "kv", pools)
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
     return pa.StructArray.from_arrays(
-        [pages, pools, parts, shards, key_text(keys), _places(hits, elsewhere).take(numbers)],
+        [
+            pages,
+            pools,
+            parts,
+            shards,
+            key_text(keys),
+            _places(hits, elsewhere).take(numbers),
+            pc.if_else(pa.array(below), BELOW_THRESHOLD, pa.scalar(None, pa.string())),
+        ],
         fields=_STOP_FIELDS,
-        mask=pa.array(~stopped),
+        mask=pa.array(~stopped & ~below),
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc
+
+from hicachectl.formats.profile import PREFETCH_THRESHOLD
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.naming import deployment_document
 from hicachectl.pages.selection import EVERYTHING
@@ -15,6 +18,7 @@ from hicachectl.profiles.inference import PoolGuess, choose_deployment
 from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hit_rows import hit_remarks, hit_rows
 from hicachectl.requests.hits import find_hits, inventory_of_chains
+from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,20 +53,24 @@ def measure_hits(
     hashing: Hashing | None,
     *,
     choice: PoolGuess | None = None,
+    threshold: int | None = None,
     on_listed: Callable[[int], None] = lambda objects: None,
 ) -> HitsReport:
     """Return how far servers can restore each chain, and what else the store has of them.
 
     profile: of the servers; None: the one deployment of the store that `choice` fits. hashing: of
-    the chains; None if unknown. Raises ProfileError if the profile contradicts the store, or
-    `choice` fits several deployments; StoreUnavailable.
+    the chains; None if unknown. threshold: the servers' prefetch threshold in tokens; None: as the
+    profile states, else SGLang's default. Raises ProfileError if the profile contradicts the store,
+    or `choice` fits several deployments; StoreUnavailable.
     """
     inventory = (
         take_inventory(store, on_batch=on_listed)
         if profile is None
         else inventory_of_chains(store, profile, chains, only_others=True, on_batch=on_listed)
     )
-    return measure_listed(store, inventory, profile, chains, hashing, choice=choice)[1]
+    return measure_listed(
+        store, inventory, profile, chains, hashing, choice=choice, threshold=threshold
+    )[1]
 
 
 def measure_listed(
@@ -73,6 +81,7 @@ def measure_listed(
     hashing: Hashing | None,
     *,
     choice: PoolGuess | None = None,
+    threshold: int | None = None,
 ) -> tuple[Hits, HitsReport]:
     """Return the hits in objects that are listed, and `measure_hits` of them."""
     hits = find_hits(
@@ -82,6 +91,10 @@ def measure_listed(
         acceptance=acceptance_of(store, inventory, profile),
     )
     elsewhere = find_elsewhere(store, inventory, hits)
+    page_size = None if hashing is None else hashing.page_size
+    if threshold is None:
+        threshold = PREFETCH_THRESHOLD if profile is None else profile.prefetch_threshold
+    rows = hit_rows(hits, page_size, threshold, elsewhere)
     remarks = [
         *store.remarks,
         *hit_remarks(hits, inventory, expected_identities(store, profile)),
@@ -89,12 +102,23 @@ def measure_listed(
     ]
     if hits.deployment is None:
         remarks.append(explain_selection(store, inventory, EVERYTHING))
-    page_size = None if hashing is None else hashing.page_size
+    remarks += _threshold_remarks(rows, threshold)
     return hits, HitsReport(
-        rows=hit_rows(hits, page_size, elsewhere),
-        document=_document(hits, page_size, elsewhere),
+        rows=rows,
+        document=_document(hits, rows, page_size, elsewhere),
         remarks=tuple(remarks),
     )
+
+
+def _threshold_remarks(rows: pa.Table, threshold: int) -> list[str]:
+    """Return a remark if usable pages of requests are not fetched. rows: those of `hit_rows`."""
+    below = pc.sum(pc.less(rows["served_tokens"], rows["usable_tokens"])).as_py()
+    if not below:
+        return []
+    return [
+        f"{counted(below, 'request')}: fewer tokens are usable than the prefetch threshold of the "
+        f"servers ({threshold}), so they fetch none; --prefetch-threshold states another one"
+    ]
 
 
 def _deployment(
@@ -108,7 +132,9 @@ def _deployment(
     return choose_deployment(inventory, choice or PoolGuess())
 
 
-def _document(hits: Hits, page_size: int | None, elsewhere: list[Elsewhere]) -> dict[str, Any]:
+def _document(
+    hits: Hits, rows: pa.Table, page_size: int | None, elsewhere: list[Elsewhere]
+) -> dict[str, Any]:
     usable = int(hits.usable_pages.sum()) * (page_size or 1)
     requested = (
         int(hits.chains.reach.sum())
@@ -120,6 +146,7 @@ def _document(hits: Hits, page_size: int | None, elsewhere: list[Elsewhere]) -> 
         "deployment": None if own is None else deployment_document(own, page_size),
         "requested_tokens": None if page_size is None else requested,
         "usable_tokens": None if page_size is None else usable,
+        "served_tokens": None if page_size is None else pc.sum(rows["served_tokens"]).as_py() or 0,
         "usable_share": usable / requested if requested else None,
         "elsewhere": [one.document for one in elsewhere],
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hicachectl.formats.errors import FormatError, ProfileError, StoreUnavailable
 from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.restorable import fetched
 from hicachectl.pages.naming import deployment_text, profile_document
 from hicachectl.profiles.stamps import stamp_differences
 from hicachectl.requests.chains import Hashing
@@ -47,11 +48,13 @@ _NOT_IN_KEYS = {"layout", "page_size", "kv_cache_dtype"}
 class Usable:
     """Pages that servers can restore from a store.
 
-    pages: [chains] int64, leading pages that servers of `deployment` restore. target: hits of the
+    pages: [chains] int64, leading pages that servers of `deployment` can restore.
+    served: [chains] int64, the pages of these that they fetch. target: hits of the
     deployment that pages are written for. remarks: about servers of another deployment.
     """
 
     pages: IntArray
+    served: IntArray
     deployment: Profile
     target: Hits
     remarks: tuple[str, ...] = ()
@@ -71,7 +74,7 @@ def count_usable(
     """Count the leading pages of each chain that servers can restore from a store.
 
     target: the deployment that pages are written for; counted if no server is known. served: the
-    deployment of each live server, by URL; the pages of the server that can restore the fewest are
+    deployment of each live server, by URL; the pages of the server that fetches the fewest are
     returned. explains: with remarks about pages that the target misses. needs_pages: as for
     `take_inventory`. without: pages that count as missing. Raises StoreUnavailable, and
     ProfileError if the target contradicts the store.
@@ -79,7 +82,7 @@ def count_usable(
     inventory, hits = hits_of_store(
         store, target, chains, needs_pages=needs_pages, without=without, on_batch=on_batch
     )
-    counted = [] if served else [(hits.usable_pages, target)]
+    counted = [] if served else [_Counted.of(hits.usable_pages, target, target)]
     remarks = []
     for url, profile in served.items():
         differing = _differences(target, profile)
@@ -91,12 +94,27 @@ def count_usable(
                 if _NOT_IN_KEYS.intersection(differing)
                 else _restorable(store, profile, chains, on_batch)
             )
-        counted.append((usable, profile if differing else target))
-    pages, deployment = min(counted, key=lambda one: int(one[0].sum()))
+        counted.append(_Counted.of(usable, profile, profile if differing else target))
+    fewest = min(counted, key=lambda one: (int(one.served.sum()), int(one.usable.sum())))
+    deployment = fewest.deployment
     if explains and deployment is target:
         elsewhere = find_elsewhere(store, inventory, hits)
         remarks += miss_remarks(store, inventory, hits, elsewhere, Hashing.of(target))
-    return Usable(pages, deployment, hits, tuple(remarks))
+    return Usable(fewest.usable, fewest.served, deployment, hits, tuple(remarks))
+
+
+class _Counted(NamedTuple):
+    """Pages of each chain that servers can restore, and that they fetch: [chains] each."""
+
+    usable: IntArray
+    served: IntArray
+    deployment: Profile
+
+    @classmethod
+    def of(cls, usable: IntArray, server: Profile, deployment: Profile) -> _Counted:
+        """Count the pages that a server with this profile fetches."""
+        served = fetched(usable, server.page_size, server.prefetch_threshold)
+        return cls(usable, served, deployment)
 
 
 def stamp_remarks(store: Store, target: Profile) -> list[str]:

@@ -133,7 +133,7 @@ def main() -> None:
         )
     inventory, listed = timed("list the store", lambda: take_inventory(store, profile))
     hits, found = timed("find hits", lambda: find_hits(inventory, 0, chains))
-    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE))
+    _, _ = timed("make rows", lambda: hit_rows(hits, PAGE_SIZE, 256))
     check(chains, hits)
     wide = take_inventory(listing(stored, 0.0, OTHER_SUFFIXES), profile, only_others=True)
     missed = find_hits(wide, 0, chains)

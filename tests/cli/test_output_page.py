@@ -376,7 +376,8 @@ def test_a_metrics_file_has_the_metrics_of_the_page(
     if command == "verify":
         stores.run("verify", stores.damaged, "--metrics-file", path, exit_code=4)
     else:
-        copy = ("--from", stores.whole, *stores.profile, "--all")
+        requests = prompts(tmp_path / "requests.jsonl", 8)
+        copy = ("--from", stores.whole, *stores.profile, "--token-ids", requests)
         stores.run("prewarm", tmp_path / "copy", *copy, "--metrics-file", path)
     samples = re.findall(r"^hicachectl_(\w+?)_(\w+)\{(.*?)\} \S+$", path.read_text(), re.MULTILINE)
     assert {name for of, name, _ in samples if of == command} == set(METRICS[command])

@@ -15,7 +15,7 @@ from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
 from hicachectl.cli.demo_store import PROFILE, fill
-from hicachectl.formats.profile import parse_profile
+from hicachectl.formats.profile import parse_profile, stored_profile
 from tests.backends.pack import pack_files
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_a_pack_is_listed_as_the_store_it_came_from(
 ) -> None:
     profile = tmp_path / "p.toml"
     invoke("profile", f"pack://{pack}", "-o", profile)
-    assert parse_profile(profile.read_text()) == PROFILE
+    assert parse_profile(profile.read_text()) == stored_profile(PROFILE)
     for options in ((), ("--objects",)):
         expected = listed(invoke, directory, *options, "--profile", str(profile))
         assert listed(invoke, f"pack://{pack}", *options) == expected

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SIZE = PROFILE.page_size
 CONTRACT = {
     "destination", "source", "requested_pages", "already_there", "copied_pages", "bytes",
-    "missing_pages", "usable_tokens", "not_pinned", "gone", "failed", "seconds", "complete",
-    "stopped_by",
+    "missing_pages", "usable_tokens", "served_tokens", "not_pinned", "gone", "failed", "seconds",
+    "complete", "stopped_by",
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_the_document_has_all_that_other_programs_read(
     assert document["failed"] == document["gone"] == document["not_pinned"] == 0
     (line,) = output.stderr.splitlines()
     assert line.startswith("hicachectl: 8 pages copied")
-    assert line.endswith(f"89% of {18 * SIZE} tokens usable by {PROFILE.model} tp 2")
+    assert line.endswith(f"89% of {18 * SIZE} tokens served by {PROFILE.model} tp 2")
     assert document["deployment"] == {
         "model": PROFILE.model, "tag": "", "tp_size": 2, "pp_size": 1, "cp_size": 1, "dcp_size": 1,
         "page_size": SIZE, "layout": "page_first",
@@ -93,7 +93,8 @@ def test_the_gate_names_the_deployment_that_it_measured(
     for options, tp in (((), 2), (("--to-tp", 4), 4)):
         output = invoke(*gate, *options)
         assert output.document["deployment"]["tp_size"] == tp
-        assert output.stderr.splitlines()[-1].endswith(f"usable by {PROFILE.model} tp {tp}")
+        counted = "usable" if arguments else "served"  # without prefixes, nothing is known to be
+        assert output.stderr.splitlines()[-1].endswith(f"{counted} by {PROFILE.model} tp {tp}")
     for output_format in ("table", "csv", "jsonl"):
         assert f"{PROFILE.model} tp 2" in invoke(*gate, "--format", output_format).stdout
     converted = tmp_path / "tp4.toml"
@@ -274,7 +275,8 @@ def test_what_only_the_destination_has_is_not_missing(
     warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "four.jsonl", 4))
     for name in contents(source):
         (source / name).unlink()
-    document = warmed(invoke, *stores, "--token-ids", prompts(tmp_path / "eight.jsonl", 8))
+    asked = prompts(tmp_path / "eight.jsonl", 8)
+    document = warmed(invoke, *stores, "--token-ids", asked, "--allow-empty")
     assert (document["already_there"], document["missing_pages"]) == (4, 4)
     assert document["usable_tokens"] == 4 * SIZE
 
@@ -439,3 +441,32 @@ def test_a_destination_with_an_object_of_a_wrong_size_is_not_called_whole(
     document = warmed(invoke, *stores, exit_code=4)
     assert (document["already_there"], document["failed"]) == (PAGES - 1, 1)
     assert document["usable_tokens"] == (PAGES - 1) * SIZE
+
+
+def test_a_prefix_below_the_threshold_is_not_served(
+    invoke: Invoke, source: Path, target: Path, profile: Path, tmp_path: Path
+) -> None:
+    """The threshold counts for each request, and those of the destination's servers count."""
+    stores = (target, "--from", source, "--profile", profile)
+    asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 4, 8), "--min-usable", 0.6)
+    assert warmed(invoke, *stores, *asked)["served_tokens"] == 12 * SIZE
+    limit = ("--prefetch-threshold", 4 * SIZE + 1)
+    document = warmed(invoke, *stores, *asked, *limit)
+    assert (document["usable_tokens"], document["served_tokens"]) == (12 * SIZE, 8 * SIZE)
+    assert f"67% of {12 * SIZE} tokens served by" in document["stderr"]
+    servers = tmp_path / "servers.toml"
+    servers.write_text(dump_profile(replace(PROFILE, prefetch_threshold=8 * SIZE + 1)))
+    document = warmed(invoke, *stores, *asked, "--to-profile", servers, exit_code=4)
+    assert (document["usable_tokens"], document["served_tokens"]) == (12 * SIZE, 0)
+
+
+def test_the_threshold_is_no_fact_of_a_store(
+    invoke: Invoke, source: Path, profile: Path, tmp_path: Path
+) -> None:
+    """A pack and a stamp take the pages of servers with another one."""
+    pack, other = f"pack://{tmp_path / 'x.hcpack'}", tmp_path / "other.toml"
+    other.write_text(dump_profile(replace(PROFILE, prefetch_threshold=512)))
+    for stated in (profile, other):
+        invoke("migrate", source, pack, "--profile", stated)
+        invoke("verify", source, "--profile", stated, "--stamp", "--checks", "groups")
+    assert "stamp" not in invoke("verify", source, "--profile", profile).stdout

@@ -159,6 +159,23 @@ def test_pages_that_a_live_server_does_not_ask_for_are_not_usable(
             assert server.asked
 
 
+@pytest.mark.parametrize(("threshold", "served"), [(128, 128), (129, 0), (None, 0)])
+def test_what_a_live_server_would_not_fetch_is_not_served(
+    invoke: Invoke, stores: tuple[object, ...], tmp_path: Path, threshold: int | None, served: int
+) -> None:
+    """The profile of the store states 16; that of the server counts."""
+    asked = ("--token-ids", prompts(tmp_path / "asked.jsonl", 8), "--min-usable", "1")
+    extra = "{}" if threshold is None else json.dumps({"prefetch_threshold": threshold})
+    server = Server(answer, **deployed(hicache_storage_backend_extra_config=extra))
+    with serving(server) as place:
+        through = ("--through-server", f"http://{place}")
+        for command in (stores, (stores[0], *stores[3:])):
+            document = warmed(invoke, *command, *asked, *through, exit_code=0 if served else 4)
+            assert (document["usable_tokens"], document["served_tokens"]) == (8 * SIZE, served)
+            more = "(0 of 128, and 128 usable ones are below the prefetch threshold)"
+            assert (more in document["stderr"]) == (served == 0)
+
+
 def test_a_server_that_is_not_understood_is_said(
     invoke: Invoke, stores: tuple[object, ...], tmp_path: Path
 ) -> None:

@@ -314,16 +314,19 @@ def test_models_of_the_hub_cache_are_found(
 
 def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     for name, text in {
-        "o.json": '{"extra_backend_tag": "blue"}',
-        "o.toml": 'extra_backend_tag = "blue"',
-        "o.yaml": "extra_backend_tag: blue",
+        "o.json": '{"extra_backend_tag": "blue", "prefetch_threshold": 64}',
+        "o.toml": 'extra_backend_tag = "blue"\nprefetch_threshold = 64',
+        "o.yaml": "extra_backend_tag: blue\nprefetch_threshold: 64",
     }.items():
         (tmp_path / name).write_text(text)
         line = (f"sglang serve {model} --page-size 8 --enable-hicache --hicache-storage-backend "
                 f"mooncake --hicache-storage-backend-extra-config @{tmp_path / name}")  # fmt: skip
-        assert profile(invoke, line)["tag"] == "blue"
+        found = profile(invoke, line)
+        assert (found["tag"], found["prefetch_threshold"]) == ("blue", 64)
+        found = profile(invoke, line, "--prefetch-threshold", 128)
+        assert found["prefetch_threshold"] == 128
     output = invoke("profile", "--launch", line.replace("o.yaml", "none.yaml"))
-    assert "its tag and tp_lcm_size are unknown; give --tag" in output.stderr
+    assert "its tag, tp_lcm_size and prefetch_threshold are unknown; give --tag" in output.stderr
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,13 @@ def test_the_verdict_has_the_share_of_the_requests_and_a_full_store(
     asked.write_text(json.dumps([page(0), page(1), page(7)]))
     invoke("report", store, "--pages", asked, "-o", made)
     assert "can restore 66 % of the requested" in text_of(made)
+    invoke("report", store, "--pages", asked, "--page-size", 16, "-o", made)
+    text = text_of(made)
+    assert "can restore 0 % of the requested tokens" in text  # 32 of 48, below the threshold
+    assert "Can be restored 66.6 % 32 tokens Below the threshold 1 requests" in text
+    arguments = ("--page-size", 16, "--prefetch-threshold", 32)
+    invoke("report", store, "--pages", asked, *arguments, "-o", made)
+    assert "can restore 66 % of the requested tokens" in text_of(made)
     assert "Several sizes" not in text_of(made)
     with small_file_system(tmp_path / "small", "64k") as full:
         put_pages(full, range(3), "_m_0_1")

@@ -30,6 +30,7 @@ MANY_PAGES = 6000  # of two objects: more keys than are looked up one by one
 MIXED = """
 model = "x/mixed"
 page_size = 4
+prefetch_threshold = 4
 tp = 2
 [[pools]]
 name = "kv"
@@ -105,6 +106,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
         "kv_pages": 5,
         "usable_pages": 3,
         "usable_tokens": 12,
+        "served_tokens": 12,
         "stopped_by": {
             "page": pages[3],
             "pool": "indexer",
@@ -112,6 +114,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
             "shard": {},
             "key": f"{pages[3]}.indexer_x-dsa.bin",
             "exists_at": None,
+            "reason": None,
         },
     }
     assert second == {
@@ -120,6 +123,7 @@ def test_a_row_says_how_far_a_request_reaches_and_what_stops_it(
         "kv_pages": 2,
         "usable_pages": 2,
         "usable_tokens": 8,
+        "served_tokens": 8,
         "stopped_by": None,
     }
 
@@ -230,7 +234,7 @@ def test_an_empty_store_restores_nothing(
     assert (row["kv_pages"], row["usable_pages"]) == (0, 0)
     assert row["stopped_by"] == {
         "page": page(0), "pool": "kv", "part": None, "shard": None, "key": None,
-        "exists_at": None,
+        "exists_at": None, "reason": None,
     }  # fmt: skip
     assert f"{store} is empty; check the URL" in outcome.stderr
     (row,) = rows(invoke, store, "--pages", listed, "--profile", profile)
@@ -277,11 +281,11 @@ def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, 
     put_dsa(store, [page(0)])
     listed = lines(tmp_path / "pages", [page(0), page(1)], [page(0)])
     out = invoke("hits", store, "--pages", listed, "--profile", profile).stdout.splitlines()
-    wanted = "CHAIN  TOKENS  KV PAGES  USABLE PAGES  USABLE TOKENS  STOPPED BY"
+    wanted = "CHAIN  TOKENS  KV PAGES  USABLE PAGES  USABLE TOKENS  SERVED TOKENS  STOPPED BY"
     assert out[0] == wanted
-    assert out[1].split() == ["0", "8", "1", "1", "4", "kv", "page", page(1)[:16]]
-    assert out[2].split() == ["1", "4", "1", "1", "4", "-"]
-    assert out[3:] == ["67% of 12 tokens usable by x/dsa tp 1"]
+    assert out[1].split() == ["0", "8", "1", "1", "4", "4", "kv", "page", page(1)[:16]]
+    assert out[2].split() == ["1", "4", "1", "1", "4", "4", "-"]
+    assert out[3:] == ["67% of 12 tokens served by x/dsa tp 1"]
 
 
 @pytest.mark.parametrize(
@@ -455,3 +459,67 @@ def test_chains_keep_what_requests_say() -> None:
     cut = chains.within_reach()
     assert cut.offsets.tolist() == [0, 2, 2, 3]
     assert np.array_equal(cut.pages, chains.pages[:3])
+
+
+# --- the prefetch threshold ---
+
+
+@pytest.fixture
+def half(tmp_path: Path, dsa: tuple[Path, Path]) -> tuple[object, ...]:
+    """The arguments of requests of 20 and 12 usable tokens, of 24 and 12."""
+    store, profile = dsa
+    long, short = list(range(25)), list(range(100, 113))
+    put_dsa(store, [*page_hashes_hex(long, 4)[:5], *page_hashes_hex(short, 4)])
+    asked = lines(tmp_path / "requests.jsonl", long, short)
+    return store, "--token-ids", asked, "--profile", profile
+
+
+@pytest.mark.parametrize(
+    ("threshold", "served", "reasons"),
+    [
+        (0, [20, 12], [None, None]),
+        (12, [20, 12], [None, None]),
+        (13, [20, 0], [None, "below_threshold"]),
+        (20, [20, 0], [None, "below_threshold"]),
+        (21, [0, 0], ["below_threshold", "below_threshold"]),
+    ],
+)
+def test_servers_fetch_nothing_below_their_threshold(
+    invoke: Invoke, half: tuple[object, ...], threshold: int, served: list[int], reasons: list[str]
+) -> None:
+    command = ("hits", *half, "--prefetch-threshold", threshold)
+    output = invoke(*command, "--format", "json")
+    document = output.document
+    chains = document["chains"]
+    assert [row["served_tokens"] for row in chains] == served
+    assert [row["usable_tokens"] for row in chains] == [20, 12]
+    assert (document["usable_tokens"], document["requested_tokens"]) == (32, 36)
+    assert document["served_tokens"] == sum(served)
+    assert [(row["stopped_by"] or {"reason": None})["reason"] for row in chains] == reasons
+    assert chains[0]["stopped_by"]["pool"] == "kv"  # the object that is missing is named as well
+    below = sum(map(bool, reasons))
+    assert (f"than the prefetch threshold of the servers ({threshold})" in output.stderr) == (
+        below > 0
+    )
+    share = f"{round(sum(served) / 36 * 100)}% of 36 tokens served by x/dsa tp 1"
+    table = invoke(*command).stdout.splitlines()
+    assert table[-1] == share
+    assert sum("below threshold" in line for line in table) == below
+    least = sum(served) / 36 + 0.01
+    said = invoke(*command, "--min-usable", least, exit_code=4).stderr
+    more = f", and {32 - sum(served)} usable ones are below the prefetch threshold"
+    assert f"({sum(served)} of 36{more if below else ''})" in said
+    invoke(*command, "--min-usable", max(least - 0.02, 0))
+
+
+def test_the_threshold_is_sglangs_unless_the_profile_states_one(
+    invoke: Invoke, tmp_path: Path, half: tuple[object, ...]
+) -> None:
+    """SGLang: HybridCacheController.parse_storage_backend_extra_config."""
+    store, _, asked, *_ = half
+    usual = tmp_path / "usual.toml"
+    usual.write_text(DSA.replace("prefetch_threshold = 4\n", ""))
+    for stated in (("--profile", usual), ("--page-size", 4)):
+        document = invoke("hits", store, "--token-ids", asked, *stated, "--format", "json").document
+        assert (document["usable_tokens"], document["served_tokens"]) == (32, 0)
+    assert invoke("hits", *half, "--format", "json").document["served_tokens"] == 32

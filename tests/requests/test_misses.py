@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TP2 = """
 model = "org/m"
 page_size = 4
+prefetch_threshold = 4
 tp = 2
 [[pools]]
 name = "kv"
@@ -70,7 +71,7 @@ def test_all_tokens_are_usable_only_if_none_is_missing(
     short = [TOKENS[:37]] * 40
     arguments = (store, "--profile", profile, "--token-ids")
     last = invoke("hits", *arguments, requests(tmp_path, TOKENS, *short)).stdout.splitlines()[-1]
-    assert last == "99% of 1480 tokens usable by org/m tp 2"
+    assert last == "99% of 1480 tokens served by org/m tp 2"
     assert "100% of 1440 " in invoke("hits", *arguments, requests(tmp_path, *short)).stdout
 
 
@@ -111,7 +112,7 @@ def test_pages_of_another_topology_are_named_with_their_number(
     ) in said
     table = invoke("hits", *arguments).stdout.splitlines()
     assert "kv tp 0/2 (exists at tp 4) page " in table[1]
-    assert table[-1] == f"{1 if more else 42}% of {total} tokens usable by org/m tp 2"
+    assert table[-1] == f"{1 if more else 42}% of {total} tokens served by org/m tp 2"
 
 
 @pytest.mark.parametrize(
@@ -184,9 +185,9 @@ def test_a_gate_says_what_failed_with_both_numbers(
 
 @pytest.mark.parametrize("percent", [28, 55, 56])
 def test_a_gate_passes_at_exactly_its_share(percent: int) -> None:
-    document = {"requested_tokens": 1600, "usable_tokens": 16 * percent}
+    document = {"requested_tokens": 1600, "usable_tokens": 1600, "served_tokens": 16 * percent}
     assert passes(document, percent / 100)
-    assert not passes(document | {"usable_tokens": 16 * percent - 16}, percent / 100)
+    assert not passes(document | {"served_tokens": 16 * percent - 16}, percent / 100)
 
 
 def test_a_gate_says_what_to_do_about_pages_of_another_topology(

@@ -14,6 +14,7 @@ from hicachectl.cli.options import (
     min_usable_option,
     model_option,
     output_options,
+    prefetch_threshold_option,
     profile_options,
     request_options,
     store_argument,
@@ -54,6 +55,7 @@ Examples:
 @request_options
 @model_option
 @min_usable_option
+@prefetch_threshold_option
 @allow_leases_option
 @output_options
 @profile_options
@@ -71,10 +73,11 @@ def command(
     Give the requests with --prompts, --token-ids or --pages. STORE is only read.
 
     A page counts if all its objects of all ranks are present. Trailing pools (Mamba states,
-    sliding windows) are needed only at the end of a prefix.
+    sliding windows) are needed only at the end of a prefix. Servers fetch nothing if fewer tokens
+    of a request are usable than their prefetch threshold: served tokens are what they fetch.
 
     The last line names the deployment that was measured. Pages that only another deployment has
-    are shown as "exists at tp 4". With --min-usable, the exit status is 4 if less is usable.
+    are shown as "exists at tp 4". With --min-usable, the exit status is 4 if less is served.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
     hashed, and --model, --tp, --pp, --cp and --dcp choose one of several deployments. Pages are
@@ -86,7 +89,7 @@ def command(
     from hicachectl.cli.output import write_document
     from hicachectl.cli.text_tables import hits_for_people
     from hicachectl.profiles.inference import PoolGuess
-    from hicachectl.requests.gate import failed_text, passes, usable_text
+    from hicachectl.requests.gate import failed_text, passes, served_text
     from hicachectl.requests.measuring import measure_hits
     from hicachectl.text.tables import table_lines
 
@@ -98,13 +101,21 @@ def command(
         hashing = asked_hashing(profile, options)
         chains = asked_chains(options, hashing)
         choice = PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES})
-        report = measure_hits(source, profile, chains, hashing, choice=choice, on_listed=advance)
+        report = measure_hits(
+            source,
+            profile,
+            chains,
+            hashing,
+            choice=choice,
+            threshold=options["prefetch_threshold"],
+            on_listed=advance,
+        )
     for text in report.remarks:
         remark(ctx, text)
 
     def lines(screen: Screen) -> Iterator[str]:
         yield from table_lines(hits_for_people(report.rows), screen)
-        yield usable_text(report.document)
+        yield served_text(report.document)
 
     write_document(
         {"chains": report.rows, **report.document},

@@ -38,6 +38,7 @@ from hicachectl.cli.options import (
     min_usable_option,
     output_option,
     parts_options,
+    prefetch_threshold_option,
     profile_options,
     request_options,
     transform_options,
@@ -122,6 +123,7 @@ Examples:
 @own_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
 @own_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
 @min_usable_option
+@prefetch_threshold_option
 @_mooncake(
     "--pin",
     variable=False,

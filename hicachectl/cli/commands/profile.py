@@ -11,7 +11,12 @@ import click
 
 from hicachectl.cli.command import PROFILE, Command, argument, in_section, own_option
 from hicachectl.cli.completions import store_names
-from hicachectl.cli.options import OutputFile, model_option, profile_options
+from hicachectl.cli.options import (
+    OutputFile,
+    model_option,
+    prefetch_threshold_option,
+    profile_options,
+)
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import opened, progress, remark, store_name
 
@@ -64,6 +69,7 @@ Examples:
 @own_option(
     "-o", "--output", type=OutputFile(_FORMATS), help="Write the profile to FILE instead of stdout."
 )
+@prefetch_threshold_option
 @profile_options
 @click.pass_context
 def command(
@@ -98,7 +104,7 @@ def command(
     """
     from hicachectl.cli.output import write_text
     from hicachectl.formats.profile import dump_profile, profile_to_mapping
-    from hicachectl.profiles.sources import profile_from_options, states_source
+    from hicachectl.profiles.sources import profile_from_options, states_source, with_threshold
 
     if print_probe:
         given = [name for name in ctx.params if on_command_line(ctx, name)]
@@ -120,6 +126,7 @@ def command(
     if profile is None:
         raise click.UsageError("No source for a profile; give --profile, --model-config, --server, "
                                "--launch or a STORE")  # fmt: skip
+    profile = with_threshold(profile, options)  # an inferred one too
     text = (
         dump_profile(profile)
         if output_format == "toml"

@@ -27,6 +27,7 @@ from hicachectl.cli.options import (
     fail_on_option,
     grace_option,
     model_option,
+    prefetch_threshold_option,
     profile_options,
     request_options,
     store_argument,
@@ -125,6 +126,7 @@ Examples:
 @own_option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
 @request_options
 @model_option
+@prefetch_threshold_option
 @_check(
     "--checks",
     type=NameList(group_names),
@@ -270,6 +272,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
         verify=verify,
         guess=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
         page=options["page"],
+        threshold=options["prefetch_threshold"],
         **_chains(verify.real_profile, options),
     )
 

@@ -326,11 +326,16 @@ BACKGROUND: dict[str, dict[str, str]] = {
             of them finds pages.
         """,
         "TOKENS THAT ARE NOT RESTORED": """
-            Servers always compute the last token of a request. They skip prefixes below their
-            prefetch threshold (256 tokens by default).
+            Servers always compute the last token of a request. If fewer tokens of a request are
+            usable than their prefetch threshold, and at least a page, they fetch nothing, however
+            long the request is. The threshold is 256 tokens, unless the profile or
+            --prefetch-threshold states the prefetch_threshold of
+            --hicache-storage-backend-extra-config. usable_tokens are what STORE has; served_tokens
+            are what servers fetch that have none of it in their own memory. --min-usable and the
+            last line count served tokens.
 
-            The share of usable tokens refers to the whole pages of each request, without its last
-            token. A request without such a page counts with all its tokens, none of them usable.
+            Their share refers to the whole pages of each request, without its last
+            token. A request without such a page counts with all its tokens, none of them served.
             Without any requested token, --min-usable fails.
         """,
         "TRAILERS": """
@@ -520,9 +525,15 @@ BACKGROUND: dict[str, dict[str, str]] = {
             deployment for which the pages are written: --to-profile, the other --to options, or
             else the profile of SRC.
 
-            Below --min-usable, the exit status is 4, and a line on stderr names the deployment and
-            the share. If no token was requested, --min-usable fails, with --dry-run too. Otherwise
-            --dry-run does not judge the share, which it counts before the copy.
+            Servers fetch nothing of a request with fewer usable tokens than their prefetch
+            threshold. served_tokens leaves these out, by the threshold of --prefetch-threshold,
+            else of that deployment. With --all, and with --pages that are no chains, the prefixes
+            are unknown, so only usable tokens are counted.
+
+            --min-usable counts served tokens. Below it, the exit status is 4, and a line on stderr
+            names the deployment and the share. If no token was requested, --min-usable fails, with
+            --dry-run too. Otherwise --dry-run does not judge the share, which it counts before the
+            copy.
 
             A server cannot use pages that were written for another topology, because it never asks
             for their keys. If SRC has requested pages of another deployment, a remark on stderr

@@ -164,6 +164,7 @@ _RUN_COUNTS = (
     Member("bytes", INTEGER, "Bytes in them."),
 )
 
+_ENOUGH = "the chain is usable to its end"
 _REQUESTED = (
     "Tokens of the whole pages of the requests, without the last token of each; all tokens of a "
     "request without such a page, none of which can be restored."
@@ -357,16 +358,22 @@ DOCUMENTS = (
                         "usable_tokens", INTEGER, "Tokens of these pages.", "page size not known"
                     ),
                     Member(
+                        "served_tokens",
+                        INTEGER,
+                        "These tokens, or 0 if they are below the servers' prefetch threshold.",
+                        "page size not known",
+                    ),
+                    Member(
                         "stopped_by",
                         OBJECT,
-                        "First object that servers lack.",
-                        "the chain is usable to its end",
+                        "First object that servers lack, or the prefetch threshold.",
+                        "the chain is served to its end",
                     ),
                     *_below(
                         "stopped_by",
                         (
-                            _PAGE,
-                            Member("pool", TEXT, "Pool."),
+                            _PAGE._replace(when=_ENOUGH),
+                            Member("pool", TEXT, "Pool.", _ENOUGH),
                             Member("part", TEXT, "Part.", "the object has none"),
                             Member("shard", OBJECT, "Ranks and sizes.", "the store has no pages"),
                             *_below(
@@ -388,6 +395,13 @@ DOCUMENTS = (
                                 "Another deployment that has the page, such as tp 4.",
                                 "none has it",
                             ),
+                            Member(
+                                "reason",
+                                TEXT,
+                                "below_threshold: the usable tokens are fewer than the servers' "
+                                "prefetch threshold, so servers fetch none of them.",
+                                "they are enough, or none",
+                            ),
                         ),
                     ),
                 ),
@@ -408,7 +422,13 @@ DOCUMENTS = (
                 "Of these, tokens that servers can restore.",
                 "page size not known",
             ),
-            Member("usable_share", NUMBER, "Their share.", "nothing is requested"),
+            Member(
+                "served_tokens",
+                INTEGER,
+                "Of these, tokens that servers fetch; --min-usable counts them.",
+                "page size not known",
+            ),
+            Member("usable_share", NUMBER, "Share of the usable ones.", "nothing is requested"),
             Member(
                 "elsewhere",
                 ROWS,
@@ -468,6 +488,13 @@ DOCUMENTS = (
             Member("bytes", INTEGER, "Bytes copied."),
             Member("missing_pages", INTEGER, "Requested pages that the source does not have."),
             Member("usable_tokens", INTEGER, "Requested tokens that servers can restore from DST."),
+            Member(
+                "served_tokens",
+                INTEGER,
+                "Of these, tokens that servers fetch: none of a request with fewer than their "
+                "prefetch threshold. --min-usable counts them.",
+                "prefixes not known (--all, --pages)",
+            ),
             Member(
                 "requested_tokens",
                 INTEGER,

@@ -358,7 +358,8 @@ def _profile_file() -> list[str]:
             "Further fields of the deployment: dcp (decode context parallel size), linear_tp (TP "
             "size of the Mamba states; default: tp), tag (Mooncake's extra_backend_tag), "
             "tp_lcm_size (Mooncake with split heads), hash_unit (token or bigram), weights and "
-            "draft_weights (see WEIGHTS)."
+            "draft_weights (see WEIGHTS), prefetch_threshold (tokens, as in the options of the "
+            "servers' storage backend; default: 256)."
         ),
         ".Pp",
         "Fields of each kind of pool:",

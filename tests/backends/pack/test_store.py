@@ -36,7 +36,7 @@ from hicachectl.backends.testing import (
     scanned_rows,
     write,
 )
-from hicachectl.cli.demo_store import PROFILE
+from hicachectl.cli.demo_store import PROFILE as DEMO
 from hicachectl.formats.errors import (
     FormatError,
     ProfileError,
@@ -44,6 +44,7 @@ from hicachectl.formats.errors import (
     UnsupportedByBackend,
     UsageError,
 )
+from hicachectl.formats.profile import stored_profile
 from tests.backends.pack import pack_files
 from tests.backends.pack.pack_files import OBJECT, record
 from tests.small_file_system import small_file_system
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
 
+PROFILE = stored_profile(DEMO)
 KEYS = tuple(f"{page}_m_0_1.bin".encode() for page in PAGE_HASHES)
 OBJECTS = {key: np.random.default_rng(n).bytes(3000 + n) for n, key in enumerate(KEYS)}
 

@@ -161,6 +161,22 @@ def test_an_exposed_environment_is_used() -> None:
     assert (read.pp_partition, read.mamba_conv_dtype) == ((31, 30), "float32")
 
 
+@pytest.mark.parametrize(
+    ("stated", "threshold"),
+    [
+        (None, 256),
+        ("", 256),
+        ('{"tp_lcm_size": 16}', 256),
+        ('{"prefetch_threshold": 64}', 64),
+        ('{"prefetch_threshold": -1}', 0),  # SGLang: at least a page
+    ],
+)
+def test_the_prefetch_threshold_is_among_the_options_of_the_store(
+    stated: str | None, threshold: int
+) -> None:
+    assert flags(hicache_storage_backend_extra_config=stated).prefetch_threshold == threshold
+
+
 def test_what_the_server_does_not_say_is_noted() -> None:
     assert flags_from_server_info(reply()).notes == ()
     (note,) = flags_from_server_info(reply(enable_hierarchical_cache=False)).notes
@@ -170,7 +186,7 @@ def test_what_the_server_does_not_say_is_noted() -> None:
     (note,) = flags_from_server_info(
         reply(hicache_storage_backend_extra_config="@/etc/store.toml")
     ).notes
-    assert "--tag" in note
+    assert "give --tag, --tp-lcm-size and --prefetch-threshold" in note
     (note,) = flags_from_server_info(reply(pp_size=2)).notes
     assert "SGLANG_PP_LAYER_PARTITION" in note
 

@@ -1,0 +1,36 @@
+"""The prefetch threshold that SGLang reads from its options, and its least value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicachectl.formats.models.server_info import flags_from_server_info
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_CODE = """
+import json, sys
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+_, threshold, *_ = HybridCacheController.parse_storage_backend_extra_config(json.loads(sys.argv[1]))
+print(json.dumps(threshold))
+"""
+
+
+@pytest.mark.parametrize("stated", [None, "{}", '{"prefetch_threshold": 64}'])
+def test_the_threshold_is_what_sglang_reads(sglang_python: Path, stated: str | None) -> None:
+    command = [str(sglang_python), "-c", _CODE, json.dumps(stated)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    read = flags_from_server_info(
+        {
+            "model_path": "m",
+            "tp_size": 1,
+            "page_size": 16,
+            "hicache_storage_backend_extra_config": stated,
+        }
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == read.flags.prefetch_threshold
