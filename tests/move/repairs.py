@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.checks.findings import combine
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import CheckInput
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
+    import pytest
 
-    from hicachectl.backends.base import Store
+    from hicachectl.backends.base import Status, Store
     from hicachectl.move.reports import GroupReport
     from tests.stores import Contents
 
@@ -54,11 +57,23 @@ def indexer(number: int) -> str:
     return f"{page(number)}.indexer_x-dsa.bin"
 
 
-def shorten(path: Path) -> None:
-    """Damage an object, keeping its time."""
+def shorten(path: Path, nbytes: int = 1) -> None:
+    """Cut bytes off an object, keeping its time."""
     facts = path.stat()
-    os.truncate(path, facts.st_size - 1)
+    os.truncate(path, facts.st_size - nbytes)
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def stick(monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
+    """Let an object stay in its store, as if its directory were immutable."""
+    take = FileMover.take
+
+    def failing(self: FileMover, key: bytes, name: str, version: bytes | None = None) -> Status:
+        if key.decode() == stuck:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        return take(self, key, name, version)
+
+    monkeypatch.setattr(FileMover, "take", failing)
 
 
 def scanned(store: Store, profile: Profile | None = DSA) -> tuple[Inventory, PageGroups]:

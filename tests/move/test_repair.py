@@ -43,9 +43,11 @@ from tests.move.repairs import (
     repaired,
     scanned,
     shorten,
+    stick,
 )
 from tests.skips import missing
 from tests.small_file_system import small_file_system
+from tests.stores import DSA as DSA_TEXT
 from tests.stores import Contents, contents, page, put, put_pages
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.profile import Profile
     from hicachectl.move.reports import GroupReport
+    from tests.conftest import Invoke
 
 
 @pytest.fixture
@@ -664,6 +667,19 @@ def test_sidecars_stay_when_their_anchor_cannot_leave(store: Path) -> None:
     assert quarantined(default_quarantine(store)).keys() == {
         n(i) for i in (1, 2) for n in (kv, indexer)
     }
+
+
+@pytest.mark.parametrize("fail_on", ["never", "error"])
+def test_a_repair_that_left_a_page_fails_whatever_findings_do(
+    invoke: Invoke, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_on: str
+) -> None:
+    (tmp_path / "p.toml").write_text(DSA_TEXT)
+    shorten(store / kv(1))
+    stick(monkeypatch, kv(1))
+    options = ("--profile", tmp_path / "p.toml", "--checks", "sizes", "--fail-on", fail_on)
+    ran = invoke("verify", store, *options, "--repair", "delete", "--yes", exit_code=4)
+    assert f"{kv(1)}: cannot be removed: Operation not permitted" in ran.stderr
+    assert (store / kv(1)).exists()
 
 
 def test_a_sidecar_that_cannot_leave_is_said(store: Path) -> None:
