@@ -31,6 +31,7 @@ RULES = {
 # Words in commands. STORE and OPTIONS are replaced by those of a run, the others are for the user.
 STORE, OPTIONS = "STORE", "OPTIONS"
 PROFILE_OPTION = "--profile FILE"
+DESPITE = "--despite-profile"  # of a repair that believes a doubtful profile
 _BELOW = "the command below"
 _REPAIR = f"hicachectl verify {STORE} {OPTIONS} --repair quarantine"
 _REMOVED = "Remove the page with {command}. Servers compute the page again and write it."
@@ -48,6 +49,7 @@ class Code:
     severity: one of SEVERITIES. rules: severity under each rule that changes it.
     structural: the page group lacks objects; no object is damaged.
     absent: the finding's key is of a missing object.
+    doubts: a wrong profile gives the finding to healthy pages.
     remedy: next step if the finding is not about a page; repair ignores such findings. {command}
         stands for the command.
     meaning: what is wrong. effect: what a server does with it. advice: what to look at before a
@@ -61,6 +63,7 @@ class Code:
     rules: Mapping[str, str] = field(default_factory=dict, hash=False)
     structural: bool = False
     absent: bool = False
+    doubts: bool = False
     remedy: str = ""
     meaning: str = ""
     effect: str = ""
@@ -202,6 +205,7 @@ MISSING_POOL = Code(
     _HITS_ONLY,
     structural=True,
     absent=True,
+    doubts=True,
     meaning="The page has its kv, but an object of another pool is missing, such as indexer.",
     effect=f"{WITHOUT_SIDECAR[:1].upper()}{WITHOUT_SIDECAR[1:]}. Without a draft, they then accept "
     f"fewer drafted tokens. Without index keys, answers are garbled: before {since('clamps')} if "
@@ -213,6 +217,7 @@ MISSING_PART = Code(
     _HITS_ONLY,
     structural=True,
     absent=True,
+    doubts=True,
     meaning="A part of a pool is missing, such as v, while other parts of the same rank are there.",
     effect="A server that finds the page by its other parts loads it in part, and computes with "
     "what its memory held.",
@@ -245,6 +250,7 @@ ORPHAN_SIDECAR = Code(
 TRUNCATED = Code(
     "truncated",
     "error",
+    doubts=True,
     meaning="The object is shorter than what servers of the deployment write: an interrupted "
     "write, a full disk, or an object of servers with another dtype, TP size or page size.",
     effect="File: the read fails, and up to 128 pages read with it are lost; the object is never "
@@ -256,6 +262,7 @@ OVERSIZED = Code(
     "oversized",
     "error",
     {REFUSED_WHOLE: "warning"},
+    doubts=True,
     meaning="The object is longer than what servers of the deployment write: servers with another "
     "dtype, TP size or page size wrote it.",
     effect="File: the first bytes are read as the page, without an error: wrong values. Mooncake: "
@@ -270,7 +277,8 @@ MIXED_SIZES = Code(
     effect="Servers read the pages of the other setting as their own: wrong values, failed reads "
     "or misses.",
     advice="The detail has the time at which the size changed: compare it with the last change of "
-    "the servers' flags.",
+    "the servers' flags. With a profile, the warning says that servers with the other setting may "
+    "still write: a repair then needs --despite-profile.",
     remedy="give --profile of the running servers (hicachectl profile --launch writes it): the "
     "profile shows which of the sizes is wrong; {command} then repairs the others",
     cost="One computation of each page of the wrong size.",
@@ -343,6 +351,7 @@ _UNLIKELY = (
 NAN = Code(
     "nan",
     "error",
+    doubts=True,
     meaning="The object holds values that are not numbers.",
     effect=f"The values spread to all tokens that attend to the page: {_COMPUTED_FROM}.",
     advice=_UNLIKELY,
@@ -350,6 +359,7 @@ NAN = Code(
 INF = Code(
     "inf",
     "error",
+    doubts=True,
     meaning="The object holds infinities.",
     effect=f"The attention of the page overflows: {_COMPUTED_FROM}.",
     advice=_UNLIKELY,
@@ -357,6 +367,7 @@ INF = Code(
 BAD_SCALE = Code(
     "bad-scale",
     "error",
+    doubts=True,
     meaning="A scale of fp8 values is not finite, or too small for a server to have written it.",
     effect=f"All values under the scale are wrong: {_COMPUTED_FROM}.",
     advice=_UNLIKELY,
@@ -373,6 +384,7 @@ ALL_ZERO = Code(
 LAYOUT_MISMATCH = Code(
     "layout-mismatch",
     "error",
+    doubts=True,
     meaning="The rows of the object are in the order of another memory layout than the profile's.",
     effect=f"Keys carry no layout. Servers mix up layers and tokens: {_COMPUTED_FROM}.",
     advice="If the servers have the layout that was found, the profile is wrong. If they changed "
@@ -398,6 +410,7 @@ RE_RECORDED = Code(
 IDENTITY_MISMATCH = Code(
     "identity-mismatch",
     "error",
+    doubts=True,
     meaning="The trailer of the object names other weights, dtype, layout or page size than the "
     "profile, or another rank than the key.",
     effect="Servers with the plug-in of hicachectl refuse the object: a miss. Servers without it "

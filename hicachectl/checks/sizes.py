@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.codes import REFUSED_WHOLE
+from hicachectl.checks.codes import DESPITE, REFUSED_WHOLE
 from hicachectl.checks.findings import deployment_findings, object_findings
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
@@ -52,9 +52,9 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
 def _rare_of_mixes(inventory: Inventory, actual: IntArray) -> tuple[IntArray, IntArray]:
     """Return the objects of a mix that have none of its common sizes, and its most common size.
 
-    actual: [objects]. The results are [k]: rows and sizes.
+    Mixes beside a stated size do not count. actual: [objects]. The results are [k]: rows and sizes.
     """
-    mixes = inventory.table.mixes
+    mixes = [mix for mix in inventory.table.mixes if mix.stated == UNKNOWN_SIZE]
     if not mixes:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     of_affix = np.full(len(inventory.table.affixes) + 1, -1)  # the last is for foreign keys
@@ -73,6 +73,20 @@ def _rare_of_mixes(inventory: Inventory, actual: IntArray) -> tuple[IntArray, In
     first = np.array([mix.sizes[0].nbytes for mix in mixes], dtype=np.int64)
     rare = rows[~common]
     return rare, first[of_object[rare]]
+
+
+def rows_of_mixes(inventory: Inventory) -> IntArray:
+    """Return the objects that have a common size beside the one that a profile states.
+
+    Their pages can be those of servers that run now.
+    """
+    actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    among = np.zeros(len(actual), dtype=np.bool_)
+    for mix in inventory.table.mixes:
+        if mix.others:
+            of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
+            among |= of_mix & np.isin(actual, mix.others)
+    return np.flatnonzero(among)
 
 
 def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
@@ -109,10 +123,14 @@ def _described(mix: SizeMix, others: set[Fraction]) -> str:
         for size in mix.sizes
     ]
     facts = "; ".join([*texts, *filter(None, [_change(mix)]), _likely_reason(mix, others)])
-    return (
-        f"model {model!r} {shard.sizes_text()}: {facts}; "
-        "give --profile of the running servers to see which size is right"
-    )
+    advice = "give --profile of the running servers to see which size is right"
+    if mix.others:
+        advice = (
+            f"the profile states {mix.stated} bytes, but not all pages of another size are older, "
+            "so their servers may run: compare with hicachectl profile --server; --repair leaves "
+            f"these pages without {DESPITE}"
+        )
+    return f"model {model!r} {shard.sizes_text()}: {facts}; {advice}"
 
 
 def _written(size: SeenSize) -> str:

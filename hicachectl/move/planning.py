@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray
     from hicachectl.requests.files import PageList
+    from hicachectl.verification.facts import Refusal
 
 _NOBODY = -1
 
@@ -42,6 +43,9 @@ class RepairPlan:
     reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
     unplaced: number of findings without a group, by code: about foreign keys or the whole store.
         Removing groups does not repair them.
+    others: number of groups with findings that the profile does not describe.
+    mixed: number of groups with an object of a mix (`SizeMix`).
+    refused: why the plan has no groups, although there are findings to repair.
     """
 
     groups: IntArray
@@ -49,6 +53,20 @@ class RepairPlan:
     reasons: pa.Table
     about: IntArray
     unplaced: Mapping[str, int] = field(default_factory=dict)
+    others: int = 0
+    mixed: int = 0
+    refused: Refusal | None = None
+
+    def where(self, kept: BoolArray) -> RepairPlan:
+        """Return the plan with only some groups; kept: [groups of the store] bool."""
+        rows = np.flatnonzero(kept[self.about])
+        return replace(
+            self,
+            groups=self.groups[kept[self.groups]],
+            outright=self.outright[kept[self.outright]],
+            reasons=self.reasons.take(pa.array(rows)),
+            about=self.about[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +204,12 @@ def with_descendants(
     about = np.concatenate([plan.about, new])
     order = np.argsort(about, kind="stable")
     reasons = pa.concat_tables([plan.reasons, _outright(groups, new, _DESCENDANT, why)])
-    return RepairPlan(
+    return replace(
+        plan,
         groups=np.union1d(plan.groups, new),
         outright=np.union1d(plan.outright, new),
         reasons=reasons.take(pa.array(order)),
         about=about[order],
-        unplaced=plan.unplaced,
     )
 
 

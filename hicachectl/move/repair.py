@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.checks.codes import STAMP_MISMATCH
+import numpy as np
+
+from hicachectl.checks.codes import DESPITE, STAMP_MISMATCH
 from hicachectl.checks.registry import remedies
+from hicachectl.checks.sizes import rows_of_mixes
+from hicachectl.move.doubt import doubt
+from hicachectl.move.planning import plan_repair
 from hicachectl.move.reports import GONE
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
 from hicachectl.move.withdrawal import count_quarantined, finish_removals, remove_groups
@@ -14,7 +19,9 @@ from hicachectl.text.units import counted
 from hicachectl.verification.live_tables import suspicious_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
+
+    import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.verification.part import PartCheck
 
     Say = Callable[[str], None]
 
@@ -31,13 +39,15 @@ class RepairOptions:
     """Options of a repair.
 
     codes: also repair findings of these codes. quarantine: its directory; None for the store's own.
-    writers_stopped: release leaked pages of 3FS.
+    writers_stopped: release leaked pages of 3FS. despite_profile: also repair what makes the
+    profile doubtful.
     """
 
     mode: Mode
     codes: tuple[str, ...] = ()
     quarantine: str | None = None
     writers_stopped: bool = False
+    despite_profile: bool = False
     dry_run: bool = False
 
 
@@ -63,15 +73,51 @@ class Repaired:
     failed: bool = False
 
 
-def unplaced_remarks(unplaced: Mapping[str, int], *, stamps: bool) -> Iterator[str]:
-    """Yield remarks about findings that a repair cannot remove.
+def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> RepairPlan:
+    """Plan the repair of a checked store, or of a part, by its findings.
 
-    unplaced: see `RepairPlan`. stamps: the run writes a new stamp, which mends a stamp-mismatch.
+    found: rows of findings.SCHEMA. Groups that the profile does not describe stay. Unless
+    `despite_profile` is set, pages of a mix (`SizeMix`) stay, too, and all pages if the findings
+    make the profile doubtful: the plan then says why.
     """
-    instead = remedies()
+    groups = checked.groups
+    plan = plan_repair(groups, found, codes=options.codes)
+    own = np.zeros(len(groups), dtype=np.bool_)
+    if groups.deployments and groups.deployments[0].profile is not None:
+        own[groups.span(0)] = True
+    others = int((~own[plan.groups]).sum())
+    plan = replace(plan.where(own), others=others)
+    if options.despite_profile:
+        return plan
+    refused = doubt(checked, plan.reasons, plan.about)
+    if refused is not None:
+        return replace(plan.where(np.zeros(len(groups), dtype=np.bool_)), refused=refused)
+    unmixed = np.ones(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group
+    unmixed[groups.of_object[rows_of_mixes(checked.inventory)]] = False
+    mixed = int((~unmixed[plan.groups]).sum())
+    return replace(plan.where(unmixed[:-1]), mixed=mixed)
+
+
+def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
+    """Yield remarks about findings that a repair leaves.
+
+    stamps: the run writes a new stamp, which mends a stamp-mismatch.
+    """
+    instead, unplaced = remedies(), plan.unplaced
     mended = {STAMP_MISMATCH.name} if stamps else set()
     for code in sorted((unplaced.keys() & instead) - mended):
         yield f"Not repaired: {unplaced[code]} {code}; {instead[code]}"
+    if plan.others:
+        yield (
+            f"Not repaired: {counted(plan.others, 'page')} of deployments that the profile does "
+            "not describe; repair these with a profile of their servers"
+        )
+    if plan.mixed:
+        yield (
+            f"Not repaired: {counted(plan.mixed, 'page')} of a common size that the profile does "
+            "not state, not all older than its own pages; compare the profile with hicachectl "
+            f"profile --server; {DESPITE} repairs them"
+        )
 
 
 def repair(

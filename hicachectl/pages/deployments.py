@@ -25,7 +25,7 @@ from hicachectl.formats.keys.resolve import (
 from hicachectl.formats.keys.table import page_starts
 from hicachectl.formats.kinds.pool import default_hit_policy, pool_name
 from hicachectl.formats.objects import Coordinate, Shard
-from hicachectl.formats.spec import ObjectSpec, object_specs
+from hicachectl.formats.spec import UNKNOWN_SIZE, ObjectSpec, object_specs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -75,16 +75,25 @@ class SeenSize:
 
 @dataclass(frozen=True, slots=True)
 class SizeMix:
-    """A kind of object with several common sizes, none stated by a profile.
+    """A kind of object with several common sizes.
 
     coordinate: of one of the affixes. sizes: the common ones, most pages first. pages: number with
-    an object of the kind.
+    an object of the kind. stated: the size that a profile states, which is one of the sizes; the
+    others are not all older. UNKNOWN_SIZE without a profile.
     """
 
     affix_ids: tuple[int, ...]
     coordinate: Coordinate
     sizes: tuple[SeenSize, ...]
     pages: int
+    stated: int = UNKNOWN_SIZE
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The sizes that a profile contradicts; none without a profile."""
+        if self.stated == UNKNOWN_SIZE:
+            return ()
+        return tuple(size.nbytes for size in self.sizes if size.nbytes != self.stated)
 
 
 @dataclass(frozen=True)

@@ -245,13 +245,14 @@ def understood(
 
 def _objects(piece: Inventory) -> Objects:
     nbytes = piece.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    return Objects(piece.affix_ids, nbytes, piece.page_words)
+    mtime_ns = piece.objects.column("mtime_ns").fill_null(0).to_numpy()
+    return Objects(piece.affix_ids, nbytes, piece.page_words, mtime_ns)
 
 
 def _joined(pieces: Callable[[], Iterable[Inventory]]) -> Objects:
     """Return all objects of several pieces; the pieces are read again for each word."""
-    columns = [(piece.affix_ids, piece.nbytes) for piece in map(_objects, pieces())]
-    affix_ids, nbytes = map(np.concatenate, zip(*columns, strict=True))
+    columns = [(one.affix_ids, one.nbytes, one.mtime_ns) for one in map(_objects, pieces())]
+    affix_ids, nbytes, mtime_ns = map(np.concatenate, zip(*columns, strict=True))
 
     def page_words(rows: BoolArray, word: int) -> npt.NDArray[np.uint64]:
         found, start = [], 0
@@ -261,7 +262,7 @@ def _joined(pieces: Callable[[], Iterable[Inventory]]) -> Objects:
             start = end
         return np.concatenate(found)
 
-    return Objects(affix_ids, nbytes, page_words)
+    return Objects(affix_ids, nbytes, page_words, mtime_ns)
 
 
 def _columns(store: Store) -> tuple[str, ...]:

@@ -22,11 +22,13 @@ class Objects:
     """What decisions about a store take of some of its objects.
 
     affix_ids: [objects]. nbytes: [objects], negative if not listed. page_words: of their pages.
+    mtime_ns: [objects], 0 if not known.
     """
 
     affix_ids: npt.NDArray[np.int32]
     nbytes: IntArray
     page_words: PageWords
+    mtime_ns: IntArray
 
 
 def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[IntArray, int]:

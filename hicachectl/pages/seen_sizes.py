@@ -1,4 +1,4 @@
-"""Object sizes seen in a store, for specs whose size no profile states."""
+"""Object sizes seen in a store: for specs whose size no profile states, and beside stated ones."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # A size on fewer pages may be damage; on more pages, some servers write this size.
 _PAGES = 3
 _SHARE_OF_PAGES = 0.05
+_OLDEST = 10  # pages of another size that are older than all but a tenth: of earlier servers
 _FIRST_WORD = 0  # of a page hash; 64 bits distinguish the pages of a store
 
 
@@ -31,20 +32,22 @@ def with_seen_sizes(
 ) -> AffixTable:
     """Return the table with missing sizes filled in: the size of most objects of the kind.
 
-    A kind with several common sizes gets a `SizeMix` instead.
+    A kind with several common sizes gets a `SizeMix` instead. A kind whose size a profile states
+    gets one for other common sizes, unless all pages of such a size are older than a tenth of the
+    pages with the stated size, as after a change of the servers' settings.
     pieces: returns all objects, those of a page in one piece; called only if a size may be mixed.
     """
-    kinds, kind_of = _kinds(table)
+    kinds, kind_of, stated = _kinds(table)
     if not kinds:
         return table
     by_affix = np.array([*kind_of, UNRESOLVED], dtype=np.int64)
     counted = _counted(by_affix, census)
-    mixes = _mixes(table, by_affix, counted, pieces)
+    mixes = _mixes(table, by_affix, counted, stated, pieces)
     mixed = {kind_of[mix.affix_ids[0]] for mix in mixes}
     common = {kind: size for kind, size in _common_sizes(counted).items() if kind not in mixed}
 
     def sized(number: int, spec: ObjectSpec) -> ObjectSpec:
-        kind = kinds.get((number, *_size_kind(spec)))
+        kind = kinds.get((number, UNKNOWN_SIZE, *_size_kind(spec)))
         if spec.nbytes != UNKNOWN_SIZE or kind not in common:
             return spec
         return replace(spec, nbytes=common[kind])
@@ -56,16 +59,26 @@ def with_seen_sizes(
     return replace(table, deployments=deployments, mixes=tuple(mixes))
 
 
-def _kinds(table: AffixTable) -> tuple[dict[tuple[object, ...], int], list[int]]:
-    """Return a number for each kind of object without a stated size, and each affix's kind."""
+def _kinds(
+    table: AffixTable,
+) -> tuple[dict[tuple[object, ...], int], list[int], dict[int, int]]:
+    """Return a number for each kind of object, each affix's kind, and each kind's stated size.
+
+    Empty objects, and those whose size is inferred, are of no kind.
+    """
     kinds: dict[tuple[object, ...], int] = {}
     kind_of = []
+    stated = {}
+    inferred = table.profile is not None and table.profile.inferred
     for number, spec in zip(table.deployment_ids, table.specs, strict=True):
-        if spec is None or spec.nbytes != UNKNOWN_SIZE:
+        if spec is None or spec.nbytes == 0 or (inferred and spec.nbytes != UNKNOWN_SIZE):
             kind_of.append(UNRESOLVED)
-        else:
-            kind_of.append(kinds.setdefault((number, *_size_kind(spec)), len(kinds)))
-    return kinds, kind_of
+            continue
+        kind = kinds.setdefault((number, spec.nbytes, *_size_kind(spec)), len(kinds))
+        kind_of.append(kind)
+        if spec.nbytes != UNKNOWN_SIZE:
+            stated[kind] = spec.nbytes
+    return kinds, kind_of, stated
 
 
 def _size_kind(spec: ObjectSpec) -> tuple[object, ...]:
@@ -101,9 +114,13 @@ def _mixes(
     table: AffixTable,
     kind_of: IntArray,
     counted: pa.Table,
+    stated: dict[int, int],
     pieces: Callable[[], Iterable[Objects]],
 ) -> list[SizeMix]:
-    """Return the kinds with several common sizes; empty objects do not count."""
+    """Return the kinds with several common sizes; empty objects do not count.
+
+    stated: the size of each kind whose size a profile states.
+    """
     # Count pages only for kinds with several frequent sizes: in most stores, for none.
     many = counted.filter(
         pc.and_(
@@ -112,7 +129,10 @@ def _mixes(
         )
     )
     kinds, sizes_each = np.unique(many.column("kind").to_numpy(), return_counts=True)
-    kinds = kinds[sizes_each > 1]
+    right = np.array([stated.get(kind, UNKNOWN_SIZE) for kind in kinds.tolist()], dtype=np.int64)
+    others = many.column("size").to_numpy() != right[np.searchsorted(kinds, many.column("kind"))]
+    has_other = np.isin(kinds, many.column("kind").to_numpy()[others])
+    kinds = kinds[np.where(right == UNKNOWN_SIZE, sizes_each > 1, has_other)]
     if not len(kinds):
         return []
     mixed = np.where(np.isin(kind_of, kinds), kind_of, UNRESOLVED)
@@ -127,6 +147,11 @@ def _mixes(
             times = row["oldest_ns_min"], row["newest_ns_max"]
             seen = SeenSize(size, of_size[kind, size], row["objects_sum"], *times)
             found.setdefault(kind, []).append(seen)
+    for kind in found.keys() & stated.keys():
+        size = stated[kind]
+        other = {seen.nbytes: seen for seen in found[kind]}
+        own = other.pop(size, SeenSize(size, of_size[kind, size], 0, None, None))
+        found[kind] = [own, *_among(own, list(other.values()), kind, mixed, pieces)]
     mixes = []
     for kind, sizes in sorted(found.items()):
         if len(sizes) < 2:
@@ -135,8 +160,37 @@ def _mixes(
         spec = table.spec(ids[0])
         assert spec is not None
         ordered = sorted(sizes, key=lambda seen: (-seen.pages, seen.nbytes))
-        mixes.append(SizeMix(ids, spec.coordinate, tuple(ordered), total_of[kind]))
+        size = stated.get(kind, UNKNOWN_SIZE)
+        mixes.append(SizeMix(ids, spec.coordinate, tuple(ordered), total_of[kind], size))
     return mixes
+
+
+def _among(
+    own: SeenSize,
+    others: list[SeenSize],
+    kind: int,
+    kind_of: IntArray,
+    pieces: Callable[[], Iterable[Objects]],
+) -> list[SeenSize]:
+    """Return the sizes of pages that are not all older than those of the deployment's own size.
+
+    The oldest tenth of its own pages does not count: servers with both settings may have run during
+    a change. Without times, the order is not known, and all sizes are returned.
+    """
+    ends = [seen.newest_ns for seen in others]
+    if not others or None in ends:
+        return others
+    older = np.zeros(len(others), dtype=np.int64)
+    for piece in pieces():
+        chosen = (kind_of[piece.affix_ids] == kind) & (piece.nbytes == own.nbytes)
+        times = piece.mtime_ns[chosen]
+        words = piece.page_words(chosen, _FIRST_WORD)
+        older += [len(np.unique(words[times < end])) for end in ends]
+    return [
+        seen
+        for seen, count in zip(others, older.tolist(), strict=True)
+        if _OLDEST * count >= own.pages
+    ]
 
 
 def _count_pages(

@@ -70,7 +70,8 @@ class PartInput:
 class Merged:
     """Outcome of a whole run.
 
-    document: the command's, with the member `rows_name` for rows. failed: exit status 4.
+    document: the command's, with the member `rows_name` for rows. failed: exit status 4. refused:
+    exit status 2, with this message, which says what the run refused to do.
     undone: those of the remarks that say what was not done. dry_run: whether nothing was changed.
     lines: returns the lines of the `table` format; takes the terminal, and what to show
         of findings.
@@ -89,6 +90,7 @@ class Merged:
     undone: Sequence[str] = ()
     dry_run: bool = False
     command: str = ""
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
-from hicachectl.move.planning import RepairPlan, plan_repair
-from hicachectl.move.repair import Attempt, repair, unplaced_remarks
+from hicachectl.move.planning import RepairPlan
+from hicachectl.move.repair import Attempt, left_remarks, plan_of, repair
 from hicachectl.move.reports import finished_remarks
 from hicachectl.move.withdrawal import finish_removals
 from hicachectl.pages.published import (
@@ -56,7 +56,12 @@ from hicachectl.verification.part import (
     select_groups,
     start_run,
 )
-from hicachectl.verification.report import StoreDescription, describe_store, report_of
+from hicachectl.verification.report import (
+    DOUBTED,
+    StoreDescription,
+    describe_store,
+    report_of,
+)
 from hicachectl.verification.report_text import report_lines
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.sampling import Sample  # noqa: TC001 - msgspec reads it
@@ -75,7 +80,9 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.published import Share
     from hicachectl.parts.job import PartCount, Tables
+    from hicachectl.parts.records import RecordForm
     from hicachectl.text.tables import Screen
+    from hicachectl.verification.facts import Refusal
     from hicachectl.verification.part import PartCheck
     from hicachectl.verification.report_text import Shown
 
@@ -180,7 +187,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     ]
     report = report_of(parts, facts.store, table, request)
     if options.dry_run is not None:
-        report.document["dry_run"] = options.dry_run
+        report.add_repair(dry_run=options.dry_run)
 
     def lines(screen: Screen, shown: Shown) -> Iterator[str]:
         return report_lines(report, options.mending, shown, screen)
@@ -201,11 +208,22 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         rows_name="findings",
         remarks=list(report.remarks),
         failed=report.fails(options.fail_on),
+        refused=report.refusal,
         lines=lines,
         write_catalog=None if facts.records is None else write,
         undone=report.undone,
         dry_run=bool(options.dry_run),
     )
+
+
+def refusals_of(record: RecordForm) -> list[str]:
+    """Return why the repair of a part was refused; nothing if it was not."""
+    form = convert(record.facts, _ResultForm, "result: facts")
+    return [_refused(refusal) for refusal in form.facts.refused]
+
+
+def _refused(refusal: Refusal) -> str:
+    return f"Part {refusal.part}: nothing was repaired: {refusal.text}: {DOUBTED}"
 
 
 KIND = Kind(
@@ -330,10 +348,14 @@ class VerifyJob:
         assert self._repair is not None
         checked = self._check(given, on_progress)
         found = combine([checked.findings, *self._table_findings(given)])
-        plan = plan_repair(checked.groups, found, codes=self._repair.codes)
-        said = unplaced_remarks(plan.unplaced, stamps=self._stamp)
-        texts = (f"Part {given.part}: {text}" for text in said)
-        result = _stage_result(checked.remarked(*texts))
+        plan = plan_of(checked, found, self._repair)
+        said = left_remarks(plan, stamps=self._stamp)
+        checked = checked.remarked(*(f"Part {given.part}: {text}" for text in said))
+        if plan.refused is not None:
+            refusal = msgspec.structs.replace(plan.refused, part=given.part)
+            checked = replace(checked, result=checked.result.refused(refusal))
+            checked = checked.remarked(_refused(refusal))
+        result = _stage_result(checked)
         about = pa.array(plan.about)
         result.tables[_REPAIR] = plan.reasons.append_column(_REPAIR_SCHEMA.field("about"), about)
         return result
@@ -377,6 +399,10 @@ class VerifyJob:
     def _remove(self, given: PartInput, kept: StageResult) -> StageResult:
         assert self._repair is not None
         began = time.monotonic()
+        form = convert(kept.facts, _ResultForm, "plan.json: facts")
+        found = tuple(name for name in kept.tables if name != _REPAIR)
+        if form.facts.refused:
+            return StageResult(msgspec.to_builtins(form), settled=True, planned=found)
         inventory, groups = select_groups(self._listed(given), self._part_request(given))
         planned = kept.tables[_REPAIR]
         about = planned.column("about").to_numpy()
@@ -403,7 +429,6 @@ class VerifyJob:
             say=said.append,
             on_progress=lambda groups: given.check(),
         )
-        form = convert(kept.facts, _ResultForm, "plan.json: facts")
         form.facts = msgspec.structs.replace(
             form.facts,
             seconds=form.facts.seconds + time.monotonic() - began,
@@ -412,7 +437,6 @@ class VerifyJob:
             quarantined=done.quarantined,
             unrepaired=done.failed,
         )
-        found = tuple(name for name in kept.tables if name != _REPAIR)
         # Settled even if --time-limit cut the check: another attempt would use the same plan.
         return StageResult(msgspec.to_builtins(form), settled=not done.failed, planned=found)
 
@@ -461,6 +485,7 @@ def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:
         "--repair-code": ",".join(sorted(repair.codes)) or None,
         "--quarantine": repair.quarantine,
         "--writers-stopped": repair.writers_stopped,
+        "--despite-profile": repair.despite_profile,
         "--dry-run": repair.dry_run,
     }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.byte_sums import MOST_BYTES
+from hicachectl.text.units import minute
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +35,42 @@ _SUMS = (
 )
 
 
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a repair did not believe the profile: a finding of most of the newest pages.
+
+    code: of the finding. detail: both sizes of a wrong size, else "". newest: newest pages judged;
+    newest_affected: those with the finding. pages: all pages judged; affected: those with the
+    finding. since_ns: from then on, at least half have the finding; None without times. part: of
+    the run; None in one process.
+    """
+
+    code: str
+    detail: str = ""
+    newest: Count
+    newest_affected: Count
+    pages: Count
+    affected: Count
+    since_ns: Count | None = None
+    part: Count | None = None
+
+    @property
+    def text(self) -> str:
+        """The finding with its counts, as a sentence."""
+        detail = f" ({self.detail})" if self.detail else ""
+        since = "" if self.since_ns is None else f", since {minute(self.since_ns)} UTC"
+        return (
+            f"{self.newest_affected} of the {self.newest} newest pages, and {self.affected} of all "
+            f"{self.pages}, have {self.code}{detail}{since}"
+        )
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The refusal as a row of `repair_refused`."""
+        row: dict[str, Any] = msgspec.structs.asdict(self)
+        since_ns = row.pop("since_ns")
+        return row | {"since": None if since_ns is None else since_ns / 10**9}
+
+
 class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts and texts about a part; `+` adds those of another part.
 
@@ -45,7 +82,7 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     object was left unread by the time limit. devices: names; none for the CPU. skipped: reason by
     name for `skipped_checks`. listed: objects of the part. explained: why nothing was checked in
     the part, else ""; a sum has none. repaired: page groups; quarantined: objects; unrepaired:
-    whether a repair failed.
+    whether a repair failed. refused: why a repair was refused.
     """
 
     nbytes: Count | None
@@ -69,6 +106,7 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     repaired: Count = 0
     quarantined: Count = 0
     unrepaired: bool = False
+    refused: tuple[Refusal, ...] = ()
 
     def __add__(self, other: VerifyFacts) -> VerifyFacts:
         return VerifyFacts(
@@ -86,6 +124,7 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
             remarks=_distinct(self.remarks + other.remarks),
             skipped=other.skipped | self.skipped,
             unrepaired=self.unrepaired or other.unrepaired,
+            refused=self.refused + other.refused,
             **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
         )
 
@@ -104,6 +143,10 @@ class PartResult:
             self.facts, repaired=groups, quarantined=quarantined, unrepaired=failed
         )
         return replace(self, facts=facts)
+
+    def refused(self, refusal: Refusal) -> PartResult:
+        """Return the result with the refusal of a repair."""
+        return replace(self, facts=msgspec.structs.replace(self.facts, refused=(refusal,)))
 
 
 def _distinct(texts: Iterable[str]) -> tuple[str, ...]:

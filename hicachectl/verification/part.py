@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading import ReadingResult
+    from hicachectl.verification.reading_plan import ReadingPlan
     from hicachectl.verification.request import VerifyRequest
 
 
@@ -70,6 +71,19 @@ class RunStart:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """Which objects the checks of a part judged: [objects] bool each.
+
+    tried: objects that were read. valued: those whose values were checked. identified: those whose
+    identity or digest the store compared.
+    """
+
+    tried: BoolArray
+    valued: BoolArray
+    identified: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
 class PartCheck:
     """A checked part.
 
@@ -82,6 +96,7 @@ class PartCheck:
     inventory: Inventory
     groups: PageGroups
     in_flight: BoolArray
+    judged: Judged
 
     @property
     def findings(self) -> pa.Table:
@@ -228,7 +243,18 @@ def check_part(
     catalog = None
     if request.update_catalog:
         catalog = digested.updated(request.catalog, listed, store.url, start.now_ns)
-    return PartCheck(PartResult(facts, tally, found), catalog, inventory, groups, in_flight)
+    judged = _judged(inventory, choice.plan, reading)
+    return PartCheck(PartResult(facts, tally, found), catalog, inventory, groups, in_flight, judged)
+
+
+def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> Judged:
+    """Return which objects were judged. Values are checked of objects of the expected size."""
+    affixes = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+    affixes[list(plan.checkers)] = True
+    ids = inventory.affix_ids[plan.rows]
+    valued = np.zeros(len(inventory.objects), dtype=np.bool_)
+    valued[plan.rows] = affixes[ids] & (plan.capacities == plan.sizes[ids])
+    return Judged(reading.tried, valued & reading.whole, reading.identified)
 
 
 def _findings(

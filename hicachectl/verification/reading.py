@@ -64,7 +64,9 @@ class ReadingResult:
     """Digests and findings of a reading.
 
     digests: [objects, 32] uint8, versions: [objects, fields] uint64, of the whole inventory, valid
-    where `digested`. gone: objects that vanished since the listing. objects: number tried;
+    where `digested`. tried, whole, identified: [objects] bool, objects that were not gone when
+    read; of these, the objects read whole, and those whose identity or digest the store compared.
+    gone: objects that vanished since the listing. objects: number tried;
     bytes_read: of objects read whole. compared, undigested: of these, the objects that the store
     compared with a digest of its own, and the others, if it compares each object that has one.
     unranked: objects read whole whose trailers name no rank.
@@ -74,6 +76,9 @@ class ReadingResult:
     digests: npt.NDArray[np.uint8]
     versions: npt.NDArray[np.uint64]
     digested: npt.NDArray[np.bool_]
+    tried: npt.NDArray[np.bool_]
+    whole: npt.NDArray[np.bool_]
+    identified: npt.NDArray[np.bool_]
     gone: int = 0
     objects: int = 0
     bytes_read: int = 0
@@ -119,7 +124,7 @@ class ReadingResult:
         redone = set(rows.tolist())
         self._issues = [issue for issue in self._issues if issue[1] not in redone] + again._issues
         self.gone += again.gone
-        for name in ("digests", "versions", "digested"):
+        for name in ("digests", "versions", "digested", "tried", "whole", "identified"):
             getattr(self, name)[rows] = getattr(again, name)[rows]
 
     def findings(self, inventory: Inventory) -> Iterator[pa.Table]:
@@ -183,6 +188,9 @@ def read_objects(
         digests=_shared_zeros((count, DIGEST_BYTES), np.dtype(np.uint8)),
         versions=_shared_zeros((count, len(store.traits.version_fields)), np.dtype(np.uint64)),
         digested=_shared_zeros((count,), np.dtype(np.bool_)),
+        tried=_shared_zeros((count,), np.dtype(np.bool_)),
+        whole=_shared_zeros((count,), np.dtype(np.bool_)),
+        identified=_shared_zeros((count,), np.dtype(np.bool_)),
     )
     if not len(plan.rows):
         return result
@@ -366,9 +374,13 @@ class _Reader:
     def _gather(self, done: _Done) -> None:
         result, rows, read = self._result, done.loaded.task.rows, done.loaded.read
         ok = read.ok
+        result.tried[rows] = read.statuses != Status.GONE
+        result.whole[rows] = ok
+        result.identified[rows] = read.statuses == Status.FOREIGN
         result.objects += len(rows)
         result.bytes_read += int(read.nbytes[ok].sum())
         if read.compared is not None:
+            result.identified[rows] |= ok & read.compared
             result.compared += int((ok & read.compared).sum())
             result.undigested += int((ok & ~read.compared).sum())
         if read.unranked is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow.compute as pc
 
-from hicachectl.checks.codes import SEVERITIES
+from hicachectl.checks.codes import DESPITE, SEVERITIES
 from hicachectl.checks.findings import SCHEMA, combine_named, name_findings, severity_ranks
 from hicachectl.checks.registry import (
     DIGESTS,
@@ -44,12 +44,16 @@ if TYPE_CHECKING:
     from hicachectl.checks.values import ValueChecker
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.tally import Tally
-    from hicachectl.verification.facts import PartResult, VerifyFacts
+    from hicachectl.verification.facts import PartResult, Refusal, VerifyFacts
     from hicachectl.verification.request import VerifyRequest
 
 
 # Members of skipped_checks that are no check that cannot run.
 _UNDONE = ("everything", "in-flight", "unread-objects")
+DOUBTED = (
+    "either the profile is not the servers', or everything since then is wrong: compare with "
+    f"hicachectl profile --server; {DESPITE} repairs"
+)
 
 
 class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +76,7 @@ class VerifyReport:
 
     placed: findings of `checks.findings.PLACED_SCHEMA`. unrepaired: whether a repair failed.
     undone: those of the remarks that say what was not checked although it could have been.
+    refused: why a repair, or parts of it, were refused.
     """
 
     document: dict[str, Any]
@@ -79,11 +84,29 @@ class VerifyReport:
     remarks: tuple[str, ...]
     undone: tuple[str, ...]
     unrepaired: bool
+    refused: tuple[Refusal, ...] = ()
 
     @property
     def findings(self) -> pa.Table:
         """The rows of the document."""
         return self.placed.select(SCHEMA.names)
+
+    @property
+    def refusal(self) -> str:
+        """What was not repaired, and why, with the next step; empty if no repair was refused."""
+        if not self.refused:
+            return ""
+        what = "nothing was repaired"
+        parts = [str(refusal.part) for refusal in self.refused if refusal.part is not None]
+        if parts:
+            what = f"part{'s' * (len(parts) > 1)} {', '.join(parts)} repaired nothing"
+        worst = max(self.refused, key=lambda refusal: refusal.affected)
+        return f"{self.document['store']}: {what}: {worst.text}: {DOUBTED}"
+
+    def add_repair(self, *, dry_run: bool) -> None:
+        """Add the members of a run with a repair to the document."""
+        self.document["dry_run"] = dry_run
+        self.document["repair_refused"] = [refusal.document for refusal in self.refused]
 
     def fails(self, fail_on: str) -> bool:
         """Return whether a repair failed, or a finding is at least this severe (or "never")."""
@@ -196,6 +219,7 @@ def report_of(
         remarks=(*facts.remarks, *reasons.values()),
         undone=tuple(why for check, why in reasons.items() if check in _UNDONE),
         unrepaired=facts.unrepaired,
+        refused=facts.refused,
     )
 
 

@@ -49,7 +49,8 @@ def report_lines(
     elif len(report.placed):
         groups = group_findings(report.placed, time.time())
         yield from _group_lines(groups, shown.limit, screen)
-        yield from _mending_lines(groups, mending, done=document.get("dry_run") is False)
+        done = document.get("dry_run") is False and not report.refused
+        yield from _mending_lines(groups, mending, done=done)
     yield sum_line(document)
 
 

@@ -212,7 +212,7 @@ def test_an_error_that_is_about_no_page_is_not_left_without_a_word(
     other = tmp_path / "other.toml"
     other.write_text(DSA.replace('"x/dsa"', '"x/dsa"\nsglang = "0.5.23"\nhash_unit = "bigram"'))
     (store / kv(0)).unlink()
-    repair = ("--repair", "delete", "--yes")
+    repair = ("--checks", "groups,sizes", "--repair", "delete", "--yes")
     said = invoke("verify", store, "--profile", other, *repair, exit_code=4).stderr
     assert "1 stamp-mismatch" in said
     assert STORE_CODES["stamp-mismatch"] in " ".join(said.split())

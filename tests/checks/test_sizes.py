@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,6 +142,17 @@ def test_the_table_names_the_deployment_of_a_mix_and_its_age(invoke: Invoke, sto
     assert row.split()[-2].endswith("d")
 
 
+def test_an_object_of_a_page_in_flight_has_no_size_yet(invoke: Invoke, store: Path) -> None:
+    """A server may still write it: neither size is damage."""
+    for number, nbytes in ((30, 100), (31, 20_000)):
+        put_pages(store, range(number, number + 1), *RANKS, nbytes=nbytes, mtime=time.time())
+    document = verify(invoke, store, exit_code=4)
+    assert document["counts"] == {"mixed-sizes": 1}
+    assert document["in_flight"] == 2
+    old = verify(invoke, store, "--grace", "0s", exit_code=4)["counts"]
+    assert (old["truncated"], old["oversized"]) == (2, 2)
+
+
 def test_pipeline_stages_of_unequal_size_are_no_mix(invoke: Invoke, tmp_path: Path) -> None:
     put_pages(tmp_path, range(9), "_m_0_1_2_0", nbytes=512)
     put_pages(tmp_path, range(9), "_m_0_1_2_1", nbytes=256)
@@ -181,12 +193,15 @@ def test_no_profile_is_inferred_from_a_mix(invoke: Invoke, store: Path) -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "newest"), [(16384, True), (8192, False)])
-def test_a_repair_by_an_old_profile_says_that_it_takes_the_newest_pages(
+def test_a_repair_by_an_old_profile_must_be_told_so(
     invoke: Invoke, store: Path, tmp_path: Path, nbytes: int, newest: bool
 ) -> None:
+    """It takes the newest pages and leaves older ones."""
     profile = tmp_path / "p.toml"
     pool = f'[[pools]]\nname = "kv"\nkind = "opaque"\nnbytes = {nbytes}\n'
     profile.write_text(f'model = "m"\ntp = 2\n{pool}')
     repair = ["--profile", profile, "--repair", "quarantine", "--dry-run"]
-    said = invoke("verify", store, *repair, exit_code=4).stderr
+    refused = invoke("verify", store, *repair, exit_code=2 if newest else 4).stderr
+    assert ("8 of the 8 newest pages, and 8 of all 20, have truncated" in refused) is newest
+    said = invoke("verify", store, *repair, "--despite-profile", exit_code=4).stderr
     assert ("The repair takes the 8 newest pages and leaves older ones" in said) is newest

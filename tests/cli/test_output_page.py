@@ -32,6 +32,7 @@ from hicachectl.prewarming import outcome
 from hicachectl.text.vocabulary import BUDGET, LOCK
 from tests.backends.http_scripts import serving
 from tests.move.migrations import damaged_stores, demo_store, profile_file
+from tests.move.repairs import dsa_store, indexer
 from tests.parts.runs import CommandRun
 from tests.prewarming.test_cli import prompts
 from tests.prewarming.test_servers import Server, answer
@@ -164,6 +165,15 @@ def verify(stores: Stores) -> Documents:
     yield stores.run("verify", stores.damaged, exit_code=4)
     yield stores.run("verify", stores.damaged, *stores.profile, "--repair", "quarantine",
                      "--dry-run", exit_code=4)  # fmt: skip
+    refused = dsa_store(stores.folder / "refused", 4)
+    for number in range(2):
+        (refused / indexer(number)).unlink()
+    latent = ("--profile", profile_file(stores.folder / "latent.toml", parse_profile(DSA)),
+              "--checks", "groups", "--repair", "delete")  # fmt: skip
+    yield stores.run("verify", refused, *latent, "--dry-run", exit_code=2)
+    run = CommandRun(stores.invoke, stores.folder / "repair", "verify", refused, *latent, "--yes")
+    run.all(1)
+    yield stores.run("merge", run.path, exit_code=2)
     yield stores.held("verify", stores.whole)
     run = CommandRun(stores.invoke, stores.folder / "run", "verify", stores.whole, *stores.profile)
     run.part(0, 2)

@@ -213,7 +213,7 @@ def test_a_killed_purge_is_completed_and_nothing_is_restored_by_halves(
     kept = set[int]()
     for step in range(1, 100):
         folder = tmp_path / f"{step}"
-        store = dsa_store(folder / "store", 4)
+        store = dsa_store(folder / "store", 6)
         original = contents(store)
         for number in (1, 2):
             shorten(store / indexer(number))

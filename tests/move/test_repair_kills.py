@@ -59,7 +59,7 @@ class Commands:
         shutil.rmtree(self.store, ignore_errors=True)
         dsa_store(self.store, PAGES)
         for number in (1, 4, 7):
-            shorten(self.store / indexer(number))
+            shorten(self.store / indexer(number), number)
         shorten(self.store / kv(8))
         (self.store / indexer(10)).unlink()
         before = contents(self.store)

@@ -45,8 +45,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Begun]:
     profile = ("--profile", profile_file(folder / "profile.toml"))
     asked = prompts(folder / "asked.jsonl", 8)
     damaged = demo_store(folder / "damaged")
-    for path in sorted(damaged.glob("*.bin"))[::3]:
-        os.truncate(path, 7)
+    for nbytes, path in enumerate(sorted(damaged.glob("*.bin"))[::3]):
+        os.truncate(path, nbytes)
     repair = ("--grace", "0s", "--fail-on", "never", "--repair", "delete", "--yes")
     commands = {
         "repair": ("verify", damaged, *profile, *repair),

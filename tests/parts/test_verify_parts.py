@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from hicachectl.io.pacing import Pace
+from hicachectl.verification.part import PartCheck, check_part
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file
-from tests.move.repairs import DSA, dsa_store, indexer, shorten
+from tests.move.repairs import DSA, dsa_store, indexer, kv, shorten, stick
 from tests.parts.runs import CommandRun
 from tests.speed import slow
 from tests.verification.damages import PAGES, at_once, cut, flipped, lacking, objects
@@ -29,6 +30,8 @@ from tests.waiting import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from hicachectl.verification.request import VerifyRequest
 
 
 @pytest.fixture(scope="module")
@@ -384,6 +387,83 @@ def test_a_repair_in_parts_is_that_of_one_process(
         assert remains(store) == before
 
 
+def test_a_part_that_left_a_page_is_done_again(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that cannot be removed makes the part not complete; its rerun removes the page."""
+    store, profile = dsa_store(tmp_path / "store", 12), profile_file(tmp_path / "p.toml", DSA)
+    shorten(store / indexer(3))
+    options = ("--profile", profile, "--checks", "sizes", "--repair", "delete", "--yes")
+    run = verified(invoke, tmp_path / "run", store, *options, "--fail-on", "never")
+    with monkeypatch.context() as patch:
+        stick(patch, kv(3))
+        assert "Part 0 of 1 is not complete; run it again" in run.part(0, 1)
+    assert (store / kv(3)).exists()
+    assert run.merged(exit_code=4).document["repaired"] == 0
+    assert "Part 0 of 1 is done" in run.part(0, 1)
+    assert not (store / kv(3)).exists()
+    assert not (store / indexer(3)).exists()
+    assert run.merged().document["repaired"] == 1
+
+
+def test_a_time_limit_is_divided_among_the_parts(
+    invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def noted(store: object, request: VerifyRequest, *arguments: Any, **options: Any) -> PartCheck:
+        limits.append(request.time_limit_seconds)
+        return check_part(store, request, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("hicachectl.parts.verify.check_part", noted)
+    run = verified(invoke, tmp_path / "run", damaged, "--time-limit", "2h")
+    run.all(4)
+    assert limits == [1800.0] * 4
+
+
+def split(store: Path, pages: int) -> tuple[list[int], list[int]]:
+    """Make pages of growing times; return those with the lower and the higher hashes."""
+    dsa_store(store, pages)
+    order = sorted(range(pages), key=kv)
+    return sorted(order[: pages // 2]), sorted(order[pages // 2 :])
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_part_judges_its_own_pages_and_merge_names_it(
+    invoke: Invoke, tmp_path: Path, dry_run: bool
+) -> None:
+    """A part whose newest pages contradict the profile repairs nothing; another one does."""
+    store, profile = tmp_path / "store", profile_file(tmp_path / "p.toml", DSA)
+    lower, higher = split(store, 40)
+    bad = *lower[-12:], higher[0]
+    for number in bad:
+        (store / indexer(number)).unlink()
+    options = ("--profile", profile, "--checks", "groups,sizes", "--repair", "quarantine")
+    way = "--dry-run" if dry_run else "--yes"
+    run = verified(invoke, tmp_path / "run", store, *options, way, "--fail-on", "never")
+    said = run.invoke("-q", *run.arguments(0, 2)).stderr
+    assert "Part 0: nothing was repaired: " in said
+    assert "nothing was repaired" not in run.part(1, 2)
+    gone = {number for number in bad if not (store / kv(number)).exists()}
+    assert gone == (set() if dry_run else {higher[0]})
+    assert "Part 0: nothing was repaired: " in run.part(0, 2)  # it ends as it ended
+    merged = run.merged("--metrics-file", tmp_path / "m.prom", exit_code=2)
+    assert "part 0 repaired nothing: " in merged.stderr
+    assert "--despite-profile repairs" in merged.stderr
+    document = merged.document
+    (refusal,) = document["repair_refused"]
+    assert (refusal["part"], refusal["code"], refusal["affected"]) == (0, "missing-pool", 12)
+    assert (document["repaired"], document["complete"]) == (0 if dry_run else 1, True)
+    assert document["counts"] == {"missing-pool": 13}
+    metrics = (tmp_path / "m.prom").read_text()
+    assert f'last_success_timestamp_seconds{{store="file://{store}"}} 0.0' in metrics
+    refused = run.part(1, 2, "--despite-profile", exit_code=2)
+    assert "was begun with --despite-profile" in refused
+    again = verified(invoke, tmp_path / "again", store, *options, way, "--despite-profile")
+    again.all(2)
+    assert again.merged(exit_code=4).document["repair_refused"] == []
+
+
 def test_a_repair_shows_progress_while_it_reads(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,7 +493,7 @@ def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: 
         store = tmp_path / name
         dsa_store(store, 12)
         for number in (1, 4, 7, 10):
-            shorten(store / indexer(number))
+            shorten(store / indexer(number), number)
         checks = ("--profile", profile, "--checks", "groups,sizes", "--fail-on", "never")
         shard = ("--shard", "0/1", "--run", tmp_path / f"run-{name}")
         return "verify", store, *checks, "--repair", mode, "--yes", *shard

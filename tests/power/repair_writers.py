@@ -30,7 +30,7 @@ class _Repair(Writer):
     def prepare(self) -> None:
         super().prepare()
         for number in (1, 2):
-            shorten(self.file(indexer(number)))
+            shorten(self.file(indexer(number)), number)
         self.original = self.present()
         self.bad = {kv(1), indexer(1), kv(2), indexer(2)}
 

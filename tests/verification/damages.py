@@ -28,8 +28,8 @@ def lacking(store: Path) -> None:
 
 def cut(store: Path) -> None:
     """Shorten some objects and lengthen others."""
-    for path in objects(store, "_")[1:40:9]:
-        shorten(path)
+    for nbytes, path in enumerate(objects(store, "_")[1:40:9], 1):
+        shorten(path, nbytes)
     with objects(store, "_")[2].open("ab") as stream:
         stream.write(b"more")
 

@@ -174,7 +174,7 @@ def test_restore_takes_the_place_of_a_cleared_object(
 ) -> None:
     """Its bytes are those that were quarantined; nothing of the old object stays."""
     store = tmp_path / "store"
-    served_store(store, INDEXED, range(2))
+    served_store(store, INDEXED, range(3))
     (store / f"{PAGES[0]}{INDEXER}").unlink()
     before = (store / f"{PAGES[0]}{KV}").read_bytes()
     repair = ("--repair", "quarantine", "--yes", "--grace", "0s", "--fail-on", "never")

@@ -23,10 +23,12 @@ FIVE_DAYS, TWO_HOURS = 5 * 86400, 2 * 3600
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Eight pages: five lack indexer for days, one for hours; one object is short."""
-    directory = dsa_store(tmp_path / "the 'store'", 8)
+    """Twenty pages: five lack indexer for days, one for hours; one object is short."""
+    directory = dsa_store(tmp_path / "the 'store'", 20)
     for path in directory.iterdir():
         set_age(path, FIVE_DAYS)
+    for number in range(8, 20):
+        set_age(directory / kv(number), TWO_HOURS)
     for number in range(6):
         (directory / indexer(number)).unlink()
     set_age(directory / kv(5), TWO_HOURS)

@@ -243,7 +243,8 @@ def write_merged(
 ) -> None:
     """Write the metrics and the document of a divided run; exit with its status if it failed.
 
-    limit, all_findings: see `findings_options`.
+    limit, all_findings: see `findings_options`. Raises UsageError if parts of the run refused their
+    work.
     """
     from hicachectl.cli.metrics import write_metrics_of
     from hicachectl.cli.output import write_result
@@ -251,14 +252,14 @@ def write_merged(
 
     shown = Shown(limit or DEFAULT_LIMIT, all_findings)
     if metrics_file is not None:
-        succeeded = not merged.failed
+        succeeded = not (merged.failed or merged.refused)
         write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
     write_result(
         ctx,
         merged.document,
         remarks=merged.remarks,
         undone=merged.undone,
-        failed=merged.failed,
+        failed=merged.failed or bool(merged.refused),
         dry_run=merged.dry_run,
         rows=merged.rows,
         name=merged.rows_name,
@@ -266,6 +267,8 @@ def write_merged(
         output=output,
         text=lambda screen: merged.lines(screen, shown),
     )
+    if merged.refused:
+        raise UsageError(merged.refused)
     if merged.failed:
         ctx.exit(FINDINGS)
 

@@ -75,6 +75,7 @@ from hicachectl.cli.session import (
     store_name,
     whole_url,
 )
+from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused, lock_held
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.parts.job import Job
+    from hicachectl.parts.records import RecordForm
     from hicachectl.verification.mending import Mending
     from hicachectl.verification.part import PartCheck
     from hicachectl.verification.request import VerifyRequest
@@ -102,7 +104,8 @@ _WHOLE_ONLY = (
 _NOT_NEXT = {
     "output_format", "output", "metrics_file", "fail_on", "limit", "all_findings", "shard",
     "run_directory", "ray", "workers", "stamp", "update_catalog", "repair", "repair_codes",
-    "quarantine", "token_ids", "writers_stopped", "yes", "dry_run", "allow_empty", "allow_shrink",
+    "quarantine", "token_ids", "writers_stopped", "despite_profile", "yes", "dry_run",
+    "allow_empty", "allow_shrink",
 }  # fmt: skip
 
 
@@ -285,7 +288,7 @@ def command(
         if shard is not None:
             say_divided(ctx, shard.count, options, "bwlimit", "time_limit")
             job = _divided(source, request, options, mending)(source)
-            do_part(ctx, options["run_directory"], shard, job)
+            _say_refused(ctx, do_part(ctx, options["run_directory"], shard, job))
             return
         if on_cluster:
             make = _divided(source, request, options, mending)
@@ -327,8 +330,8 @@ def command(
         result = repaired(ctx, source, request, checked, options, earlier)
     report = report_of([result], described, checked.inventory.table, request)
     if options["repair"] != "none":
-        report.document["dry_run"] = options["dry_run"]
-    failed = report.fails(options["fail_on"]) or not kept
+        report.add_repair(dry_run=options["dry_run"])
+    failed = report.fails(options["fail_on"]) or bool(report.refused) or not kept
     if options["metrics_file"]:
         from hicachectl.cli.metrics import write_metrics
 
@@ -347,8 +350,18 @@ def command(
         output=output,
         text=lambda screen: report_lines(report, mending, shown, screen),
     )
+    if report.refused:
+        raise UsageError(report.refusal)
     if failed:
         ctx.exit(FINDINGS)
+
+
+def _say_refused(ctx: click.Context, record: RecordForm) -> None:
+    """Say why a part of a repair was refused; `merge` ends with the status of the refusal."""
+    from hicachectl.parts.verify import refusals_of
+
+    for refusal in refusals_of(record):
+        remark(ctx, refusal, failure=True)
 
 
 def _divided(
@@ -386,7 +399,7 @@ def _write_lock_held(
 
     document = not_begun(store)
     if options["repair"] != "none":
-        document["dry_run"] = options["dry_run"]
+        document |= {"dry_run": options["dry_run"], "repair_refused": []}
     write_result(
         ctx,
         document,

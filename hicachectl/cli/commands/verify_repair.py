@@ -59,6 +59,11 @@ repair_options = stack(
         is_flag=True,
         help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
     ),
+    _repair(
+        "--despite-profile",
+        is_flag=True,
+        help="Repair although the newest pages suggest that the profile is wrong.",
+    ),
     _repair("--yes", is_flag=True, help="Do not ask before a repair."),
     _repair("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
 )
@@ -66,7 +71,10 @@ repair_options = stack(
 
 def refuse_early(options: dict[str, Any]) -> None:
     """Raise UsageError for contradicting options, before the store is opened."""
-    names = ("repair_codes", "quarantine", "token_ids", "writers_stopped", "dry_run", "yes")
+    names = (
+        "repair_codes", "quarantine", "token_ids", "writers_stopped", "despite_profile", "dry_run",
+        "yes",
+    )  # fmt: skip
     given = [name for name in names if options[name]]
     if options["repair"] == "none":
         if given:
@@ -120,16 +128,21 @@ def repaired(
     options: dict[str, Any],
     earlier: EarlierRuns | None,
 ) -> PartResult:
-    """Repair the checked groups; return the result of the check with the counts of the repair."""
-    from hicachectl.move.planning import newest_taken, plan_repair
-    from hicachectl.move.repair import repair, unplaced_remarks
+    """Repair the checked groups; return the result of the check with the counts of the repair.
+
+    A refused repair changes nothing, and asks nothing; the result says why.
+    """
+    from hicachectl.move.planning import newest_taken
+    from hicachectl.move.repair import left_remarks, plan_of, repair
 
     if earlier is None:
         return checked.result
     chosen = options_of_repair(options)
-    plan = plan_repair(checked.groups, checked.findings, codes=chosen.codes)
-    for text in unplaced_remarks(plan.unplaced, stamps=options["stamp"]):
-        remark(ctx, text)
+    plan = plan_of(checked, checked.findings, chosen)
+    for text in left_remarks(plan, stamps=options["stamp"]):
+        remark(ctx, text, failure=True)
+    if plan.refused is not None:
+        return checked.result.refused(plan.refused)
     plan = _with_descendants(plan, request, checked, options)
     newest = newest_taken(checked.groups, plan)
     if newest >= _SUSPICIOUS:
@@ -168,6 +181,7 @@ def options_of_repair(options: dict[str, Any]) -> RepairOptions:
         codes=tuple(options["repair_codes"]),
         quarantine=options["quarantine"],
         writers_stopped=options["writers_stopped"],
+        despite_profile=options["despite_profile"],
         dry_run=options["dry_run"],
     )
 

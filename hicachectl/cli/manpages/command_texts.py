@@ -406,11 +406,23 @@ BACKGROUND: dict[str, dict[str, str]] = {
         "REPAIR": """
             --repair removes all objects of a page group with an error. Groups that have only
             warnings stay, unless --repair-code names the code. Groups whose keys can be read in
-            several ways always stay.
+            several ways always stay, and so do those that the profile does not describe.
+
+            To a wrong profile, healthy pages look damaged. So the newest pages that were judged
+            must agree with the profile: the newest tenth, at least 8, and all pages where the store
+            keeps no times. If at least half of these, and at least a tenth of all, have the same
+            finding, nothing is repaired, and the exit status is 2. This applies to truncated and
+            oversized (if the sizes are equal), missing-pool, missing-part, nan, inf, bad-scale,
+            layout-mismatch and identity-mismatch. Compare the profile with the servers: hicachectl
+            profile --server. If the profile is right, all that was written since the time that the
+            message names is wrong: --despite-profile repairs it. Old pages that are wrong after a
+            change of the servers' settings are repaired, whatever their number.
 
             With --shard, each part keeps the list of its page groups before it removes the first,
             and has a folder of its own in the quarantine. A part that is killed and run again only
-            completes its removal. Parts cannot ask, so they need --yes or --dry-run.
+            completes its removal. Parts cannot ask, so they need --yes or --dry-run. Each part
+            judges its own pages: hicachectl merge names the parts that repaired nothing, and ends
+            with 2.
         """,
         "INTERRUPTED REPAIRS": _UNFINISHED,
         "PARTS": _PARTS,
@@ -426,7 +438,13 @@ BACKGROUND: dict[str, dict[str, str]] = {
             counts, when the size changed, and the likely reason: servers with two settings wrote
             to the store.
             Rarer sizes are reported object by object. Only a profile shows which size the servers
-            use now. --repair never repairs a mix.
+            use now.
+
+            With a profile, objects of another size are errors. If such a size is as common as
+            above, and not all of its pages are older than nine tenths of the pages with the right
+            size, servers with another setting may be running. The mixed-sizes warning then stands
+            beside the errors, and --repair leaves these pages without --despite-profile. Where the
+            store keeps no times, this holds for every common size.
         """,
         "MOONCAKE": """
             Reading an object grants a lease. For some seconds the object is not evicted and cannot

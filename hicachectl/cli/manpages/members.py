@@ -339,6 +339,35 @@ DOCUMENTS = (
             Member("counts", OBJECT, "Number of findings by code."),
             Member("counts.NAME", INTEGER, "Number of findings of a code."),
             _DRY_RUN._replace(when="--repair"),
+            *(
+                member._replace(when="--repair")
+                for member in (
+                    Member(
+                        "repair_refused",
+                        ROWS,
+                        "Why nothing was repaired: a finding that most of the newest pages have. "
+                        "Empty if the repair was not refused; a row for each part that refused.",
+                    ),
+                    *_below(
+                        "repair_refused[]",
+                        (
+                            Member("code", TEXT, "Code of the finding."),
+                            Member("detail", TEXT, 'Both sizes of a wrong size, else "".'),
+                            Member("newest", INTEGER, "Newest pages judged."),
+                            Member("newest_affected", INTEGER, "Of these, pages with the finding."),
+                            Member("pages", INTEGER, "All pages judged."),
+                            Member("affected", INTEGER, "Of these, pages with the finding."),
+                            Member(
+                                "since",
+                                NUMBER,
+                                "Unix seconds, from when on at least half of the pages have it.",
+                                _NO_TIMES,
+                            ),
+                            Member("part", INTEGER, "Number of the part.", "one process"),
+                        ),
+                    ),
+                )
+            ),
             *_PARTS,
         ),
     ),

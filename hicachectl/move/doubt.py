@@ -1,0 +1,158 @@
+"""Doubt a repair whose profile may be wrong: then most of the newest pages have one finding.
+
+A wrong profile gives healthy pages findings that look like damage. Damage strikes pages of any age;
+what servers have written last shows how they run now.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.checks.codes import IDENTITY_MISMATCH, OVERSIZED, TRUNCATED
+from hicachectl.checks.registry import codes
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.group_table import ORPHAN
+from hicachectl.verification.facts import Refusal
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicachectl.checks.codes import Code
+    from hicachectl.pages.groups import BoolArray
+    from hicachectl.pages.inventory import IntArray
+    from hicachectl.verification.part import PartCheck
+
+_NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree
+_LEAST_NEWEST = 8
+_SIZES = (TRUNCATED.name, OVERSIZED.name)
+
+
+def doubt(checked: PartCheck, reasons: pa.Table, about: IntArray) -> Refusal | None:
+    """Return why a repair must not believe the profile; None if it may.
+
+    reasons: findings that the repair would act on, rows of findings.SCHEMA. about: [reasons] group
+    of each. The profile is doubted if at least half of the newest tenth of the judged pages (at
+    least 8 pages), and at least a tenth of all judged pages, have the same finding of those that a
+    wrong profile gives. Wrong sizes are the same finding only if both sizes are equal. A pool that
+    few pages have, such as Mamba states, is also judged by its own pages, if they are at least 8.
+    Of several such findings, the most frequent one is returned.
+    """
+    known = {code.name: code for code in codes() if code.doubts}
+    doubts = pa.array(list(known))
+    chosen = np.flatnonzero(pc.is_in(reasons.column("code"), value_set=doubts).to_numpy())
+    if not len(chosen):
+        return None
+    reasons, about = reasons.take(pa.array(chosen)), about[chosen]
+    pools = reasons.column("pool").fill_null("")
+    reasons = reasons.set_column(reasons.schema.get_field_index("pool"), "pool", pools)
+    kinds = reasons.group_by(["code", "pool"]).aggregate([]).to_pydict()
+    found: list[Refusal] = []
+    pairs = {(code, "") for code in kinds["code"]} | set(zip(*kinds.values(), strict=True))
+    for code, pool in sorted(pairs):
+        own = pc.equal(reasons.column("code"), code)
+        rows = np.flatnonzero((pc.and_(own, pc.equal(pools, pool)) if pool else own).to_numpy())
+        judged = _judged(checked, known[code], pool)
+        judged[about[rows]] = True
+        if not pool or np.count_nonzero(judged) >= _LEAST_NEWEST:
+            found += _doubts(checked, code, reasons.take(pa.array(rows)), about[rows], judged)
+    return max(found, key=lambda refusal: refusal.affected, default=None)
+
+
+def _judged(checked: PartCheck, code: Code, pool: str) -> BoolArray:
+    """Return which groups of the profile a check could have given a finding: [groups].
+
+    Those have an object of the pool that the check has judged; "" stands for any pool. Pages
+    without kv lack no object.
+    """
+    inventory, groups, judged = checked.inventory, checked.groups, checked.judged
+    table = inventory.table
+    of_pool = np.array(
+        [*(spec is not None and pool in ("", spec.pool) for spec in table.specs), False]
+    )[inventory.affix_ids]
+    if code.structural:
+        trails = {spec.pool for spec in table.deployments[0].specs if spec.trailing}
+        objects = of_pool if pool in trails else np.ones(len(of_pool), dtype=np.bool_)
+    elif code.name in _SIZES:
+        sizes = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+        objects = of_pool & ((sizes != UNKNOWN_SIZE) | judged.tried)
+    elif code == IDENTITY_MISMATCH:
+        objects = of_pool & judged.identified
+    else:
+        objects = of_pool & judged.valued
+    having = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group
+    having[groups.of_object[objects]] = True
+    having = having[:-1] & ~checked.in_flight
+    if code.structural:
+        having &= groups.states != ORPHAN
+    span = groups.span(0)
+    having[: span.start] = having[span.stop :] = False
+    return having
+
+
+def _doubts(
+    checked: PartCheck, code: str, reasons: pa.Table, about: IntArray, judged: BoolArray
+) -> list[Refusal]:
+    """Return the refusals for findings of one code and pool. judged: [groups]."""
+    numbers = np.flatnonzero(judged)
+    times = checked.groups.newest_ns[numbers]
+    newest = _newest(times)
+    details, of_reason = _alike(reasons, code)
+    pairs = np.unique(of_reason * len(judged) + about)
+    of_pair, owners = np.divmod(pairs, len(judged))
+    places = np.searchsorted(numbers, owners)
+    counts = np.bincount(of_pair, minlength=len(details))
+    found = []
+    for kind in np.flatnonzero(_NEWEST * counts >= len(numbers)).tolist():
+        affected = np.zeros(len(numbers), dtype=np.bool_)
+        affected[places[of_pair == kind]] = True
+        of_newest = int(affected[newest].sum())
+        if 2 * of_newest < int(newest.sum()):
+            continue
+        found.append(
+            Refusal(
+                code=code,
+                detail=details[kind],
+                newest=int(newest.sum()),
+                newest_affected=of_newest,
+                pages=len(numbers),
+                affected=int(affected.sum()),
+                since_ns=_since(times, affected) if checked.groups.has_times else None,
+            )
+        )
+    return found
+
+
+def _alike(reasons: pa.Table, code: str) -> tuple[list[str], IntArray]:
+    """Return the distinct findings of a code, as details, and the number of each reason's own.
+
+    Details of wrong sizes state both sizes. Other details are of one page, and do not count.
+    """
+    if code not in _SIZES:
+        return [""], np.zeros(len(reasons), dtype=np.int64)
+    encoded = reasons.column("detail").combine_chunks().dictionary_encode()
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
+
+
+def _newest(times: IntArray) -> BoolArray:
+    """Return which pages are the newest tenth, at least 8: [pages].
+
+    Pages of equal times are taken together, so without times all are.
+    """
+    count = max(_LEAST_NEWEST, -(-len(times) // _NEWEST))
+    if len(times) <= count:
+        return np.ones(len(times), dtype=np.bool_)
+    place = len(times) - count
+    chosen: BoolArray = times >= np.partition(times, place)[place]
+    return chosen
+
+
+def _since(times: IntArray, affected: BoolArray) -> int:
+    """Return the first time from which at least half of the pages are affected."""
+    order: npt.NDArray[np.int64] = np.argsort(-times, kind="stable")
+    struck = affected[order]
+    most = np.flatnonzero(2 * np.cumsum(struck) >= np.arange(1, len(order) + 1))
+    return int(times[order[: most[-1] + 1]][struck[: most[-1] + 1]].min())
