@@ -82,7 +82,8 @@ def read_context(settings: Settings) -> Context:
             "hicache_host_memory_mode: 'buffer_only' is not supported, as SGLang then believes in "
             "pages without asking the store; start with --hicache-host-memory-mode cache"
         )
-    facts = {name: _leaf((model, spec), name) for name in SETTINGS}
+    bags = model, spec, runtime.get_exec().moe
+    facts = {name: _leaf(bags, name) for name in SETTINGS}
     weights = _Weights(settings.identity, facts, model.download_dir)
     names = [weights.name("model_path", model.model_path, model.revision, draft=False)]
     adapter = _adapter(spec, runtime.get_lora())

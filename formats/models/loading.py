@@ -29,6 +29,7 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "checkpoint_engine_wait_weights_before_ready": (None, False),
     "decrypted_config_file": (None,),
     "decrypted_draft_config_file": (None,),
+    "kt_weight_path": (None,),  # experts that the CPU computes
     "modelopt_checkpoint_restore_path": (None,),
     "quantization_param_path": (None,),  # scales of fp8 KV
     "weight_cache_mode": (None, "off", "daemon"),  # client: what a daemon loaded earlier

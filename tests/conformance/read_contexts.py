@@ -60,8 +60,8 @@ def _answer(
         server.override("model_runner.update_model_fields", model_path=path, load_format="auto")
     given = parse_settings({"interface_v1": 1, "store": "file:///mnt/hicache", **settings})
     with mock.patch.dict("os.environ", environment), contextlib.ExitStack() as resolved:
-        for name in ("model", "spec", "memory", "schedule", "lora"):
-            bag = server.config_bag(name)
+        names = ("model", "spec", "memory", "schedule", "lora")
+        for bag in (*map(server.config_bag, names), server.config_bag("exec").moe):
             resolved.enter_context(bag.override(**{f: fields[f] for f in fields if f in bag}))
         if hangs:
             hung = threading.Event()
