@@ -130,15 +130,18 @@ def repair(
     attempt: Attempt | None = None,
     buffer_bytes: int,
     say: Say,
+    say_left: Say | None = None,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> Repaired:
     """Remove the groups of a plan, and correct the tables of 3FS.
 
     inventory, groups: of the check, which requested repairs. attempt: None for a whole store in
-    one process. say: takes remarks. on_progress: takes the number of new groups.
+    one process. say: takes remarks. say_left: takes remarks on groups that were not removed; by
+    default, say does. on_progress: takes the number of new groups.
     Raises StoreUnavailable, UsageError.
     """
     attempt = attempt or Attempt()
+    say_left = say_left or say
     done = Repaired()
     if len(plan.groups):
         if write_repaired_snapshot(
@@ -152,7 +155,7 @@ def repair(
         ):
             return done
         repair_tables(store, suspicious_keys(plan.reasons), dry_run=options.dry_run, say=say)
-        earlier = _finish_earlier(store, options, attempt, say)
+        earlier = _finish_earlier(store, options, attempt, say_left)
         outcome = remove_groups(
             store,
             inventory,
@@ -168,8 +171,9 @@ def repair(
                 f"{taken.text(len(plan.groups))}; run the same command again to repair the others"
             ),
         )
-        for text in _remarks(outcome, options):
-            say(text)
+        say(_removed_text(outcome, options))
+        for text in _left_texts(outcome):
+            say_left(text)
         done = _counts(store, options, attempt, earlier, outcome)
     if attempt.first and options.writers_stopped:
         release_leaked(store, dry_run=options.dry_run, say=say)
@@ -212,11 +216,14 @@ def _counts(
     )
 
 
-def _remarks(outcome: GroupReport, options: RepairOptions) -> Iterator[str]:
+def _removed_text(outcome: GroupReport, options: RepairOptions) -> str:
     would = "would be " if options.dry_run else ""
     where = f" to {outcome.place}" if outcome.place else ""
     verb = "quarantined" if options.mode == "quarantine" else "deleted"
-    yield f"{counted(outcome.groups, 'page')} {would}{verb}{where}"
+    return f"{counted(outcome.groups, 'page')} {would}{verb}{where}"
+
+
+def _left_texts(outcome: GroupReport) -> Iterator[str]:
     if outcome.kept:
         yield f"Kept {counted(outcome.kept, 'page')}: rewritten during the repair"
     if outcome.remaining:

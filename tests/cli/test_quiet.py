@@ -195,3 +195,19 @@ def test_a_failure_has_its_reason(
     outcome = quietly("migrate STORE NEW --verify", exit_code=4)
     assert "1 failed" in outcome.stdout
     assert f"{first}: " in outcome.stderr
+
+
+def test_a_repair_that_fails_says_why(
+    quietly: Callable[..., Outcome], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("hicachectl.backends.object_files.mover.FileMover.take", stuck)
+    anchor = min(path for path in place["STORE"].glob("*.bin") if "mamba" not in path.name)
+    facts = anchor.stat()
+    anchor.write_bytes(b"short")
+    os.utime(anchor, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    said = quietly(RUNS["repair"], exit_code=4).stderr
+    assert "1 page not removed; run again\n" in said
+    assert "cannot be removed: Operation not permitted" in said

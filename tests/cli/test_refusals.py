@@ -116,6 +116,7 @@ completion                                        | SHELL | is missing | bash, z
 report STORE -o LONG                              | LONG | File name too long | check it
 report STORE -o TEXT                              | TEXT | not an HTML page | another file
 report STORE -o /proc/self/mem                    | self/mem | Input/output | name another file
+report STORE -o NONE/x --mark =2d                 | --mark | '=2d' | no text before = | TEXT=TIME
 report STORE -o STORE/page.html                   | page.html | lies in the store | name a file
 report STORE                                      | --output | is missing | see hicachectl report -
 --verbos ls STORE                                 | --verbos | did you mean --verbose?

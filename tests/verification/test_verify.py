@@ -83,6 +83,7 @@ def test_the_document_has_the_members_of_the_contract(invoke: Invoke, hybrid: Pa
         "sampled",
         "objects_read",
         "bytes_read",
+        "unranked",
         "device",
         "repaired",
         "quarantined",

@@ -71,6 +71,7 @@ class EarlierRuns:
         from hicachectl.move.reports import finished_remarks
         from hicachectl.move.withdrawal import finish_removals
 
-        for text in finished_remarks(finish_removals(self.store, self.quarantine)):
+        report = finish_removals(self.store, self.quarantine)
+        for text in finished_remarks(report):
             self.removed = True
-            remark(self.ctx, text)
+            remark(self.ctx, text, failure=bool(report.failures or report.unrecorded))

@@ -57,8 +57,8 @@ def command(
     """Join the parts of a run.
 
     RUN is the directory of --run. The result and the exit status are those of the command in one
-    process. No store is opened. If a part has no result, stderr names it, the document has complete
-    false, and the exit status is 4.
+    process. No store is opened. If a part has no result, stderr and the table name it, the document
+    and the metrics have complete false, and the exit status is 4.
     """
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import merge_run

@@ -506,7 +506,11 @@ def _remark_choice(
     if unclear or (ambiguous and criteria.filters):
         verb, count = ("selected for removal", unclear) if unclear else ("left alone", ambiguous)
         text = ambiguity_remark(inventory.table, object_counts(inventory))
-        remark(ctx, f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}")
+        remark(
+            ctx,
+            f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}",
+            failure=not unclear,
+        )
     if criteria.pages is not None:
         unmatched = criteria.pages.labelled - NamedGroups(criteria.pages, groups).matched
         if unmatched:
@@ -517,6 +521,7 @@ def _remark_choice(
             ctx,
             f"{counted(unjudged, 'page')} of other deployments than the profile's left alone: they "
             "may be partial; give the profile of their servers",
+            failure=True,
         )
 
 

@@ -165,6 +165,7 @@ def repaired(
             chosen,
             buffer_bytes=options["buffer_bytes"],
             say=partial(remark, ctx),
+            say_left=partial(remark, ctx, failure=True),
             on_progress=advance,
         )
     return checked.result.repaired(
