@@ -1,20 +1,19 @@
-"""The prefetch threshold that SGLang reads from its options, and its least value."""
+"""The prefetch threshold that SGLang reads from the options of its storage backend."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from hicachectl.formats.models.server_info import flags_from_server_info
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 _CODE = """
 import json, sys
+from tests.conformance import sglang_env
+sglang_env.prepare()
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 _, threshold, *_ = HybridCacheController.parse_storage_backend_extra_config(json.loads(sys.argv[1]))
 print(json.dumps(threshold))
@@ -24,7 +23,8 @@ print(json.dumps(threshold))
 @pytest.mark.parametrize("stated", [None, "{}", '{"prefetch_threshold": 64}'])
 def test_the_threshold_is_what_sglang_reads(sglang_python: Path, stated: str | None) -> None:
     command = [str(sglang_python), "-c", _CODE, json.dumps(stated)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     read = flags_from_server_info(
         {
             "model_path": "m",
