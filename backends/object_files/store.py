@@ -114,10 +114,9 @@ class ObjectFiles(
         """Keep a file in each outer directory, not in `.hicachectl`.
 
         Another client may remember that `.hicachectl` was missing. No client remembers anything
-        about a random name in a directory that it has open. A later run of this owner removes a
-        file that a kill left.
+        about a random name in a directory that it has open.
         """
-        name = self._writer.probe_name()
+        name = _random_name()
         made: list[int] = []
         try:
             for root in self.objects.roots:
