@@ -25,7 +25,7 @@ from hicachectl.formats.profile import MAX_OBJECT_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.table_files import opened_table, write_table
 from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
-from hicachectl.pages.inventory import Inventory, scan_columns, understood
+from hicachectl.pages.inventory import Inventory, scan_columns, take_inventory, understood
 from hicachectl.pages.spool import AFFIX_ID, MEMORY_ROWS, Spool
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Share = dict[str, list[int]]  # row groups by file name
 _GROUP_ROWS = 131_072  # at most, of one part
+_WITNESSES = 64
 
 
 class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,6 +207,18 @@ def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
         )
     inventory = Inventory(objects.drop_columns([AFFIX_ID.name]), ids, table)
     return inventory.without_unused_columns()
+
+
+def refuse_unmounted(store: Store, inventory: Inventory) -> None:
+    """Raise EmptyStore if a store has no page, although another process listed these objects.
+
+    Without this, a host that lacks the mount would take all its objects for evicted. A store that
+    still has one of a few of the objects is not scanned.
+    """
+    rows = np.linspace(0, len(inventory.objects) - 1, _WITNESSES, dtype=np.int64)
+    if not len(inventory.objects) or store.exists(inventory.take(np.unique(rows))).any():
+        return
+    take_inventory(store, needs_pages=True)
 
 
 def _schema(columns: Collection[str]) -> pa.Schema:

@@ -27,7 +27,12 @@ from hicachectl.move.migration import Migration
 from hicachectl.move.migration_choice import plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
 from hicachectl.move.migration_plan import KEPT, KeptPlan
-from hicachectl.pages.published import inventory_of, publish_listing, read_share
+from hicachectl.pages.published import (
+    inventory_of,
+    publish_listing,
+    read_share,
+    refuse_unmounted,
+)
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.parts.common import (
     LIST_AGAIN,
@@ -209,6 +214,8 @@ class MigrateJob:
         )
         migration = self._prepared(request, files)
         inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
+        if request.needs_pages and kept is None:
+            refuse_unmounted(self._source, inventory)
         plan = plan_groups(
             migration,
             inventory,

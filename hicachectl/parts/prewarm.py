@@ -14,6 +14,7 @@ from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.temporaries import mark_writes
+from hicachectl.pages.published import refuse_unmounted
 from hicachectl.parts.common import (
     LIST_AGAIN,
     listing_of,
@@ -185,6 +186,8 @@ class PrewarmJob:
             self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
         )
         rest = planned.remaining(warming)
+        if not (request.allow_empty or given.attempt):
+            refuse_unmounted(self._source, rest.pages.inventory)
         deadline = request.deadline_seconds
         if deadline is not None:
             deadline += time.monotonic() - given.age()

@@ -31,6 +31,7 @@ from hicachectl.pages.published import (
     publish_listing,
     publish_rows,
     read_share,
+    refuse_unmounted,
 )
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.tally import Tally
@@ -378,6 +379,8 @@ class VerifyJob:
             age_seconds=given.age(),
         )
         listed = self._listed(given)
+        if not request.allow_empty:
+            refuse_unmounted(store, listed)
         checked = check_part(store, request, listed, start, first=first, on_read=on_read)
         if first and self._stamp and request.profile is not None:
             path = write_stamp(store, Stamp(request.profile, request.weights_version))

@@ -247,6 +247,41 @@ def test_a_run_in_parts_goes_on_when_the_store_is_mounted(
     assert "8 pages" in invoke("merge", words["RUN"]).stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "verify STORE",
+        "migrate STORE DST --profile PROFILE",
+        "prewarm DST --from STORE --profile PROFILE --all",
+    ],
+)
+def test_a_part_on_a_host_without_the_mount_finds_no_store(
+    invoke: Invoke, words: dict[str, Path], command: str
+) -> None:
+    demo_store(words["STORE"])
+    part = (*(words.get(word, word) for word in command.split()), "--run", words["RUN"], "--shard")
+    invoke(*part, "0/2")
+    mounted = words["STORE"].rename(words["STORE"].with_name("mounted"))
+    words["STORE"].mkdir()
+    assert "has no page: not mounted?" in invoke(*part, "1/2", exit_code=3).stderr
+    words["STORE"].rmdir()
+    mounted.rename(words["STORE"])
+    invoke(*part, "1/2")
+    merged = invoke("merge", words["RUN"], "--format", "json").document
+    assert (merged["gone"], merged["complete"]) == (0, True)
+
+
+def test_a_part_whose_objects_were_all_evicted_is_done(
+    invoke: Invoke, words: dict[str, Path]
+) -> None:
+    demo_store(words["STORE"])
+    part = ("verify", words["STORE"], "--run", words["RUN"], "--shard")
+    invoke(*part, "0/2")
+    for path in words["STORE"].glob("[89a-f]*.bin"):
+        path.unlink()
+    invoke(*part, "1/2")
+
+
 def test_a_source_that_was_moved_before_is_done(invoke: Invoke, words: dict[str, Path]) -> None:
     demo_store(words["STORE"])
     move = ("migrate", words["STORE"], words["DST"], "--move", "--yes")
