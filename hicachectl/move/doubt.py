@@ -6,15 +6,18 @@ what servers have written last shows how they run now.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import IDENTITY_MISMATCH, OVERSIZED, TRUNCATED
+from hicachectl.checks.findings import combine
+from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import codes
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.move.planning import described_groups, plan_repair
 from hicachectl.pages.group_table import ORPHAN
 from hicachectl.verification.facts import Refusal
 
@@ -22,18 +25,49 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.codes import Code
-    from hicachectl.pages.groups import BoolArray
-    from hicachectl.pages.inventory import IntArray
-    from hicachectl.verification.part import PartCheck
+    from hicachectl.checks.registry import CheckInput
+    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.verification.part import Judged
 
 _NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree
 _LEAST_NEWEST = 8
 _SIZES = (TRUNCATED.name, OVERSIZED.name)
 
 
-def doubt(checked: PartCheck, reasons: pa.Table, about: IntArray) -> Refusal | None:
+class Listed(Protocol):
+    """Page groups of a listing; in_flight: [groups], which no check judged."""
+
+    @property
+    def inventory(self) -> Inventory:
+        """The listed objects."""
+
+    @property
+    def groups(self) -> PageGroups:
+        """Their groups."""
+
+    @property
+    def in_flight(self) -> BoolArray:
+        """Which groups no check judged: [groups]."""
+
+
+def doubt_missing(given: CheckInput) -> Refusal | None:
+    """Return why `rm` must not believe the profile about missing objects; None if it may.
+
+    A listing shows what is missing, so nothing was read.
+    """
+    structural = [code.name for code in codes() if code.structural]
+    plan = plan_repair(given.groups, combine([*check_groups(given)]), codes=structural)
+    plan = plan.where(described_groups(given.groups))
+    return doubt(given, plan.reasons, plan.about)
+
+
+def doubt(
+    checked: Listed, reasons: pa.Table, about: IntArray, judged: Judged | None = None
+) -> Refusal | None:
     """Return why a repair must not believe the profile; None if it may.
 
+    judged: which objects the checks judged; None if only the listing was.
     reasons: findings that the repair would act on, rows of findings.SCHEMA. about: [reasons] group
     of each. The profile is doubted if at least half of the newest tenth of the judged pages (at
     least 8 pages), and at least a tenth of all judged pages, have the same finding of those that a
@@ -41,7 +75,7 @@ def doubt(checked: PartCheck, reasons: pa.Table, about: IntArray) -> Refusal | N
     few pages have, such as Mamba states, is also judged by its own pages, if they are at least 8.
     Of several such findings, the most frequent one is returned.
     """
-    known = {code.name: code for code in codes() if code.doubts}
+    known = {code.name: code for code in codes() if code.doubts and (judged or code.structural)}
     doubts = pa.array(list(known))
     chosen = np.flatnonzero(pc.is_in(reasons.column("code"), value_set=doubts).to_numpy())
     if not len(chosen):
@@ -55,25 +89,25 @@ def doubt(checked: PartCheck, reasons: pa.Table, about: IntArray) -> Refusal | N
     for code, pool in sorted(pairs):
         own = pc.equal(reasons.column("code"), code)
         rows = np.flatnonzero((pc.and_(own, pc.equal(pools, pool)) if pool else own).to_numpy())
-        judged = _judged(checked, known[code], pool)
-        judged[about[rows]] = True
-        if not pool or np.count_nonzero(judged) >= _LEAST_NEWEST:
-            found += _doubts(checked, code, reasons.take(pa.array(rows)), about[rows], judged)
+        among = _judged_groups(checked, judged, known[code], pool)
+        among[about[rows]] = True
+        if not pool or np.count_nonzero(among) >= _LEAST_NEWEST:
+            found += _doubts(checked, code, reasons.take(pa.array(rows)), about[rows], among)
     return max(found, key=lambda refusal: refusal.affected, default=None)
 
 
-def _judged(checked: PartCheck, code: Code, pool: str) -> BoolArray:
+def _judged_groups(checked: Listed, judged: Judged | None, code: Code, pool: str) -> BoolArray:
     """Return which groups of the profile a check could have given a finding: [groups].
 
     Those have an object of the pool that the check has judged; "" stands for any pool. Pages
     without kv lack no object.
     """
-    inventory, groups, judged = checked.inventory, checked.groups, checked.judged
+    inventory, groups = checked.inventory, checked.groups
     table = inventory.table
     of_pool = np.array(
         [*(spec is not None and pool in ("", spec.pool) for spec in table.specs), False]
     )[inventory.affix_ids]
-    if code.structural:
+    if code.structural or judged is None:
         trails = {spec.pool for spec in table.deployments[0].specs if spec.trailing}
         objects = of_pool if pool in trails else np.ones(len(of_pool), dtype=np.bool_)
     elif code.name in _SIZES:
@@ -94,7 +128,7 @@ def _judged(checked: PartCheck, code: Code, pool: str) -> BoolArray:
 
 
 def _doubts(
-    checked: PartCheck, code: str, reasons: pa.Table, about: IntArray, judged: BoolArray
+    checked: Listed, code: str, reasons: pa.Table, about: IntArray, judged: BoolArray
 ) -> list[Refusal]:
     """Return the refusals for findings of one code and pool. judged: [groups]."""
     numbers = np.flatnonzero(judged)

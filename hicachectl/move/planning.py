@@ -174,6 +174,14 @@ def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] =
     )
 
 
+def described_groups(groups: PageGroups) -> BoolArray:
+    """Return which groups the profile describes: [groups]."""
+    described = np.zeros(len(groups), dtype=np.bool_)
+    if groups.deployments and groups.deployments[0].profile is not None:
+        described[groups.span(0)] = True
+    return described
+
+
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
     """Plan to remove the chosen groups, even whole ones."""
     numbers = np.unique(chosen)

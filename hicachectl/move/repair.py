@@ -11,7 +11,7 @@ from hicachectl.checks.codes import DESPITE, STAMP_MISMATCH
 from hicachectl.checks.registry import remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt
-from hicachectl.move.planning import plan_repair
+from hicachectl.move.planning import described_groups, plan_repair
 from hicachectl.move.reports import GONE
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
 from hicachectl.move.withdrawal import count_quarantined, finish_removals, remove_groups
@@ -82,14 +82,12 @@ def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> Repa
     """
     groups = checked.groups
     plan = plan_repair(groups, found, codes=options.codes)
-    own = np.zeros(len(groups), dtype=np.bool_)
-    if groups.deployments and groups.deployments[0].profile is not None:
-        own[groups.span(0)] = True
+    own = described_groups(groups)
     others = int((~own[plan.groups]).sum())
     plan = replace(plan.where(own), others=others)
     if options.despite_profile:
         return plan
-    refused = doubt(checked, plan.reasons, plan.about)
+    refused = doubt(checked, plan.reasons, plan.about, checked.judged)
     if refused is not None:
         return replace(plan.where(np.zeros(len(groups), dtype=np.bool_)), refused=refused)
     unmixed = np.ones(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group

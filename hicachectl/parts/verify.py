@@ -58,9 +58,9 @@ from hicachectl.verification.part import (
     start_run,
 )
 from hicachectl.verification.report import (
-    DOUBTED,
     StoreDescription,
     describe_store,
+    doubted,
     report_of,
 )
 from hicachectl.verification.report_text import report_lines
@@ -224,7 +224,7 @@ def refusals_of(record: RecordForm) -> list[str]:
 
 
 def _refused(refusal: Refusal) -> str:
-    return f"Part {refusal.part}: nothing was repaired: {refusal.text}: {DOUBTED}"
+    return f"Part {refusal.part}: nothing was repaired: {doubted(refusal)}"
 
 
 KIND = Kind(

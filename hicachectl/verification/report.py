@@ -50,10 +50,14 @@ if TYPE_CHECKING:
 
 # Members of skipped_checks that are no check that cannot run.
 _UNDONE = ("everything", "in-flight", "unread-objects")
-DOUBTED = (
-    "either the profile is not the servers', or everything since then is wrong: compare with "
-    f"hicachectl profile --server; {DESPITE} repairs"
-)
+
+
+def doubted(refused: Refusal, does: str = "repairs") -> str:
+    """Return why a command doubts its profile, and what to do. does: the verb of the option."""
+    return (
+        f"{refused.text}: either the profile is not the servers', or everything since then is "
+        f"wrong: compare with hicachectl profile --server; {DESPITE} {does}"
+    )
 
 
 class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +105,7 @@ class VerifyReport:
         if parts:
             what = f"part{'s' * (len(parts) > 1)} {', '.join(parts)} repaired nothing"
         worst = max(self.refused, key=lambda refusal: refusal.affected)
-        return f"{self.document['store']}: {what}: {worst.text}: {DOUBTED}"
+        return f"{self.document['store']}: {what}: {doubted(worst)}"
 
     def add_repair(self, *, dry_run: bool) -> None:
         """Add the members of a run with a repair to the document."""

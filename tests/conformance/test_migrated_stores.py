@@ -267,9 +267,8 @@ def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
     ("case", "sglang", "ends"),
     [
         ("gqa_tp2", "0.5.16", {"_0_k", "_0_v", "_1_k", "_1_v"}),
-        ("mla_mla_draft", "0.5.16", {"__k", "__draft_k"}),
         ("mla_mamba", "0.5.16", {"__k", "_0_temporal", "_1_temporal", "_0_conv_0", "_1_conv_0"}),
-        ("mla_pp2", "0.5.8", {"_0_k", "_1_k", "_0_indexer", "_1_indexer"}),
+        ("mla_pp2", "0.5.12", {"_0_k", "_1_k", "_0_indexer", "_1_indexer"}),
         ("gqa_tp2", "0.5.7", {"_0_k", "_0_v", "_1_k", "_1_v"}),
     ],
 )  # fmt: skip

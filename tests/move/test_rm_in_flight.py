@@ -26,7 +26,7 @@ from tests.move.repairs import (
     indexer,
     kv,
 )
-from tests.stores import contents, page, put, put_pages
+from tests.stores import OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def test_partial_pages_are_known_by_a_profile_only(
     invoke: Invoke, tmp_path: Path, profile: Path
 ) -> None:
     """A stray sidecar makes healthy pages look partial, of a deployment without a profile."""
-    store = dsa_store(tmp_path / "store", 1)
+    store = dsa_store(tmp_path / "store", 3)
     put_pages(store, range(4), "_other_0_1")
     put_pages(store, range(1), ".indexer_other_0_1")
     (store / kv(0)).unlink()
@@ -165,7 +165,9 @@ def test_pages_after_a_repaired_one_stay_while_they_are_written(
     put(store, f"{third}.indexer_x-dsa.bin", INDEXER_BYTES, time.time())
     prompts = _listed(tmp_path / "prompts", json.dumps(tokens))
     options = ("--profile", profile, "--checks", "groups,sizes", "--token-ids", prompts)
-    invoke("verify", store, *options, "--repair", "delete", "--yes", exit_code=4)
+    invoke(
+        "verify", store, *options, "--repair", "delete", "--despite-profile", "--yes", exit_code=4
+    )
     assert set(contents(store)) == {f"{third}.indexer_x-dsa.bin"}
 
 
@@ -394,3 +396,36 @@ def test_a_moved_page_of_a_store_without_times_is_looked_at_twice(
     assert "looks again in" in outcome.stderr
     assert outcome.document["moved"] == PAGES + 1
     assert set(contents(store)) == {kv(YOUNG), indexer(YOUNG)}
+
+
+# a profile that may be wrong
+
+
+def test_a_pool_that_the_newest_pages_lack_makes_the_profile_doubtful(
+    invoke: Invoke, tmp_path: Path, profile: Path
+) -> None:
+    """The servers have no indexer: their pages are whole, whatever the profile states."""
+    store = tmp_path / "store"
+    store.mkdir()
+    for number in range(20):
+        put(store, kv(number), KV_BYTES)
+    before = contents(store)
+    partial = ("rm", store, "--state", "partial", "--profile", profile, "--yes")
+    said = invoke(*partial, exit_code=2).stderr
+    assert "nothing was removed: 20 of the 20 newest pages" in said
+    assert "missing-pool" in said
+    assert "--despite-profile removes" in said
+    assert contents(store) == before
+    invoke(*partial, "--despite-profile")
+    assert contents(store) == {}
+
+
+def test_old_partial_pages_are_no_reason_to_doubt_the_profile(
+    invoke: Invoke, tmp_path: Path, profile: Path
+) -> None:
+    store = dsa_store(tmp_path / "store", 20)
+    for number in range(12):
+        (store / indexer(number)).unlink()
+        os.utime(store / kv(number), (OLD - 1000, OLD - 1000))
+    document = removed(invoke, store, "--state", "partial", "--profile", profile)
+    assert document["pages"] == 12

@@ -194,6 +194,12 @@ Examples:
     show_default=True,
     help="Leave pages younger than this that are not whole; servers may still be writing them.",
 )
+@own_option(
+    "--despite-profile",
+    is_flag=True,
+    help="Remove even if the profile looks wrong. Only with --state partial, which is refused if "
+    "most of the newest pages lack the same pool.",
+)
 @own_option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
 @own_option("--yes", is_flag=True, help="Do not ask before removing.")
 @lock_option
@@ -296,6 +302,8 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
             "--state partial needs --profile, which states the objects of a page; without it, one "
             "stray object makes whole pages look partial"
         )
+    if options["despite_profile"] and "partial" not in (options["state"] or ()):
+        raise click.UsageError("--despite-profile needs --state partial")
 
 
 def _selectors(options: dict[str, Any]) -> list[str]:
@@ -434,7 +442,10 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     young = groups_in_flight(
         store, groups, now_ns=now_ns, listing_ns=listing_ns, grace_ns=int(grace * 1e9)
     )
-    choice = choose(young & (groups.states != WHOLE))
+    in_flight = young & (groups.states != WHOLE)
+    choice = choose(in_flight)
+    if "partial" in (options["state"] or ()) and not options["despite_profile"]:
+        _refuse_doubtful(store, inventory, groups, in_flight)
     if needs_second_look(store) and are_incomplete(groups)[choice.plan.groups].any():
         left = began + grace - time.monotonic()
         wait = partial(remark_wait, ctx)
@@ -446,6 +457,21 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     if not len(choice.plan.groups) and not choice.in_flight:
         remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
     return _Planned(inventory, groups, choice)
+
+
+def _refuse_doubtful(
+    store: Store, inventory: Inventory, groups: PageGroups, in_flight: BoolArray
+) -> None:
+    """Raise UsageError if the pages that look partial show that the profile may be wrong."""
+    from hicachectl.checks.registry import CheckInput
+    from hicachectl.move.doubt import doubt_missing
+    from hicachectl.verification.report import doubted
+
+    given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
+    refused = doubt_missing(given)
+    if refused is not None:
+        why = doubted(refused, "removes")
+        raise UsageError(f"{store.url}: nothing was removed: {why}")
 
 
 def _choose(
