@@ -41,7 +41,8 @@ IDENTITY_BYTES = 16
 DIGEST_KINDS = ("off", "xxh3", "blake3")  # by number in the trailer
 DEFAULT_DIGEST = "xxh3"
 NO_RANK = 0  # in trailers that do not name a rank
-RANK_BYTES, NO_RANK_BYTES = slice(10, 12), bytes(2)  # of a trailer
+# The bytes of a trailer that name the rank, and their value if they name none.
+RANK_BYTES, NO_RANK_BYTES = slice(10, 12), bytes(2)
 
 _MAGIC = b"\x93HICACHE"
 _VERSION = 1

@@ -31,7 +31,8 @@ RULES = {
 # Words in commands. STORE and OPTIONS are replaced by those of a run, the others are for the user.
 STORE, OPTIONS = "STORE", "OPTIONS"
 PROFILE_OPTION = "--profile FILE"
-DESPITE = "--despite-profile"  # of a repair that believes a doubtful profile
+# The option that makes a command believe a doubtful profile.
+DESPITE = "--despite-profile"
 _BELOW = "the command below"
 _REPAIR = f"hicachectl verify {STORE} {OPTIONS} --repair quarantine"
 _REMOVED = "Remove the page with {command}. Servers compute the page again and write it."

@@ -36,7 +36,7 @@ _SIZES = (TRUNCATED.name, OVERSIZED.name)
 
 
 class Listed(Protocol):
-    """Page groups of a listing; in_flight: [groups], which no check judged."""
+    """The page groups of a listing."""
 
     @property
     def inventory(self) -> Inventory:
@@ -44,11 +44,11 @@ class Listed(Protocol):
 
     @property
     def groups(self) -> PageGroups:
-        """Their groups."""
+        """The page groups of the objects."""
 
     @property
     def in_flight(self) -> BoolArray:
-        """Which groups no check judged: [groups]."""
+        """Flags [groups]: servers may still be writing the group, so no check judged it."""
 
 
 def doubt_missing(given: CheckInput) -> Refusal | None:

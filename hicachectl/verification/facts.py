@@ -38,10 +38,14 @@ _SUMS = (
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Why a repair did not believe the profile: a finding of most of the newest pages.
 
-    code: of the finding. detail: both sizes of a wrong size, else "". newest: newest pages judged;
-    newest_affected: those with the finding. pages: all pages judged; affected: those with the
-    finding. since_ns: from then on, at least half have the finding; None without times. part: of
-    the run; None in one process.
+    code: the code of the finding.
+    detail: both sizes of a wrong size, else "".
+    newest: the number of newest pages judged.
+    newest_affected: how many of these have the finding.
+    pages: the number of all pages judged.
+    affected: how many of all have the finding.
+    since_ns: the time from which at least half of the pages have the finding; None without times.
+    part: the number of the run's part; None in one process.
     """
 
     code: str
