@@ -139,7 +139,7 @@ def test_a_catalog_begun_while_all_was_evicted_is_of_use_later(
     pages = place.pages()
     for page in pages:
         place.evict(page)
-    invoke(*place.arguments(*place.recording))
+    invoke(*place.arguments(*place.recording), "--allow-empty")
     with open_store(place.url()) as store:
         assert isinstance(store, Profiled)
         store.use_profile(PROFILE)
