@@ -55,10 +55,12 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 def _defaults(names: list[str]) -> dict[str, Any]:
     from msgspec.structs import fields
+    from sglang.srt.arg_groups.fields.exec_ import ExecMoe
     from sglang.srt.arg_groups.fields.model import Model
     from sglang.srt.arg_groups.fields.spec import Spec
 
-    defaults = {field.name: field.default for form in (Model, Spec) for field in fields(form)}
+    forms = (Model, Spec, ExecMoe)
+    defaults = {field.name: field.default for form in forms for field in fields(form)}
     return {name: defaults[name] for name in names}
 
 

@@ -37,7 +37,8 @@ MODEL = {
 LAUNCH = (
     "python -m sglang.launch_server --model-path /models/tiny --served-model-name "
     "Qwen/Qwen3-FP8-Tiny --page-size 8 --enable-hierarchical-cache --hicache-mem-layout page_first "
-    "--hicache-storage-backend file --tp "
+    "--hicache-storage-backend file "
+    "--hicache-storage-backend-extra-config '{\"prefetch_threshold\": 8}' --tp "
 )
 FP8 = " --kv-cache-dtype fp8_e4m3"
 
@@ -182,7 +183,7 @@ def test_a_full_disk(
     with small_file_system(machine.store, "1m"):
         machine.write(before[1], before[0], 3600)
         directory, manifest = sglang_store("fp8_mha")
-        machine.write(manifest, directory, 3600)
+        machine.write(manifest, directory, 7200)  # before the servers of the profile
         machine.ask(before[1]["tokens"])
         (machine.folder / "serve.sh").write_text(f"{LAUNCH}2")
         made = "profile --launch @serve.sh --model-config config.json -o prod.toml"
