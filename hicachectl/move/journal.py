@@ -41,7 +41,8 @@ _HASH_DIGITS = 64
 _OWNER_BYTES = 8
 _OWNER = re.compile(f"[0-9a-f]{{{2 * _OWNER_BYTES}}}")
 _DIGEST_DIGITS = 32
-_LATER_FIELDS = ("weights", "draft_weights")  # of a profile; no key or page depends on them
+# Fields that later profiles have, and on which no key or page depends.
+_LATER_FIELDS = ("prefetch_threshold", "weights", "draft_weights")
 _LATER_POOL_FIELD = "compress_ratio=0, "  # without a ratio, a pool is what it was before
 _MOST_LINE_BYTES = 64 << 20  # a batch of a million pages
 
