@@ -173,9 +173,9 @@ class Hot:
 
 
 def verified(invoke: Invoke, live: Live) -> dict[str, Any]:
-    return invoke(
-        "verify", *live.arguments, "--allow-empty", "--format", "json", "--fail-on", "never"
-    ).document
+    flushed = ("--allow-empty", "--allow-shrink")
+    options = ("--format", "json", "--fail-on", "never")
+    return invoke("verify", *live.arguments, *flushed, *options).document
 
 
 def verified_often(invoke: Invoke, live: Live, runs: int) -> list[dict[str, Any]]:
