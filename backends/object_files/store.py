@@ -114,9 +114,10 @@ class ObjectFiles(
         """Keep a file in each outer directory, not in `.hicachectl`.
 
         Another client may remember that `.hicachectl` was missing. No client remembers anything
-        about a random name in a directory that it has open.
+        about a random name in a directory that it has open. A later run of this owner removes a
+        file that a kill left.
         """
-        name = _random_name()
+        name = self._writer.probe_name()
         made: list[int] = []
         try:
             for root in self.objects.roots:

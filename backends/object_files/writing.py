@@ -273,12 +273,17 @@ class FileWriter:
         if not sweep:
             return
         prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
-        for _, directory in self._objects.directories([]):
+        directories = {directory for _, directory in self._objects.directories([])}
+        for directory in directories.union(self._objects.roots):
             for names in names_in(directory, SkippedEntries()):
                 for name in names:
                     if name.startswith(prefix):
                         with suppress(FileNotFoundError):
                             os.unlink(name, dir_fd=directory)
+
+    def probe_name(self) -> bytes:
+        """Return a new random name of this owner for a file in an outer directory."""
+        return b"%s-%s%s.tmp" % (OWN_PREFIX, self._token, os.urandom(4).hex().encode())
 
     def _temporary(self, key: bytes) -> bytes:
         return self._objects.temporary_name(key, self._token, next(self._numbers))

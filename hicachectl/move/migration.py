@@ -155,6 +155,9 @@ class Migration:
             marks = [] if self._progress is None else self._progress.marks
             earlier = {*marks, *self.journals.unfinished}
             mark_writes(self.destination, journal.owner, earlier)
+            if self.options.move:
+                # A killed run can leave its probe in the source.
+                mark_writes(self.source, journal.owner, earlier)
         except BaseException:
             journal.close()
             raise

@@ -9,6 +9,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.urls import SCHEMES, Scheme, StoreUrl
 from hicachectl.cli.demo_store import fill
 from hicachectl.move import store_pair, trial
@@ -322,3 +323,19 @@ def test_a_page_half_removed_by_a_killed_move_is_tried_too(
     said = invoke("migrate", source, other_name(link), *MOVE, "--resume", exit_code=3).stderr
     assert ONE_PLACE in said
     assert contents(source) == before
+
+
+@pytest.mark.parametrize("scheme", ["file", "nixl"])
+def test_a_probe_that_a_kill_left_is_removed_by_the_next_run_of_its_owner(
+    tmp_path: Path, scheme: str
+) -> None:
+    owner = "0123456789abcdef"
+    with open_store(f"{scheme}://{tmp_path}") as store:
+        assert isinstance(store, ObjectFiles)
+        store.own_temporaries(owner, sweep=False)
+        with store.probe() as name:
+            left = tmp_path / name.decode()
+            assert left.exists()
+        left.touch()
+        store.own_temporaries(owner, sweep=True)
+    assert not left.exists()
