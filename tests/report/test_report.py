@@ -69,7 +69,7 @@ def test_findings_come_with_meaning_risk_and_command(
     text = text_of(made)
     assert "2 errors: servers could read wrong data" in text
     assert "missing-pool 2 Meaning The page has its kv" in text
-    assert "Risk Servers look for kv first." in text
+    assert "Risk SGLang 0.5.19 and later miss the page" in text
     assert f"hicachectl verify {dsa} --profile {dsa_profile} --repair quarantine" in text
     assert f"{page(0)}.indexer_x-dsa.bin" in text
     assert contents(dsa) == before
