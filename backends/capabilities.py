@@ -509,7 +509,7 @@ def trust_of(*stores: Store, writes: bool) -> Trust:
     """Return the trust in files elsewhere that decide what happens to these stores.
 
     Trusted are the users whom all stores trust; for stores without a directory, this process's
-    user and root. writes: as for `Trust`. Raises OSError.
+    user and root. writes: a file may be created, see `Trust`. Raises OSError.
     """
     trusts = []
     for store in stores:

@@ -98,7 +98,7 @@ class JointTrust(Trust):
     """Users whom each of several directories trusts; without any, this process's user and root."""
 
     def __init__(self, trusts: Sequence[Trust], *, writes: bool) -> None:
-        """trusts: of the directories. writes: as for `Trust`."""
+        """Join the trusts of several directories. writes: a file may be created, see `Trust`."""
         super().__init__(None, writes=writes)
         self._trusts = trusts
 

@@ -65,7 +65,7 @@ def begin_epoch(directory: ObjectTree, suffixes: Iterable[bytes]) -> None:
 
 
 def _begin_by_ctime(side: Directory, name: str) -> None:
-    """Write an epoch as the first plug-ins do: by its ctime, without a text."""
+    """Write an epoch without a text: its ctime is the time, which the first plug-ins write, too."""
     descriptor = side.open_lock(name)
     try:
         os.truncate(descriptor, 0)

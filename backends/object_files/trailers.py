@@ -155,7 +155,7 @@ class _Claims(NamedTuple):
 def _claims(suffix: bytes, identity: Identity | None) -> _Claims:
     """Return what trailers can state, by all readings of a suffix.
 
-    identity: of the objects, if it is known: it tells the model's name from the rank.
+    identity: identity of the objects, if known. It tells where the model's name ends.
     """
     try:
         readings = codec_for("file").readings("", suffix.decode())

@@ -81,7 +81,7 @@ class FilePages(PageStore):
         reads_unranked: files whose trailers name no rank are pages.
         replaces_foreign: writes replace files of another identity or rank. reads_only: change
         nothing in the directory, and do not create it. A directory that this process may not change
-        is only read, too. max_size, min_free_space, evict: as in `Capacity`.
+        is only read, too. `Capacity` explains max_size, min_free_space and evict.
         """
         super().__init__(counters, threads)
         self._url = url

@@ -66,9 +66,12 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
 class Form:
     """What the files of a pool look like.
 
-    suffix: of names, after the page hash. nbytes: of a page, without trailer. identity, name, rank:
-    as in trailers. digest: kind of new trailers. bare: files without a trailer are pages too.
-    unranked: so are files whose trailers name no rank.
+    suffix: end of each file name, after the page hash.
+    nbytes: size of a page without its trailer.
+    identity, name, rank: values that trailers must have; `Trailer` explains them.
+    digest: kind of digest in new trailers.
+    bare: files without a trailer are pages too.
+    unranked: files whose trailers name no rank are pages too.
     """
 
     suffix: bytes
@@ -361,7 +364,7 @@ class PageFiles:
             return "damaged"
         ours = form.nbytes, page[1], form.name
         if trailer is None or (trailer.nbytes, trailer.page, trailer.name) != ours:
-            return "damaged"  # of another length, too
+            return "damaged"
         if trailer.identity != form.identity or trailer.rank not in (form.rank, NO_RANK):
             return "foreign"
         return "" if form.unranked or trailer.rank else "unranked"

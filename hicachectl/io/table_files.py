@@ -25,7 +25,7 @@ FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
 
 # Bounds on the sizes that a file claims, checked before allocation.
 _MOST_ROW_BYTES = 4096  # average over rows, all columns
-_MOST_RATIO = 1024  # of uncompressed and compressed bytes, for longer rows
+_MOST_RATIO = 1024  # uncompressed bytes of longer rows for each compressed byte
 
 
 class TableFile(Struct, frozen=True, kw_only=True):

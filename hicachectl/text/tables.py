@@ -72,7 +72,7 @@ def table_lines(rows: pa.Table, screen: Screen) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    name: str  # as in the head
+    name: str
     right: bool
     cells: pa.StringArray
     width: int

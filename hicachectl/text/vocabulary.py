@@ -1,6 +1,7 @@
 """Words shared by command options and operations; imports nothing."""
 
-STATES = ("whole", "partial", "orphan", "unknown")  # of page groups
+# States of page groups.
+STATES = ("whole", "partial", "orphan", "unknown")
 LOCK = "lock"  # `stopped_by` of a run that another process's lock prevented
 BUDGET = "budget"  # `stopped_by` of a prewarm that copied all that its budget allows
 NEVER = "never"  # `--fail-on`: no finding fails the run

@@ -1,0 +1,72 @@
+"""Docstrings and trailing comments say whole phrases.
+
+`rows: of the batch` and `LIMIT = 7  # of a part` can be read only together with the name beside
+them. These forms are refused in the packages that are listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hicachectl
+
+ROOT = Path(hicachectl.__file__).parent
+PACKAGES = ("io", "text")
+_PREPOSITIONS = "of|as|by|from|whose|that|which"
+_ATTRIBUTE = re.compile(rf"(?:^|[\s(])([a-z_][a-z_0-9]*: (?:{_PREPOSITIONS})) ", re.MULTILINE)
+_TRAILING = re.compile(rf"# ?(?:{_PREPOSITIONS})\b")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def fragments(source: str) -> Iterator[str]:
+    """Yield each refused phrase of a module: its line number and text."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED):
+            for match in _ATTRIBUTE.finditer(ast.get_docstring(node) or ""):
+                name = getattr(node, "name", "the module")
+                yield f"{name}: docstring: {match[1]} ..."
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_trailing = token.type == tokenize.COMMENT and token.line[: token.start[1]].strip()
+        if is_trailing and _TRAILING.match(token.string):
+            yield f"line {token.start[0]}: {token.string}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_phrase_is_a_fragment(package: str) -> None:
+    """No docstring has `name: of ...`, and no trailing comment continues its line."""
+    path = ROOT / package
+    modules = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    assert modules
+    found = [f"{m.relative_to(ROOT)}: {text}" for m in modules for text in fragments(m.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Rows.\n\nrows: of the batch.\n"""',
+        'def f(rows):\n    """Count. rows: as listed."""',
+        "LIMIT = 7  # of a part",
+    ],
+)
+def test_a_fragment_is_seen(source: str) -> None:
+    assert len(list(fragments(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Rows.\n\nrows: rows of the batch.\n"""',
+        "LIMIT = 7  # parts of a run",
+        "# of a part, in a line of its own\nLIMIT = 7",
+    ],
+)
+def test_a_whole_phrase_is_allowed(source: str) -> None:
+    assert list(fragments(source)) == []
