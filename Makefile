@@ -66,8 +66,9 @@ demo: .venv/.runtime
 demo-mooncake: .venv/.dev
 	$(BIN)/python -m tests.demo_mooncake
 
+# A worker that a hanging test ended is not restarted: xdist would wait for its group forever.
 test: .venv/.dev $(REFERENCE_ENVIRONMENTS)
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0
 
 test-fast: .venv/.dev
 	PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --hypothesis-profile=quick

@@ -7,6 +7,7 @@ import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -79,16 +80,20 @@ def shown_on(columns: int, arguments: list[object]) -> list[str]:
     """Return the lines that a command writes to a terminal of a width."""
     terminal, ours = pty.openpty()
     try:
-        subprocess.run(
-            [sys.executable, "-m", "hicachectl", "-q", *map(str, arguments)],
+        command = subprocess.Popen(
+            [sys.executable, "-m", "hicachectl", *map(str, arguments)],
             stdout=ours,
-            check=True,
+            stderr=subprocess.DEVNULL,
             env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
         )
-        return os.read(terminal, 1 << 16).decode().split("\r\n")[:-1]
     finally:
         os.close(ours)
-        os.close(terminal)
+    output = b""
+    with open(terminal, "rb", buffering=0) as screen, suppress(OSError):  # EIO: all ends are closed
+        while data := screen.read(1 << 16):
+            output += data
+    assert command.wait() == 0
+    return output.decode().split("\r\n")[:-1]
 
 
 @pytest.mark.slow
