@@ -10,12 +10,15 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import hicachectl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(hicachectl.__file__).parent
 PACKAGES = ("io", "text")

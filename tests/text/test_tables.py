@@ -89,7 +89,8 @@ def shown_on(columns: int, arguments: list[object]) -> list[str]:
     finally:
         os.close(ours)
     output = b""
-    with open(terminal, "rb", buffering=0) as screen, suppress(OSError):  # EIO: all ends are closed
+    # The read fails with EIO after the command has closed its end.
+    with os.fdopen(terminal, "rb", buffering=0) as screen, suppress(OSError):
         while data := screen.read(1 << 16):
             output += data
     assert command.wait() == 0
