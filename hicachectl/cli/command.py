@@ -156,6 +156,17 @@ own_option = in_section(OWN)
 own_setting = partial(own_option, variable=True)
 """`click.option` for a command's own option that is a setting."""
 
+
+def removed_option(name: str, instead: str) -> Callable[[F], F]:
+    """Return the decorator of an option that is refused, with what to do instead."""
+
+    def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None and not ctx.resilient_parsing:
+            raise click.UsageError(f"{name}: no longer an option; {instead}")
+
+    return click.option(name, hidden=True, expose_value=False, callback=refuse)
+
+
 argument = partial(click.argument, cls=Argument)
 """`click.argument` for every command."""
 

@@ -66,7 +66,7 @@ def _next_words(ctx: click.Context, not_next: Collection[str]) -> Iterator[str]:
     """Yield the given options that a next command needs, too, as they were given."""
     values, _, order = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_WORDS]))
     for param in dict.fromkeys(order):
-        if not isinstance(param, click.Option) or param.name in not_next:
+        if not isinstance(param, click.Option) or param.hidden or param.name in not_next:
             continue
         value = values[param.name]
         for one in dict.fromkeys(value) if isinstance(value, list) else [value]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from hicachectl.requests.page_lists import NamedGroups
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.groups import BoolArray, PageGroups
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.requests.files import PageList
     from hicachectl.verification.facts import Refusal
 
-_NOBODY = -1
-
-_REMOVED, _DESCENDANT = "removed", "descendant"
-# Codes of the reasons why a group without a fault leaves.
-BY_CHOICE = (_REMOVED, _DESCENDANT)
+BY_CHOICE = "removed"  # the code of groups that leave without a finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,56 +181,13 @@ def described_groups(groups: PageGroups) -> BoolArray:
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
     """Plan to remove the chosen groups, even whole ones."""
     numbers = np.unique(chosen)
-    return RepairPlan(numbers, numbers, _outright(groups, numbers, _REMOVED, why), numbers)
+    return RepairPlan(numbers, numbers, _outright(groups, numbers, why), numbers)
 
 
-def with_descendants(
-    plan: RepairPlan, groups: PageGroups, chains: Iterable[Sequence[str]], in_flight: BoolArray
-) -> RepairPlan:
-    """Add groups of pages after a removed page in a chain: no request can hit them.
-
-    chains: page hashes, in order. in_flight: [groups], which stay.
-    """
-    removed = _pages_by_deployment(groups, plan.groups)
-    unreachable: dict[int, set[str]] = defaultdict(set)
-    for chain in chains:
-        for deployment, pages in removed.items():
-            first = next((n for n, page in enumerate(chain) if page in pages), len(chain))
-            unreachable[deployment].update(chain[first + 1 :])
-    found = [
-        groups.find(deployment, pa.array(sorted(pages), pa.string()))
-        for deployment, pages in unreachable.items()
-    ]
-    numbers = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
-    numbers = numbers[numbers != _NOBODY]
-    new = np.setdiff1d(numbers[~in_flight[numbers]], plan.groups)
-    why = "an earlier page of its chain is removed, so no server can reach this page"
-    about = np.concatenate([plan.about, new])
-    order = np.argsort(about, kind="stable")
-    reasons = pa.concat_tables([plan.reasons, _outright(groups, new, _DESCENDANT, why)])
-    return replace(
-        plan,
-        groups=np.union1d(plan.groups, new),
-        outright=np.union1d(plan.outright, new),
-        reasons=reasons.take(pa.array(order)),
-        about=about[order],
-    )
-
-
-def _pages_by_deployment(groups: PageGroups, numbers: IntArray) -> dict[int, set[str]]:
-    return {
-        deployment: set(
-            groups.pages_at(numbers[groups.deployment_ids[numbers] == deployment]).to_pylist()
-        )
-        for deployment in np.unique(groups.deployment_ids[numbers]).tolist()
-        if deployment != UNRESOLVED
-    }
-
-
-def _outright(groups: PageGroups, numbers: IntArray, code: str, why: str) -> pa.Table:
+def _outright(groups: PageGroups, numbers: IntArray, why: str) -> pa.Table:
     if not len(numbers):
         return SCHEMA.empty_table()
-    return combine([reasons(code, pages=groups.pages_at(numbers), detail=why)])
+    return combine([reasons(BY_CHOICE, pages=groups.pages_at(numbers), detail=why)])
 
 
 def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:

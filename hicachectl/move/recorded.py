@@ -223,9 +223,7 @@ class RecordedGroups:
         """Whether each group leaves although it has no fault: [k]."""
         codes = self.findings.flatten().field("code")
         owners = pc.list_parent_indices(self.findings).to_numpy()
-        chosen = pc.is_in(codes, value_set=pa.array(BY_CHOICE, codes.type)).to_numpy(
-            zero_copy_only=False
-        )
+        chosen = pc.equal(codes, BY_CHOICE).to_numpy(zero_copy_only=False)
         return self._groups_with(owners[chosen])
 
     @property

@@ -140,7 +140,6 @@ profile STORE                                           | 0 | tp = 2            
 
 # An input without requests, beside those of READERS, all refused. A list of pages may be empty.
 EMPTY_INPUTS = rows("""
-verify STORE --profile PROFILE --repair delete --token-ids EMPTY --yes | 2 | has no requests | 0
 report STORE --profile PROFILE --prompts EMPTY --tokenizer TOKENIZER -o OUT | 2 | no requests | 0
 rm STORE --pages EMPTY --yes                            | 0 | --pages: no page matches          | 0
 migrate STORE NEW --pages-from EMPTY --move --yes       | 0 | No page of SRC matches            | 0

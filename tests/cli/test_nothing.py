@@ -44,7 +44,6 @@ report SRC --pages EMPTY --profile PROFILE -o PAGE
 report SRC --trace EMPTY --profile PROFILE -o PAGE
 rm SRC --free 1KiB --trace EMPTY --profile PROFILE --yes
 rm SRC --free 1KiB --keep-plan EMPTY --profile PROFILE --yes
-rm SRC --model demo/hybrid-1b --token-ids EMPTY --profile PROFILE --yes
 """
 
 

@@ -25,7 +25,7 @@ from hicachectl.backends.object_files import reading
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
-from hicachectl.move.planning import plan_removal, plan_repair, with_descendants
+from hicachectl.move.planning import plan_removal, plan_repair
 from hicachectl.move.purge import list_runs
 from hicachectl.move.quarantine import Quarantine
 from hicachectl.move.record_file import dump_record, parse_record
@@ -175,27 +175,6 @@ def test_a_finding_without_a_key_is_about_its_whole_page(store: Path) -> None:
     found = findings("layout-mismatch", keys=nothing, pages=pa.array([page(4)]), detail="x")
     assert repair_findings(store, found, DSA).groups == 1
     assert contents(store) == without(before, kv(4), indexer(4))
-
-
-def test_descendants_of_a_removed_page_can_go_too(store: Path) -> None:
-    before = contents(store)
-    with FileStore(store) as opened:
-        inventory, groups = scanned(opened)
-        plan = plan_repair(groups, bad_value(kv(1)))
-        chains = [
-            [page(0), page(1), page(2), page(99)],
-            [page(5), page(3)],
-            [page(0), page(1), page(4)],
-        ]
-        nothing = np.zeros(len(groups), dtype=np.bool_)
-        plan = with_descendants(plan, groups, chains, nothing)
-        outcome = remove_groups(opened, inventory, groups, plan, mode="quarantine")
-    assert outcome.groups == 3
-    gone = [name(number) for number in (1, 2, 4) for name in (kv, indexer)]
-    assert contents(store) == without(before, *gone)
-    records = [json.loads(path.read_text()) for path in store.glob(".hicachectl/*/*/*.json")]
-    codes = {g["page"]: [f["code"] for f in g["findings"]] for r in records for g in r["groups"]}
-    assert codes == {page(1): ["nan"], page(2): ["descendant"], page(4): ["descendant"]}
 
 
 # the quarantine

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
 from hicachectl.formats.profile import dump_profile
 from tests.move.repairs import (
     DSA,
@@ -27,7 +26,7 @@ from tests.move.repairs import (
     shorten,
 )
 from tests.paused import paused
-from tests.stores import OLD, Contents, contents, page, put, put_pages
+from tests.stores import Contents, contents, page, put, put_pages
 from tests.terminals import answering
 
 if TYPE_CHECKING:
@@ -549,7 +548,7 @@ def test_temporaries_that_cannot_be_deleted_are_said(
 @pytest.mark.parametrize(
     "options",
     [("--model", "b"), ("--tag", "t"), ("--no-tag",), ("--state", "whole"), ("--pages", "f"),
-     ("--profile", "p"), ("--token-ids", "f")],
+     ("--profile", "p")],
 )  # fmt: skip
 def test_temporaries_go_with_no_other_filter(
     invoke: Invoke, store: Path, options: tuple[str, ...]
@@ -591,78 +590,12 @@ def test_people_get_totals(invoke: Invoke, store: Path) -> None:
     assert lines[-1] == "10 pages, 18 objects, 980 B removed"
 
 
-# descendants
-
-
-@pytest.fixture
-def chained(tmp_path: Path) -> tuple[Path, Path, list[list[int]]]:
-    """Make a store of two prompts that share two pages; return it, its profile and the prompts."""
-    first = list(range(100, 118))  # four pages of 4 tokens, and two more tokens
-    second = [*first[:8], *range(300, 308)]
-    directory = tmp_path / "store"
-    directory.mkdir()
-    for prompt in (first, second):
-        for name in page_hashes_hex(prompt, 4):
-            for stem, nbytes in (("_x-dsa", 9216), (".indexer_x-dsa", 1056)):
-                (directory / f"{name}{stem}.bin").write_bytes(bytes(nbytes))
-                os.utime(directory / f"{name}{stem}.bin", (OLD, OLD))
-    profile = tmp_path / "dsa.toml"
-    profile.write_text(dump_profile(DSA))
-    return directory, profile, [first, second]
-
-
-def test_descendants_go_with_token_ids(
-    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]]
-) -> None:
-    store, profile, (first, second) = chained
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(f"{json.dumps(first)}\n\n{json.dumps({'token_ids': second})}\n")
-    listed = tmp_path / "pages"
-    hashes = [page_hashes_hex(prompt, 4) for prompt in (first, second)]
-    listed.write_text(hashes[0][2])
-    arguments = [store, "--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
-    assert removed(invoke, *arguments)["pages"] == 2
-    assert {name[:64] for name in contents(store)} == {*hashes[1]}
-    listed.write_text(hashes[0][1])
-    assert removed(invoke, *arguments)["pages"] == 3
-    assert {name[:64] for name in contents(store)} == {hashes[1][0]}
-
-
-def test_namespaces_of_prompts_count(
-    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]]
-) -> None:
-    store, profile, (first, _) = chained
-    salted = page_hashes_hex(first, 4, prior=namespace_seed(None, "tenant"))
-    for name in salted:
-        put(store, f"{name}_x-dsa.bin", 9216)
-    listed, prompts = tmp_path / "pages", tmp_path / "prompts.jsonl"
-    listed.write_text(salted[1])
-    prompts.write_text(json.dumps({"token_ids": first, "cache_salt": "tenant", "extra_key": ""}))
-    arguments = ["--pages", listed, "--profile", profile, "--token-ids", prompts, "--yes"]
-    assert removed(invoke, store, *arguments)["pages"] == 3
-    assert {name[:64] for name in contents(store)} & set(salted) == {salted[0]}
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["{", "7", "[[]]", '{"token_ids": "x"}', '{"token_ids": [1], "salt": 2}', "[-1,1,1,1]",
-     '{"token_ids": [1], "extra_key": 5}', "[" * 100_000],
-)  # fmt: skip
-def test_bad_prompts_are_refused_with_their_line(
-    invoke: Invoke, tmp_path: Path, chained: tuple[Path, Path, list[list[int]]], line: str
-) -> None:
-    store, profile, _ = chained
+def test_token_ids_are_no_longer_taken(invoke: Invoke, tmp_path: Path, store: Path) -> None:
     before = contents(store)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(f"[1, 2]\n{line}\n")
-    arguments = ["--model", "x/dsa", "--profile", profile, "--token-ids", prompts, "--yes"]
-    assert "line 2" in invoke("rm", store, *arguments, exit_code=2).stderr
+    arguments = ("rm", store, "--before", "1d", "--token-ids", tmp_path / "x", "--yes")
+    said = invoke(*arguments, exit_code=2).stderr
+    assert "--token-ids: no longer an option; pages behind removed ones age out" in said
     assert contents(store) == before
-
-
-def test_token_ids_need_a_profile(invoke: Invoke, tmp_path: Path) -> None:
-    arguments = ["rm", tmp_path / "none", "--model", "b", "--yes", "--token-ids", tmp_path / "x"]
-    assert "--profile" in invoke(*arguments, exit_code=2).stderr
 
 
 def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_path: Path) -> None:

@@ -113,7 +113,6 @@ def test_a_store_is_never_emptied(invoke: Invoke, aged: Path) -> None:
         (["--free", "1", "--trace", "t"], "--trace needs --profile"),
         (["--free", "1", "--trace", "t", "--keep-plan", "p", "--profile", "x"],
          "--trace cannot be combined with --keep-plan"),
-        (["--free", "1", "--token-ids", "t", "--profile", "x"], "leave out --token-ids"),
         (["--free", "1", "--temporaries"], "leave out --free"),
     ],
 )  # fmt: skip

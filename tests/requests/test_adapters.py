@@ -21,10 +21,7 @@ COMMANDS = {
     "prewarm": ("prewarm", "NEW", "--from", "STORE", "--token-ids", "FILE"),
     "plan": ("prewarm", "--trace", "FILE", "--dry-run"),
     "rm": ("rm", "STORE", "--free", "1", "--trace", "FILE", "--yes"),
-    "descendants": ("rm", "STORE", "--model", "x-dsa", "--token-ids", "FILE", "--yes"),
-    "repair": ("verify", "STORE", "--repair", "delete", "--token-ids", "FILE", "--yes",
-               "--despite-profile"),  # the two pages have no values of a model
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

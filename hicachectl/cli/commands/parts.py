@@ -33,7 +33,6 @@ _INSTEAD = {
     "dry_run": "leave out --shard",
     "lock": "leave it out, since two processes never do the same part at once",
     "resume": "leave it out, since a part that is run again continues by itself",
-    "token_ids": "leave out --shard",
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hicachectl.cli.command import Command, own_option, own_setting
+from hicachectl.cli.command import Command, own_option, own_setting, removed_option
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.completions import model_names
 from hicachectl.cli.consent import locked, require_consent
@@ -84,8 +84,7 @@ class _Planned(NamedTuple):
 
 _SELECTORS = ("model", "tag", "no_tag", "tp", "pp", "cp", "pages", "before", "state")
 _OF_PAGES = (
-    "free", "trace", "keep_plan", "all_deployments", "token_ids", "profile_file", "grace",
-    "and_unnamed",
+    "free", "trace", "keep_plan", "all_deployments", "profile_file", "grace", "and_unnamed",
 )  # fmt: skip
 
 
@@ -99,7 +98,7 @@ Examples:
   hicachectl rm prod: --state orphan
   hicachectl rm prod: --free 200GiB --trace day.jsonl --profile prod.toml --dry-run
   hicachectl rm prod: --temporaries --before 1d
-  hicachectl rm prod: --pages bad-pages.txt --profile prod.toml --token-ids prompts.jsonl
+  hicachectl rm prod: --pages bad-pages.txt
 """,
 )
 @store_argument
@@ -175,11 +174,9 @@ Examples:
     help="Remove temporary files instead. They are of unfinished writes, or a server's clear left "
     "them, and are older than a minute.",
 )
-@own_option(
+@removed_option(
     "--token-ids",
-    type=FILE,
-    help="Also remove pages after removed ones in FILE. FILE has prompts, one JSON list of "
-    "token ids per line. Servers could not reach these pages. Needs --profile.",
+    "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
 @own_setting(
     "--profile",
@@ -295,8 +292,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     _refuse_about_free(options)
     if options["all_deployments"] and options["pages"] is None:
         raise click.UsageError("--all-deployments needs --pages")
-    if options["token_ids"] and not options["profile_file"]:
-        raise click.UsageError("--token-ids needs --profile, which states the page size")
     if "partial" in (options["state"] or ()) and not options["profile_file"]:
         raise click.UsageError(
             "--state partial needs --profile, which states the objects of a page; without it, one "
@@ -324,11 +319,6 @@ def _refuse_about_free(options: dict[str, Any]) -> None:
         return
     if len(values) > 1:
         raise click.UsageError("--trace cannot be combined with --keep-plan; leave out one of them")
-    if options["token_ids"]:
-        raise click.UsageError(
-            "--free chooses as few pages as have its size; leave out --token-ids, or give the "
-            "requests by --trace"
-        )
     if options["trace"] and not options["profile_file"]:
         raise click.UsageError("--trace needs --profile, which states the page size")
 
@@ -420,7 +410,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
     columns = tuple(wanted & store.traits.columns)
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
-    decides = options["trace"] or options["token_ids"] or options["state"]
+    decides = options["trace"] or options["state"]
     now_ns, began = present_ns(store, changes=not options["dry_run"]), time.monotonic()
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(
@@ -485,10 +475,8 @@ def _choose(
     in_flight: BoolArray,
 ) -> _Choice:
     """Choose the groups to remove. in_flight: [groups], which stay."""
-    from hicachectl.move.planning import plan_removal, with_descendants
+    from hicachectl.move.planning import plan_removal
     from hicachectl.prewarming.freeing import choose_groups
-    from hicachectl.requests.chains import Hashing, hex_chains
-    from hicachectl.requests.files import read_token_ids
 
     matching = criteria.chosen(groups, store.url)
     chosen, freeing = matching[~in_flight[matching]], None
@@ -506,9 +494,6 @@ def _choose(
         _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
         chosen = freeing.groups
     plan = plan_removal(groups, chosen, _why(options))
-    if options["token_ids"] and profile is not None:
-        chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(profile))
-        plan = with_descendants(plan, groups, chains, in_flight)
     return _Choice(plan, freeing, int(in_flight[matching].sum()))
 
 

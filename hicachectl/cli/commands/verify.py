@@ -89,9 +89,7 @@ if TYPE_CHECKING:
     from hicachectl.verification.request import VerifyRequest
 
 
-_UNDIVIDED = ("token_ids",)
 _WHOLE_ONLY = (
-    *_UNDIVIDED,
     "lock",
     "metrics_file",
     "output_format",
@@ -104,8 +102,8 @@ _WHOLE_ONLY = (
 _NOT_NEXT = {
     "output_format", "output", "metrics_file", "fail_on", "limit", "all_findings", "shard",
     "run_directory", "ray", "workers", "stamp", "update_catalog", "repair", "repair_codes",
-    "quarantine", "token_ids", "writers_stopped", "despite_profile", "yes", "dry_run",
-    "allow_empty", "allow_shrink",
+    "quarantine", "writers_stopped", "despite_profile", "yes", "dry_run", "allow_empty",
+    "allow_shrink",
 }  # fmt: skip
 
 
@@ -264,7 +262,7 @@ def command(
     _refuse_contradictions(ctx, options)
     refuse_without_table(ctx, output_format)
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
-    on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
+    on_cluster = is_on_cluster(ctx, options, undivided=())
     refuse_early(options)
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
     with ExitStack() as stack:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import REPAIR, in_section
+from hicachectl.cli.command import REPAIR, in_section, removed_option
 from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.consent import require_consent
-from hicachectl.cli.options import FILE, RepairCode, stack
+from hicachectl.cli.options import RepairCode, stack
 from hicachectl.cli.session import progress, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
@@ -48,12 +48,7 @@ repair_options = stack(
         help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store, "
         "quarantine/ in a side_directory]",
     ),
-    _repair(
-        "--token-ids",
-        type=FILE,
-        help="Prompts, one JSON list of token ids per line. Also remove the pages that follow a "
-        "removed page in a prompt, because servers can no longer reach them.",
-    ),
+    removed_option("--token-ids", "pages behind removed ones age out; leave it out"),
     _repair(
         "--writers-stopped",
         is_flag=True,
@@ -72,7 +67,7 @@ repair_options = stack(
 def refuse_early(options: dict[str, Any]) -> None:
     """Raise UsageError for contradicting options, before the store is opened."""
     names = (
-        "repair_codes", "quarantine", "token_ids", "writers_stopped", "despite_profile", "dry_run",
+        "repair_codes", "quarantine", "writers_stopped", "despite_profile", "dry_run",
         "yes",
     )  # fmt: skip
     given = [name for name in names if options[name]]
@@ -143,7 +138,6 @@ def repaired(
         remark(ctx, text, failure=True)
     if plan.refused is not None:
         return checked.result.refused(plan.refused)
-    plan = _with_descendants(plan, request, checked, options)
     newest = newest_taken(checked.groups, plan)
     if newest >= _SUSPICIOUS:
         remark(
@@ -185,19 +179,6 @@ def options_of_repair(options: dict[str, Any]) -> RepairOptions:
         despite_profile=options["despite_profile"],
         dry_run=options["dry_run"],
     )
-
-
-def _with_descendants(
-    plan: RepairPlan, request: VerifyRequest, checked: PartCheck, options: dict[str, Any]
-) -> RepairPlan:
-    from hicachectl.move.planning import with_descendants
-    from hicachectl.requests.chains import Hashing, hex_chains
-    from hicachectl.requests.files import read_token_ids
-
-    if not options["token_ids"] or request.profile is None:
-        return plan
-    chains = hex_chains(read_token_ids(options["token_ids"]), Hashing.of(request.profile))
-    return with_descendants(plan, checked.groups, chains, checked.in_flight)
 
 
 def _question(store: Store, checked: PartCheck, plan: RepairPlan, options: dict[str, Any]) -> str:

@@ -36,8 +36,10 @@ _REQUEST_FILES = """
     A line of --prompts is JSON: a text, a list of messages, or an object with text, prompt or
     messages. A line of --token-ids is a list of token ids, or an object with token_ids or
     input_ids. The objects can also have extra_key and cache_salt, objects with messages also tools,
-    tool_choice and chat_template_kwargs. Servers from SGLang 0.5.20 on keep the pages of each
-    extra_key and cache_salt apart; for an earlier release in the profile, they are ignored.
+    tool_choice and chat_template_kwargs. Members that change the pages of a request in another way,
+    such as image_data or reasoning_effort, are refused. Others are ignored, so that a line can be a
+    whole request. Servers from SGLang 0.5.20 on keep the pages of each extra_key and cache_salt
+    apart; for an earlier release in the profile, they are ignored.
 
     A server keeps the pages of each LoRA adapter apart, by extra_key followed by lora_id. Give both
     as extra_key. A line with lora_path or lora_id is refused, unless they are null.
@@ -140,9 +142,9 @@ BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "PAGES THAT SERVERS WRITE": """
             Servers write the objects of a page one by one, the sidecars first. Every choice, --free
-            and --token-ids included, leaves pages that are not whole and younger than --grace. The
-            run says how many; the exit status stays 0. Mooncake and 3FS keep no times: there the
-            pages that are not whole are looked at again after the grace, if any are chosen.
+            included, leaves pages that are not whole and younger than --grace. The run says how
+            many; the exit status stays 0. Mooncake and 3FS keep no times: there the pages that are
+            not whole are looked at again after the grace, if any are chosen.
 
             Each page is looked at once more right before it leaves. If a server has written one of
             its objects since the listing, the page stays: its state or its age may be another now.
@@ -316,8 +318,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             pages by deployment, and exists_at in stopped_by is the deployment that has the page.
             hicachectl migrate converts pages.
 
-            If only a few pages are asked for, STORE is not listed, but the usual TP and PP sizes
-            are looked up.
+            If only a few pages are asked for, and STORE has one of them, STORE is not listed: then
+            pages of other deployments are not found.
         """,
         "WRONG PAGE SIZES": """
             The page size and the hash unit decide the names of pages. If STORE has pages, but none
@@ -487,10 +489,11 @@ BACKGROUND: dict[str, dict[str, str]] = {
             holds.
         """,
         "TRACES": """
-            A line of a trace is {"timestamp": 27482, "token_ids": [...]}, with extra_key and
-            cache_salt if the request had them. The members input_length and output_length (in
-            tokens) improve the plan. Requests for LoRA adapters are refused, as in request files:
-            a trace without them would call their pages unused.
+            A line of a trace is that of a request file, with a time: {"timestamp": 27482,
+            "token_ids": [...]}. The timestamp is a number in any unit, or ISO 8601. The members
+            input_length and output_length (in tokens) improve the plan. Requests for LoRA adapters
+            are refused: a trace without them would call their pages unused. Lines of --token-ids
+            and --prompts can have these members, too.
 
             To record a trace, start SGLang with --log-requests --log-requests-level 3
             --log-requests-format json (level 2 truncates long prompts), and extract the requests
@@ -510,9 +513,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "LIVE SERVERS": """
             With --through-server, the servers pull the prefixes that DST has, after the copy.
-            prewarm sends each prefix as a request for one token, once to each DP rank. From a
-            trace, each prefix is requested once, the most valuable first. The API key is the value
-            of HICACHECTL_API_KEY.
+            prewarm sends each prefix as a request for one token, once to each DP rank, the most
+            valuable first. The API key is the value of HICACHECTL_API_KEY.
         """,
         "PARTS": """
             With --shard I/N, many processes on any number of hosts warm one store. All share the

@@ -334,7 +334,7 @@ CONFIG_MEMBERS = (
         "As --profile, for all commands with that option. migrate and prewarm take the profile of "
         "SRC; prewarm without --from that of DST. If the store contradicts it, ls, show and rm say "
         "so and go on, since all pages may be those of earlier servers. Other commands refuse it, "
-        "and so does rm with --state, --trace or --token-ids, for which the profile decides.",
+        "and so does rm with --state or --trace, for which the profile decides.",
     ),
     ("catalog", "As --catalog of verify, if digests are checked."),
     (
