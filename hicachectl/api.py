@@ -29,7 +29,7 @@ from hicachectl.io.interrupts import deferred
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.pages.selection import Selection
 from hicachectl.requests.files import Request
-from hicachectl.requests.measuring import HitsReport, measure_hits
+from hicachectl.requests.measuring import HitsReport, HitsRequest, measure_hits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from hicachectl.move.batches import TrailerMode
     from hicachectl.move.migration_outcome import MigrationOutcome
     from hicachectl.move.survey import IfExists
-    from hicachectl.prewarming.inputs import WarmingInputs
     from hicachectl.prewarming.outcome import PrewarmOutcome
+    from hicachectl.requests.chains import Requests
     from hicachectl.verification.report import VerifyReport
 
     ProfileSource = Profile | str | Path | None
@@ -210,12 +210,11 @@ def hits(
     profile: of the servers; None: what a pack records. Raises UsageError without either,
     FormatError naming the request, ProfileError and StoreUnavailable.
     """
-    from hicachectl.requests.chains import Hashing, chains_of
+    from hicachectl.requests.chains import Hashing, requests_of
 
     agreed = _agreed(store, profile, "hits")
-    hashing = Hashing.of(agreed)
-    chains = chains_of(_requests(requests), hashing)
-    return measure_hits(store, agreed, chains, hashing, on_listed=on_listed)
+    hashed = requests_of(_requests(requests), Hashing.of(agreed))
+    return measure_hits(store, HitsRequest(requests=hashed, profile=agreed), on_listed=on_listed)
 
 
 def migrate(
@@ -325,6 +324,7 @@ def prewarm(
     agreed = _agreed(source, profile, "prewarm")
     request = PrewarmRequest(
         profile=agreed,
+        requests=_wanted(requests, trace, agreed),
         destination_profile=_profile(to_profile),
         budget_bytes=budget_bytes,
         budget_pages=budget_pages,
@@ -340,7 +340,6 @@ def prewarm(
             trailers=trailers,
         ),
     )
-    request = _wanted(requests, trace, agreed).asked_in(request)
     outcome = warmed(source, destination, request, on_listed=on_listed, on_copied=on_copied)
     if outcome.interruption is not None:
         raise outcome.interruption
@@ -390,30 +389,22 @@ def _check_names(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _requests(requests: Iterable[Tokens]) -> Iterator[Request]:
-    """Yield each request; plain token ids are named by their number, from 0.
-
-    Raises UsageError without requests.
-    """
-    number = -1
+    """Yield each request; plain token ids are named by their number, from 0."""
     for number, one in enumerate(requests):
-        if isinstance(one, Request):
-            yield one
-        else:
-            yield Request(f"request {number}", list(one))
-    if number < 0:
-        raise UsageError("requests: has no requests; give one at least")
+        yield one if isinstance(one, Request) else Request(f"request {number}", list(one))
 
 
 def _wanted(
     requests: Iterable[Tokens] | None, trace: str | Path | None, profile: Profile
-) -> WarmingInputs:
-    from hicachectl.prewarming.inputs import WarmingInputs, wanted_of_trace
-    from hicachectl.prewarming.ranking import Ranker
-    from hicachectl.requests.chains import Hashing, chains_of
+) -> Requests:
+    from hicachectl.requests.chains import Hashing, requests_of
+    from hicachectl.requests.files import read_requests
 
     if (requests is None) == (trace is None):
         raise UsageError("prewarm: give either requests or a trace")
-    if requests is None:
-        assert trace is not None
-        return wanted_of_trace(Path(trace), profile)
-    return WarmingInputs(chains_of(_requests(requests), Hashing.of(profile)), Ranker())
+    if requests is not None:
+        return requests_of(_requests(requests), Hashing.of(profile))
+    assert trace is not None
+    read = requests_of(read_requests(Path(trace)), Hashing.of(profile), source=str(trace))
+    read.refuse_block_ids("record token ids")
+    return read

@@ -157,7 +157,7 @@ class PrewarmJob:
         request = self._asked()
         on_listed(0)
         plan = plan_prewarm(Warming(self._source, self._destination, request), on_listed=on_listed)
-        written = write_plan(folder, plan, request.chains, parts)
+        written = write_plan(folder, plan, request.requests, parts)
         return Published(
             listing_ns=now,
             table=written.listing.to_mapping(),
@@ -216,13 +216,13 @@ class PrewarmJob:
         is_late = any(one.stopped_by == DEADLINE for one in slices)
         request, names = self._request, pa.array([], pa.string())
         if plan.chained:
-            chains, names = read_chains(folder, files, LIST_AGAIN)
-            request = replace(request, chains=chains)
+            requests, names = read_chains(folder, files, LIST_AGAIN)
+            request = replace(request, requests=requests)
         everything = read_plan(folder, files, self._listing(manifest), LIST_AGAIN)
         pages = everything.wanted(Warming(self._source, self._destination, request))
         until = after(time.monotonic()) if is_late else None
         with persistent():
-            touch_pages(self._destination, pages.survey, pages.wanted, until=until)
+            touch_pages(self._destination, pages.survey, pages.order, until=until)
             others = {problem.page for one in slices for problem in one.problems}
             without = pa.array(sorted(others), pa.string())
             facts, _ = finish_facts(self._destination, request, pages, names, without=without)

@@ -73,9 +73,9 @@ def finish_facts(
     `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
     """
     page_size = request.target.page_size
-    usable = np.zeros(0 if request.chains is None else len(request.chains), dtype=np.int64)
+    usable = np.zeros(0 if request.requests is None else len(request.requests), dtype=np.int64)
     facts = FinishFacts(
-        served_tokens=None if request.chains is None else 0,
+        served_tokens=None if request.requests is None else 0,
         deployment=profile_document(request.target),
         remarks=stamp_remarks(destination, request.target),
     )
@@ -85,14 +85,14 @@ def finish_facts(
             raise TimeoutError
 
     try:
-        if request.chains is None:
+        if request.requests is None:
             facts.usable_tokens = _whole_pages(destination, pages, without, on_batch) * page_size
         else:
             found = count_usable(
                 destination,
                 request.target,
                 request.served,
-                request.chains,
+                request.requests,
                 without=without,
                 on_batch=on_batch,
             )
@@ -121,7 +121,7 @@ def _whole_pages(
         destination, [pages.survey], destination.grammar, on_batch=on_batch
     )
     wanted = np.zeros(len(survey.groups), dtype=np.bool_)
-    wanted[pages.wanted] = True
+    wanted[pages.order] = True
     if without is not None and len(without):
         wanted &= ~pc.is_in(survey.pages, value_set=without).to_numpy(zero_copy_only=False)
     return int(np.isin(decide(survey, wanted, "skip"), (Action.SKIP, Action.COMPARE)).sum())

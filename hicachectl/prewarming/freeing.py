@@ -21,10 +21,11 @@ from hicachectl.pages.byte_sums import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.pages.naming import listed
-from hicachectl.prewarming.inputs import wanted_of_trace
 from hicachectl.prewarming.plan_file import read_plan
+from hicachectl.prewarming.ranking import rank_by_value
 from hicachectl.profiles.acceptance import acceptance_of
-from hicachectl.requests.chains import hex_pages
+from hicachectl.requests.chains import Hashing, requests_of
+from hicachectl.requests.files import read_requests
 from hicachectl.requests.hits import find_hits
 from hicachectl.text.units import counted, human_age, human_size
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.chains import Requests
 
     IntArray = npt.NDArray[np.int64]
 
@@ -46,13 +47,14 @@ if TYPE_CHECKING:
 class Worth:
     """Pages of known value.
 
-    source: "trace" or "plan". pages: distinct, best first. chains: of the trace's requests; None
-    for a plan.
+    source: "trace" or "plan".
+    pages: distinct pages, best first.
+    requests: requests of the trace; None for a plan.
     """
 
     source: str
     pages: pa.StringArray
-    chains: Chains | None = None
+    requests: Requests | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,17 +76,15 @@ class Freeing:
 
 def worth_of_trace(path: Path, profile: Profile) -> Worth:
     """Rank the pages of a trace as `prewarm` does. Raises UsageError and FormatError."""
-    wanted = wanted_of_trace(path, profile, instead="record token ids, or give --keep-plan")
-    assert wanted.chains is not None
-    assert wanted.rank is not None
-    names, page_of = wanted.chains.distinct_pages()
-    best_first = np.argsort(wanted.rank(wanted.chains, names, page_of), kind="stable")
-    return Worth("trace", names.take(pa.array(best_first)), wanted.chains)
+    requests = requests_of(read_requests(path), Hashing.of(profile), source=str(path))
+    requests.refuse_block_ids("record token ids, or give --keep-plan")
+    best_first = np.argsort(rank_by_value(requests))
+    return Worth("trace", requests.page_names.take(pa.array(best_first)), requests)
 
 
 def worth_of_plan(path: Path) -> Worth:
     """Read the pages of a plan of `prewarm`. Raises UsageError and FormatError."""
-    return Worth("plan", hex_pages(read_plan(path).hashes))
+    return Worth("plan", read_plan(path).pages)
 
 
 def choose_groups(
@@ -309,10 +309,10 @@ def _tokens(
 ) -> dict[str, int | None]:
     """Count the tokens of a trace's requests that servers can restore, before and after."""
     names = ("requested_tokens", "usable_tokens_before", "usable_tokens_after")
-    if worth is None or worth.chains is None or profile is None:
+    if worth is None or worth.requests is None or profile is None:
         return dict.fromkeys(names)
     hits = find_hits(
-        inventory, 0, worth.chains, acceptance=acceptance_of(store, inventory, profile)
+        inventory, 0, worth.requests, acceptance=acceptance_of(store, inventory, profile)
     )
     removed = groups.pages_at(chosen[groups.deployment_ids[chosen] == 0])
     leaves = pc.is_in(hits.page_names, value_set=removed.cast(hits.page_names.type))

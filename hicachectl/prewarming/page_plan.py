@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +15,8 @@ from hicachectl.move.survey import decide
 from hicachectl.move.work import PageWork
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.prewarming.choice import PageChoice
-from hicachectl.prewarming.forest import grow_forest
 from hicachectl.prewarming.outcome import PlanFacts
-from hicachectl.requests.chains import raw_pages
+from hicachectl.prewarming.ranking import rank_by_value
 from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.profiles.acceptance import Acceptance
-    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
 
 
@@ -39,23 +38,24 @@ _MINUTE_NS = 60 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrewarmRequest:
-    """Chains or pages to copy into a store, and limits on copying.
+    """Requests or pages to copy into a store, and limits on copying.
 
-    profile: of the source. destination_profile: of the destination's servers; None: the same.
-    chains: None if prefixes are unknown; whole pages are then copied.
-    pages: without chains, the pages to copy, best first; None: all pages, newest first.
-    served: profiles of the destination's live servers by URL, to count usable pages for.
+    profile: profile of the source.
+    requests: None if prefixes are unknown; whole pages are then copied.
+    pages: pages to copy without requests, best first; None: all pages, newest first.
     in_others: pages named only in groups of other deployments.
+    rank: takes requests, and returns the rank of each of their distinct pages by value. 0 is best;
+        a page ranks behind all pages before it in its chains.
+    destination_profile: profile of the destination's servers; None: the same.
+    served: profiles of the destination's live servers by URL, to count usable pages for.
     allow_empty: accept a source without pages.
-    rank: takes chains, their distinct pages and each page's index among these; returns the distinct
-    pages' ranks by value. 0 is best; a page ranks behind all pages before it in its chains.
     """
 
     profile: Profile
-    chains: Chains | None = None
+    requests: Requests | None = None
     pages: pa.StringArray | None = None
     in_others: pa.StringArray | None = None
-    rank: Callable[[Chains, pa.StringArray, IntArray], IntArray] | None = None
+    rank: Callable[[Requests], IntArray] = rank_by_value
     destination_profile: Profile | None = None
     served: Mapping[str, Profile] = field(default_factory=dict)
     budget_bytes: int | None = None
@@ -78,19 +78,32 @@ class PrewarmRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedPages:
-    """Pages of a source wanted in the destination, best first.
+    """Pages of a source wanted in the destination.
 
-    wanted: survey rows. items: the rows of these to copy. cost: bytes that each item adds to the
-    destination. actions: of every survey row.
+    order: survey rows of the pages, best first.
+    actions: [n] Action of each row of the survey.
     """
 
     inventory: Inventory
     groups: PageGroups
     survey: Survey
-    wanted: IntArray
-    items: IntArray
-    cost: IntArray
+    order: IntArray
     actions: npt.NDArray[np.int8]
+
+    def rows(self, *wanted: Action) -> IntArray:
+        """Return the survey rows with these actions, best first."""
+        rows: IntArray = self.order[np.isin(self.actions[self.order], wanted)]
+        return rows
+
+    @property
+    def items(self) -> IntArray:
+        """Survey rows of the pages to copy, best first."""
+        return self.rows(*WRITING)
+
+    @property
+    def cost(self) -> IntArray:
+        """Bytes that each item adds to the destination."""
+        return self.survey.lacking.sums[self.items]
 
     @property
     def names(self) -> pa.StringArray:
@@ -100,13 +113,12 @@ class WantedPages:
     @property
     def partly_there(self) -> int:
         """Number of items of which the destination has some objects."""
-        return int((self.actions[self.items] == Action.COMPLETE).sum())
+        return len(self.rows(Action.COMPLETE))
 
     @property
     def compared(self) -> IntArray:
         """Survey rows of the pages that the destination has, if their bytes are the copies'."""
-        compared: IntArray = self.wanted[self.actions[self.wanted] == Action.COMPARE]
-        return compared
+        return self.rows(Action.COMPARE)
 
     def works(self) -> Iterator[PageWork]:
         """Yield the copies, best first, then the comparisons.
@@ -156,20 +168,18 @@ def plan_chains(
 
     Also return the hits of the chains in the source. acceptance: of the inventory's objects.
     """
-    assert request.chains is not None
-    assert request.rank is not None  # given with chains
-    hits = find_hits(inventory, 0, request.chains, own=True, acceptance=acceptance)
+    assert request.requests is not None
+    hits = find_hits(inventory, 0, request.requests, own=True, acceptance=acceptance)
     requested = len(hits.page_names)
-    usable = replace(hits.chains, reach=hits.usable_pages).within_reach()
-    names, page_of = usable.distinct_pages()
-    choice = PageChoice(survey, hits, names, request.rank(usable, names, page_of))
+    usable = hits.chains.cut(hits.usable_pages)
+    names, forest = usable.page_names, usable.forest
+    choice = PageChoice(survey, hits, names, request.rank(usable))
     there = int((choice.actions == Action.SKIP).sum())
     cut = False
     if request.has_budget:
         cut = choice.fit(request.budget_bytes, request.budget_pages)
     wanted = choice.wanted()
     items = wanted[np.isin(choice.actions[wanted], WRITING)]
-    forest = grow_forest(raw_pages(names), page_of.astype(np.int32), usable.offsets)
     places = choice.names_of(items)
     parents = forest.parents[places]
     plan = PagePlan(
@@ -177,9 +187,7 @@ def plan_chains(
             inventory=inventory,
             groups=groups,
             survey=choice.survey,
-            wanted=wanted,
-            items=items,
-            cost=choice.costs(items),
+            order=wanted,
             actions=choice.actions,
         ),
         parents=names.take(pa.array(parents, mask=parents < 0)),
@@ -189,7 +197,7 @@ def plan_chains(
             requested=requested,
             there=there,
             missing=requested - len(names),
-            requested_tokens=request.chains.requested_tokens(request.target.page_size),
+            requested_tokens=request.requests.requested_tokens(request.target.page_size),
             cut=cut,
         ),
     )
@@ -228,33 +236,27 @@ def plan_pages(
             )
         turn = _newest_minute_first(groups.newest_ns[survey.groups])
     actions = decide(survey, whole, "skip")
-    wanted = np.flatnonzero(actions != Action.NOTHING)
-    wanted = wanted[np.argsort(turn[wanted], kind="stable")]
-    items = wanted[np.isin(actions[wanted], WRITING)]
-    cost = survey.lacking.sums[items]
-    fits = _within_budget(cost, request)
-    kept = items[fits]
+    there = int((actions == Action.SKIP).sum())
+    order = np.argsort(turn, kind="stable")
+    items = order[np.isin(actions[order], WRITING)]
+    beyond = items[~_within_budget(survey.lacking.sums[items], request)]
+    actions[beyond] = Action.NOTHING
+    order = order[actions[order] != Action.NOTHING]
+    pages = WantedPages(inventory, groups, survey, order, actions)
+    kept = len(pages.items)
     names = survey.pages.filter(pa.array(whole))
     return PagePlan(
-        pages=WantedPages(
-            inventory=inventory,
-            groups=groups,
-            survey=survey,
-            wanted=wanted[~np.isin(wanted, items[~fits])],
-            items=kept,
-            cost=cost[fits],
-            actions=actions,
-        ),
-        parents=pa.nulls(len(kept), pa.string()),
-        depths=np.zeros(len(kept), dtype=np.int64),
+        pages=pages,
+        parents=pa.nulls(kept, pa.string()),
+        depths=np.zeros(kept, dtype=np.int64),
         names=names,
         facts=PlanFacts(
             chained=False,
             requested=asked,
-            there=int((actions == Action.SKIP).sum()),
+            there=there,
             missing=asked - len(names),
             requested_tokens=asked * request.target.page_size,
-            cut=not fits.all(),
+            cut=bool(len(beyond)),
         ),
     )
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.hashing import HASH_BYTES
+from hicachectl.requests.chains import hex_pages, requests_of_pages
 from hicachectl.requests.files import request_lines
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.prewarming.forest import Forest
-    from hicachectl.prewarming.plan import TracePlan
+    from hicachectl.prewarming.ranking import RankedBlocks
+    from hicachectl.requests.chains import Hashing, Requests
 
 _HEX = 2 * HASH_BYTES
 _ROWS_AT_ONCE = 1 << 18
@@ -38,15 +39,28 @@ _LONGEST_ROW = 1 << 16
 class PlannedPages:
     """Pages of a plan file.
 
-    hashes:  [pages, 32] uint8, best first, distinct.
-    parents: [pages] int64, index of the previous page of the chain; -1 if none is in the file.
+    source: the file, for messages.
+    pages: distinct hashes, best first.
+    parents: index of the previous page of each page's chain; -1 if none is in the file.
     """
 
-    hashes: npt.NDArray[np.uint8]
-    parents: npt.NDArray[np.int64]
+    source: str
+    pages: pa.StringArray
+    parents: list[int]
 
-    def __len__(self) -> int:
-        return len(self.hashes)
+    def requests(self, hashing: Hashing) -> Requests:
+        """Return a request for each page that is no parent: its pages, from the first known one."""
+        pages, inner = self.pages.to_pylist(), set(self.parents)
+        ends = (number for number in range(len(pages)) if number not in inner)
+        chains = ([pages[number] for number in self._path(end)] for end in ends)
+        return requests_of_pages(chains, hashing, source=self.source)
+
+    def _path(self, end: int) -> list[int]:
+        path = []
+        while end >= 0:
+            path.append(end)
+            end = self.parents[end]
+        return path[::-1]
 
 
 class _Row(msgspec.Struct):
@@ -54,20 +68,20 @@ class _Row(msgspec.Struct):
     parent: str | int | None = None
 
 
-def plan_rows(plan: TracePlan) -> Iterator[pa.Table]:
+def plan_rows(ranked: RankedBlocks) -> Iterator[pa.Table]:
     """Yield the rows of a plan file, some at a time."""
-    forest = plan.forest
-    for start in range(0, len(plan), _ROWS_AT_ONCE):
+    requests, forest = ranked.requests, ranked.requests.forest
+    for start in range(0, len(ranked), _ROWS_AT_ONCE):
         piece = slice(start, start + _ROWS_AT_ONCE)
-        order = plan.order[piece]
-        seen = None if plan.last_seen is None else plan.last_seen[piece]
+        order = ranked.order[piece]
+        seen = None if ranked.last_seen is None else ranked.last_seen[piece]
         yield pa.table(
             {
-                "page": _names(forest, order),
-                "parent": _names(forest, forest.parents[order].astype(np.int64)),
+                "page": _names(requests, order),
+                "parent": _names(requests, forest.parents[order]),
                 "depth": pa.array(forest.depths[order]),
-                "value": pa.array(plan.values[piece].astype(np.float32)),
-                "requests": pa.array(plan.requests[piece]),
+                "value": pa.array(ranked.values[piece].astype(np.float32)),
+                "requests": pa.array(ranked.uses[piece]),
                 "last_seen": pa.nulls(len(order)) if seen is None else _times(seen),
             }
         )
@@ -88,9 +102,7 @@ def read_plan(path: Path) -> PlannedPages:
             parents.append(_take(line, position, outside))
         except FormatError as error:
             raise FormatError(f"{path}: line {number}: {error}") from error
-    blob = bytes.fromhex("".join(position))
-    hashes = np.frombuffer(blob, np.uint8).reshape(-1, HASH_BYTES)
-    return PlannedPages(hashes, np.array(parents, np.int64))
+    return PlannedPages(str(path), pa.array(list(position), pa.string()), parents)
 
 
 _ROW = msgspec.json.Decoder(_Row)
@@ -122,16 +134,13 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
     return position.get(parent, -1)
 
 
-def _names(forest: Forest, blocks: npt.NDArray[np.int64]) -> pa.Array:
+def _names(requests: Requests, blocks: npt.NDArray[np.integer]) -> pa.Array:
     """Return ids or hex hashes; null for -1."""
     none = blocks < 0
-    names = forest.names[np.where(none, 0, blocks)]
-    if not forest.hashed:
+    names = requests.names[np.where(none, 0, blocks)]
+    if not requests.hashed:
         return pa.array(names, mask=none)
-    text = np.frombuffer(names.tobytes().hex().encode(), np.uint8)
-    offsets = np.arange(len(blocks) + 1, dtype=np.int32) * _HEX
-    spelt = pa.StringArray.from_buffers(len(blocks), pa.py_buffer(offsets), pa.py_buffer(text))
-    return pc.if_else(pa.array(~none), spelt, None)
+    return pc.if_else(pa.array(~none), hex_pages(names.astype(np.uint8, copy=False)), None)
 
 
 def _times(seen: npt.NDArray[np.float64]) -> pa.Array:

@@ -70,7 +70,7 @@ def _executed(
     seconds = request.deadline_seconds
     deadline = None if seconds is None else started + seconds
     copying = SliceCopy(warming, plan.pages, deadline)
-    survey, wanted = plan.pages.survey, plan.pages.wanted
+    survey, wanted = plan.pages.survey, plan.pages.order
     interruption = None
     try:
         with persistent():
@@ -105,13 +105,13 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
 
     The request has chains.
     """
-    assert request.chains is not None
+    assert request.requests is not None
     started = time.monotonic()
     found = count_usable(
         store,
         request.target,
         request.served,
-        request.chains,
+        request.requests,
         explains=True,
         needs_pages=not request.allow_empty,
     )
@@ -122,7 +122,7 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
         requested=requested,
         there=held,
         missing=requested - held,
-        requested_tokens=request.chains.requested_tokens(page_size),
+        requested_tokens=request.requests.requested_tokens(page_size),
     )
     finish = FinishFacts(
         usable_tokens=int(found.pages.sum()) * page_size,

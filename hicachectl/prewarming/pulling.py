@@ -1,26 +1,25 @@
-"""Make live servers load prefixes into their memory."""
+"""Make live servers load the prefixes that a store has."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.errors import StoreUnavailable
+from hicachectl.prewarming.ranking import prefixes_worth_asking
 from hicachectl.prewarming.through_server import ThroughServer, dp_ranks, prefix_of
 from hicachectl.profiles.server import fetch_server
-from hicachectl.requests.chains import Hashing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.prewarming.through_server import PullResult
+    from hicachectl.prewarming.page_plan import PrewarmRequest
+    from hicachectl.prewarming.through_server import Prefix
     from hicachectl.requests.files import Request
 
-
-_JOBS = 8  # requests at once
-
+_JOBS = 8  # requests under way by default
 
 Ranks = tuple[int | None, ...]
 
@@ -42,71 +41,40 @@ def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
     return {url: LiveServer(info, dp_ranks(info)) for url, info in infos.items()}
 
 
-@dataclass(slots=True)
-class PullReport:
-    """Results of one server; may be read while `pull` runs.
-
-    pulled: a result for each request and DP rank. complete: whether every prefix was requested.
-    error: why `pull` gave the server up, or None.
-    """
-
-    server: str
-    pulled: list[PullResult]
-    complete: bool = False
-    error: str | None = None
-
-    def document(self, page_size: int) -> dict[str, Any]:
-        """Return the JSON document: a row for each request, and totals."""
-        pulled = list(self.pulled)
-        return {
-            "server": self.server,
-            "requests": [_row(one, page_size) for one in pulled],
-            "failed": sum(bool(one.error) for one in pulled),
-            "cached_tokens": sum(one.cached_tokens for one in pulled),
-            "complete": self.complete,
-            "error": self.error,
-        }
-
-
 def pull(
     servers: Mapping[str, LiveServer],
-    asked: Callable[[], Iterable[tuple[int, Request]]],
+    request: PrewarmRequest,
     usable_pages: IntArray,
-    profile: Profile,
+    read_again: Callable[[list[int]], Iterable[Request]],
     *,
-    jobs: int | None = None,
     deadline: float | None = None,
-    reports: list[PullReport],
+    pulling: list[ThroughServer],
     on_done: Callable[[int], None] = lambda requests: None,
 ) -> None:
-    """Request the prefixes that the store has, from each server and DP rank.
+    """Request each usable prefix once from each server and DP rank, the most valuable first.
 
-    asked: yields the numbered requests, anew for each server. usable_pages: pages of each request,
-    by number. deadline: `time.monotonic()` of the end. reports: receives a report for each server.
+    usable_pages: [requests] number of pages that the store has of each.
+    read_again: yields the requests whose lines begin at some bytes.
+    deadline: `time.monotonic()` of the end.
+    pulling: receives each server before it is asked.
     """
-    hashing = Hashing.of(profile)
+    requests = request.requests
+    assert requests is not None
+    assert requests.starts is not None
+    assert requests.hashing is not None
+    hashing = requests.hashing
+    # A trailing pool also has states inside longer prefixes; only a request that ends at
+    # a state restores it.
+    longest_only = not any(pool.trailing for pool in request.target.pools)
+    chosen = prefixes_worth_asking(requests, usable_pages, request.rank, longest_only=longest_only)
+    starts = requests.starts[chosen].tolist()
+
+    def prefixes() -> Iterator[Prefix]:
+        for number, found in zip(chosen.tolist(), read_again(starts), strict=True):
+            yield prefix_of(number, found, int(usable_pages[number]), hashing)
+
     for url, live in servers.items():
-        server = ThroughServer(url, ranks=live.ranks, jobs=_JOBS if jobs is None else jobs)
-        report = PullReport(url, server.pulled)
-        reports.append(report)
-        prefixes = (
-            prefix_of(number, request, int(usable_pages[number]), hashing)
-            for number, request in asked()
-            if usable_pages[number]
-        )
-        try:
-            server.pull(prefixes, deadline, on_done)
-            report.complete = server.complete
-        except StoreUnavailable as lost:
-            report.error = str(lost)
-
-
-def _row(pulled: PullResult, page_size: int) -> dict[str, Any]:
-    return {
-        "request": pulled.number,
-        "dp_rank": pulled.dp_rank,
-        "tokens": pulled.pages * page_size,
-        "cached_tokens": pulled.cached_tokens,
-        "cached_tokens_details": pulled.sources or None,
-        "error": pulled.error or None,
-    }
+        server = ThroughServer(url, ranks=live.ranks, jobs=request.options.jobs or _JOBS)
+        pulling.append(server)
+        with suppress(StoreUnavailable):  # the server says so in its document
+            server.pull(prefixes(), deadline, on_done)

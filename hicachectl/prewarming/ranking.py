@@ -1,18 +1,18 @@
-"""Order the pages of chains by the value of warming them."""
+"""Order the blocks of requests by the value of warming them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow.compute as pc
 
-from hicachectl.formats.hashing import HASH_BYTES, restorable_pages
-from hicachectl.prewarming.forest import grow_forest
-from hicachectl.prewarming.plan import plan_order
-from hicachectl.prewarming.trace import Trace
-from hicachectl.requests.chains import Chains, hex_pages, raw_pages
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.spec import object_specs
+from hicachectl.prewarming.value.reuse import reuse_values
+from hicachectl.prewarming.value.uses import Uses, walk_uses
+from hicachectl.requests.forest import prefix_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,113 +20,115 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.prewarming.plan_file import PlannedPages
-    from hicachectl.requests.chains import Hashing
+    from hicachectl.formats.profile import Profile
+    from hicachectl.requests.chains import Requests
 
     IntArray = npt.NDArray[np.int64]
-    Rank = Callable[[Chains, pa.StringArray, IntArray], IntArray]
+    Rank = Callable[[Requests], IntArray]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ranker:
-    """Ranking of pages by the requests that use them.
+@dataclass(frozen=True, eq=False, slots=True)
+class RankedBlocks:
+    """Blocks to warm, best first; no block comes before a block of its prefix.
 
-    times: [chains] float64, not decreasing; None if unknown: pages that more requests share then
-    come first, and pages with equal counts keep the order of the chains.
-    output_tokens: [chains], -1 if unknown.
+    requests: the requests that use the blocks.
+    order: [ranked] int64, indices into the names of the requests.
+    values: [ranked] float64, not increasing: chance that a request uses the block, averaged over
+        horizons (`value.reuse`); if no block was used twice, the time of the last use; without
+        times, `uses`.
+    uses: [ranked] int32, number of requests that used the block.
+    last_seen: [ranked] float64, time of the last use; None if unknown.
     """
 
-    times: npt.NDArray[np.float64] | None = None
-    output_tokens: IntArray | None = None
+    requests: Requests
+    order: IntArray
+    values: npt.NDArray[np.float64]
+    uses: npt.NDArray[np.int32]
+    last_seen: npt.NDArray[np.float64] | None
 
-    def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Return each distinct page's rank; see `PrewarmRequest.rank`."""
-        unknown = np.full(len(chains), -1, dtype=np.int64)
-        blocks = page_of.astype(np.int32)
-        trace = Trace(
-            times=self.times,
-            offsets=chains.offsets,
-            blocks=blocks,
-            input_tokens=chains.tokens,
-            output_tokens=unknown if self.output_tokens is None else self.output_tokens,
-            block_tokens=0,
-            forest=grow_forest(raw_pages(names), blocks, chains.offsets),
-        )
-        rank = np.full(len(names), len(names), dtype=np.int64)
-        plan = plan_order(trace)
-        order = plan.order
-        if self.times is None:
-            # One chain after another, so that each prefix is copied with the states at its end.
-            first = np.full(len(names), len(page_of), dtype=np.int64)
-            np.minimum.at(first, page_of, np.arange(len(page_of)))
-            order = order[np.lexsort((first[order], -plan.values))]
-        rank[order] = np.arange(len(order))
-        return rank
+    def __len__(self) -> int:
+        return len(self.order)
 
 
-def chains_of_trace(trace: Trace, hashing: Hashing) -> Chains:
-    """Return the chains of a trace whose blocks are pages."""
-    names = trace.forest.names.reshape(-1, HASH_BYTES).astype(np.uint8, copy=False)
-    tokens = trace.input_tokens.astype(np.int64)
-    reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens.tolist()]
-    pages = names[trace.blocks]
-    return Chains(pages, trace.offsets, tokens, np.array(reach, np.int64), trace.sample)
+def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlocks:
+    """Order all blocks of requests by the savings expected from warming them.
+
+    The expectation starts one mean request interval after the last request. Blocks of equal value
+    keep the order of their first use: one chain after another, so that each prefix is copied with
+    the states at its end. budget: maximum number of blocks.
+    """
+    requests = requests.in_time_order()
+    forest = requests.forest  # refuses a block with two prefixes, which could repeat in a chain
+    uses = walk_uses(requests)
+    closed = prefix_closed(forest, _values(requests, uses))
+    order = np.argsort(-closed, kind="stable")[:budget]
+    seen = None if requests.times is None else requests.times[uses.last[order]]
+    return RankedBlocks(requests, order, closed[order], uses.counts[order], seen)
+
+
+def rank_by_value(requests: Requests) -> IntArray:
+    """Return the rank of each distinct page of requests; 0 is the best."""
+    ranked = rank_blocks(requests)
+    rank = np.empty(len(ranked), dtype=np.int64)
+    rank[ranked.order] = np.arange(len(ranked))
+    return rank
+
+
+def rank_by_plan(pages: pa.StringArray) -> Rank:
+    """Return a function that ranks the pages of requests in the order of a plan: `pages`."""
+
+    def rank(requests: Requests) -> IntArray:
+        names = requests.page_names
+        places = pc.index_in(names, value_set=pages.cast(names.type)).to_numpy()
+        ranks = np.empty(len(places), dtype=np.int64)
+        ranks[np.argsort(places, kind="stable")] = np.arange(len(places))
+        return ranks
+
+    return rank
+
+
+def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
+    """Return how many pages fit, with the objects of all ranks but without trailing pools.
+
+    budget: bytes of a file store. Raises UsageError if the size of a page is unknown.
+    """
+    if not hashed:
+        raise UsageError("--budget: block ids have no size; give --budget-pages")
+    if profile is None:
+        raise UsageError("--budget: page sizes need a profile; give --profile, or --budget-pages")
+    objects = object_specs(profile, "file")
+    page = sum(found.nbytes for found in objects if not found.trailing)
+    if not page:
+        raise UsageError("--budget: the profile does not give a page's bytes; give --budget-pages")
+    return budget // page
 
 
 def prefixes_worth_asking(
-    chains: Chains, usable_pages: IntArray, rank: Rank, *, longest_only: bool
+    requests: Requests, usable_pages: IntArray, rank: Rank, *, longest_only: bool
 ) -> IntArray:
-    """Return the indices of chains that contain each usable prefix once, best first.
+    """Return the indices of requests that contain each usable prefix once, best first.
 
     longest_only: leave out a prefix that another usable prefix continues.
     """
-    usable = replace(chains, reach=usable_pages).within_reach()
-    names, page_of = usable.distinct_pages()
-    some = np.flatnonzero(usable_pages)
-    last = usable.offsets[some + 1] - 1
+    usable = requests.cut(usable_pages)
+    asked = np.flatnonzero(usable_pages)
+    last = usable.blocks[usable.offsets[asked + 1] - 1]
     if longest_only:
-        inner = np.ones(len(page_of), dtype=np.bool_)
-        inner[last] = False
-        ends_nothing = np.zeros(len(names), dtype=np.bool_)
-        ends_nothing[page_of[inner]] = True
-        kept = ~ends_nothing[page_of[last]]
-        some, last = some[kept], last[kept]
-    _, first = np.unique(page_of[last], return_index=True)
-    ranks = rank(usable, names, page_of)[page_of[last[first]]]
-    chosen: IntArray = some[first][np.argsort(ranks, kind="stable")]
+        parents = usable.forest.parents
+        continued = np.zeros(len(parents), dtype=np.bool_)
+        continued[parents[parents >= 0]] = True
+        asked, last = asked[~continued[last]], last[~continued[last]]
+    _, first = np.unique(last, return_index=True)
+    chosen: IntArray = asked[first][np.argsort(rank(usable)[last[first]], kind="stable")]
     return chosen
 
 
-class PlannedOrder:
-    """Ranking of pages by an existing plan."""
-
-    def __init__(self, pages: pa.StringArray) -> None:
-        self._pages = pages
-
-    def __call__(self, chains: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
-        """Return each distinct page's rank in the plan's order."""
-        places = pc.index_in(names, value_set=self._pages.cast(names.type)).to_numpy()
-        rank = np.empty(len(places), dtype=np.int64)
-        rank[np.argsort(places, kind="stable")] = np.arange(len(places))
-        return rank
-
-
-def chains_of_plan(planned: PlannedPages, page_size: int) -> tuple[Chains, PlannedOrder]:
-    """Return a plan's chains, one for each page that is not a parent, and the plan's order."""
-    inner = np.zeros(len(planned), dtype=np.bool_)
-    inner[planned.parents[planned.parents >= 0]] = True
-    chains = [_path(planned.parents, leaf) for leaf in np.flatnonzero(~inner).tolist()]
-    lengths = np.array([len(chain) for chain in chains], dtype=np.int64)
-    order = np.concatenate([np.zeros(0, dtype=np.int64), *chains]).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    made = Chains(planned.hashes[order], offsets, lengths * page_size, lengths)
-    return made, PlannedOrder(hex_pages(planned.hashes))
-
-
-def _path(parents: IntArray, leaf: int) -> IntArray:
-    chain = []
-    at = leaf
-    while at >= 0:
-        chain.append(at)
-        at = int(parents[at])
-    return np.array(chain[::-1], dtype=np.int64)
+def _values(requests: Requests, uses: Uses) -> npt.NDArray[np.float64]:
+    times = requests.times
+    if times is None or not len(requests):
+        return uses.counts.astype(np.float64)
+    if times[-1] <= times[0]:  # all times are equal: use the order instead
+        times = np.arange(len(requests), dtype=np.float64)
+    now = float(times[-1] + (times[-1] - times[0]) / len(times))
+    values = reuse_values(requests, times, now, uses)
+    return values if values.any() else times[uses.last]

@@ -67,7 +67,7 @@ class SliceCopy:
                 self._copying.stop()
 
         self._copying.copy(self._pages.works(), on_done=on_done)
-        if len(self._pages.wanted) > len(self._pages.items):
+        if len(self._pages.order) > len(self._pages.items):
             # The result also counts pages that other processes wrote.
             self._warming.destination.flush()
 

@@ -16,14 +16,14 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.table_files import read_table, write_table
-from hicachectl.move.batches import WRITING, Action
+from hicachectl.move.batches import Action
 from hicachectl.move.survey import conflicts, decide, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listing, inventory_of, read_share
 from hicachectl.pages.spool import AFFIX_ID
 from hicachectl.prewarming.page_plan import WantedPages
 from hicachectl.prewarming.slice_copy import WATCHED
-from hicachectl.requests.chains import Chains, hex_pages, raw_pages
+from hicachectl.requests.chains import Requests, hex_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,16 +91,8 @@ class Slice:
         inventory = inventory_of(self.objects, self.listing.table)
         groups = PageGroups(inventory)
         (survey,) = survey_source(inventory, groups, warming.stores.routes(inventory.table)[:1])
-        nothing = np.zeros(0, dtype=np.int64)
-        return WantedPages(
-            inventory=inventory,
-            groups=groups,
-            survey=survey,
-            wanted=self._rows_of(survey),
-            items=nothing,
-            cost=nothing,
-            actions=np.zeros(len(survey.groups), dtype=np.int8),
-        )
+        actions = np.zeros(len(survey.groups), dtype=np.int8)
+        return WantedPages(inventory, groups, survey, self._rows_of(survey), actions)
 
     def remaining(self, warming: Warming) -> Remaining:
         """Return what is still to be copied; asks the destination for each object."""
@@ -111,22 +103,13 @@ class Slice:
         planned = wanted[self.pages.column("copied").to_numpy()]
         chosen = np.zeros(len(survey.groups), dtype=np.bool_)
         chosen[planned] = True
-        actions = decide(survey, chosen, "skip")
-        items = planned[np.isin(actions[planned], WRITING)]
-        conflicting = planned[actions[planned] == Action.CONFLICT]
-        lacking = survey.lacking.sums
+        pages = WantedPages(inventory, groups, survey, wanted, decide(survey, chosen, "skip"))
+        conflicting = pages.rows(Action.CONFLICT)
         return Remaining(
-            pages=WantedPages(
-                inventory=inventory,
-                groups=groups,
-                survey=survey,
-                wanted=wanted,
-                items=items,
-                cost=lacking[items],
-                actions=actions,
-            ),
-            written=int((actions[planned] == Action.SKIP).sum()),
-            nbytes=int(self.pages.column("cost").to_numpy().sum() - lacking[planned].sum()),
+            pages=pages,
+            written=len(pages.rows(Action.SKIP)),
+            nbytes=int(self.pages.column("cost").to_numpy().sum())
+            - int(survey.lacking.sums[planned].sum()),
             failed=len(conflicting),
             problems=conflicts(survey, conflicting),
         )
@@ -156,9 +139,9 @@ class Remaining:
 
 
 def write_plan(
-    folder: Directory, plan: PagePlan, chains: Chains | None, parts: int | Callable[[int], int]
+    folder: Directory, plan: PagePlan, requests: Requests | None, parts: int | Callable[[int], int]
 ) -> SlicedPlan:
-    """Write a plan and its chains to an empty folder.
+    """Write a plan and its requests to an empty folder.
 
     parts: number of slices, or a function of the number of objects. Raises OSError.
     """
@@ -170,13 +153,13 @@ def write_plan(
     copied = np.zeros(len(cost), dtype=np.bool_)
     copied[pages.items] = True
     copied[pages.compared] = True
-    ends = slice_ends(cost[pages.wanted], count)
+    ends = slice_ends(cost[pages.order], count)
     shares: list[Share] = [{} for _ in range(count)]
     wanted = pa.table(
         [
-            pages.survey.pages.take(pa.array(pages.wanted)).cast(pa.string()),
-            pa.array(copied[pages.wanted]),
-            pa.array(cost[pages.wanted]),
+            pages.survey.pages.take(pa.array(pages.order)).cast(pa.string()),
+            pa.array(copied[pages.order]),
+            pa.array(cost[pages.order]),
         ],
         schema=_PAGES,
     )
@@ -190,8 +173,8 @@ def write_plan(
             (_OBJECTS_FILE, objects, object_ends),
         )
     ]
-    if chains is not None:
-        files += _write_chains(folder, plan, chains.within_reach())
+    if requests is not None:
+        files += _write_chains(folder, plan, requests.within_reach())
     return SlicedPlan(listing, files, shares)
 
 
@@ -232,7 +215,7 @@ def read_plan(
 
 def read_chains(
     folder: Directory, files: Sequence[TableFile], next_step: str
-) -> tuple[Chains, pa.StringArray]:
+) -> tuple[Requests, pa.StringArray]:
     """Read the chains, and the pages that servers could restore from the source.
 
     Raises FormatError for a damaged file.
@@ -242,16 +225,16 @@ def read_chains(
     of_chains = _named(folder, files, _CHAINS_FILE, next_step)
     table = read_table(folder, of_chains, _CHAINS, next_step)
     raw = _raw(names.column("page").combine_chunks())
-    chain, at = (table.column(name).to_numpy().astype(np.int64) for name in ("chain", "name"))
+    chain, blocks = (table.column(name).to_numpy() for name in ("chain", "name"))
     ordered = (np.diff(chain, prepend=0) >= 0).all()
-    if len(at) and not (ordered and at.min() >= 0 and at.max() < len(raw)):
+    if len(blocks) and not (ordered and blocks.min() >= 0 and blocks.max() < len(raw)):
         raise FormatError(f"{folder.path}/{_CHAINS_FILE}: names no pages; {next_step}")
     starts = np.flatnonzero(np.diff(chain, prepend=-1))
     offsets = np.append(starts, len(chain)).astype(np.int64)
     lengths = np.diff(offsets)
     unknown = np.full(len(lengths), -1, dtype=np.int64)
-    restorable = names.column("restorable").to_numpy()
-    return Chains(raw[at], offsets, unknown, lengths), hex_pages(raw[restorable])
+    requests = Requests(raw, blocks, offsets, unknown, lengths, unknown)
+    return requests, hex_pages(raw[names.column("restorable").to_numpy()])
 
 
 def _raw(pages: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
@@ -284,8 +267,8 @@ def _objects(pages: WantedPages) -> tuple[IntArray, IntArray]:
     Also the position of each row's page among the wanted pages.
     """
     survey = pages.survey
-    route, count = survey.route, len(pages.wanted)
-    at, targets, _ = survey.wanted.objects(pages.wanted)
+    route, count = survey.route, len(pages.order)
+    at, targets, _ = survey.wanted.objects(pages.order)
     codes = np.unique(route.unit_of_target[targets] * count + at)
     found = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
     for number, unit in enumerate(route.units):
@@ -293,7 +276,7 @@ def _objects(pages: WantedPages) -> tuple[IntArray, IntArray]:
         positions = codes[low:high] - number * count
         if not len(positions) or not unit.sources:
             continue
-        slots = survey.rows.slots(pages.wanted[positions], np.array(unit.sources, dtype=np.int64))
+        slots = survey.rows.slots(pages.order[positions], np.array(unit.sources, dtype=np.int64))
         found.append((np.repeat(positions, len(unit.sources)), slots.astype(np.int64).ravel()))
     positions, rows = (np.concatenate(column) for column in zip(*found, strict=True))
     order = np.lexsort((rows, positions))
@@ -322,15 +305,14 @@ def _pieces(
             yield table.slice(first, min(_GROUP_ROWS, end - first))
 
 
-def _write_chains(folder: Directory, plan: PagePlan, chains: Chains) -> Iterator[TableFile]:
-    names, page_of = chains.distinct_pages()
-    raw = raw_pages(names)
+def _write_chains(folder: Directory, plan: PagePlan, requests: Requests) -> Iterator[TableFile]:
+    names = requests.page_names
     fixed = pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(HASH_BYTES), len(raw), [None, pa.py_buffer(raw)]
+        pa.binary(HASH_BYTES), len(names), [None, pa.py_buffer(requests.names)]
     )
     restorable = pc.is_in(names, value_set=plan.names.cast(names.type))
-    chain = np.repeat(np.arange(len(chains), dtype=np.int32), np.diff(chains.offsets))
-    places = pa.table([pa.array(chain), pa.array(page_of.astype(np.int32))], schema=_CHAINS)
+    chain = np.repeat(np.arange(len(requests), dtype=np.int32), np.diff(requests.offsets))
+    places = pa.table([pa.array(chain), pa.array(requests.blocks)], schema=_CHAINS)
     for name, table in (
         (_NAMES_FILE, pa.table([fixed, restorable], schema=_NAMES)),
         (_CHAINS_FILE, places),

@@ -13,7 +13,7 @@ import json
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.http import fit
@@ -47,26 +47,26 @@ _SOURCES = ("device", "host", "storage")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A prefix to request.
+    """The beginning of a request, which makes a server restore pages.
 
-    number: chosen by the caller. pages: number to restore. token_ids: of these pages, then of the
-    tokens that the server computes.
+    number: number of the request.
+    pages: number of pages to restore.
+    request: the request, cut to these pages and the tokens that the server computes.
     """
 
     number: int
     pages: int
-    token_ids: Sequence[int]
-    extra_key: str | None = None
-    cache_salt: str | None = None
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
     """Result of one prefix at one DP rank.
 
-    dp_rank: None for a single rank. cached_tokens: number that the server did not compute. sources:
-    cached tokens by device, host and storage; empty if not reported. error: why the request failed,
-    or "".
+    dp_rank: None for a single rank.
+    cached_tokens: number of tokens that the server did not compute.
+    sources: cached tokens by device, host and storage; empty if not reported.
+    error: why the request failed, or "".
     """
 
     number: int
@@ -75,6 +75,17 @@ class PullResult:
     cached_tokens: int = 0
     sources: Mapping[str, int] | None = None
     error: str = ""
+
+    def row(self, page_size: int) -> dict[str, Any]:
+        """Return the members of the JSON document."""
+        return {
+            "request": self.number,
+            "dp_rank": self.dp_rank,
+            "tokens": self.pages * page_size,
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_details": self.sources or None,
+            "error": self.error or None,
+        }
 
 
 def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Prefix:
@@ -91,7 +102,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
             f"({pages}); if the file has changed, run again"
         )
     token_ids += token_ids[-1:] * (wanted - len(token_ids))
-    return Prefix(number, pages, token_ids, request.extra_key, request.cache_salt)
+    return Prefix(number, pages, replace(request, token_ids=token_ids))
 
 
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -112,16 +123,16 @@ def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(range(ranks)) if ranks > 1 else (None,)
 
 
-def generate_body(prefix: Prefix, dp_rank: int | None) -> dict[str, Any]:
-    """Return the body of a /generate request."""
+def generate_body(request: Request, dp_rank: int | None) -> dict[str, Any]:
+    """Return the body of a /generate request for one new token."""
     body: dict[str, Any] = {
-        "input_ids": list(prefix.token_ids),
+        "input_ids": request.token_ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "stream": False,
     }
     optional = {
-        "extra_key": prefix.extra_key,
-        "cache_salt": prefix.cache_salt,
+        "extra_key": request.extra_key,
+        "cache_salt": request.cache_salt,
         "routed_dp_rank": dp_rank,
     }
     return body | {name: value for name, value in optional.items() if value is not None}
@@ -134,11 +145,12 @@ _Done = queue.SimpleQueue[PullResult | BaseException | None]
 class ThroughServer:
     """One live server; call `pull` once.
 
-    pulled: results in order of completion; an interrupt of `pull` loses none. complete: False if
-    requests were left out at the deadline.
+    pulled: results in order of completion; an interrupt of `pull` loses none.
+    complete: whether every prefix was requested.
+    error: why the server was given up, or None.
 
-    api_key: default from HICACHECTL_API_KEY. jobs: concurrent requests. Raises UsageError for a
-    malformed URL or key.
+    api_key: default from HICACHECTL_API_KEY. jobs: number of concurrent requests. Raises UsageError
+    for a malformed URL or key.
     """
 
     def __init__(
@@ -156,12 +168,25 @@ class ThroughServer:
             url, "--through-server", api_key=api_key, timeout_s=request_timeout_s
         )
         self._path = f"{base}/generate"
-        self._jobs, self._ranks = jobs, tuple(ranks)
+        self._url, self._jobs, self._ranks = url, jobs, tuple(ranks)
         self._pauses = _Backoff(pause_s, busy_patience_s)
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
-        self.complete = True
+        self.complete = False
+        self.error: str | None = None
         self.pulled: list[PullResult] = []
+
+    def document(self, page_size: int) -> dict[str, Any]:
+        """Return the JSON document: a row for each request, and totals; also while `pull` runs."""
+        pulled = list(self.pulled)
+        return {
+            "server": self._url,
+            "requests": [result.row(page_size) for result in pulled],
+            "failed": sum(bool(result.error) for result in pulled),
+            "cached_tokens": sum(result.cached_tokens for result in pulled),
+            "complete": self.complete,
+            "error": self.error,
+        }
 
     def pull(
         self,
@@ -187,7 +212,10 @@ class ThroughServer:
                 for thread in threads:
                     thread.start()
             with persistent() as check:
-                self._wait(done, deadline, on_done, check)
+                self.complete = self._wait(done, deadline, on_done, check)
+        except StoreUnavailable as error:
+            self.error = str(error)
+            raise
         finally:
             with deferred():
                 self._pauses.stop()
@@ -202,15 +230,15 @@ class ThroughServer:
         deadline: float | None,
         on_done: Callable[[int], None],
         check: Callable[[], None],
-    ) -> None:
+    ) -> bool:
+        """Wait until all prefixes are requested; return False at the deadline."""
         running = self._jobs
         while running:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             try:
                 result = done.get(timeout=left)
             except queue.Empty:
-                self.complete = False
-                return
+                return False
             if result is None:
                 running -= 1
             elif isinstance(result, BaseException):
@@ -218,6 +246,7 @@ class ThroughServer:
             else:
                 on_done(1)
                 check()
+        return True
 
     def _work(self, work: Iterator[tuple[Prefix, int | None]], done: _Done) -> None:
         try:
@@ -237,7 +266,7 @@ class ThroughServer:
             done.put(None)
 
     def _pull(self, prefix: Prefix, rank: int | None) -> PullResult:
-        body = json.dumps(generate_body(prefix, rank)).encode()
+        body = json.dumps(generate_body(prefix.request, rank)).encode()
         try:
             reply = self._asked(body)
         except _RefusedForAllError:
@@ -298,7 +327,7 @@ class ThroughServer:
         if aborted:
             said = fit(str(reason.get("message") or "aborted"), _SAID_CHARS)
             return PullResult(prefix.number, rank, prefix.pages, error=said)
-        asked = len(prefix.token_ids)
+        asked = len(prefix.request.token_ids)
         for name, count in {"cached_tokens": cached, **sources}.items():
             if type(count) is not int or not 0 <= count <= asked:
                 what = f"{name}: the server reports {shown(count)} for a request of {asked} tokens"

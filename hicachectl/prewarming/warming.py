@@ -20,7 +20,6 @@ from hicachectl.pages.selection import EVERYTHING
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.prewarming.choice import leave_misfits, leave_too_large
 from hicachectl.prewarming.page_plan import plan_chains, plan_pages
-from hicachectl.requests.chains import Hashing
 from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hits import inventory_of_chains
 
@@ -82,27 +81,27 @@ def plan_prewarm(
     needs_pages = not request.allow_empty
     inventory = (
         take_inventory(source, request.profile, needs_pages=needs_pages, on_batch=on_listed)
-        if request.chains is None
+        if request.requests is None
         else inventory_of_chains(
-            source, request.profile, request.chains, needs_pages=needs_pages, on_batch=on_listed
+            source, request.profile, request.requests, needs_pages=needs_pages, on_batch=on_listed
         )
     )
     groups = PageGroups(inventory)
     survey = warming.survey(inventory, groups, on_batch=on_listed)
-    survey, misfits = leave_misfits(survey, whole_groups=request.chains is None)
+    survey, misfits = leave_misfits(survey, whole_groups=request.requests is None)
     survey, large = leave_too_large(
         survey, verify=warming.options.verify, buffer_bytes=warming.options.buffer_bytes
     )
-    if request.chains is None:
+    if request.requests is None:
         plan = plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
         missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
     else:
         accepted = trailers.acceptance(inventory)
         plan, hits = plan_chains(inventory, groups, survey, request, accepted)
-        elsewhere = find_elsewhere(source, inventory, hits)
-        missed = miss_remarks(source, inventory, hits, elsewhere, Hashing.of(request.profile))
+        elsewhere = find_elsewhere(inventory, hits)
+        missed = miss_remarks(source, inventory, hits, elsewhere)
     pages = plan.pages
-    conflicting = pages.wanted[pages.actions[pages.wanted] == Action.CONFLICT]
+    conflicting = pages.rows(Action.CONFLICT)
     left_out = [
         *_asked_for(misfits, _pages_to_fit(plan, request)),
         *_asked_for(large, plan.names),
@@ -121,9 +120,9 @@ def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
 
     Pages restorable from the source do not need such objects.
     """
-    if request.chains is None:
+    if request.requests is None:
         return plan.names
-    asked, _ = request.chains.within_reach().distinct_pages()
+    asked = request.requests.within_reach().page_names
     return asked.filter(pc.invert(pc.is_in(asked, value_set=plan.names)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.pages.in_flight import groups_in_flight
 from hicachectl.pages.summary import summarise, unusual_sizes
 from hicachectl.profiles.identities import markers_of
-from hicachectl.profiles.inference import PoolGuess
 from hicachectl.report.completeness import Completeness, completeness_of
 from hicachectl.report.names import deployment_name
 from hicachectl.report.prefixes import PrefixTree, prefix_tree
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.requests.chains import Chains, Hashing
+    from hicachectl.requests.measuring import HitsRequest
     from hicachectl.verification.request import VerifyRequest
 
 
@@ -48,17 +47,13 @@ _NAMED = ("severity", "code")
 class PictureRequest:
     """What to show.
 
-    verify: the checks to run, on the whole store. chains: of requests, if any; hashing: of their
-    tokens; None if unknown. guess: chooses the deployment that serves them, without a profile.
-    threshold: of the servers' prefetches; None: as for `measure_hits`.
+    verify: the checks to run, on the whole store.
+    hits: the requests to measure, if any.
     page: prefix of the hash of the page to show in full; None: choose one.
     """
 
     verify: VerifyRequest
-    chains: Chains | None = None
-    hashing: Hashing | None = None
-    guess: PoolGuess = field(default_factory=PoolGuess)
-    threshold: int | None = None
+    hits: HitsRequest | None = None
     page: str | None = None
 
 
@@ -176,22 +171,13 @@ def _tree(
     store: Store, inventory: Inventory, request: PictureRequest
 ) -> tuple[PrefixTree | None, str, tuple[str, ...]]:
     """Return the tree of the requests, or why there is none, and remarks on it."""
-    if request.chains is None:
+    if request.hits is None:
         return None, "", ()
-    hits, measured = measure_listed(
-        store,
-        inventory,
-        request.verify.real_profile,
-        request.chains,
-        request.hashing,
-        choice=request.guess,
-        threshold=request.threshold,
-    )
+    hits, measured = measure_listed(store, inventory, request.hits)
     told = tuple(f"Requests: {text}" for text in measured.remarks if text not in store.remarks)
     name = "" if hits.deployment is None else deployment_name(hits.deployment)
-    page_size = None if request.hashing is None else request.hashing.page_size
     try:
-        return prefix_tree(hits, measured, name, page_size), "", told
+        return prefix_tree(hits, measured, name), "", told
     except FormatError as error:
         return None, str(error), told
 

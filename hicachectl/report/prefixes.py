@@ -10,9 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.restorable import positions_of
-from hicachectl.prewarming.forest import grow_forest
 from hicachectl.report.names import NO_RANKS, pool_text, rank_text
-from hicachectl.requests.chains import raw_pages
 from hicachectl.requests.gate import served_share
 from hicachectl.text.terminal import escape_controls
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.prewarming.forest import Forest
+    from hicachectl.requests.forest import Forest
     from hicachectl.requests.hits import Hits
     from hicachectl.requests.measuring import HitsReport
 
@@ -89,24 +87,21 @@ class PrefixTree:
     stop_count: int
 
 
-def prefix_tree(
-    hits: Hits, measured: HitsReport, deployment: str, page_size: int | None
-) -> PrefixTree:
+def prefix_tree(hits: Hits, measured: HitsReport, deployment: str) -> PrefixTree:
     """Return the tree of the chains of hits.
 
     measured: the report on these hits. deployment: its name. Raises FormatError if chains
     contradict each other.
     """
     chains = hits.chains
-    names = raw_pages(hits.page_names.cast(pa.string()))
-    forest = grow_forest(names, hits.page_of.astype(np.int32), chains.offsets)
+    forest = chains.forest
     counts = np.bincount(hits.page_of, minlength=len(forest)).astype(np.int64)
     runs = _runs(forest, _states(hits), counts, hits.page_of)
     nodes, rows = _placed(runs)
     stops, stop_count = _stops(hits, measured.rows.column("stopped_by"), runs, rows)
     return PrefixTree(
         deployment=deployment,
-        page_size=page_size,
+        page_size=chains.page_size,
         usable_share=measured.document["usable_share"],
         served_share=served_share(measured.document),
         below=_count_below(measured.rows),

@@ -1,4 +1,4 @@
-"""Build page chains from command-line options."""
+"""Read the requests that command-line options name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import GIVE_PROFILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from hicachectl.formats.profile import Profile
-    from hicachectl.requests.chains import Chains, Hashing
-    from hicachectl.requests.files import Request
+    from hicachectl.requests.chains import Hashing, Requests
+    from hicachectl.requests.files import PromptTokenizer
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
@@ -34,32 +35,36 @@ def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashin
     )
 
 
-def asked_chains(options: Mapping[str, Any], hashing: Hashing | None) -> Chains:
-    """Read the chains of --pages, or hash the requests of --token-ids or --prompts.
+def asked_requests(
+    options: Mapping[str, Any], hashing: Hashing | None, *, remedy: str = "record token ids"
+) -> Requests:
+    """Read the requests of --pages, --token-ids, --prompts or --trace.
 
-    Raises UsageError if the hashing is unknown, and as the readers of files do.
+    remedy: what to give instead of block ids. Raises UsageError if the hashing is unknown, and as
+    the readers of files do.
     """
-    from hicachectl.requests.chains import chains_of, chains_of_pages
-    from hicachectl.requests.files import read_page_chains
+    from hicachectl.requests.chains import requests_of, requests_of_pages
+    from hicachectl.requests.files import read_page_chains, read_requests
 
     if options["pages"]:
-        page_size = None if hashing is None else hashing.page_size
-        return chains_of_pages(read_page_chains(options["pages"]), page_size)
+        path = options["pages"]
+        return requests_of_pages(read_page_chains(path), hashing, source=str(path))
     if hashing is None:
         raise UsageError(f"Hashing token ids needs a page size; {GIVE_PROFILE}, or --page-size")
-    return chains_of(asked_requests(options), hashing)
+    path, tokenizer = asked_file(options)
+    requests = requests_of(read_requests(path, tokenizer), hashing, source=str(path))
+    requests.refuse_block_ids(remedy)
+    return requests
 
 
-def asked_requests(options: Mapping[str, Any]) -> Iterator[Request]:
-    """Read the requests of --token-ids, or of --prompts through a tokenizer."""
-    from hicachectl.requests.files import read_prompts, read_token_ids
-
-    if options["token_ids"]:
-        return read_token_ids(options["token_ids"])
+def asked_file(options: Mapping[str, Any]) -> tuple[Path, PromptTokenizer | None]:
+    """Return the file of --token-ids, --prompts or --trace; with a tokenizer for --prompts."""
     from hicachectl.requests.tokenizing import find_tokenizer
 
+    if not options["prompts"]:
+        return options["token_ids"] or options["trace"], None
     places = (options["model_config"], options["profile_file"])
-    return read_prompts(options["prompts"], find_tokenizer(options["tokenizer"], places))
+    return options["prompts"], find_tokenizer(options["tokenizer"], places)
 
 
 def of_requests(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,15 +1,17 @@
-"""Page chains of many requests, in flat arrays."""
+"""Requests as chains of pages or blocks, in columns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from array import array
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.formats.errors import FormatError
+from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import (
     HASH_BYTES,
     namespace_seed,
@@ -17,20 +19,24 @@ from hicachectl.formats.hashing import (
     restorable_pages,
 )
 from hicachectl.formats.releases import release_of
+from hicachectl.formats.wording import needs_profile
+from hicachectl.requests.forest import grow_forest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.files import Request
+    from hicachectl.requests.forest import Forest
 
     IntArray = npt.NDArray[np.int64]
+    Names = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 
-_SAMPLE_REQUESTS, _SAMPLE_TOKENS = 8, 1026  # tokens of a page of 1024, the next, and a bigram
+MAX_REFERENCES = 2**31 - 1
+_SAMPLE_REQUESTS = 8
+_SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
 
 _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
-_DIGITS = np.zeros(256, np.uint8)
-_DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +62,82 @@ class Hashing:
     def hashes(self, request: Request) -> npt.NDArray[np.uint8]:
         """Return the hashes of full pages: [pages, 32]. Raises FormatError naming the line."""
         try:
-            return self.hashes_of(request.token_ids, request.extra_key, request.cache_salt)
+            seed = namespace_seed(request.extra_key, request.cache_salt) if self.seeds else None
+            return page_hashes(request.token_ids, self.page_size, bigram=self.bigram, prior=seed)
         except FormatError as error:
             raise FormatError(f"{request.where}: {error}") from error
 
-    def hashes_of(
-        self, token_ids: Sequence[int], extra_key: str | None, cache_salt: str | None
-    ) -> npt.NDArray[np.uint8]:
-        """Return the hashes of a request's full pages: [pages, 32]. Raises FormatError."""
-        seed = namespace_seed(extra_key, cache_salt) if self.seeds else None
-        return page_hashes(token_ids, self.page_size, bigram=self.bigram, prior=seed)
+    def reach(self, tokens: int) -> int:
+        """Return the most pages of a prompt that a server can take from a store."""
+        return restorable_pages(tokens, self.page_size, bigram=self.bigram)
 
 
-@dataclass(frozen=True, slots=True)
-class Chains:
-    """Page chains, one after another.
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Chains of blocks, one for each request. A block is a page, or the block of a trace.
 
-    pages:   [all pages, 32] uint8, raw page hashes
-    offsets: [chains + 1] int64: chain i has pages[offsets[i]:offsets[i + 1]]
-    tokens:  [chains] int64, tokens of each request; -1 if only hashes are known
-    reach:   [chains] int64, pages that a server can take from a store: not the page of the last
-        token, which it always computes; all pages if only hashes are known
-    sample:  the first tokens of the first requests; empty if only hashes are known
+    source: name of the input, for messages.
+    names: [distinct, 32] uint8, page hashes; or [distinct] int64, block ids. Blocks are in the
+        order of their first use, so that each comes after its prefix.
+    blocks: [references] int32, indices into `names`, one chain after another.
+    offsets: [requests + 1] int64; request i has blocks[offsets[i]:offsets[i + 1]].
+    tokens: [requests] int64, tokens of each prompt; -1 if unknown.
+    reach: [requests] int64, blocks that a server can take from a store: not the page of the last
+        token, which it always computes; all blocks if tokens are unknown.
+    output_tokens: [requests] int64, generated tokens; -1 if unknown.
+    block_tokens: tokens of a full block; 0 if unknown.
+    times: [requests] float64 in the unit of the input; None if unknown.
+    starts: [requests] int64, byte offset of each line in a file; None without a file.
+    sample: first tokens of the first requests; empty if only hashes are known.
+    hashing: how tokens become these pages; None if unknown, and of block ids.
     """
 
-    pages: npt.NDArray[np.uint8]
+    names: Names
+    blocks: npt.NDArray[np.int32]
     offsets: IntArray
     tokens: IntArray
     reach: IntArray
+    output_tokens: IntArray
+    block_tokens: int = 0
+    times: npt.NDArray[np.float64] | None = None
+    starts: IntArray | None = None
     sample: tuple[Request, ...] = ()
+    hashing: Hashing | None = None
+    source: str = ""
+    _origin: tuple[Requests, IntArray | None] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def hashed(self) -> bool:
+        """Whether blocks are pages, named by their hashes."""
+        return self.names.ndim == 2
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a page; None if unknown."""
+        return None if self.hashing is None else self.hashing.page_size
+
+    @cached_property
+    def page_names(self) -> pa.StringArray:
+        """Hashes of the distinct pages, in hex."""
+        return hex_pages(self.names.astype(np.uint8, copy=False))
+
+    @cached_property
+    def forest(self) -> Forest:
+        """Prefix of each block. Raises FormatError if blocks have two prefixes."""
+        if self._origin is None:
+            return grow_forest(self.names, self.blocks, self.offsets, source=self.source)
+        origin, used = self._origin
+        return origin.forest if used is None else origin.forest.of(used)
+
+    def refuse_block_ids(self, remedy: str) -> None:
+        """Raise UsageError if blocks are not pages."""
+        if not self.hashed:
+            raise UsageError(
+                f"{self.source}: has block ids, which do not give the keys of pages; {remedy}"
+            )
 
     def requested_tokens(self, page_size: int) -> int:
         """Return the number of tokens that shares refer to.
@@ -98,78 +148,219 @@ class Chains:
         alone = np.where(self.reach == 0, np.maximum(self.tokens, 0), 0)
         return int(self.reach.sum()) * page_size + int(alone.sum())
 
-    def within_reach(self) -> Chains:
-        """Return the chains, each cut to its reach."""
-        lengths = np.diff(self.offsets)
-        if np.array_equal(lengths, self.reach):
+    def within_reach(self) -> Requests:
+        """Return the requests, each cut to its reach."""
+        return self.cut(self.reach)
+
+    def cut(self, lengths: IntArray) -> Requests:
+        """Return the requests, each cut to its first blocks: lengths [requests]."""
+        if np.array_equal(lengths, np.diff(self.offsets)):
             return self
-        offsets = np.concatenate([[0], np.cumsum(self.reach)])
-        shift = np.repeat(self.offsets[:-1] - offsets[:-1], self.reach)
-        taken = self.pages[np.arange(offsets[-1]) + shift]
-        return replace(self, pages=taken, offsets=offsets)
+        offsets, places = _ranges(self.offsets[:-1], lengths)
+        reach = np.minimum(self.reach, lengths)
+        return self._made_of(places, fewer=True, offsets=offsets, reach=reach)
 
-    def distinct_pages(self) -> tuple[pa.StringArray, IntArray]:
-        """Return the distinct pages in hex [distinct], and each page's index among them."""
-        fixed = pa.FixedSizeBinaryArray.from_buffers(
-            pa.binary(HASH_BYTES), len(self.pages), [None, pa.py_buffer(self.pages)]
-        )
-        coded = fixed.dictionary_encode()
-        distinct = np.frombuffer(coded.dictionary.buffers()[1], np.uint8)
-        distinct = distinct[: len(coded.dictionary) * HASH_BYTES].reshape(-1, HASH_BYTES)
-        return hex_pages(distinct), coded.indices.to_numpy().astype(np.int64)
+    def take(self, order: IntArray) -> Requests:
+        """Return some of the requests, each once, in this order."""
+        offsets, places = _ranges(self.offsets[:-1][order], np.diff(self.offsets)[order])
+        names = ("tokens", "reach", "output_tokens", "times", "starts")
+        columns: dict[str, Any] = {name: getattr(self, name) for name in names}
+        columns = {n: None if column is None else column[order] for n, column in columns.items()}
+        return self._made_of(places, fewer=len(order) < len(self), offsets=offsets, **columns)
+
+    def in_time_order(self) -> Requests:
+        """Return the requests in the order of their times, if these are known.
+
+        The names stay as they are.
+        """
+        if self.times is None or not (np.diff(self.times) < 0).any():
+            return self
+        return self.take(np.argsort(self.times, kind="stable"))
+
+    def _made_of(self, places: IntArray, *, fewer: bool, **columns: Any) -> Requests:
+        """Return requests of the blocks at some places. fewer: names can be left over."""
+        blocks, names, used = self.blocks[places], self.names, None
+        if fewer:
+            coded = pa.array(blocks).dictionary_encode()
+            used = coded.dictionary.to_numpy().astype(np.int64)
+            blocks, names = coded.indices.to_numpy(), self.names[used]
+        return replace(self, names=names, blocks=blocks, _origin=(self, used), **columns)
 
 
-def chains_of(requests: Iterable[Request], hashing: Hashing) -> Chains:
-    """Return the chains of requests, without tokens. Raises FormatError naming the line."""
-    hashed: list[npt.NDArray[np.uint8]] = []
-    tokens: list[int] = []
-    sample = RequestSample()
+def requests_of(
+    requests: Iterable[Request], hashing: Hashing | None, *, source: str = "requests"
+) -> Requests:
+    """Return requests in columns, without their tokens, in the same order.
+
+    hashing: of token ids. Raises FormatError naming the line; UsageError for token ids without
+    hashing, and without requests.
+    """
+    columns = _Columns(hashing)
     for request in requests:
-        hashed.append(hashing.hashes(request))
-        tokens.append(len(request.token_ids))
-        sample.add(request)
-    reach = [restorable_pages(n, hashing.page_size, bigram=hashing.bigram) for n in tokens]
-    return replace(_chains(hashed, tokens, reach), sample=sample.requests)
+        columns.add(request)
+    if not columns.lengths:
+        raise UsageError(f"{source}: has no requests; give one at least")
+    return columns.finished(source)
 
 
-class RequestSample:
-    """The first tokens of the first requests."""
+def requests_of_pages(
+    chains: Iterable[list[str]], hashing: Hashing | None, *, source: str = "pages"
+) -> Requests:
+    """Return requests of which only page hashes are known. hashing: None if unknown."""
+    columns, page_size = _Columns(hashing), None if hashing is None else hashing.page_size
+    for chain in chains:
+        hashes = np.frombuffer(bytes.fromhex("".join(chain)), np.uint8).reshape(-1, HASH_BYTES)
+        columns.add_pages(hashes, -1 if page_size is None else len(hashes) * page_size, len(hashes))
+    return columns.finished(source)
 
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
+
+class _Columns:
+    """Columns of requests so far."""
+
+    def __init__(self, hashing: Hashing | None) -> None:
+        self._hashing = hashing
+        self._hashes: list[npt.NDArray[np.uint8]] = []
+        self._ids = array("q")
+        self._hashed: bool | None = None
+        self._timed: bool | None = None
+        self._sample: list[Request] = []
+        self._times = array("d")
+        self.lengths = array("q")
+        self._tokens = array("q")
+        self._reach = array("q")
+        self._outputs = array("q")
+        self._starts = array("q")
 
     def add(self, request: Request) -> None:
-        """Keep the beginning of a request, if it is one of the first."""
-        if not self.full:
-            beginning = request.token_ids[:_SAMPLE_TOKENS]
-            self._requests.append(replace(request, token_ids=beginning))
+        """Add a request. Raises FormatError naming the line."""
+        hashed, timed = request.block_ids is None, request.time is not None
+        _refuse_other(request, self._hashed, hashed, '"token_ids"', '"hash_ids"')
+        _refuse_other(request, self._timed, timed, "a timestamp", "no timestamp")
+        self._hashed, self._timed = hashed, timed
+        if request.time is not None:
+            self._times.append(request.time)
+        self._outputs.append(request.output_tokens)
+        self._starts.append(request.start)
+        if request.block_ids is not None:
+            self._ids.extend(request.block_ids)
+            count = len(request.block_ids)
+            self._add_lengths(count, request.input_tokens, count)
+            return
+        if self._hashing is None:
+            raise UsageError(needs_profile("Hashing of token ids"))
+        count = len(request.token_ids)
+        self._add_hashes(self._hashing.hashes(request), count, self._hashing.reach(count))
+        if len(self._sample) < _SAMPLE_REQUESTS:
+            beginning = list(request.token_ids[:_SAMPLE_TOKENS])
+            self._sample.append(replace(request, token_ids=beginning))
 
-    @property
-    def full(self) -> bool:
-        """Whether no further request is kept."""
-        return len(self._requests) == _SAMPLE_REQUESTS
+    def add_pages(self, hashes: npt.NDArray[np.uint8], tokens: int, reach: int) -> None:
+        """Add a request of known pages."""
+        self._hashed = True
+        self._outputs.append(-1)
+        self._starts.append(-1)
+        self._add_hashes(hashes, tokens, reach)
 
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """The requests."""
-        return tuple(self._requests)
+    def _add_hashes(self, hashes: npt.NDArray[np.uint8], tokens: int, reach: int) -> None:
+        self._hashes.append(hashes)
+        self._add_lengths(len(hashes), tokens, reach)
+
+    def _add_lengths(self, count: int, tokens: int, reach: int) -> None:
+        self.lengths.append(count)
+        self._tokens.append(tokens)
+        self._reach.append(reach)
+
+    def finished(self, source: str) -> Requests:
+        """Return the requests. Raises FormatError for too many references."""
+        lengths = _numpy(self.lengths)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if offsets[-1] > MAX_REFERENCES:
+            raise FormatError(
+                f"{source}: has {offsets[-1]} block references, but at most 2^31-1 are allowed; "
+                "split the file"
+            )
+        tokens, starts = _numpy(self._tokens), _numpy(self._starts)
+        hashing = None if self._hashed is False else self._hashing
+        names, blocks = _distinct_ids(self._ids) if self._hashed is False else self._distinct()
+        return Requests(
+            names=names,
+            blocks=blocks,
+            offsets=offsets,
+            tokens=tokens,
+            reach=_numpy(self._reach),
+            output_tokens=_numpy(self._outputs),
+            block_tokens=(_block_tokens(tokens, lengths) if hashing is None else hashing.page_size),
+            times=np.array(self._times, np.float64) if self._timed else None,
+            starts=None if (starts < 0).any() else starts,
+            sample=tuple(self._sample),
+            hashing=hashing,
+            source=source,
+        )
+
+    def _distinct(self) -> tuple[Names, npt.NDArray[np.int32]]:
+        """Return the distinct pages, and the index of each page among them."""
+        hashes = np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *self._hashes])
+        self._hashes.clear()
+        # Numbers of 64 bits are found several times faster than 32 bytes.
+        words = np.ascontiguousarray(hashes[:, :8]).view(np.int64).ravel()
+        coded = pa.array(words).dictionary_encode()
+        blocks = coded.indices.to_numpy()
+        first = np.zeros(len(coded.dictionary), np.int64)
+        first[blocks[::-1]] = np.arange(len(blocks))[::-1]
+        names = hashes[first]
+        if np.array_equal(names[blocks], hashes):
+            return names, blocks
+        fixed = pa.FixedSizeBinaryArray.from_buffers(
+            pa.binary(HASH_BYTES), len(hashes), [None, pa.py_buffer(hashes)]
+        )
+        coded = fixed.dictionary_encode()
+        names = np.frombuffer(coded.dictionary.buffers()[1], np.uint8)
+        names = names[: len(coded.dictionary) * HASH_BYTES].reshape(-1, HASH_BYTES)
+        return names, coded.indices.to_numpy()
 
 
-def chains_of_pages(chains: Iterable[list[str]], page_size: int | None) -> Chains:
-    """Return the chains that lists of page hashes name. page_size: None if unknown."""
-    hashed = [
-        np.frombuffer(bytes.fromhex("".join(chain)), np.uint8).reshape(-1, HASH_BYTES)
-        for chain in chains
-    ]
-    pages = [len(chain) for chain in hashed]
-    tokens = [-1 if page_size is None else n * page_size for n in pages]
-    return _chains(hashed, tokens, pages)
+def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
+    """Return offsets of ranges, put one after another, and the places of all their items."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
-def hex_chains(requests: Iterable[Request], hashing: Hashing) -> Iterator[list[str]]:
-    """Yield the page hashes of each request, in hex."""
-    for request in requests:
-        yield hex_pages(hashing.hashes(request)).to_pylist()
+def _distinct_ids(ids: array[int]) -> tuple[Names, npt.NDArray[np.int32]]:
+    coded = pa.array(_numpy(ids)).dictionary_encode()
+    return coded.dictionary.to_numpy(), coded.indices.to_numpy()
+
+
+def _numpy(values: array[int]) -> IntArray:
+    return np.frombuffer(values, np.int64) if values else np.zeros(0, np.int64)
+
+
+def _refuse_other(request: Request, before: bool | None, now: bool, yes: str, no: str) -> None:
+    """Raise FormatError if a request differs from earlier requests."""
+    if before is not None and before != now:
+        mine, theirs = (yes, no) if now else (no, yes)
+        raise FormatError(
+            f"{request.where}: has {mine}, but earlier lines have {theirs}; write all lines alike"
+        )
+
+
+def _block_tokens(tokens: IntArray, lengths: IntArray) -> int:
+    """Return the tokens of a block: every prompt of n tokens has ceil(n / tokens) blocks.
+
+    If several numbers fit, the least power of two among them, else the least; 0 if none fits.
+    """
+    known = (tokens > 0) & (lengths > 0)
+    if not known.any() or not (tokens >= 0).all():
+        return 0
+    tokens, blocks = tokens[known], lengths[known]
+    least = int((-(-tokens // blocks)).max())
+    several = blocks > 1
+    most = int(((tokens[several] - 1) // (blocks[several] - 1)).min(initial=MAX_REFERENCES))
+    if least > most:
+        return 0
+    power = 1 << (least - 1).bit_length()
+    return power if power <= most else least
 
 
 def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
@@ -180,24 +371,3 @@ def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
     kind, step = (pa.string(), np.int32) if text.nbytes < 1 << 31 else (pa.large_string(), np.int64)
     ends = np.arange(len(pages) + 1, dtype=step) * width
     return pa.Array.from_buffers(kind, len(pages), [None, pa.py_buffer(ends), pa.py_buffer(text)])
-
-
-def raw_pages(names: pa.StringArray) -> npt.NDArray[np.uint8]:
-    """Return raw page hashes [n, 32] uint8. names: in hex, without nulls."""
-    if not len(names):
-        return np.zeros((0, HASH_BYTES), np.uint8)
-    start, width = names.offset, 2 * HASH_BYTES
-    text = np.frombuffer(names.buffers()[2], np.uint8)[start * width : (start + len(names)) * width]
-    digits: npt.NDArray[np.uint8] = _DIGITS[text].reshape(-1, HASH_BYTES, 2)
-    pages: npt.NDArray[np.uint8] = digits[:, :, 0] * np.uint8(16) + digits[:, :, 1]
-    return pages
-
-
-def _chains(hashed: list[npt.NDArray[np.uint8]], tokens: list[int], reach: list[int]) -> Chains:
-    lengths = [len(chain) for chain in hashed]
-    return Chains(
-        pages=np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *hashed]),
-        offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
-        tokens=np.array(tokens, np.int64),
-        reach=np.array(reach, np.int64),
-    )

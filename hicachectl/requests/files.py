@@ -1,15 +1,18 @@
-"""Read requests from files, one per line: token ids, text, chats, or page hashes.
+"""Read requests from files of JSON lines: token ids, block ids, text, chats, or page hashes.
 
-Reading raises UsageError if the file cannot be read or has no requests, FormatError naming the
-line.
+Members of a line that change the pages of a request are read, or refused by name; others are
+ignored, so that a line can be a whole request body. Reading raises UsageError if the file cannot be
+read or has no requests, FormatError naming the line.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -17,30 +20,44 @@ from hicachectl.backends.disk.bounded import MAX_LINE_BYTES, read_lines
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
-    T = TypeVar("T")
-
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_MOST_TOKENS = 2**31 - 1
 _PROMPTS_AT_ONCE = 64  # a tokenizer encodes several in parallel
 _HASH = re.compile(r"[0-9a-f]{64}")
-_UNHASHABLE = "but only text parts can be hashed; give --token-ids with the ids that were served"
+_UNHASHABLE = "but only text can be hashed; give --token-ids with the ids that were served"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The parts of a request that determine its page hashes.
+    """A request: what determines its pages, and what else a trace tells.
 
-    where: "FILE: line N", for messages. An empty extra_key or cache_salt is None, as in SGLang
-    (managers/io_struct.py).
+    where: "FILE: line N", for messages.
+    token_ids: tokens of the prompt; empty with block_ids.
+    extra_key: SGLang's member of this name; an empty one is None (managers/io_struct.py).
+    cache_salt: SGLang's member of this name; an empty one is None.
+    block_ids: ids of blocks of tokens; equal ids have equal prefixes. None with token_ids.
+    time: time of the request, in any unit.
+    input_tokens: number of prompt tokens, with block_ids; -1 if unknown.
+    output_tokens: number of generated tokens; -1 if unknown.
+    start: byte offset of the line; -1 without a file.
     """
 
     where: str
     token_ids: list[int]
     extra_key: str | None = None
     cache_salt: str | None = None
+    block_ids: list[int] | None = None
+    time: float | None = None
+    input_tokens: int = -1
+    output_tokens: int = -1
+    start: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,61 +118,94 @@ class PromptTokenizer(Protocol):
         """Return the token ids of each prompt. A FormatError does not name the prompt."""
 
 
-class OfAdapter(msgspec.Struct):
-    """Members of a request for a LoRA adapter, whose pages have hashes of their own.
+class _Line(msgspec.Struct):
+    """Members of every line.
 
-    Source: SGLang srt/managers/schedule_batch.py :: Req.__init__ (extra_key + lora_id).
+    refused: members that make other pages than the text or tokens alone. Source: SGLang
+    srt/managers/io_struct.py :: GenerateReqInput; schedule_batch.py :: Req.__init__ (extra_key +
+    lora_id).
     """
 
+    refused: ClassVar[tuple[str, ...]] = (
+        "image_data",
+        "video_data",
+        "audio_data",
+        "input_embeds",
+        "session_params",
+    )
+    timestamp: float | str | None = None
+    input_length: int | None = None
+    output_length: int | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
     lora_path: Any = None
     lora_id: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    input_embeds: Any = None
+    session_params: Any = None
 
     def refuse(self) -> None:
-        """Raise FormatError if the request is for an adapter."""
-        for name, value in (("lora_path", self.lora_path), ("lora_id", self.lora_id)):
-            if value is not None:
+        """Raise FormatError for a member that makes other pages than tokens alone."""
+        for name in ("lora_path", "lora_id"):
+            if (value := getattr(self, name)) is not None:
                 raise FormatError(
                     f"{name} {shown(value)}: pages of LoRA adapters are not found by such a "
                     'line; give extra_key followed by lora_id as "extra_key", and leave out '
                     "lora_path and lora_id"
                 )
+        for name in self.refused:
+            if getattr(self, name):
+                raise FormatError(
+                    f"{name}: changes the pages of the request, {_UNHASHABLE}, without {name}"
+                )
+
+    def request(self, where: str, start: int, token_ids: list[int] | None, **ids: Any) -> Request:
+        """Return the request of a line with these tokens. Raises FormatError."""
+        inputs = _count(self.input_length, "input_length")
+        return Request(
+            where,
+            token_ids or [],
+            self.extra_key or None,
+            self.cache_salt or None,
+            time=_time(self.timestamp),
+            input_tokens=inputs if token_ids is None else len(token_ids),
+            output_tokens=_count(self.output_length, "output_length"),
+            start=start,
+            **ids,
+        )
 
 
-class _Unhashed(OfAdapter, forbid_unknown_fields=True):
-    """Members allowed beside the prompt: a line can be a whole request body.
-
-    Others are refused, since a mistyped or unsupported member could change the chain.
-    """
-
-    rid: msgspec.Raw = msgspec.Raw()
-    model: msgspec.Raw = msgspec.Raw()
-    user: msgspec.Raw = msgspec.Raw()
-    stream: msgspec.Raw = msgspec.Raw()
-    sampling_params: msgspec.Raw = msgspec.Raw()
-    max_tokens: msgspec.Raw = msgspec.Raw()
-    max_completion_tokens: msgspec.Raw = msgspec.Raw()
-    temperature: msgspec.Raw = msgspec.Raw()
-    top_p: msgspec.Raw = msgspec.Raw()
-    timestamp: msgspec.Raw = msgspec.Raw()
-    input_length: msgspec.Raw = msgspec.Raw()
-    output_length: msgspec.Raw = msgspec.Raw()
-    extra_key: str | None = None
-    cache_salt: str | None = None
-
-
-class _TokenLine(_Unhashed):
+class _TokenLine(_Line):
     token_ids: list[int] | None = None
     input_ids: list[int] | None = None
+    hash_ids: list[_Int64] | None = None
 
 
-class _PromptLine(_Unhashed):
+class _PromptLine(_Line):
+    """Members of a line with text or messages.
+
+    Source: SGLang srt/entrypoints/openai/protocol.py :: ChatCompletionRequest.
+    """
+
+    refused: ClassVar[tuple[str, ...]] = (
+        *_Line.refused,
+        "reasoning_effort",
+        "thinking",
+        "task",
+        "continue_final_message",
+    )
+    reasoning_effort: Any = None
+    thinking: Any = None
+    task: Any = None
+    continue_final_message: Any = None
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: msgspec.Raw = msgspec.Raw()
 
 
 class _PageLine(msgspec.Struct):
@@ -168,42 +218,71 @@ _PROMPT_LINE = msgspec.json.Decoder(str | list[dict[str, Any]] | _PromptLine)
 _PAGE_LINE = msgspec.json.Decoder(list[str] | _PageLine)
 
 
-def read_token_ids(path: Path) -> Iterator[Request]:
-    """Yield requests of token ids.
+def read_requests(path: Path, tokenizer: PromptTokenizer | None = None) -> Iterator[Request]:
+    """Yield the requests of a file: token ids or block ids; with a tokenizer, text or chats.
 
-    A line is a JSON list, {"token_ids": [...]} or {"input_ids": [...]}. Objects may have
-    "extra_key" and "cache_salt".
+    A line of token ids is a JSON list, or an object with "token_ids" or "input_ids". One of block
+    ids is an object with "hash_ids", as in Mooncake's public traces (FAST25-release). A line of
+    text or chats is a JSON string, a list of messages, or an object with "text", "prompt" or
+    "messages"; with messages it may have "chat_template_kwargs", "tools" and "tool_choice". Objects
+    may have "extra_key", "cache_salt", "timestamp" (a number in any unit, or ISO 8601),
+    "input_length" and "output_length" (in tokens).
     """
-    for where, line in _lines(path):
-        found: list[int] | _TokenLine = _decoded(_TOKEN_LINE, line, where)
-        if isinstance(found, list):
-            yield Request(where, found)
-            continue
-        ids = [value for value in (found.token_ids, found.input_ids) if value is not None]
-        if len(ids) != 1:
-            raise FormatError(f'{where}: needs exactly one of "token_ids" and "input_ids"')
-        yield Request(where, ids[0], found.extra_key or None, found.cache_salt or None)
+    lines = ((f"{path}: line {number}", start, line) for number, start, line in request_lines(path))
+    return _requests(lines, tokenizer)
 
 
-def read_prompts(path: Path, tokenizer: PromptTokenizer) -> Iterator[Request]:
-    """Yield requests of text or chats.
+def read_again(
+    path: Path, starts: Iterable[int], tokenizer: PromptTokenizer | None = None
+) -> Iterator[Request]:
+    """Yield the requests whose lines begin at bytes `starts`, in that order.
 
-    A line is a JSON string, {"text": "…"}, {"prompt": "…"}, a list of messages or
-    {"messages": [...]}. Objects may have "extra_key" and "cache_salt"; with messages also
-    "chat_template_kwargs", "tools" and "tool_choice".
+    Tokens are not kept, since there may be billions. Raises UsageError if the file cannot be read,
+    FormatError if it has changed.
     """
-    batch: list[tuple[str, Prompt, _PromptLine]] = []
-    for where, line in _lines(path):
-        found: str | list[dict[str, Any]] | _PromptLine = _decoded(_PROMPT_LINE, line, where)
-        if isinstance(found, str):
-            found = _PromptLine(text=found)
-        elif isinstance(found, list):
-            found = _PromptLine(messages=found)
-        batch.append((where, _prompt(found, where), found))
-        if len(batch) == _PROMPTS_AT_ONCE:
-            yield from _tokenized(batch, tokenizer)
-            batch = []
-    yield from _tokenized(batch, tokenizer)
+    try:
+        with path.open("rb") as file:
+            yield from _requests(_lines_at(path, file, starts), tokenizer)
+    except FormatError as error:
+        raise FormatError(f"{path}: changed since it was read; run again") from error
+    except OSError as error:
+        raise UsageError(
+            failed(path, "read the requests again", error, "check the file")
+        ) from error
+
+
+def _lines_at(
+    path: Path, file: BinaryIO, starts: Iterable[int]
+) -> Iterator[tuple[str, int, bytes]]:
+    for start in starts:
+        file.seek(start)
+        yield f"{path}: byte {start}", start, file.readline(MAX_LINE_BYTES)
+
+
+def _requests(
+    lines: Iterable[tuple[str, int, bytes]], tokenizer: PromptTokenizer | None
+) -> Iterator[Request]:
+    """Yield the requests of lines. lines: where each is, for messages; its offset; its bytes."""
+    if tokenizer is None:
+        for where, start, line in lines:
+            with _at(where):
+                request = _token_request(where, start, line)
+            yield request
+        return
+    rest = iter(lines)
+    while batch := list(islice(rest, _PROMPTS_AT_ONCE)):
+        yield from _tokenized([_prompt_line(*line) for line in batch], tokenizer)
+
+
+def _token_request(where: str, start: int, line: bytes) -> Request:
+    found: list[int] | _TokenLine = decode(_TOKEN_LINE, line)
+    if isinstance(found, list):
+        return Request(where, found, input_tokens=len(found), start=start)
+    found.refuse()
+    ids = [value for value in (found.token_ids, found.input_ids) if value is not None]
+    if len(ids) + (found.hash_ids is not None) != 1:
+        raise FormatError('needs exactly one of "token_ids" and "input_ids", or of "hash_ids"')
+    return found.request(where, start, ids[0] if ids else None, block_ids=found.hash_ids)
 
 
 def read_page_chains(path: Path) -> Iterator[list[str]]:
@@ -254,7 +333,8 @@ def _page_lines(path: Path, *, required: bool) -> Iterator[tuple[list[str], str 
     for where, line in _lines(path, required=required):
         chain, group = [line.decode(errors="replace")], None
         if line.startswith((b"{", b"[")):
-            found: list[str] | _PageLine = _decoded(_PAGE_LINE, line, where)
+            with _at(where):
+                found: list[str] | _PageLine = decode(_PAGE_LINE, line)
             if isinstance(found, _PageLine):
                 chain, group = [found.page], found.group
             else:
@@ -273,30 +353,59 @@ def _lines(path: Path, *, required: bool = True) -> Iterator[tuple[str, bytes]]:
         yield f"{path}: line {number}", line.strip()
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str) -> T:
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Name the line in a FormatError."""
     try:
-        found = decode(decoder, line)
-        if isinstance(found, OfAdapter):
-            found.refuse()
-        return found
+        yield
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
 
 
-def _prompt(line: _PromptLine, where: str) -> Prompt:
+def _time(stamp: float | str | None) -> float | None:
+    if isinstance(stamp, str):
+        try:
+            return datetime.fromisoformat(stamp).timestamp()
+        except (ValueError, OverflowError) as error:
+            raise FormatError(f"timestamp: {stamp!a:.60} is not ISO 8601") from error
+    if stamp is not None and not abs(stamp) < 1e18:
+        raise FormatError(f"timestamp: {stamp} is not in -1e18..1e18")
+    return stamp
+
+
+def _count(value: int | None, name: str) -> int:
+    if value is None:
+        return -1
+    if not 0 <= value <= _MOST_TOKENS:
+        raise FormatError(f"{name}: {value} is not in 0..2^31-1")
+    return value
+
+
+def _prompt_line(where: str, start: int, line: bytes) -> tuple[str, int, Prompt, _PromptLine]:
+    with _at(where):
+        found: str | list[dict[str, Any]] | _PromptLine = decode(_PROMPT_LINE, line)
+        if isinstance(found, str):
+            found = _PromptLine(text=found)
+        elif isinstance(found, list):
+            found = _PromptLine(messages=found)
+        found.refuse()
+        return where, start, _prompt(found), found
+
+
+def _prompt(line: _PromptLine) -> Prompt:
     given = [value for value in (line.text, line.prompt, line.messages) if value is not None]
     if len(given) != 1:
-        raise FormatError(f'{where}: needs exactly one of "text", "prompt" and "messages"')
+        raise FormatError('needs exactly one of "text", "prompt" and "messages"')
     if isinstance(given[0], str):
         if line.chat_template_kwargs or line.tools:
-            raise FormatError(f"{where}: chat_template_kwargs and tools need messages")
+            raise FormatError("chat_template_kwargs and tools need messages")
         return given[0]
     for number, message in enumerate(given[0]):
         if not isinstance(message.get("role"), str):
-            raise FormatError(f"{where}: messages[{number}]: has no role; give one")
-        _check_content(message.get("content"), f"{where}: messages[{number}]")
+            raise FormatError(f"messages[{number}]: has no role; give one")
+        _check_content(message.get("content"), f"messages[{number}]")
     choice = line.tool_choice or "auto"
-    return Chat(given[0], line.chat_template_kwargs, line.tools or (), choice)
+    return Chat(given[0], line.chat_template_kwargs or {}, line.tools or (), choice)
 
 
 def _check_content(content: object, where: str) -> None:
@@ -315,15 +424,17 @@ def _check_content(content: object, where: str) -> None:
 
 
 def _tokenized(
-    batch: list[tuple[str, Prompt, _PromptLine]], tokenizer: PromptTokenizer
+    batch: list[tuple[str, int, Prompt, _PromptLine]], tokenizer: PromptTokenizer
 ) -> Iterator[Request]:
     try:
-        encoded = tokenizer.encode([prompt for _, prompt, _ in batch]) if batch else []
+        encoded = tokenizer.encode([prompt for _, _, prompt, _ in batch])
     except FormatError as error:
         if len(batch) > 1:  # find the bad prompt
-            for one in batch:
-                yield from _tokenized([one], tokenizer)
+            for each in batch:
+                yield from _tokenized([each], tokenizer)
             return
         raise FormatError(f"{batch[0][0]}: {error}") from error
-    for (where, _, line), token_ids in zip(batch, encoded, strict=True):
-        yield Request(where, token_ids, line.extra_key or None, line.cache_salt or None)
+    for (where, start, _, line), token_ids in zip(batch, encoded, strict=True):
+        with _at(where):
+            request = line.request(where, start, token_ids)
+        yield request

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.group_table import GroupTable, SlotBlock
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.acceptance import Acceptance
-    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.chains import Requests
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -76,7 +76,7 @@ class Hits:
 
     deployment: Deployment | None
     needs: tuple[SlotBlock, ...]
-    chains: Chains
+    chains: Requests
     page_names: pa.StringArray
     page_of: IntArray
     kv_pages: IntArray
@@ -125,7 +125,7 @@ class Hits:
 def inventory_of_chains(
     store: Store,
     profile: Profile,
-    chains: Chains,
+    chains: Requests,
     *,
     only_others: bool = False,
     needs_pages: bool = False,
@@ -136,7 +136,7 @@ def inventory_of_chains(
     Looks up single keys if few, or if listings lack recent writes. If no key exists, lists the
     store, whose other keys may show why. Arguments and errors as of `take_inventory`.
     """
-    names, _ = chains.within_reach().distinct_pages()
+    names = chains.within_reach().page_names
     codec = codec_for(store.grammar)
     affixes = [spec.affix for spec in object_specs(profile, codec.scheme)]
     if store.traits.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
@@ -153,7 +153,7 @@ def inventory_of_chains(
 def hits_of_store(
     store: Store,
     profile: Profile,
-    chains: Chains,
+    chains: Requests,
     *,
     needs_pages: bool = False,
     without: pa.StringArray | None = None,
@@ -181,7 +181,7 @@ def hits_of_store(
 def find_hits(
     inventory: Inventory,
     deployment_id: int | None,
-    chains: Chains,
+    chains: Requests,
     *,
     own: bool = False,
     acceptance: Acceptance | None = None,
@@ -194,7 +194,7 @@ def find_hits(
     page and object of its sets, and about 30 bytes per page of a chain.
     """
     chains = chains.within_reach()
-    page_names, page_of = chains.distinct_pages()
+    page_names, page_of = chains.page_names, chains.blocks.astype(np.int64)
     if deployment_id is None:
         return _no_hits(chains, page_names, page_of)
     table = _held_objects(inventory, deployment_id, page_names, own=own, acceptance=acceptance)
@@ -291,7 +291,7 @@ def _held(block: SlotBlock, count: int) -> BoolArray:
     return held
 
 
-def _no_hits(chains: Chains, page_names: pa.StringArray, page_of: IntArray) -> Hits:
+def _no_hits(chains: Requests, page_names: pa.StringArray, page_of: IntArray) -> Hits:
     nothing = np.zeros(len(chains), dtype=np.int64)
     stops = np.where(np.diff(chains.offsets) > 0, 0, -1)
     return Hits(

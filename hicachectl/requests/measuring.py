@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.requests.chains import Chains, Hashing
+    from hicachectl.requests.chains import Requests
     from hicachectl.requests.elsewhere import Elsewhere
     from hicachectl.requests.hits import Hits
 
@@ -46,59 +46,58 @@ class HitsReport:
     remarks: tuple[str, ...]
 
 
-def measure_hits(
-    store: Store,
-    profile: Profile | None,
-    chains: Chains,
-    hashing: Hashing | None,
-    *,
-    choice: PoolGuess | None = None,
-    threshold: int | None = None,
-    on_listed: Callable[[int], None] = lambda objects: None,
-) -> HitsReport:
-    """Return how far servers can restore each chain, and what else the store has of them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HitsRequest:
+    """Requests to measure.
 
-    profile: of the servers; None: the one deployment of the store that `choice` fits. hashing: of
-    the chains; None if unknown. threshold: the servers' prefetch threshold in tokens; None: as the
-    profile states, else SGLang's default. Raises ProfileError if the profile contradicts the store,
-    or `choice` fits several deployments; StoreUnavailable.
+    profile: profile of the servers; None: the one deployment of the store that `choice` fits.
+    threshold: the servers' prefetch threshold in tokens; None: what the profile states, else
+        SGLang's default.
     """
+
+    requests: Requests
+    profile: Profile | None = None
+    choice: PoolGuess = field(default_factory=PoolGuess)
+    threshold: int | None = None
+
+
+def measure_hits(
+    store: Store, request: HitsRequest, *, on_listed: Callable[[int], None] = lambda objects: None
+) -> HitsReport:
+    """Return how far servers can restore each request, and what else the store has of them.
+
+    Raises ProfileError if the profile contradicts the store, or `choice` fits several deployments;
+    StoreUnavailable.
+    """
+    profile, requests = request.profile, request.requests
     inventory = (
         take_inventory(store, on_batch=on_listed)
         if profile is None
-        else inventory_of_chains(store, profile, chains, only_others=True, on_batch=on_listed)
+        else inventory_of_chains(store, profile, requests, only_others=True, on_batch=on_listed)
     )
-    return measure_listed(
-        store, inventory, profile, chains, hashing, choice=choice, threshold=threshold
-    )[1]
+    return measure_listed(store, inventory, request)[1]
 
 
 def measure_listed(
-    store: Store,
-    inventory: Inventory,
-    profile: Profile | None,
-    chains: Chains,
-    hashing: Hashing | None,
-    *,
-    choice: PoolGuess | None = None,
-    threshold: int | None = None,
+    store: Store, inventory: Inventory, request: HitsRequest
 ) -> tuple[Hits, HitsReport]:
     """Return the hits in objects that are listed, and `measure_hits` of them."""
+    profile = request.profile
     hits = find_hits(
         inventory,
-        _deployment(inventory, profile, choice),
-        chains,
+        _deployment(inventory, request),
+        request.requests,
         acceptance=acceptance_of(store, inventory, profile),
     )
-    elsewhere = find_elsewhere(store, inventory, hits)
-    page_size = None if hashing is None else hashing.page_size
+    elsewhere = find_elsewhere(inventory, hits)
+    page_size, threshold = request.requests.page_size, request.threshold
     if threshold is None:
         threshold = PREFETCH_THRESHOLD if profile is None else profile.prefetch_threshold
     rows = hit_rows(hits, page_size, threshold, elsewhere)
     remarks = [
         *store.remarks,
         *hit_remarks(hits, inventory, expected_identities(store, profile)),
-        *miss_remarks(store, inventory, hits, elsewhere, hashing),
+        *miss_remarks(store, inventory, hits, elsewhere),
     ]
     if hits.deployment is None:
         remarks.append(explain_selection(store, inventory, EVERYTHING))
@@ -121,15 +120,13 @@ def _threshold_remarks(rows: pa.Table, threshold: int) -> list[str]:
     ]
 
 
-def _deployment(
-    inventory: Inventory, profile: Profile | None, choice: PoolGuess | None
-) -> int | None:
+def _deployment(inventory: Inventory, request: HitsRequest) -> int | None:
     """Return the index of the measured deployment; None if the store has no pages."""
-    if profile is not None:
+    if request.profile is not None:
         return 0  # assign_affixes puts the profile's deployment first
     if not inventory.table.deployments and not any(r.readings for r in inventory.table.resolved):
         return None
-    return choose_deployment(inventory, choice or PoolGuess())
+    return choose_deployment(inventory, request.choice)
 
 
 def _document(

@@ -12,7 +12,6 @@ from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.restorable import fetched
 from hicachectl.pages.naming import deployment_text, profile_document
 from hicachectl.profiles.stamps import stamp_differences
-from hicachectl.requests.chains import Hashing
 from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hits import hits_of_store
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
 
 # Settings that decide which objects a server requests and how it reads them, each with the option
@@ -64,7 +63,7 @@ def count_usable(
     store: Store,
     target: Profile,
     served: Mapping[str, Profile],
-    chains: Chains,
+    chains: Requests,
     *,
     explains: bool = False,
     needs_pages: bool = False,
@@ -98,8 +97,8 @@ def count_usable(
     fewest = min(counted, key=lambda one: (int(one.served.sum()), int(one.usable.sum())))
     deployment = fewest.deployment
     if explains and deployment is target:
-        elsewhere = find_elsewhere(store, inventory, hits)
-        remarks += miss_remarks(store, inventory, hits, elsewhere, Hashing.of(target))
+        elsewhere = find_elsewhere(inventory, hits)
+        remarks += miss_remarks(store, inventory, hits, elsewhere)
     return Usable(fewest.usable, fewest.served, deployment, hits, tuple(remarks))
 
 
@@ -133,7 +132,7 @@ def stamp_remarks(store: Store, target: Profile) -> list[str]:
 
 
 def _restorable(
-    store: Store, profile: Profile, chains: Chains, on_batch: Callable[[int], None]
+    store: Store, profile: Profile, chains: Requests, on_batch: Callable[[int], None]
 ) -> IntArray:
     try:
         return hits_of_store(store, profile, chains, on_batch=on_batch)[1].usable_pages

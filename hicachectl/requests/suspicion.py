@@ -16,19 +16,19 @@ from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.requests.chains import Chains
+    from hicachectl.requests.chains import Requests
 
 _PAGE_SIZES = tuple(1 << power for power in range(11))
 
 
-def suspect_hashing(url: str, inventory: Inventory, chains: Chains, hashing: Hashing | None) -> str:
+def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
     """Return why a store has pages, but none of any chain, as far as that shows; else "".
 
-    inventory: of the whole store. hashing: of the chains; None if their tokens are not known. Tries
-    the usual page sizes, both hash units, and hashes with and without a namespace, on the first
-    requests.
+    inventory: all objects of the store. Tries the usual page sizes, both hash units, and hashes
+    with and without a namespace, on the first requests.
     """
-    names, _ = chains.within_reach().distinct_pages()
+    hashing = chains.hashing
+    names = chains.within_reach().page_names
     if not len(names) or inventory.is_foreign.all() or len(_present(inventory, names)):
         return ""
     found = f"{url}: has pages, but none of the {counted(len(names), 'requested page')}"
@@ -73,7 +73,7 @@ def _remedy(used: Hashing, other: Hashing) -> str:
     return f"give {' and '.join(options)}, or correct {' and '.join(fields)} in the profile"
 
 
-def _likely(inventory: Inventory, chains: Chains, used: Hashing) -> tuple[Hashing, int] | None:
+def _likely(inventory: Inventory, chains: Requests, used: Hashing) -> tuple[Hashing, int] | None:
     """Return the hashing that finds pages of most of the first requests, and of how many."""
     named = any(request.extra_key or request.cache_salt for request in chains.sample)
     seedings = (used.seeds, not used.seeds) if named else (used.seeds,)
@@ -92,7 +92,7 @@ def _likely(inventory: Inventory, chains: Chains, used: Hashing) -> tuple[Hashin
     return (tried[best][0], counts[best]) if counts and counts[best] else None
 
 
-def _pages(chains: Chains, hashing: Hashing) -> list[pa.StringArray]:
+def _pages(chains: Requests, hashing: Hashing) -> list[pa.StringArray]:
     """Return the pages of each request of the sample; none for tokens that cannot be hashed."""
     try:
         return [hex_pages(hashing.hashes(request)) for request in chains.sample]

@@ -11,6 +11,7 @@ import pytest
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.prewarming.through_server import Prefix, ThroughServer
 from hicachectl.profiles.server import fetch_server
+from hicachectl.requests.files import Request
 from tests.attack.children import Ended, attacked
 from tests.backends.http_scripts import PATIENCE_S, SOON_S, Call, reply, serving
 from tests.stores import DSA
@@ -116,7 +117,7 @@ def pulled_through(place: str, tmp_path: Path, *options: object) -> Ended:
 def pull_one(script: Script) -> Any:
     with serving(script) as place:
         server = ThroughServer(f"http://{place}", api_key="", jobs=1, request_timeout_s=SOON_S)
-        server.pull([Prefix(0, 2, list(range(9)))])
+        server.pull([Prefix(0, 2, Request("test", list(range(9))))])
         (result,) = server.pulled
     return result
 
@@ -194,7 +195,7 @@ def test_an_answer_without_end_is_given_up(name: str) -> None:
         with pytest.raises(StoreUnavailable, match="SGLang server"):
             fetch_server(f"http://{place}", timeout_s=2.0)
         server = ThroughServer(f"http://{place}", jobs=1, request_timeout_s=2.0, pause_s=0.01)
-        prefixes = [Prefix(number, 2, list(range(9))) for number in range(3)]
+        prefixes = [Prefix(number, 2, Request("test", list(range(9)))) for number in range(3)]
         with pytest.raises(StoreUnavailable, match="SGLang server"):
             server.pull(prefixes)
 

@@ -27,9 +27,9 @@ from hicachectl.backends.base import Limits, Store, Traits, scan_schema
 from hicachectl.formats.hashing import page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.requests.chains import Chains, Hashing, chains_of, hex_pages
+from hicachectl.requests.chains import Hashing, Requests, hex_pages, requests_of
 from hicachectl.requests.elsewhere import find_elsewhere
-from hicachectl.requests.files import Request, read_token_ids
+from hicachectl.requests.files import Request, read_requests
 from hicachectl.requests.hit_rows import hit_rows
 from hicachectl.requests.hits import find_hits
 from hicachectl.requests.suspicion import suspect_hashing
@@ -129,7 +129,7 @@ def main() -> None:
         print(f"{options.chains} requests of {options.pages} pages, {options.objects} objects")
         chains, hashing = timed(
             "read and hash the requests",
-            lambda: chains_of(read_token_ids(path), Hashing.of(profile)),
+            lambda: requests_of(read_requests(path), Hashing.of(profile)),
         )
     inventory, listed = timed("list the store", lambda: take_inventory(store, profile))
     hits, found = timed("find hits", lambda: find_hits(inventory, 0, chains))
@@ -137,22 +137,18 @@ def main() -> None:
     check(chains, hits)
     wide = take_inventory(listing(stored, 0.0, OTHER_SUFFIXES), profile, only_others=True)
     missed = find_hits(wide, 0, chains)
-    elsewhere, _ = timed(
-        "find missing pages elsewhere", lambda: find_elsewhere(store, wide, missed)
-    )
+    elsewhere, _ = timed("find missing pages elsewhere", lambda: find_elsewhere(wide, missed))
     assert len(elsewhere[0].pages) == len(missed.page_names)
-    strange = chains_of(
+    strange = requests_of(
         [Request("", list(range(PAGE_SIZE * options.pages)))], Hashing(2 * PAGE_SIZE)
     )
-    said, _ = timed(
-        "suspect the hashing", lambda: suspect_hashing("x", wide, strange, Hashing(2 * PAGE_SIZE))
-    )
+    said, _ = timed("suspect the hashing", lambda: suspect_hashing("x", wide, strange))
     assert "no other usual page size" in said
     print(f"find hits / list {found / listed:5.2f}   find hits / hash {found / hashing:5.2f}")
     print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 
-def check(chains: Chains, hits: Any) -> None:
+def check(chains: Requests, hits: Any) -> None:
     """Check that the hits are real work, not a shortcut."""
     assert len(hits.usable_pages) == len(chains)
     assert 0 < hits.usable_pages.mean() < np.diff(chains.offsets).mean()

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.prewarming.plan import plan_order
-from hicachectl.prewarming.trace import read_trace
-from hicachectl.prewarming.uses import walk_uses
+from hicachectl.prewarming.ranking import rank_blocks
+from hicachectl.prewarming.value.uses import walk_uses
+from hicachectl.requests.chains import requests_of
+from hicachectl.requests.files import read_requests
 from tests.bench.warm_replay import clairvoyant, first_uses, part, warmed_tokens
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
     Index = npt.NDArray[np.int64]
 
@@ -55,30 +56,30 @@ def main() -> None:
     if arguments.part != "speed":
         if arguments.trace is None:
             parser.error("quality needs --trace")
-        measure_quality(read_trace(arguments.trace, None))
+        measure_quality(requests_of(read_requests(arguments.trace), None))
     if arguments.part != "quality":
         measure_speed()
 
 
-def ours(known: Trace) -> Index:
-    return plan_order(known).order
+def ours(known: Requests) -> Index:
+    return rank_blocks(known).order
 
 
-def frequency(known: Trace) -> Index:
+def frequency(known: Requests) -> Index:
     return np.lexsort((known.forest.depths, -walk_uses(known).counts))
 
 
-def recency(known: Trace) -> Index:
+def recency(known: Requests) -> Index:
     return np.lexsort((known.forest.depths, -walk_uses(known).last))
 
 
-def decayed(known: Trace) -> Index:
+def decayed(known: Requests) -> Index:
     age = len(known) - np.repeat(np.arange(len(known)), np.diff(known.offsets))
     weights = np.exp(-age / (DECAY * len(known)))
     return np.lexsort((known.forest.depths, -np.bincount(known.blocks, weights)))
 
 
-ORDERS: dict[str, Callable[[Trace], Index]] = {
+ORDERS: dict[str, Callable[[Requests], Index]] = {
     "ours": ours,
     "frequency": frequency,
     "recency": recency,
@@ -86,9 +87,9 @@ ORDERS: dict[str, Callable[[Trace], Index]] = {
 }
 
 
-def measure_quality(trace: Trace) -> None:
+def measure_quality(trace: Requests) -> None:
     """Print the captured share for each order, split and capacity."""
-    print(f"{len(trace):,} requests, {len(trace.forest):,} blocks of {trace.block_tokens} tokens")
+    print(f"{len(trace):,} requests, {len(trace.names):,} blocks of {trace.block_tokens} tokens")
     columns = [f"{capacity:,}" for capacity in CAPACITIES]
     print(f"{'split':>16}  {'order':<9}", *(f"{name:>8}" for name in [*columns, "all"]))
     totals: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in ORDERS}
@@ -102,10 +103,10 @@ def measure_quality(trace: Trace) -> None:
         print_row("mean", name, np.mean(rows, 0))
 
 
-def captured(known: Trace, later: Trace) -> dict[str, npt.NDArray[np.float64]]:
+def captured(known: Requests, later: Requests) -> dict[str, npt.NDArray[np.float64]]:
     """Return the captured share at each capacity, and the mean over shares of the blocks."""
     uses = first_uses(known, later)
-    blocks = len(known.forest)
+    blocks = len(known.names)
     capacities = [*CAPACITIES, *(int(share * blocks) for share in SHARES)]
     best = np.maximum(warmed_tokens(clairvoyant(uses), uses, blocks, capacities), 1)
     found = {}

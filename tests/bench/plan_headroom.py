@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.prewarming.plan import plan_order
-from hicachectl.prewarming.trace import read_trace
-from hicachectl.prewarming.uses import walk_uses
-from hicachectl.prewarming.value import fit_reuse
+from hicachectl.prewarming.ranking import rank_blocks
+from hicachectl.prewarming.value.reuse import fit_reuse
+from hicachectl.prewarming.value.uses import walk_uses
+from hicachectl.requests.chains import requests_of
+from hicachectl.requests.files import read_requests
 from tests.bench.bench_prewarm_plan import CAPACITIES, SPLITS
 from tests.bench.warm_replay import FirstUses, clairvoyant, first_uses, part, warmed_tokens
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
     Index = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float64]
@@ -41,20 +42,20 @@ STEPS = 120  # time steps until a cold cache has filled
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, required=True, help="in Mooncake's format")
-    trace = read_trace(parser.parse_args().trace, None)
+    trace = requests_of(read_requests(parser.parse_args().trace), None)
     start, middle, end = (int(share * len(trace)) for share in SPLITS[0])
     known, later = part(trace, start, middle), part(trace, middle, end)
-    order, uses = plan_order(known).order, first_uses(known, later)
+    order, uses = rank_blocks(known).order, first_uses(known, later)
     print(f"{'C':>8}", *(f"{name:>9}" for name in ("captured", "choice", "own set", "by chance")))
     for capacity in CAPACITIES:
-        rank = ranks(order, len(known.forest))[uses.blocks]
+        rank = ranks(order, len(known.names))[uses.blocks]
         useful = uses.before < capacity
         orders = (
             order,
             uses.blocks[rank < capacity],
             uses.blocks[useful][np.argsort(rank[useful])],
         )
-        shares = [captured(one, uses, len(known.forest), capacity) for one in orders]
+        shares = [captured(one, uses, len(known.names), capacity) for one in orders]
         drawn = drawn_shares(known, order, capacity)
         print(
             f"{capacity:8,}",
@@ -76,14 +77,14 @@ def captured(order: Index, uses: FirstUses, blocks: int, capacity: int) -> float
     return float((warmed_tokens(order, uses, blocks, [capacity]) / np.maximum(best, 1))[0])
 
 
-def drawn_shares(known: Trace, order: Index, capacity: int) -> Floats:
+def drawn_shares(known: Requests, order: Index, capacity: int) -> Floats:
     """Return the shares that an order captures in futures drawn from the trace's chances."""
     assert known.times is not None
     now = float(known.times[-1])
     uses = walk_uses(known)
     reuse = fit_reuse(known, known.times, now, uses)
     assert reuse is not None
-    rate = len(known.forest) / reuse.span  # distinct blocks used per unit of time
+    rate = len(known.names) / reuse.span  # distinct blocks used per unit of time
     moments = np.linspace(0, 1.2 * capacity / rate, STEPS + 1)
     found = [chances for _, chances in reuse.chances(list(moments))]
     chances = np.concatenate(found, axis=1)[:, reuse.group_of]
@@ -97,7 +98,7 @@ def drawn_shares(known: Trace, order: Index, capacity: int) -> Floats:
         before = (moments[step[blocks]] * rate).astype(np.int64)
         tokens = np.full(len(blocks), float(known.block_tokens))
         future = FirstUses(blocks, step[blocks], tokens, before)
-        shares.append(captured(order, future, len(known.forest), capacity))
+        shares.append(captured(order, future, len(known.names), capacity))
     return np.array(shares)
 
 

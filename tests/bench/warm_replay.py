@@ -20,11 +20,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
     Index = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float64]
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 class FirstUses(NamedTuple):
     """First uses, by later requests, of blocks that earlier requests used; in order of use.
 
-    blocks: index in the forest. requests: which one uses the block first. tokens: saved by a hit.
-        before: distinct blocks that the later requests used before.
+    blocks: index among the names of the earlier requests.
+    requests: the request that uses the block first.
+    tokens: number that a hit saves.
+    before: number of distinct blocks that the later requests used before.
     """
 
     blocks: Index
@@ -43,37 +47,23 @@ class FirstUses(NamedTuple):
     before: Index
 
 
-def part(trace: Trace, start: int, stop: int) -> Trace:
-    """Return requests [start, stop) of a trace, with a forest of their blocks."""
-    from hicachectl.prewarming.forest import grow_forest
-    from hicachectl.prewarming.trace import Trace as Part
-
-    first, last = trace.offsets[start], trace.offsets[stop]
-    used, blocks = np.unique(trace.blocks[first:last], return_inverse=True)
-    offsets = trace.offsets[start : stop + 1] - first
-    return Part(
-        None if trace.times is None else trace.times[start:stop],
-        offsets,
-        blocks.astype(np.int32),
-        trace.input_tokens[start:stop],
-        trace.output_tokens[start:stop],
-        trace.block_tokens,
-        grow_forest(trace.forest.names[used], blocks.astype(np.int32), offsets),
-    )
+def part(requests: Requests, start: int, stop: int) -> Requests:
+    """Return requests [start, stop)."""
+    return requests.take(np.arange(start, stop))
 
 
-def first_uses(known: Trace, later: Trace) -> FirstUses:
+def first_uses(known: Requests, later: Requests) -> FirstUses:
     """Find the first use in `later` of each block of `known`; names are block ids."""
     request = np.repeat(np.arange(len(later)), np.diff(later.offsets))
     depth = later.forest.depths[later.blocks]
     _, first = np.unique(later.blocks, return_index=True)
     first.sort()
     before = np.searchsorted(first, later.offsets[request[first]])  # blocks of the requests before
-    names = later.forest.names[later.blocks[first]]
-    place = np.minimum(np.searchsorted(known.forest.names, names), len(known.forest) - 1)
-    found = known.forest.names[place] == names
+    names = pa.array(later.names[later.blocks[first]])
+    place = pc.index_in(names, value_set=pa.array(known.names)).fill_null(-1).to_numpy()
+    found = place >= 0
     first, place, before = first[found], place[found], before[found]
-    rest = later.input_tokens[request[first]] - later.block_tokens * depth[first]
+    rest = later.tokens[request[first]] - later.block_tokens * depth[first]
     tokens = np.clip(rest, 0, later.block_tokens).astype(np.float64)
     return FirstUses(place, request[first], tokens, before)
 

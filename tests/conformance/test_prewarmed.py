@@ -11,10 +11,11 @@ import random
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
 from hicachectl.formats.profile import profile_from_mapping
-from hicachectl.requests.chains import Hashing, chains_of, hex_pages
+from hicachectl.requests.chains import Hashing, requests_of
 from hicachectl.requests.files import Request
 from tests.conformance.store_cases import DEFAULT_LAYOUT
 from tests.conformance.test_hits import ask, compare
@@ -130,8 +131,8 @@ def _prompts(manifest: Manifest, chance: random.Random) -> list[Tokens]:
 def _chains(prompts: list[Tokens], profile: dict[str, Any]) -> list[list[str]]:
     """Return the page hashes that a server looks for."""
     hashing = Hashing.of(profile_from_mapping(profile))
-    chains = chains_of((Request("", tokens) for tokens in prompts), hashing).within_reach()
-    pages = hex_pages(chains.pages).to_pylist()
+    chains = requests_of((Request("", tokens) for tokens in prompts), hashing).within_reach()
+    pages = chains.page_names.take(pa.array(chains.blocks)).to_pylist()
     ends = chains.offsets.tolist()
     return [pages[start:end] for start, end in itertools.pairwise(ends)]
 

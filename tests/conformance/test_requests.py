@@ -123,7 +123,7 @@ def test_sglang_reads_our_requests_as_they_are_meant(
     request = Request("x", list(range(50)), "lora", "salt")
     bare = Request("y", list(range(50)))
     bodies = [
-        generate_body(prefix_of(0, one, 3, Hashing(8, bigram)), rank)
+        generate_body(prefix_of(0, one, 3, Hashing(8, bigram)).request, rank)
         for one in (request, bare)
         for bigram in (False, True)
         for rank in (None, 3)

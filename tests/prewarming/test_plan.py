@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.errors import UsageError
-from hicachectl.prewarming.hazard import Factor, Waits, age_edges, fit_hazards
-from hicachectl.prewarming.plan import TracePlan, pages_within, plan_order
-from hicachectl.prewarming.uses import link_requests, walk_uses
-from hicachectl.prewarming.value import fit_reuse
+from hicachectl.prewarming.ranking import RankedBlocks, pages_within, rank_blocks
+from hicachectl.prewarming.value.hazard import Factor, Waits, age_edges, fit_hazards
+from hicachectl.prewarming.value.reuse import fit_reuse
+from hicachectl.prewarming.value.uses import link_requests, walk_uses
 from tests.bench.bench_prewarm_plan import captured
 from tests.bench.warm_replay import part
 from tests.formats.small_models import LOGICAL
@@ -36,8 +36,8 @@ def chains(draw: st.DrawFn) -> list[list[int]]:
     return draw(st.lists(st.sampled_from(paths), min_size=1, max_size=30))
 
 
-def names(plan: TracePlan) -> list[int]:
-    found: list[int] = plan.forest.names[plan.order].tolist()
+def names(plan: RankedBlocks) -> list[int]:
+    found: list[int] = plan.requests.names[plan.order].tolist()
     return found
 
 
@@ -53,8 +53,8 @@ def test_a_plan_has_every_block_once_behind_its_prefix(
     if times is not None:
         rows = [{**row, "timestamp": time} for row, time in zip(rows, times, strict=False)]
     trace = trace_of(rows)
-    whole, plan = plan_order(trace), plan_order(trace, budget=budget)
-    assert sorted(whole.order.tolist()) == list(range(len(trace.forest)))
+    whole, plan = rank_blocks(trace), rank_blocks(trace, budget=budget)
+    assert sorted(whole.order.tolist()) == list(range(len(trace.names)))
     assert plan.order.tolist() == whole.order[:budget].tolist()
     place = np.empty(len(whole), np.int64)
     place[whole.order] = np.arange(len(whole))
@@ -64,23 +64,23 @@ def test_a_plan_has_every_block_once_behind_its_prefix(
 
 
 def test_without_times_blocks_are_ordered_by_how_many_requests_share_them() -> None:
-    plan = plan_order(trace_of([{"hash_ids": ids} for ids in ([1, 2], [3, 4], [3, 4], [3, 5])]))
+    plan = rank_blocks(trace_of([{"hash_ids": ids} for ids in ([1, 2], [3, 4], [3, 4], [3, 5])]))
     assert names(plan)[:2] == [3, 4]
     assert plan.values.tolist() == [3, 2, 1, 1, 1]
-    assert plan.requests.tolist() == plan.values.tolist()
+    assert plan.uses.tolist() == plan.values.tolist()
     assert plan.last_seen is None
 
 
 def test_what_was_never_used_twice_is_ordered_by_recency() -> None:
     rows = [{"timestamp": at, "hash_ids": [at, at + 100]} for at in (1, 2, 3)]
-    assert names(plan_order(trace_of(rows))) == [3, 103, 2, 102, 1, 101]
+    assert names(rank_blocks(trace_of(rows))) == [3, 103, 2, 102, 1, 101]
 
 
 def test_a_plan_says_how_often_and_when_a_block_was_used_last() -> None:
     rows = [{"timestamp": 10 * k, "hash_ids": ids} for k, ids in enumerate([[1], [1, 2], [3]])]
-    plan = plan_order(trace_of(rows))
+    plan = rank_blocks(trace_of(rows))
     assert plan.last_seen is not None
-    seen = dict(zip(names(plan), zip(plan.requests, plan.last_seen, strict=True), strict=True))
+    seen = dict(zip(names(plan), zip(plan.uses, plan.last_seen, strict=True), strict=True))
     assert seen == {1: (2, 10), 2: (1, 10), 3: (1, 20)}
 
 
@@ -90,7 +90,7 @@ def test_what_a_conversation_went_on_without_comes_last() -> None:
     dropped, kept = [900_000, 900_001, 900_002], [900_000, 900_003, 900_004]
     rows += [{**rows[-1], "timestamp": end + 10, "hash_ids": dropped}]
     rows += [{**rows[-1], "timestamp": end + 20, "hash_ids": kept}]
-    place = names(plan_order(trace_of(rows))).index
+    place = names(rank_blocks(trace_of(rows))).index
     assert place(900_004) < place(900_001)
 
 
@@ -186,7 +186,7 @@ def test_the_rate_of_blocks_that_were_left_behind_counts_their_time_since_then()
     assert reuse is not None
     horizon = until_used / 2
     chances = np.concatenate([found[0] for _, found in reuse.chances([horizon])])
-    waiting = (trace.forest.names % 3 == 1) & (uses.counts == 1)
+    waiting = (trace.names % 3 == 1) & (uses.counts == 1)
     waiting &= link_requests(trace, uses).left[uses.last] < len(trace)
     assert waiting.sum() > 300
     expected = 1 - np.exp(-horizon / until_used)

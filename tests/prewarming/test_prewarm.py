@@ -28,7 +28,7 @@ from hicachectl.pages.inventory import take_inventory
 from hicachectl.prewarming import finish
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.prewarming.prewarm import prewarm
-from hicachectl.requests.chains import Chains, Hashing, chains_of
+from hicachectl.requests.chains import Hashing, Requests, requests_of
 from hicachectl.requests.files import Request as Prompt
 from hicachectl.requests.hits import find_hits
 from tests.move.migrations import MODEL, demo_store
@@ -56,21 +56,17 @@ def tokens() -> list[int]:
 HASHES = page_hashes_hex(np.array(tokens()), PROFILE.page_size)
 
 
-def chains(*lengths: int) -> Chains:
+def chains(*lengths: int) -> Requests:
     """Return prompts for the demo's chain, each cut one token after the given number of pages."""
     prompts = [
         Prompt("test", [*tokens(), 1][: length * PROFILE.page_size + 1]) for length in lengths
     ]
-    return chains_of(prompts, Hashing.of(PROFILE))
+    return requests_of(prompts, Hashing.of(PROFILE))
 
 
-def in_turn(asked: Chains, names: pa.StringArray, page_of: IntArray) -> IntArray:
+def in_turn(asked: Requests) -> IntArray:
     """Rank pages by their first position."""
-    first = np.full(len(names), len(page_of), dtype=np.int64)
-    np.minimum.at(first, page_of, np.arange(len(page_of)))
-    rank = np.empty(len(names), dtype=np.int64)
-    rank[np.argsort(first, kind="stable")] = np.arange(len(names))
-    return rank
+    return np.arange(len(asked.names))
 
 
 @pytest.fixture
@@ -85,10 +81,10 @@ def target(tmp_path: Path) -> Path:
     return directory
 
 
-def warmed(source: Path, target: Path, asked: Chains | None, **options: Any) -> PrewarmOutcome:
+def warmed(source: Path, target: Path, asked: Requests | None, **options: Any) -> PrewarmOutcome:
     with FileStore(source) as one, FileStore(target) as other:
         return prewarm(
-            one, other, PrewarmRequest(profile=PROFILE, chains=asked, rank=in_turn, **options)
+            one, other, PrewarmRequest(profile=PROFILE, requests=asked, rank=in_turn, **options)
         )
 
 
@@ -98,7 +94,7 @@ def usable_share(outcome: PrewarmOutcome) -> float:
     return share
 
 
-def usable(store: Path, asked: Chains) -> list[int]:
+def usable(store: Path, asked: Requests) -> list[int]:
     with FileStore(store) as opened:
         inventory = take_inventory(opened, PROFILE)
     pages: list[int] = find_hits(inventory, 0, asked).usable_pages.tolist()

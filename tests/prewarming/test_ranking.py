@@ -1,4 +1,4 @@
-"""The order in which the pages of chains are copied, and hashes as text and bytes."""
+"""The order in which the pages of chains are copied."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
-from hicachectl.prewarming.ranking import Ranker, prefixes_worth_asking
-from hicachectl.requests.chains import chains_of_pages, hex_pages, raw_pages
+from hicachectl.prewarming.ranking import prefixes_worth_asking, rank_by_value
+from hicachectl.requests.chains import requests_of_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +23,8 @@ def page(number: int) -> str:
 
 def ranked(*prompts: Sequence[int]) -> list[int]:
     """Return the pages of prompts, given as numbers, best first."""
-    chains = chains_of_pages([[page(number) for number in prompt] for prompt in prompts], 16)
-    names, page_of = chains.distinct_pages()
-    rank = Ranker()(chains, names, page_of)
+    chains = requests_of_pages([[page(number) for number in prompt] for prompt in prompts], None)
+    names, rank = chains.page_names, rank_by_value(chains)
     assert sorted(rank.tolist()) == list(range(len(names)))
     return [int(names[at].as_py(), 16) for at in np.argsort(rank).tolist()]
 
@@ -56,21 +55,13 @@ def test_a_page_with_two_prefixes_is_named() -> None:
         ranked([1, 3], [2, 3])
 
 
-@given(st.lists(st.binary(min_size=32, max_size=32)), st.integers(0, 3))
-def test_hashes_are_read_as_they_are_spelt(hashes: list[bytes], skipped: int) -> None:
-    raw = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
-    text = hex_pages(raw)
-    assert text.to_pylist() == [each.hex() for each in hashes]
-    assert np.array_equal(raw_pages(text.slice(skipped)), raw[skipped:])
-
-
 def test_servers_are_asked_for_each_usable_prefix_once_and_the_most_shared_first() -> None:
     asked = [[1, 2, 3], [1, 2], [11, 12, 13], [11, 12, 14], [1, 2, 9], [21]]
-    chains = chains_of_pages([[page(number) for number in one] for one in asked], 16)
+    chains = requests_of_pages([[page(number) for number in one] for one in asked], None)
     usable = np.array([3, 2, 3, 2, 2, 0])  # 4th and 5th: only shared pages
 
     def chosen(*, longest_only: bool) -> list[int]:
-        found = prefixes_worth_asking(chains, usable, Ranker(), longest_only=longest_only)
+        found = prefixes_worth_asking(chains, usable, rank_by_value, longest_only=longest_only)
         return [int(number) for number in found]
 
     assert chosen(longest_only=True) == [0, 2]

@@ -15,20 +15,20 @@ from tests.prewarming.traces import conversations, trace_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
 
-def played(later: Trace, warmed: Sequence[int], capacity: int) -> int:
+def played(later: Requests, warmed: Sequence[int], capacity: int) -> int:
     """Return the hit tokens of an LRU cache that starts with the best blocks of `warmed`."""
     cache = OrderedDict.fromkeys(reversed(warmed[:capacity]))
     hit = 0
     for request in range(len(later)):
         start, stop = later.offsets[request : request + 2]
-        names = later.forest.names[later.blocks[start:stop]].tolist()
+        names = later.names[later.blocks[start:stop]].tolist()
         for depth, name in enumerate(names):
             if name not in cache:
                 break
-            rest = int(later.input_tokens[request]) - depth * later.block_tokens
+            rest = int(later.tokens[request]) - depth * later.block_tokens
             hit += min(later.block_tokens, rest)
         for name in reversed(names):
             cache[name] = None
@@ -45,7 +45,7 @@ def test_gains_equal_those_of_a_cache_played_block_by_block(seed: int, capacity:
     order = np.argsort(known.forest.depths, kind="stable")  # parents first
     uses = first_uses(known, later)
     gained = warmed_tokens(order, uses, len(order), [capacity])[0]
-    names = known.forest.names[order].tolist()
+    names = known.names[order].tolist()
     assert gained == played(later, names, capacity) - played(later, [], capacity)
 
 
@@ -53,7 +53,7 @@ def test_a_part_keeps_its_own_blocks_only() -> None:
     trace = trace_of(conversations(1, requests=40))
     later = part(trace, 20, 40)
     start = trace.offsets[20]
-    expected = trace.forest.names[trace.blocks[start:]]
-    assert np.array_equal(later.forest.names[later.blocks], expected)
+    expected = trace.names[trace.blocks[start:]]
+    assert np.array_equal(later.names[later.blocks], expected)
     assert later.block_tokens == trace.block_tokens
-    assert len(later.forest) == len(np.unique(expected))
+    assert len(later.names) == len(np.unique(expected))

@@ -252,7 +252,7 @@ def test_of_a_trace_each_prefix_is_asked_for_once_the_best_first(
         )
     # The demo has states; only a request that ends at page 4 restores that page's state.
     assert [body["input_ids"] for body in server.asked] == cut[::-1]
-    assert [row["request"] for row in document["pulled"][0]["requests"]] == [1, 2]
+    assert [row["request"] for row in document["pulled"][0]["requests"]] == [3, 0]
     assert document["usable_tokens"] == (4 + 8 + 8) * SIZE
 
 

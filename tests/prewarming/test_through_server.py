@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 FAST: dict[str, Any] = {"pause_s": 0.005, "api_key": "", "request_timeout_s": 10.0}
 PATIENCE_S = 60
 PATIENT: dict[str, Any] = {**FAST, "request_timeout_s": PATIENCE_S}
-PREFIXES = [Prefix(number, 2, list(range(number, number + 9))) for number in range(6)]
+PREFIXES = [
+    Prefix(number, 2, Request("test", list(range(number, number + 9)))) for number in range(6)
+]
 
 
 def answer_of(body: bytes, **meta: Any) -> bytes:
@@ -87,7 +89,7 @@ def test_each_prefix_is_asked_for_once_and_said_where_it_came_from(play: Play) -
     sources = {"device": 0, "host": 4, "storage": 4}
     assert all((r.cached_tokens, r.sources, r.error) == (8, sources, "") for r in pulled)
     bodies = [json.loads(call.body) for call in calls]
-    assert sorted(body["input_ids"] for body in bodies) == [p.token_ids for p in PREFIXES]
+    assert sorted(body["input_ids"] for body in bodies) == [p.request.token_ids for p in PREFIXES]
     assert bodies[0]["sampling_params"]["max_new_tokens"] == 1
     assert {call.path for call in calls} == {"/generate"}
     assert {call.headers["authorization"] for call in calls} == {"Bearer secret"}
@@ -358,17 +360,18 @@ def test_a_prefix_has_the_tokens_that_its_pages_need(bigram: bool) -> None:
     request = Request("x", list(range(100, 140)), "lora", "salt")
     for pages in range(9):
         prefix = prefix_of(7, request, pages, hashing)
-        count = len(prefix.token_ids)
+        count = len(prefix.request.token_ids)
         assert restorable_pages(count, 4, bigram=bigram) == pages
         assert restorable_pages(count - 1, 4, bigram=bigram) == max(pages - 1, 0)
         whole = page_hashes_hex(request.token_ids, 4, bigram=bigram)
-        assert page_hashes_hex(prefix.token_ids, 4, bigram=bigram)[:pages] == whole[:pages]
-        assert (prefix.number, prefix.extra_key, prefix.cache_salt) == (7, "lora", "salt")
+        assert page_hashes_hex(prefix.request.token_ids, 4, bigram=bigram)[:pages] == whole[:pages]
+        asked = prefix.request
+        assert (prefix.number, asked.extra_key, asked.cache_salt) == (7, "lora", "salt")
 
 
 def test_the_token_beyond_the_last_page_may_be_any() -> None:
     request = Request("x", list(range(8)))
-    assert list(prefix_of(0, request, 2, Hashing(4)).token_ids) == [*range(8), 7]
+    assert prefix_of(0, request, 2, Hashing(4)).request.token_ids == [*range(8), 7]
     with pytest.raises(
         FormatError, match=r"tokens \(8\) are too few for the pages to restore \(3\)"
     ):

@@ -9,23 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.prewarming.trace import read_trace
+from hicachectl.requests.chains import Hashing, requests_of
+from hicachectl.requests.files import read_requests
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
 BLOCK_TOKENS = 512
 
 Row = dict[str, Any]
 
 
-def trace_of(rows: list[Row], profile: Profile | None = None) -> Trace:
-    """Return the trace of a file of these requests."""
+def trace_of(rows: list[Row], profile: Profile | None = None) -> Requests:
+    """Return the requests of a file of these lines, in the order of their times."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return read_trace(path, profile)
+        return read_file(path, profile).in_time_order()
+
+
+def read_file(path: Path, profile: Profile | None = None) -> Requests:
+    """Return the requests of a file of token ids or block ids."""
+    hashing = None if profile is None else Hashing.of(profile)
+    return requests_of(read_requests(path), hashing, source=str(path))
 
 
 def conversations(

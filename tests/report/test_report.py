@@ -21,7 +21,8 @@ from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.report import charts
 from hicachectl.report.picture import Picture, PictureRequest, take_picture
 from hicachectl.report.prefixes import KV_ONLY, LOST, USABLE
-from hicachectl.requests.chains import Hashing, chains_of_pages
+from hicachectl.requests.chains import Hashing, requests_of_pages
+from hicachectl.requests.measuring import HitsRequest
 from hicachectl.verification.request import VerifyRequest
 from tests.report.page_texts import text_of
 from tests.small_file_system import small_file_system
@@ -319,7 +320,7 @@ def test_the_prefix_tree_agrees_with_hits(tmp_path: Path, invoke: Invoke) -> Non
         [*(page(n) for n in range(4)), *(page(n) for n in range(50, 53))],  # 4 usable
         [page(n) for n in range(60, 62)],  # nothing
     ]
-    picture = picture_of(store, chains=chains_of_pages(chains, 16), hashing=Hashing(16))
+    picture = picture_of(store, hits=HitsRequest(requests=requests_of_pages(chains, Hashing(16))))
     tree = picture.tree
     assert tree is not None
     listed = tmp_path / "chains.jsonl"
@@ -349,7 +350,8 @@ def test_objects_of_a_span_of_layers_are_told_apart(tmp_path: Path, invoke: Invo
     stems = [f"_ukv1-0123456789abcdef_L{span}" for span in ("0-16", "16-32")]
     put_pages(store, range(4), stems[0])
     put_pages(store, range(2), stems[1])
-    tree = picture_of(store, chains=chains_of_pages([[page(n) for n in range(4)]], None)).tree
+    asked = HitsRequest(requests=requests_of_pages([[page(n) for n in range(4)]], None))
+    tree = picture_of(store, hits=asked).tree
     assert tree is not None
     assert [stop.rank for stop in tree.stops] == ["layers 16-32"]
     made = tmp_path / "page.html"
@@ -366,7 +368,7 @@ def test_pages_that_follow_two_pages_make_no_tree(tmp_path: Path, invoke: Invoke
     listed.write_text(json.dumps([page(1), page(2)]) + "\n" + json.dumps([page(3), page(2)]) + "\n")
     made = tmp_path / "page.html"
     invoke("report", store, "--pages", listed, "-o", made)
-    assert "The requests make no prefix tree: page" in text_of(made)
+    assert f"The requests make no prefix tree: {listed}: page" in text_of(made)
 
 
 def test_a_trace_needs_a_profile_and_makes_a_tree(
@@ -376,7 +378,7 @@ def test_a_trace_needs_a_profile_and_makes_a_tree(
     trace.write_text('{"timestamp": 1, "token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]}\n')
     made = tmp_path / "page.html"
     refused = invoke("report", dsa, "--trace", trace, "-o", made, exit_code=2).stderr
-    assert "--trace needs a profile" in refused
+    assert "Hashing token ids needs a page size" in refused
     assert not made.exists()
     invoke(
         "report", dsa, "--trace", trace, "--profile", dsa_profile, "--fail-on", "never", "-o", made

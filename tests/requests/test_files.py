@@ -18,8 +18,7 @@ from hicachectl.requests.files import (
     Prompt,
     read_page_chains,
     read_page_list,
-    read_prompts,
-    read_token_ids,
+    read_requests,
 )
 from tests.stores import page
 
@@ -55,18 +54,27 @@ def test_token_ids_come_as_lists_and_as_objects(tmp_path: Path) -> None:
         {"token_ids": [3], "extra_key": "lora", "cache_salt": ""},
         {"input_ids": [4, 2**63 - 1], "rid": "x", "sampling_params": {"n": [1]}, "stream": True},
         {"token_ids": [], "timestamp": 3, "output_length": 4, "lora_path": None, "lora_id": None},
+        {"hash_ids": [7, 8], "input_length": 1000, "image_data": None, "unknown": {"a": 1}},
     )
-    found = list(read_token_ids(path))
+    found = list(read_requests(path))
     assert [(r.token_ids, r.extra_key, r.cache_salt) for r in found] == [
         ([1, 2], None, None), ([3], "lora", None), ([4, 2**63 - 1], None, None), ([], None, None),
+        ([], None, None),
     ]  # fmt: skip
-    assert [r.where for r in found] == [f"{path}: line {n}" for n in (1, 3, 4, 5)]
+    assert [r.where for r in found] == [f"{path}: line {n}" for n in (1, 3, 4, 5, 6)]
+    assert [r.input_tokens for r in found] == [2, 1, 2, 0, 1000]
+    assert [(r.time, r.output_tokens) for r in found[-2:]] == [(3, 4), (None, -1)]
+    assert [r.block_ids for r in found[-2:]] == [None, [7, 8]]
+    text = path.read_bytes()
+    assert [text[r.start : r.start + 3] for r in found] == [
+        b"[1,", b'{"t', b'{"i', b'{"t', b'{"h',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "line",
     ["{", "7", "[[1]]", "[1.5]", "[true]", '{"token_ids": "x"}', "{}", '"text"', "[1] [2]",
-     '{"token_ids": [1], "input_ids": [1]}', '{"token_ids": [1], "cache-salt": "x"}',
+     '{"token_ids": [1], "input_ids": [1]}', '{"token_ids": [1], "image_data": "x"}',
      '{"token_ids": [1], "lora_path": "x"}', '{"token_ids": [1], "extra_key": 5}', "[" * 100_000,
      '{"token_ids": [1], "cache_salt": "\\ud800"}', "\xff"],
 )  # fmt: skip
@@ -74,7 +82,7 @@ def test_bad_token_ids_are_refused_with_their_line(tmp_path: Path, line: str) ->
     path = tmp_path / "x"
     path.write_bytes(b"[1]\n" + line.encode("latin-1"))
     with pytest.raises(FormatError, match="x: line 2: "):
-        list(read_token_ids(path))
+        list(read_requests(path))
 
 
 CHAT: list[dict[str, Any]] = [
@@ -93,7 +101,7 @@ def test_prompts_come_as_texts_and_as_chats(tmp_path: Path) -> None:
         CHAT,
         {"messages": CHAT, "extra_key": "k", "chat_template_kwargs": {"enable_thinking": False}},
     )
-    found = list(read_prompts(path, tokenizer))
+    found = list(read_requests(path, tokenizer))
     assert tokenizer.given == [
         "plain", "a", "b", Chat(CHAT, {}), Chat(CHAT, {"enable_thinking": False}),
     ]  # fmt: skip
@@ -125,26 +133,28 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"messages": [], "tools": [1]}, "Expected `object`"),
         ({"text": "a", "lora_path": "x"}, "line 2: lora_path 'x': pages of LoRA adapters"),
         ({"text": "a", "lora_id": "00ff"}, 'give extra_key followed by lora_id as "extra_key"'),
+        ({"messages": CHAT, "reasoning_effort": "low"}, "reasoning_effort: changes the pages"),
+        ({"text": "a", "audio_data": ["x"]}, "the ids that were served, without audio_data"),
         ({"text": "a", "tools": [{}]}, "need messages"),
         ({"text": "a", "chat_template_kwargs": {"x": 1}}, "need messages"),
     ],
 )
 def test_bad_prompts_are_refused_with_their_line(tmp_path: Path, line: object, reason: str) -> None:
     with pytest.raises(FormatError, match="line 2: ") as refusal:
-        list(read_prompts(file_of(tmp_path, '"x"', line), Lengths()))
+        list(read_requests(file_of(tmp_path, '"x"', line), Lengths()))
     assert reason in str(refusal.value)
 
 
 def test_the_line_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
     lines = [json.dumps(text) for text in ("a", "b", "bad", "c")]
     with pytest.raises(FormatError, match="line 3: not this one"):
-        list(read_prompts(file_of(tmp_path, *lines), Lengths()))
+        list(read_requests(file_of(tmp_path, *lines), Lengths()))
 
 
 def test_more_prompts_than_a_batch_keep_their_order(tmp_path: Path) -> None:
     tokenizer = Lengths()
     lines = [json.dumps(str(number)) for number in range(200)]
-    found = list(read_prompts(file_of(tmp_path, *lines), tokenizer))
+    found = list(read_requests(file_of(tmp_path, *lines), tokenizer))
     assert tokenizer.given == [str(number) for number in range(200)]
     assert [r.where.rpartition(" ")[2] for r in found] == [str(n + 1) for n in range(200)]
 
@@ -187,7 +197,7 @@ def test_what_is_no_page_hash_is_refused_with_its_line(tmp_path: Path, line: str
 
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    for read in (read_token_ids, read_page_chains):
+    for read in (read_requests, read_page_chains):
         with pytest.raises(UsageError, match="cannot read"):
             list(read(tmp_path))
 
@@ -196,7 +206,7 @@ def test_a_line_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(requests, "MAX_LINE_BYTES", 100)
     path = file_of(tmp_path, list(range(20)), list(range(100)))
     with pytest.raises(FormatError, match="line 2: longer than 100 bytes"):
-        list(read_token_ids(path))
+        list(read_requests(path))
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=40))

@@ -15,7 +15,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.requests.chains import Hashing, chains_of, chains_of_pages
+from hicachectl.requests.chains import Hashing, requests_of, requests_of_pages
 from hicachectl.requests.files import Request
 from hicachectl.requests.hits import find_hits
 from tests.stores import DSA, page, put
@@ -327,7 +327,7 @@ def test_random_stores_agree_with_a_twin_that_asks_page_by_page(tmp_path: Path) 
         chains = [names[: chance.randrange(9)] for _ in range(4)] + [names[::-1]]
         with open_store(str(store)) as opened:
             inventory = take_inventory(opened, profile)
-        hits = find_hits(inventory, 0, chains_of_pages(chains, 4))
+        hits = find_hits(inventory, 0, requests_of_pages(chains, None))
         for number, chain in enumerate(chains):
             usable = max(p for p in range(len(chain) + 1) if _fits(chain, p, expected, held))
             assert hits.usable_pages[number] == usable
@@ -445,20 +445,19 @@ def test_needed_objects_are_the_prefixes_and_their_trailing_states(tmp_path: Pat
 
 def _hits(store: Path, profile: Profile, chains: list[list[str]]) -> Any:
     with open_store(str(store)) as opened:
-        return find_hits(take_inventory(opened, profile), 0, chains_of_pages(chains, 4))
+        return find_hits(take_inventory(opened, profile), 0, requests_of_pages(chains, None))
 
 
 def test_chains_keep_what_requests_say() -> None:
     requests = [Request("a", list(range(9))), Request("b", []), Request("c", list(range(8)))]
-    chains = chains_of(requests, Hashing(4))
+    chains = requests_of(requests, Hashing(4))
     assert chains.offsets.tolist() == [0, 2, 2, 4]
     assert (chains.tokens.tolist(), chains.reach.tolist()) == ([9, 0, 8], [2, 0, 1])
-    names, page_of = chains.distinct_pages()
-    assert names.to_pylist() == page_hashes_hex(range(8), 4)
-    assert page_of.tolist() == [0, 1, 0, 1]
+    assert chains.page_names.to_pylist() == page_hashes_hex(range(8), 4)
+    assert chains.blocks.tolist() == [0, 1, 0, 1]
     cut = chains.within_reach()
     assert cut.offsets.tolist() == [0, 2, 2, 3]
-    assert np.array_equal(cut.pages, chains.pages[:3])
+    assert cut.blocks.tolist() == [0, 1, 0]
 
 
 # --- the prefetch threshold ---

@@ -84,13 +84,13 @@ def measured(invoke: Invoke, *arguments: object, exit_code: int = 0) -> tuple[di
 # --- other deployments ---
 
 
-@pytest.mark.parametrize("more", [0, MANY_PAGES], ids=["looked up", "listed"])
 def test_pages_of_another_topology_are_named_with_their_number(
-    invoke: Invoke, store: Path, profile: Path, tmp_path: Path, more: int
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
 ) -> None:
     put_chain(store, "_org-m_0_2", "_org-m_1_2", pages=slice(3))
     put_chain(store, *(f"_org-m_{rank}_4" for rank in range(4)), pages=slice(2, 8))
-    asked = requests(tmp_path, TOKENS, TOKENS[:9], *([list(range(4 * more))] if more else []))
+    # So many keys are not looked up, but listed.
+    asked = requests(tmp_path, TOKENS, TOKENS[:9], list(range(4 * MANY_PAGES)))
     arguments = (store, "--token-ids", asked, "--profile", profile)
     document, said = measured(invoke, *arguments)
     (found,) = document["elsewhere"]
@@ -99,7 +99,7 @@ def test_pages_of_another_topology_are_named_with_their_number(
         "model": "org/m", "tag": "", "tp_size": 2, "pp_size": 1, "cp_size": 1, "dcp_size": 1,
         "page_size": 4, "layout": "page_first",
     }  # fmt: skip
-    total = 40 + 8 + max(0, 4 * (more - 1))  # the last token of a request is never restored
+    total = 40 + 8 + 4 * (MANY_PAGES - 1)  # the last token of a request is never restored
     assert (document["usable_tokens"], document["requested_tokens"]) == (12 + 8, total)
     assert document["usable_share"] == pytest.approx(20 / total)
     rows = document["chains"][:2]
@@ -112,7 +112,7 @@ def test_pages_of_another_topology_are_named_with_their_number(
     ) in said
     table = invoke("hits", *arguments).stdout.splitlines()
     assert "kv tp 0/2 (exists at tp 4) page " in table[1]
-    assert table[-1] == f"{1 if more else 42}% of {total} tokens served by org/m tp 2"
+    assert table[-1] == f"1% of {total} tokens served by org/m tp 2"
 
 
 @pytest.mark.parametrize(
@@ -237,16 +237,27 @@ def test_a_failed_gate_of_prewarm_names_the_deployment_and_both_numbers(
     assert said[-1] in invoke("merge", tmp_path / "run", exit_code=4).stderr.splitlines()
 
 
-def test_pages_that_prewarm_misses_are_looked_for_at_other_sizes(
+def test_pages_that_prewarm_misses_are_found_at_another_size(
     invoke: Invoke, store: Path, profile: Path, tmp_path: Path
 ) -> None:
     put_chain(store, "_org-m_0_2", "_org-m_1_2", pages=slice(2))
     put_chain(store, *(f"_org-m_{rank}_4" for rank in range(4)))
-    asked = requests(tmp_path, TOKENS)
+    asked = requests(tmp_path, TOKENS, list(range(4 * MANY_PAGES)))
     stores = ("prewarm", tmp_path / "target", "--from", store, "--profile", profile)
     said = invoke(*stores, "--token-ids", asked).stderr
     assert f"file://{store}: requested pages that servers of org/m tp 2 cannot" in said
     assert "exist at tp 4 (8 pages); " in said
+
+
+def test_what_few_keys_do_not_show_is_not_guessed(
+    invoke: Invoke, store: Path, profile: Path, tmp_path: Path
+) -> None:
+    """A store that has one of the keys is not listed."""
+    put_chain(store, "_org-m_0_2", "_org-m_1_2", pages=slice(2))
+    put_chain(store, *(f"_org-m_{rank}_4" for rank in range(4)))
+    arguments = ("--token-ids", requests(tmp_path, TOKENS), "--profile", profile)
+    document, _ = measured(invoke, store, *arguments)
+    assert (document["elsewhere"], document["usable_tokens"]) == ([], 8)
 
 
 # --- the hashing ---

@@ -93,7 +93,9 @@ def test_ranks_beyond_the_profiles_are_another_deployment_on_mooncake(
     (found,) = invoke("verify", mooncake_cluster.url, *arguments).document["findings"]
     assert (found["code"], found["severity"]) == ("other-deployment", "info")
     assert found["detail"].startswith("2 pages at tp ranks 2, 3 (256 B): servers of the profile")
-    (asked := tmp_path / "pages").write_text(f"{json.dumps([page(1), page(2)])}\n")
-    mooncake_cluster.remove(f"m_{page(2)}_1_k")
+    (asked := tmp_path / "pages").write_text(f"{page(2)}\n")
+    for rank in range(2):
+        for part in "kv":
+            mooncake_cluster.remove(f"m_{page(2)}_{rank}_{part}")
     hits = ("hits", mooncake_cluster.url, "--pages", asked, "--profile", profile)
-    assert "exist at tp ranks 2 (1 page)" in invoke(*hits).stderr
+    assert "exist at tp ranks 2, 3 (1 page)" in invoke(*hits).stderr

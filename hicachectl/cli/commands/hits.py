@@ -22,8 +22,8 @@ from hicachectl.cli.options import (
 from hicachectl.cli.session import opened, progress, remark
 from hicachectl.formats.objects import AXES
 from hicachectl.requests.chain_options import (
-    asked_chains,
     asked_hashing,
+    asked_requests,
     of_profile,
     refuse_choice,
     refuse_other_sources,
@@ -90,7 +90,7 @@ def command(
     from hicachectl.cli.text_tables import hits_for_people
     from hicachectl.profiles.inference import PoolGuess
     from hicachectl.requests.gate import failed_text, passes, served_text
-    from hicachectl.requests.measuring import measure_hits
+    from hicachectl.requests.measuring import HitsRequest, measure_hits
     from hicachectl.text.tables import table_lines
 
     with (
@@ -98,18 +98,13 @@ def command(
         progress(ctx, "listing", " objects") as advance,
     ):
         profile = _profile(ctx, source, options)
-        hashing = asked_hashing(profile, options)
-        chains = asked_chains(options, hashing)
-        choice = PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES})
-        report = measure_hits(
-            source,
-            profile,
-            chains,
-            hashing,
-            choice=choice,
+        request = HitsRequest(
+            requests=asked_requests(options, asked_hashing(profile, options)),
+            profile=profile,
+            choice=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
             threshold=options["prefetch_threshold"],
-            on_listed=advance,
         )
+        report = measure_hits(source, request, on_listed=advance)
     for text in report.remarks:
         remark(ctx, text)
 

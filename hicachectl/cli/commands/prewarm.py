@@ -55,20 +55,19 @@ from hicachectl.cli.session import (
 from hicachectl.formats.errors import ProfileError, StoreUnavailable
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
-from hicachectl.prewarming.inputs import read_wanted, requests_for_servers
-from hicachectl.requests.chain_options import refuse_other_sources
+from hicachectl.prewarming.inputs import asked_in
+from hicachectl.requests.chain_options import asked_file, refuse_other_sources
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.formats.profile import Profile
     from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
-    from hicachectl.prewarming.inputs import WarmingInputs
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.pulling import LiveServer
+    from hicachectl.prewarming.through_server import ThroughServer
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
@@ -272,10 +271,11 @@ def _plan_trace(
     ctx: click.Context, options: dict[str, Any], output_format: str, output: Path | None
 ) -> None:
     from hicachectl.cli.output import write_json_lines
-    from hicachectl.prewarming.plan import pages_within, plan_order
     from hicachectl.prewarming.plan_file import plan_rows
-    from hicachectl.prewarming.trace import read_trace
+    from hicachectl.prewarming.ranking import pages_within, rank_blocks
     from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.requests.chains import Hashing, requests_of
+    from hicachectl.requests.files import read_requests
     from hicachectl.text.units import counted
 
     chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)  # refuses --shard and --run
@@ -286,22 +286,23 @@ def _plan_trace(
             f"--format {output_format}: a plan without stores is always jsonl; leave out --format"
         )
     profile = profile_from_options(options, None, warn=partial(remark, ctx))
-    trace = read_trace(options["trace"], profile)
+    hashing = None if profile is None else Hashing.of(profile)
+    trace = options["trace"]
+    requests = requests_of(read_requests(trace), hashing, source=str(trace))
     most = options["budget_pages"]
     if options["budget"] is not None:
-        hashed = trace.forest.hashed
-        fitting = pages_within(options["budget"], profile, hashed=hashed)
+        fitting = pages_within(options["budget"], profile, hashed=requests.hashed)
         most = fitting if most is None else min(most, fitting)
-    plan = plan_order(trace, budget=most)
-    pages, requests = counted(len(trace.forest), "page"), counted(len(trace), "request")
-    remark(ctx, f"Planned {len(plan)} of {pages}, from {requests}")
-    if not trace.forest.hashed:
+    ranked = rank_blocks(requests, budget=most)
+    pages, of = counted(len(requests.names), "page"), counted(len(requests), "request")
+    remark(ctx, f"Planned {len(ranked)} of {pages}, from {of}")
+    if not requests.hashed:
         remark(
             ctx,
             "The trace has only block ids, so the plan cannot be executed; use a trace with token "
             "ids",
         )
-    write_json_lines(plan_rows(plan), output)
+    write_json_lines(plan_rows(ranked), output)
 
 
 def _worked(
@@ -313,15 +314,12 @@ def _worked(
     started = time.monotonic()
     servers = _servers(options)
     if source is None:
-        request = _request(ctx, target, options)
-        wanted = _wanted(ctx, request.profile, target, options)
-        request = wanted.asked_in(request)
+        request = _wanted(ctx, _request(ctx, target, options), target, options)
         outcome = usable_from(target, _served(ctx, request, servers))
     else:
         with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
-            request = _request(ctx, origin, options)
-            wanted = _wanted(ctx, request.profile, origin, options)
-            request = _served(ctx, wanted.asked_in(request), servers)
+            request = _wanted(ctx, _request(ctx, origin, options), origin, options)
+            request = _served(ctx, request, servers)
             with (
                 progress(ctx, "listing", " objects") as on_listed,
                 bytes_progress(ctx, "copying") as on_copied,
@@ -330,7 +328,7 @@ def _worked(
     for text in outcome.messages:
         remark(ctx, text, failure=text in outcome.troubles)
     if servers and outcome.interruption is None:
-        _pull(ctx, servers, request.target, wanted, outcome, options, started)
+        _pull(ctx, servers, request, outcome, options, started)
     return outcome
 
 
@@ -364,11 +362,12 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Prewa
 
 
 def _wanted(
-    ctx: click.Context, profile: Profile, store: Store, options: dict[str, Any]
-) -> WarmingInputs:
+    ctx: click.Context, request: PrewarmRequest, store: Store, options: dict[str, Any]
+) -> PrewarmRequest:
+    """Return the request for what the options name, with a remark about what it leaves out."""
     from hicachectl.text.units import counted
 
-    wanted = read_wanted(profile, store.grammar, options)
+    wanted = asked_in(request, store.grammar, options)
     if wanted.in_others is not None and len(wanted.in_others):
         remark(
             ctx,
@@ -413,7 +412,7 @@ def _do_divided(
         job = make(
             origin,
             target,
-            asked=lambda: _wanted(ctx, request.profile, origin, options).asked_in(request),
+            asked=lambda: _wanted(ctx, request, origin, options),
         )
         if shard is not None:
             say_divided(ctx, shard.count, options, "bwlimit")
@@ -483,35 +482,36 @@ def _served(
 def _pull(
     ctx: click.Context,
     servers: dict[str, LiveServer],
-    profile: Profile,
-    wanted: WarmingInputs,
+    request: PrewarmRequest,
     outcome: PrewarmOutcome,
     options: dict[str, Any],
     started: float,
 ) -> None:
     """Make servers pull the prefixes that DST has, and add their answers to the document."""
-    from hicachectl.prewarming.pulling import PullReport, pull
+    from hicachectl.prewarming.pulling import pull
+    from hicachectl.requests.files import read_again
 
     limit = options["deadline"]
     document = outcome.document
-    reports: list[PullReport] = []
+    pulling: list[ThroughServer] = []
+    path, tokenizer = asked_file(options)
     try:
         with progress(ctx, "pulling", " requests") as advance:
             pull(
                 servers,
-                requests_for_servers(wanted, outcome.usable_pages, profile, options),
+                request,
                 outcome.usable_pages,
-                profile,
-                jobs=options["jobs"],
+                lambda starts: read_again(path, starts, tokenizer),
                 deadline=None if limit is None else started + limit,
-                reports=reports,
+                pulling=pulling,
                 on_done=advance,
             )
     except BaseException as error:
         if isinstance(error, Exception):
             raise
         outcome.interrupt(error)
-    document["pulled"] = [report.document(profile.page_size) for report in reports]
+    page_size = request.target.page_size
+    document["pulled"] = [server.document(page_size) for server in pulling]
     document["seconds"] = round(time.monotonic() - started, 3)
     if any(not server["complete"] and not server["error"] for server in document["pulled"]):
         document["stopped_by"] = document["stopped_by"] or "deadline"

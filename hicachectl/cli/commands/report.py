@@ -38,8 +38,8 @@ from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import failed
 from hicachectl.requests.chain_options import (
-    asked_chains,
     asked_hashing,
+    asked_requests,
     of_profile,
     of_requests,
     refuse_choice,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import PictureRequest
+    from hicachectl.requests.measuring import HitsRequest
 
 _check = in_section(CHECKS)
 
@@ -246,7 +247,6 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PictureRequest:
-    from hicachectl.profiles.inference import PoolGuess
     from hicachectl.report.picture import PictureRequest
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.sampling import Sample
@@ -270,10 +270,8 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
             raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
     return PictureRequest(
         verify=verify,
-        guess=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
+        hits=_hits(verify.real_profile, options),
         page=options["page"],
-        threshold=options["prefetch_threshold"],
-        **_chains(verify.real_profile, options),
     )
 
 
@@ -287,19 +285,16 @@ def _profile(
     return profile_to_look(stated, store, warn=partial(remark, ctx))
 
 
-def _chains(profile: Profile | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the page chains of the requests, if any, and their hashing, if known."""
+def _hits(profile: Profile | None, options: dict[str, Any]) -> HitsRequest | None:
+    """Return the requests to measure, if any."""
     if not any(options[name] for name in _REQUESTS):
-        return {}
-    hashing = asked_hashing(profile, options)
-    if not options["trace"]:
-        return {"chains": asked_chains(options, hashing), "hashing": hashing}
-    from hicachectl.formats.wording import needs_profile
-    from hicachectl.prewarming.inputs import wanted_of_trace
+        return None
+    from hicachectl.profiles.inference import PoolGuess
+    from hicachectl.requests.measuring import HitsRequest
 
-    if profile is None:
-        raise UsageError(needs_profile("--trace"))
-    return {
-        "chains": wanted_of_trace(options["trace"], profile, instead="record token ids").chains,
-        "hashing": hashing,
-    }
+    return HitsRequest(
+        requests=asked_requests(options, asked_hashing(profile, options)),
+        profile=profile,
+        choice=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
+        threshold=options["prefetch_threshold"],
+    )

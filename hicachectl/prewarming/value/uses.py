@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
 MOST_COUNTED = 255  # uses, in `Uses.earlier`
 
@@ -50,15 +50,15 @@ class Conversations:
     left: npt.NDArray[np.int32]
 
 
-def walk_uses(trace: Trace) -> Uses:
-    """Return the uses of a trace's blocks."""
-    blocks = trace.blocks
-    last = np.full(len(trace.forest), -1, np.int32)
-    counts = np.zeros(len(trace.forest), np.int32)
+def walk_uses(requests: Requests) -> Uses:
+    """Return the uses of the blocks. Requests are in the order of time."""
+    blocks = requests.blocks
+    last = np.full(len(requests.names), -1, np.int32)
+    counts = np.zeros(len(requests.names), np.int32)
     previous = np.empty(len(blocks), np.int32)
     earlier = np.empty(len(blocks), np.uint8)
     start = 0
-    for request, end in enumerate(trace.offsets[1:].tolist()):
+    for request, end in enumerate(requests.offsets[1:].tolist()):
         chain = blocks[start:end]  # distinct: a block has one depth
         previous[start:end] = last[chain]
         used = counts[chain]
@@ -69,20 +69,20 @@ def walk_uses(trace: Trace) -> Uses:
     return Uses(previous, earlier, last, counts)
 
 
-def link_requests(trace: Trace, uses: Uses) -> Conversations:
+def link_requests(requests: Requests, uses: Uses) -> Conversations:
     """Link each request to the last earlier request that used the same deepest known block.
 
     If a block has more uses than the conversation has requests, several conversations share the
     block as a prompt; it then links no requests.
     """
-    requests = len(trace)
-    fresh = np.zeros(len(trace.blocks) + 1, np.int64)
+    count = len(requests)
+    fresh = np.zeros(len(requests.blocks) + 1, np.int64)
     np.cumsum(uses.previous < 0, out=fresh[1:])
-    known = np.diff(trace.offsets) - np.diff(fresh[trace.offsets])
+    known = np.diff(requests.offsets) - np.diff(fresh[requests.offsets])
     some = np.flatnonzero(known)
-    deepest = trace.offsets[some] + known[some] - 1
-    source, turns, left = [-1] * requests, [0] * requests, [requests] * requests
-    first = list(range(requests))
+    deepest = requests.offsets[some] + known[some] - 1
+    source, turns, left = [-1] * count, [0] * count, [count] * count
+    first = list(range(count))
     for request, user, used in zip(
         some.tolist(), uses.previous[deepest].tolist(), uses.earlier[deepest].tolist(), strict=True
     ):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.prewarming.hazard import Factor
+from hicachectl.prewarming.value.hazard import Factor
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
-    from hicachectl.prewarming.uses import Conversations
+    from hicachectl.prewarming.value.uses import Conversations
+    from hicachectl.requests.chains import Requests
 
     Codes = npt.NDArray[np.int64]
 
@@ -68,26 +68,26 @@ class RequestFactors:
 
 
 def take_traits(
-    trace: Trace, links: Conversations, times: npt.NDArray[np.float64]
+    requests: Requests, links: Conversations, times: npt.NDArray[np.float64]
 ) -> RequestFactors:
     """Return each request's codes for the properties that may predict its continuation."""
-    lengths = np.diff(trace.offsets)
+    lengths = np.diff(requests.offsets)
     going_on = links.source >= 0
     pace = np.where(going_on, times - times[links.source], -1.0)
     habit = np.where(going_on, (times - times[links.first]) / np.maximum(links.turns, 1), -1.0)
     columns = {
         Factor("turns", len(_TURNS) + 1, age_groups=4): _by_edges(_TURNS, links.turns),
         Factor("fresh", len(_BLOCKS) + 1): _by_edges(_BLOCKS, lengths - links.known),
-        Factor("added", _QUANTILES + 1): _by_quantile(_added_tokens(trace, links)),
+        Factor("added", _QUANTILES + 1): _by_quantile(_added_tokens(requests, links)),
         Factor("pace", _QUANTILES + 1): _by_quantile(pace),
         Factor("habit", _FEW_QUANTILES + 1, age_groups=4): _by_quantile(habit, _FEW_QUANTILES),
-        Factor("output", _QUANTILES + 1, age_groups=4): _by_quantile(trace.output_tokens),
+        Factor("output", _QUANTILES + 1, age_groups=4): _by_quantile(requests.output_tokens),
     }
-    tails = np.full(len(trace), -1, np.int64)
-    if trace.block_tokens:
-        open_ended = trace.input_tokens % trace.block_tokens > 0
+    tails = np.full(len(requests), -1, np.int64)
+    if requests.block_tokens:
+        open_ended = requests.tokens % requests.block_tokens > 0
         tails[open_ended] = lengths[open_ended] - 1
-    if trace.forest.hashed:  # only full pages have hashes
+    if requests.hashed:  # only full pages have hashes
         tails[:] = -1
     return RequestFactors(
         (_USE_FACTOR, _DEPTH_FACTOR, _TAIL_FACTOR, _LEFT_FACTOR, *columns),
@@ -96,12 +96,12 @@ def take_traits(
     )
 
 
-def _added_tokens(trace: Trace, links: Conversations) -> Codes:
+def _added_tokens(requests: Requests, links: Conversations) -> Codes:
     """Return the tokens that each prompt adds to the prompt and answer before; -1: unknown."""
-    tokens, before = trace.input_tokens, links.source
+    tokens, before = requests.tokens, links.source
     going_on = before >= 0
     so_far = np.where(going_on, tokens[before], 0)
-    answered = np.where(going_on, np.maximum(trace.output_tokens[before], 0), 0)
+    answered = np.where(going_on, np.maximum(requests.output_tokens[before], 0), 0)
     known = (tokens >= 0) & (so_far >= 0)
     return np.where(known, np.maximum(tokens - so_far - answered, 0), -1)
 

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.prewarming.hazard import Hazards, Waits, age_edges, fit_hazards
-from hicachectl.prewarming.traits import RequestFactors, take_traits
-from hicachectl.prewarming.uses import Conversations, Uses, link_requests
+from hicachectl.prewarming.value.hazard import Hazards, Waits, age_edges, fit_hazards
+from hicachectl.prewarming.value.traits import RequestFactors, take_traits
+from hicachectl.prewarming.value.uses import Conversations, Uses, link_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from hicachectl.prewarming.trace import Trace
+    from hicachectl.requests.chains import Requests
 
     Floats = npt.NDArray[np.float64]
     Index = npt.NDArray[np.int64]
 
-HORIZONS = tuple(0.5**halvings for halvings in range(6))  # of the trace's span
+HORIZONS = tuple(0.5**halvings for halvings in range(6))  # shares of the trace's span
 
 _SAMPLED_REQUESTS = 20_000  # the waits of their blocks are fitted; bounds the time
 _PRIOR_EVENTS = 4.0
@@ -38,10 +38,12 @@ _GROUPS_AT_ONCE = 1 << 17
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reuse:
-    """Expected reuse of a trace's blocks after its end.
+    """Expected reuse of blocks after the last request.
 
-    groups: keys of groups of blocks with equal chances. group_of: [blocks] indices into `groups`.
-    ages: [requests] float64, time since each request. span: time since the first request.
+    groups: keys of groups of blocks with equal chances.
+    group_of: [blocks] indices into `groups`.
+    ages: [requests] float64, time since each request.
+    span: time since the first request.
     """
 
     hazards: Hazards
@@ -60,26 +62,26 @@ class Reuse:
             yield piece, self.hazards.chances(codes, self.ages[requests], horizons)
 
 
-def reuse_values(trace: Trace, times: Floats, now: float, uses: Uses) -> Floats:
+def reuse_values(requests: Requests, times: Floats, now: float, uses: Uses) -> Floats:
     """Return each block's chance of a use, averaged over `HORIZONS`: [blocks].
 
     times: [requests], not decreasing; `now` is not earlier. The values are not prefix-closed, and
     all 0 if no block was used twice.
     """
-    reuse = fit_reuse(trace, times, now, uses)
+    reuse = fit_reuse(requests, times, now, uses)
     if reuse is None:
-        return np.zeros(len(trace.forest))
+        return np.zeros(len(requests.names))
     means = np.empty(len(reuse.groups))
     for piece, chances in reuse.chances([share * reuse.span for share in HORIZONS]):
         means[piece] = chances.mean(0)
     return means[reuse.group_of]
 
 
-def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | None:
-    """Measure when blocks of the trace are used again; return None if no block is."""
-    links = link_requests(trace, uses)
-    traits = take_traits(trace, links, times)
-    waits, codes = _waits(trace, times, now, uses, links, traits)
+def fit_reuse(requests: Requests, times: Floats, now: float, uses: Uses) -> Reuse | None:
+    """Measure when blocks are used again; return None if no block is."""
+    links = link_requests(requests, uses)
+    traits = take_traits(requests, links, times)
+    waits, codes = _waits(requests, times, now, uses, links, traits)
     if not waits.durations[waits.used].any():
         return None
     span = now - times[0]
@@ -91,12 +93,12 @@ def fit_reuse(trace: Trace, times: Floats, now: float, uses: Uses) -> Reuse | No
         longest=span,
         prior=_PRIOR_EVENTS,
     )
-    groups, group_of = _alike(trace, uses, links, traits)
+    groups, group_of = _alike(requests, uses, links, traits)
     return Reuse(hazards, traits, groups, group_of, now - times, span)
 
 
 def _waits(
-    trace: Trace,
+    requests: Requests,
     times: Floats,
     now: float,
     uses: Uses,
@@ -104,27 +106,27 @@ def _waits(
     traits: RequestFactors,
 ) -> tuple[Waits, Index]:
     """Return the waits that began at a sample of requests, and the codes of their cells."""
-    stride = -(-len(trace) // _SAMPLED_REQUESTS)
-    sampled = np.arange(len(trace)) % stride == 0
+    stride = -(-len(requests) // _SAMPLED_REQUESTS)
+    sampled = np.arange(len(requests)) % stride == 0
     begins, ends, depths, counts = [], [], [], []
-    for start in range(0, len(trace.blocks), _REFERENCES_AT_ONCE):
+    for start in range(0, len(requests.blocks), _REFERENCES_AT_ONCE):
         piece = slice(start, start + _REFERENCES_AT_ONCE)
         previous = uses.previous[piece]
         at = np.flatnonzero((previous >= 0) & sampled[previous])
         begins.append(previous[at])
-        ends.append(np.searchsorted(trace.offsets, start + at, side="right") - 1)
-        depths.append(trace.forest.depths[trace.blocks[piece][at]])
+        ends.append(np.searchsorted(requests.offsets, start + at, side="right") - 1)
+        depths.append(requests.forest.depths[requests.blocks[piece][at]])
         counts.append(uses.earlier[piece][at])
     waiting = np.flatnonzero(sampled[uses.last])
     begin = np.concatenate([*begins, uses.last[waiting]]).astype(np.int64)
-    end = np.concatenate([*ends, np.full(len(waiting), len(trace))])
-    depth = np.concatenate([*depths, trace.forest.depths[waiting]])
+    end = np.concatenate([*ends, np.full(len(waiting), len(requests))])
+    depth = np.concatenate([*depths, requests.forest.depths[waiting]])
     count = np.concatenate([*counts, uses.counts[waiting]])
-    return _cells(trace, np.append(times, now), links, traits, (begin, end, depth, count))
+    return _cells(requests, np.append(times, now), links, traits, (begin, end, depth, count))
 
 
 def _cells(
-    trace: Trace,
+    requests: Requests,
     times: Floats,
     links: Conversations,
     traits: RequestFactors,
@@ -132,11 +134,13 @@ def _cells(
 ) -> tuple[Waits, Index]:
     """Return coded waits, each split when its block is left behind.
 
-    times: of the requests, then the trace's end. waits: the requests that began and ended each,
-    and the depth and uses of its block.
+    times: times of the requests, then the trace's end.
+    waits: the requests that began and ended each wait, and the depth and uses of its block.
     """
     begin, end, depth, count = waits
-    weight = 1 / np.sqrt(np.diff(trace.offsets)[begin])  # blocks of one chain are not independent
+    weight = 1 / np.sqrt(
+        np.diff(requests.offsets)[begin]
+    )  # blocks of one chain are not independent
     middle = links.left[begin]
     left = np.less(middle, end)
     at = np.flatnonzero(left)
@@ -150,22 +154,22 @@ def _cells(
     key = begin * traits.block_levels
     key += traits.block_codes(begin, depth[every], count[every], behind)
     distinct, cells = np.unique(key, return_inverse=True)
-    used = np.less(stop, len(trace)) & (np.arange(len(every)) < whole)
+    used = np.less(stop, len(requests)) & (np.arange(len(every)) < whole)
     found = Waits(cells, times[stop] - times[begin], used, sign * weight[every])
     return found, traits.codes(*np.divmod(distinct, traits.block_levels))
 
 
 def _alike(
-    trace: Trace, uses: Uses, links: Conversations, traits: RequestFactors
+    requests: Requests, uses: Uses, links: Conversations, traits: RequestFactors
 ) -> tuple[Index, Index]:
     """Group blocks with equal chances: the same last request and code.
 
     Return the groups' keys and each block's group.
     """
     last = uses.last.astype(np.int64)
-    left = np.less(links.left[last], len(trace))
+    left = np.less(links.left[last], len(requests))
     key = last * traits.block_levels
-    key += traits.block_codes(last, trace.forest.depths, uses.counts, left)
-    present = np.zeros(len(trace) * traits.block_levels, np.bool_)
+    key += traits.block_codes(last, requests.forest.depths, uses.counts, left)
+    present = np.zeros(len(requests) * traits.block_levels, np.bool_)
     present[key] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[key]

@@ -24,7 +24,8 @@ _ROUNDS = 30
 _CLOSE_ENOUGH = 1e-3
 _SPANS_TO_MEDIAN = 5
 _GROWTH = 1.5
-_SHORTEST_TAIL = 1e-4  # of the longest wait; bounds the number of spans if most waits are 0
+# A share of the longest wait; bounds the number of spans if most waits are 0.
+_SHORTEST_TAIL = 1e-4
 
 
 class Factor(NamedTuple):
@@ -39,8 +40,9 @@ class Waits(NamedTuple):
     """Waits for a next use; arrays are [waits].
 
     cells: int64; waits of one cell have the same level in every factor.
-    durations: float64. used: bool, False if the trace ended first. weights: float64; a negative
-    weight subtracts the wait.
+    durations: float64.
+    used: bool, False if the trace ended first.
+    weights: float64; a negative weight subtracts the wait.
     """
 
     cells: Codes
@@ -55,7 +57,7 @@ class Hazards:
 
     edges:  [ages] float64, start of each age span; the last span is open.
     base:   [ages] rates common to all blocks.
-    ratios: for each factor [levels, ages].
+    ratios: [levels, ages] for each factor.
     fading: age at which the open span's rate, which falls as 1 / age, equals its mean.
     """
 
@@ -92,8 +94,8 @@ class Hazards:
 def age_edges(durations: Floats) -> Floats:
     """Return the starts of age spans, short at ages with many next uses.
 
-    durations: of the waits that ended; at least one is above 0. Up to the median, all spans have
-    equally many uses; beyond, each span is 1.5 times as long as the previous one.
+    Up to the median, all spans have equally many uses; beyond, each span is 1.5 times as long as
+    the previous one. durations: durations of the waits that ended; at least one is above 0.
     """
     shares = np.quantile(durations, np.linspace(0, 0.5, _SPANS_TO_MEDIAN + 1)[1:])
     longest = float(durations.max())
@@ -113,8 +115,9 @@ def fit_hazards(
 ) -> Hazards:
     """Return the rates fitted to waits.
 
-    codes: [cells, factors] levels. longest: the longest wait that the trace could show. prior:
-    events added at ratio 1, which pull rarely observed levels towards the mean.
+    codes: [cells, factors] levels.
+    longest: the longest wait that the trace could show.
+    prior: events added at ratio 1, which pull rarely observed levels towards the mean.
     """
     events, exposure = _tabulate(waits, len(codes), edges)
     tiny = 1e-9

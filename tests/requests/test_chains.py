@@ -1,4 +1,4 @@
-"""Traces: forms of lines, refusals that name the line, and chains as blocks."""
+"""Requests in columns: chains of pages and blocks, their forest, and requests read again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from msgspec import structs
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import namespace_seed, page_hashes
 from hicachectl.formats.profile import parse_profile
-from hicachectl.prewarming.forest import name_of, prefix_closed
-from hicachectl.prewarming.trace import read_requests, read_trace
+from hicachectl.requests import chains
+from hicachectl.requests.chains import requests_of_pages
+from hicachectl.requests.files import read_again
+from hicachectl.requests.forest import name_of, prefix_closed
 from tests import stores
-from tests.prewarming.traces import trace_of
+from tests.prewarming.traces import read_file, trace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 PROFILE = parse_profile(stores.DSA)
@@ -40,17 +41,17 @@ def test_block_ids_become_a_forest() -> None:
             {"timestamp": 9, "hash_ids": []},
         ]
     )
-    assert trace.forest.names.tolist() == [2, 7, 8, 9]
-    assert trace.forest.parents.tolist() == [2, -1, 1, 2]
-    assert trace.forest.depths.tolist() == [2, 0, 1, 2]
+    assert trace.names.tolist() == [7, 8, 9, 2]
+    assert trace.forest.parents.tolist() == [-1, 0, 1, 1]
+    assert trace.forest.depths.tolist() == [0, 1, 2, 2]
     assert trace.offsets.tolist() == [0, 3, 6, 6]
-    assert trace.blocks.tolist() == [1, 2, 3, 1, 2, 0]
+    assert trace.blocks.tolist() == [0, 1, 2, 0, 1, 3]
 
 
 def test_ids_need_not_be_small_or_positive() -> None:
     trace = trace_of([{"hash_ids": [2**62, -5]}, {"hash_ids": [2**62, 11]}])
-    assert trace.forest.names.tolist() == [-5, 11, 2**62]
-    assert trace.forest.parents.tolist() == [2, 2, -1]
+    assert trace.names.tolist() == [2**62, -5, 11]
+    assert trace.forest.parents.tolist() == [-1, 0, 0]
 
 
 def test_requests_are_put_in_order_of_time() -> None:
@@ -59,7 +60,7 @@ def test_requests_are_put_in_order_of_time() -> None:
     assert trace.times is not None
     assert trace.times.tolist() == [1, 3, 9, 9]
     assert trace.output_tokens.tolist() == [1, 3, 9, 9]
-    assert trace.forest.names[trace.blocks].tolist() == [4, 1, 1, 2, 1, 3]
+    assert trace.names[trace.blocks].tolist() == [4, 1, 1, 2, 1, 3]
 
 
 def test_times_may_be_iso_8601() -> None:
@@ -75,13 +76,13 @@ def test_token_ids_become_the_servers_page_hashes(member: str) -> None:
     shared = tokens[: 2 * PAGE] + [1] * PAGE
     trace = trace_of([{member: tokens}, {member: shared}], PROFILE)
     expected = page_hashes(tokens, PAGE)
-    found = trace.forest.names[trace.blocks]
-    assert trace.forest.hashed
+    found = trace.names[trace.blocks]
+    assert trace.hashed
     assert np.array_equal(found[:3], expected)
     assert np.array_equal(found[3:5], expected[:2])
     assert not np.array_equal(found[5], expected[2])
-    assert trace.input_tokens.tolist() == [len(tokens), len(shared)]
-    assert name_of(trace.forest, trace.blocks[0]) == expected[0].tobytes().hex()
+    assert trace.tokens.tolist() == [len(tokens), len(shared)]
+    assert name_of(trace.names, trace.blocks[0]) == expected[0].tobytes().hex()
 
 
 def test_namespaces_are_hashed_in_and_empty_ones_are_none() -> None:
@@ -95,25 +96,25 @@ def test_namespaces_are_hashed_in_and_empty_ones_are_none() -> None:
     )
     salted = page_hashes(tokens, PAGE, prior=namespace_seed("a", "b"))
     expected = np.concatenate((salted, page_hashes(tokens, PAGE)))
-    assert np.array_equal(trace.forest.names[trace.blocks], expected)
+    assert np.array_equal(trace.names[trace.blocks], expected)
 
 
 def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--profile"):
-        read_trace(written(tmp_path, {"token_ids": [1, 2]}), None)
+        read_file(written(tmp_path, {"token_ids": [1, 2]}))
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{", "Input data was truncated"),
-        ("[1, 2]", "Expected `object`"),
-        ({"timestamp": 1}, 'exactly one of "token_ids" and "hash_ids"'),
+        ("[1, 2]", 'has "token_ids", but earlier lines have "hash_ids"'),
+        ({"timestamp": 1}, 'exactly one of "token_ids" and "input_ids", or of "hash_ids"'),
         ({"timestamp": 1, "hash_ids": [1], "token_ids": [1]}, "exactly one"),
         ({"timestamp": 1, "hash_ids": [1], "lora_id": "00ff"}, "lora_id '00ff': pages of LoRA"),
         ({"timestamp": 1, "hash_ids": [1], "lora_path": ["x"]}, "and leave out lora_path and"),
         ({"timestamp": 1, "hash_ids": [1.5]}, "hash_ids"),
-        ({"timestamp": 1, "hash_ids": [3, 2**63]}, f"hash_ids: {2**63} does not fit into 64 bits"),
+        ({"timestamp": 1, "hash_ids": [3, 2**63]}, "$.hash_ids[1]"),
         ({"timestamp": 1, "hash_ids": "x"}, "hash_ids"),
         ({"timestamp": "noon", "hash_ids": [1]}, "not ISO 8601"),
         ({"timestamp": 1e300, "hash_ids": [1]}, "timestamp: 1e+300 is not in -1e18..1e18"),
@@ -132,7 +133,7 @@ def test_a_trace_of_token_ids_needs_a_profile(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, reason: str) -> None:
     path = written(tmp_path, {"timestamp": 0, "hash_ids": [1]}, "", line)
     with pytest.raises(FormatError, match=r"trace.jsonl: line 3: ") as refusal:
-        read_trace(path, PROFILE)
+        read_file(path, PROFILE)
     assert reason in str(refusal.value)
 
 
@@ -140,46 +141,60 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b'{"hash_ids": [1], "extra_key": "\xff"}\n')
     with pytest.raises(FormatError, match="line 1"):
-        read_trace(path, None)
+        read_file(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none.jsonl: cannot read"):
-        read_trace(tmp_path / "none.jsonl", None)
+        read_file(tmp_path / "none.jsonl")
 
 
 def test_a_trace_too_large_for_its_indices_is_to_be_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path, {"hash_ids": [1, 2]}, {"hash_ids": [1, 3]})
-    monkeypatch.setattr("hicachectl.prewarming.trace._MAX_INDEX", 3)
+    monkeypatch.setattr(chains, "MAX_REFERENCES", 3)
     said = f"^{path}: has 4 block references, but at most 2.31-1 are allowed; split the file$"
     with pytest.raises(FormatError, match=said):
-        read_trace(path, None)
+        read_file(path)
 
 
-def test_hashes_that_collide_in_64_bits_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def colliding(tokens: Sequence[int], *_: object, **__: object) -> object:
-        return np.array([[7] * 31 + [tokens[0]]], np.uint8)
-
-    monkeypatch.setattr("hicachectl.requests.chains.page_hashes", colliding)
-    path = written(tmp_path, *({"token_ids": [first]} for first in (1, 1, 2)))
+def test_pages_that_share_64_bits_are_different_pages() -> None:
+    """A list of pages may name any hashes."""
     one, other = ("07" * 31 + last for last in ("01", "02"))
-    said = f"^{path}: pages {one} and {other} share the first 64 bits of their hashes; remove the"
-    with pytest.raises(FormatError, match=said):
-        read_trace(path, PROFILE)
+    found = requests_of_pages([[one], [other, "08" * 32], [one]], None)
+    assert found.page_names.to_pylist() == [one, other, "08" * 32]
+    assert found.blocks.tolist() == [0, 1, 2, 0]
+
+
+def test_a_cut_keeps_the_prefixes_and_only_names_that_are_left() -> None:
+    trace = trace_of([{"hash_ids": ids} for ids in ([1, 2, 3], [1, 4], [5, 6, 7])])
+    cut = trace.cut(np.array([1, 2, 2]))
+    assert cut.names[cut.blocks].tolist() == [1, 1, 4, 5, 6]
+    assert cut.names.tolist() == [1, 4, 5, 6]
+    assert cut.forest.parents.tolist() == [-1, 0, -1, 2]
+    assert cut.forest.depths.tolist() == [0, 1, 0, 1]
+    assert cut.reach.tolist() == [1, 2, 2]
+    assert trace.cut(np.diff(trace.offsets)) is trace
+
+
+def test_some_requests_are_taken_in_an_order() -> None:
+    rows = [{"timestamp": at, "hash_ids": [1, at], "output_length": at} for at in (3, 4, 5)]
+    taken = trace_of(rows).take(np.array([2, 0]))
+    assert taken.names[taken.blocks].tolist() == [1, 5, 1, 3]
+    assert taken.forest.parents.tolist() == [-1, 0, 0]
+    assert taken.times is not None
+    assert (taken.times.tolist(), taken.output_tokens.tolist()) == ([5, 3], [5, 3])
 
 
 @pytest.mark.parametrize(
-    "chains",
+    "paths",
     [[[1, 2, 3], [4, 2]], [[1, 2], [2]], [[1, 2, 1]], [[1, 1]]],
     ids=["two parents", "also a first block", "its own ancestor", "its own parent"],
 )
-def test_ids_that_name_contents_instead_of_prefixes_are_refused(chains: list[list[int]]) -> None:
+def test_ids_that_name_contents_instead_of_prefixes_are_refused(paths: list[list[int]]) -> None:
     with pytest.raises(FormatError, match="equal ids must mean equal prefixes"):
-        trace_of([{"hash_ids": chain} for chain in chains])
+        len(trace_of([{"hash_ids": path} for path in paths]).forest)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,7 @@ def test_values_close_over_prefixes() -> None:
 
 def test_a_file_without_requests_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"trace\.jsonl: has no requests"):
-        read_trace(written(tmp_path), None)
+        read_file(written(tmp_path))
 
 
 @pytest.mark.parametrize(("release", "seeded"), [("0.5.19", False), ("0.5.20", True)])
@@ -222,9 +237,9 @@ def test_namespaces_seed_hashes_where_the_release_does(
     """storage_namespace_seed exists from SGLang 0.5.20 on."""
     tokens = list(range(PAGE))
     path = written(tmp_path, {"token_ids": tokens, "extra_key": "lora", "cache_salt": "t"})
-    trace = read_trace(path, structs.replace(PROFILE, sglang=release))
+    trace = read_file(path, structs.replace(PROFILE, sglang=release))
     seed = namespace_seed("lora", "t") if seeded else None
-    assert trace.forest.names.tolist() == page_hashes(tokens, PAGE, prior=seed).tolist()
+    assert trace.names.tolist() == page_hashes(tokens, PAGE, prior=seed).tolist()
 
 
 def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
@@ -235,9 +250,10 @@ def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
         {"timestamp": 5, "token_ids": []},
     ]
     path.write_text("\n".join(["", *map(json.dumps, rows)]))
-    trace = read_trace(path, PROFILE)
+    trace = read_file(path, PROFILE).in_time_order()
     assert trace.starts is not None
-    found = list(read_requests(path, trace.starts))
+    starts = trace.starts.tolist()
+    found = list(read_again(path, starts))
     assert [(r.token_ids, r.extra_key, r.cache_salt) for r in found] == [
         ([2] * 80, "lora", None),
         ([], None, None),
@@ -245,7 +261,7 @@ def test_requests_are_read_again_from_where_they_stand(tmp_path: Path) -> None:
     ]
     path.write_text("other lines")
     with pytest.raises(FormatError, match="changed since it was read"):
-        next(read_requests(path, trace.starts))
+        next(read_again(path, starts))
     path.unlink()
-    with pytest.raises(UsageError, match=r"trace\.jsonl: cannot read the trace again"):
-        next(read_requests(path, trace.starts))
+    with pytest.raises(UsageError, match=r"trace\.jsonl: cannot read the requests again"):
+        next(read_again(path, starts))
