@@ -164,7 +164,7 @@ def removed_option(name: str, instead: str) -> Callable[[F], F]:
         if value is not None and not ctx.resilient_parsing:
             raise click.UsageError(f"{name}: no longer an option; {instead}")
 
-    return click.option(name, hidden=True, expose_value=False, callback=refuse)
+    return own_option(name, hidden=True, expose_value=False, callback=refuse)
 
 
 argument = partial(click.argument, cls=Argument)

@@ -72,7 +72,8 @@ def test_help_all_has_every_option_once_and_the_whole_description(
     monkeypatch.setenv("COLUMNS", "80")
     shown = invoke(*words, "--help-all").stdout
     command = command_of(words)
-    options = [max(o.opts, key=len) for o in command.params if isinstance(o, click.Option)]
+    shown_options = [o for o in command.params if isinstance(o, click.Option) and not o.hidden]
+    options = [max(o.opts, key=len) for o in shown_options]
     described = shown[shown.index("\nOptions:") :]
     for option in [*options, "--help"]:
         lines = re.findall(rf"^  (?:-\w, )?{option}\b(?!-)", described, re.MULTILINE)

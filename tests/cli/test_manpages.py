@@ -51,7 +51,7 @@ def test_every_option_is_documented(name: str) -> None:
     assert command is not None
     page = (MAN / f"hicachectl-{name}.1").read_text().replace("\\-", "-")
     for parameter in command.params:
-        if isinstance(parameter, click.Option):
+        if isinstance(parameter, click.Option) and not parameter.hidden:
             assert parameter.help, parameter.name
             for option in parameter.opts:
                 assert re.search(rf"Fl {re.escape(option[1:])}\b", page), option

@@ -321,7 +321,6 @@ def test_without_ray_one_line_names_the_extra(
         (["auto", "--shard", "0/2"], "--shard cannot be combined with --ray"),
         (["auto", "--repair", "delete"], "give --yes or --dry-run"),
         (["auto", "--run", "new", "--output", "new/o"], "new/o: is in the run directory new"),
-        (["auto", "--token-ids", "F"], "--token-ids cannot be combined with --ray"),
     ],
 )
 def test_options_that_do_not_go_together(

@@ -521,7 +521,6 @@ def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--yes", "--token-ids", "FILE"], "--token-ids cannot be combined with --shard"),
         ([], "A part cannot ask before a repair; give --yes or --dry-run"),
         (["--yes"], "--repair needs a given profile"),
     ],
