@@ -16,6 +16,7 @@ from hicachectl.cli.demo_store import PROFILE
 from tests.test_readme import manual_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 PAGES = 8
@@ -51,6 +52,14 @@ def known(value: object) -> object:
     return value
 
 
+def asked(
+    requests: Iterable[hicachectl.Request | Sequence[int]], profile: hicachectl.Profile
+) -> hicachectl.HitsRequest:
+    return hicachectl.HitsRequest(
+        requests=hicachectl.hash_requests(requests, profile), profile=profile
+    )
+
+
 def without_seconds(document: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in document.items() if name != "seconds"}
 
@@ -73,7 +82,9 @@ def test_verify_returns_what_the_command_writes(source: Path, profile: Path) -> 
     """Same members, findings and counts, for a store with a missing object."""
     next(iter(sorted(source.glob("*_0_2.bin")))).unlink()
     with hicachectl.open_store(str(source)) as store:
-        report = hicachectl.verify(store, profile)
+        report = hicachectl.verify(
+            store, hicachectl.VerifyRequest(profile=hicachectl.read_profile(profile))
+        )
     written, _ = by_command("verify", str(source), "--profile", str(profile))
     assert report.document["counts"]
     mine = without_seconds(report.document)
@@ -86,26 +97,44 @@ def test_verify_returns_what_the_command_writes(source: Path, profile: Path) -> 
 
 def test_verify_refuses_checks_that_cannot_run(source: Path) -> None:
     """A named check that cannot run is an error, as on the command line."""
-    with hicachectl.open_store(str(source)) as store:
-        with pytest.raises(hicachectl.UsageError, match=r"checks: values cannot run.*profile"):
-            hicachectl.verify(store, checks=["values"])
-        with pytest.raises(hicachectl.UsageError, match=r"checks: 'value' is not one of names"):
-            hicachectl.verify(store, checks=["value"])
-        with pytest.raises(hicachectl.UsageError, match="checks: empty"):
-            hicachectl.verify(store, checks=[])
+    with (
+        hicachectl.open_store(str(source)) as store,
+        pytest.raises(hicachectl.UsageError, match=r"checks: values cannot run.*profile"),
+    ):
+        hicachectl.verify(store, hicachectl.VerifyRequest(checks=("values",)))
+    with pytest.raises(hicachectl.UsageError, match=r"checks: 'value' is not one of names"):
+        hicachectl.VerifyRequest(checks=("value",))
+    with pytest.raises(hicachectl.UsageError, match="checks: empty"):
+        hicachectl.VerifyRequest(checks=())
 
 
 @pytest.mark.parametrize("name", ["model", "pool", "page"])
-def test_an_empty_filter_is_not_everything(source: Path, tmp_path: Path, name: str) -> None:
+def test_an_empty_filter_is_not_everything(name: str) -> None:
     filters: dict[str, Any] = {name: ""}
-    with (
-        hicachectl.open_store(str(source)) as store,
-        hicachectl.open_store(str(tmp_path / "new"), create=True) as new,
-    ):
-        with pytest.raises(hicachectl.UsageError, match=f"{name}: empty"):
-            hicachectl.verify(store, **filters)
-        with pytest.raises(hicachectl.UsageError, match=f"{name}: empty"):
-            hicachectl.migrate(store, new, move=True, **filters)
+    with pytest.raises(hicachectl.UsageError, match=f"{name}: empty"):
+        hicachectl.Selection(**filters)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("verify", "VerifyRequest"),
+        ("hits", "HitsRequest"),
+        ("migrate", "MigrationRequest"),
+        ("prewarm", "PrewarmRequest"),
+        ("plan", "PrewarmRequest"),
+    ],
+)
+def test_an_old_call_names_the_class_that_it_needs(source: Path, name: str, form: str) -> None:
+    """Before, each function took the fields of its request."""
+    function = getattr(hicachectl, name)
+    with hicachectl.open_store(str(source)) as store:
+        stores = (store,) if name in {"verify", "hits"} else (store, store)
+        calls = [partial(function, *stores, "prod.toml"), partial(function, *stores, PROFILE),
+                 partial(function, *stores, jobs=2)]  # fmt: skip
+        for call in calls:
+            with pytest.raises(TypeError, match=f"hicachectl.{form}; see hicachectl-python"):
+                call()
 
 
 def test_hits_returns_the_rows_of_the_command(source: Path, profile: Path, tmp_path: Path) -> None:
@@ -114,7 +143,7 @@ def test_hits_returns_the_rows_of_the_command(source: Path, profile: Path, tmp_p
     listed = tmp_path / "requests.jsonl"
     listed.write_text("".join(json.dumps(ids) + "\n" for ids in requests))
     with hicachectl.open_store(str(source)) as store:
-        found = hicachectl.hits(store, requests, profile)
+        found = hicachectl.hits(store, asked(requests, hicachectl.read_profile(profile)))
     written, _ = by_command("hits", str(source), "--profile", str(profile), "--token-ids",
                             str(listed))  # fmt: skip
     assert [known(row) for row in found.rows.to_pylist()] == [
@@ -128,22 +157,26 @@ def test_a_salted_request_hits_nothing(source: Path, profile: Path) -> None:
     """A request with a cache salt has other page hashes, as in SGLang."""
     salted = hicachectl.Request("mine", demo_tokens(), cache_salt="tenant")
     with hicachectl.open_store(str(source)) as store:
-        rows = hicachectl.hits(store, [demo_tokens(), salted], profile).rows
+        request = asked([demo_tokens(), salted], hicachectl.read_profile(profile))
+        rows = hicachectl.hits(store, request).rows
     assert rows.column("usable_tokens").to_pylist()[1] == 0 < rows["usable_tokens"][0].as_py()
 
 
-def test_errors_name_the_request_and_the_argument(source: Path, tmp_path: Path) -> None:
+def test_errors_name_the_request_and_the_store(source: Path, tmp_path: Path) -> None:
     """Bad requests, missing profiles and missing stores are errors of one line."""
-    with hicachectl.open_store(str(source)) as store:
-        with pytest.raises(hicachectl.UsageError, match="hits needs profile="):
-            hicachectl.hits(store, [[1]])
-        with pytest.raises(hicachectl.FormatError, match=r"request 1: .*-1"):
-            hicachectl.hits(store, [[1] * 16, [-1] * 16], PROFILE)
-        for asked in (hicachectl.hits, partial(hicachectl.plan, store)):
-            with pytest.raises(hicachectl.UsageError, match="requests: has no requests"):
-                asked(store, [], PROFILE)
-        with pytest.raises(hicachectl.UsageError, match="either requests or a trace"):
-            hicachectl.plan(store, store, None, PROFILE)
+    with (
+        hicachectl.open_store(str(source)) as store,
+        pytest.raises(hicachectl.UsageError, match="records no profile; give one"),
+    ):
+        hicachectl.recorded_profile(store)
+    with pytest.raises(hicachectl.FormatError, match=r"request 1: .*-1"):
+        hicachectl.hash_requests([[1] * 16, [-1] * 16], PROFILE)
+    with pytest.raises(hicachectl.UsageError, match="requests: has no requests"):
+        hicachectl.hash_requests([], PROFILE)
+    blocks = tmp_path / "blocks.jsonl"
+    blocks.write_text('{"hash_ids": [1]}\n')
+    with pytest.raises(hicachectl.UsageError, match="has block ids"):
+        hicachectl.read_requests(blocks, PROFILE)
     with (
         pytest.raises(hicachectl.StoreUnavailable, match="absent"),
         hicachectl.open_store(str(tmp_path / "absent")),
@@ -161,15 +194,26 @@ def test_migrate_and_prewarm_arrive_whole(source: Path, profile: Path, tmp_path:
         hicachectl.open_store(str(tmp_path / "tp1"), create=True) as copy,
         hicachectl.open_store(str(tmp_path / "warm"), create=True) as warm,
     ):
-        outcome = hicachectl.migrate(origin, copy, old, to_profile=new, verify=True)
+        outcome = hicachectl.migrate(
+            origin,
+            copy,
+            hicachectl.MigrationRequest(
+                profile=old,
+                destination_profile=new,
+                options=hicachectl.CopyOptions(verify=True),
+            ),
+        )
         assert outcome.all_well
         assert outcome.document["pages"] == PAGES
-        report = hicachectl.verify(copy, new)
+        report = hicachectl.verify(copy, hicachectl.VerifyRequest(profile=new))
         assert (report.document["pages"], report.document["counts"]) == (PAGES, {})
-        planned = hicachectl.plan(origin, warm, [tokens], old, budget_pages=4)
-        warmed = hicachectl.prewarm(origin, warm, [tokens], old, budget_pages=4)
+        hashed = hicachectl.hash_requests([tokens], old)
+        request = hicachectl.PrewarmRequest(profile=old, requests=hashed, budget_pages=4)
+        planned = hicachectl.plan(origin, warm, request)
+        warmed = hicachectl.prewarm(origin, warm, request)
         assert warmed.document["copied_pages"] == planned.num_rows == 4
-        usable = hicachectl.hits(warm, [tokens], old).rows["usable_tokens"][0].as_py()
+        found = hicachectl.hits(warm, hicachectl.HitsRequest(requests=hashed, profile=old))
+        usable = found.rows["usable_tokens"][0].as_py()
         assert usable == warmed.document["usable_tokens"] == 4 * old.page_size
 
 

@@ -50,7 +50,8 @@ READS_BACK = (Action.COMPLETE, Action.COMPARE)
 class CopyOptions:
     """Options of a copy.
 
-    verify: read back and compare each copy. move: then remove the original.
+    verify: read back and compare each copy; always with move.
+    move: then remove the original.
     pin: protect copies from eviction, for pin_seconds or the store's default.
     deadline: `time.monotonic()` after which no batch is begun.
     trailers: which are written; see `trailers.plan_trailers`. keeps_trailers: write all objects
@@ -67,6 +68,10 @@ class CopyOptions:
     deadline: float | None = None
     trailers: TrailerMode = "auto"
     keeps_trailers: bool = False
+
+    def __post_init__(self) -> None:
+        """Verify what is moved."""
+        object.__setattr__(self, "verify", self.verify or self.move)
 
     @property
     def job_count(self) -> int:

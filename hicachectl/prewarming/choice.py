@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class PageChoice:
     """Objects of a survey to copy, so that servers can restore prefixes of chains.
 
-    hits: of the chains, in the source. names: pages that servers can restore. rank: [names] rank by
-    value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
+    hits: hits of the chains in the source.
+    names: pages that servers can restore.
+    rank: [names] rank by value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:

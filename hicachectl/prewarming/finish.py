@@ -69,8 +69,9 @@ def finish_facts(
 ) -> tuple[FinishFacts, IntArray]:
     """Count what servers can restore from the destination; also return [chains] usable pages.
 
-    names: as in the plan. without: pages of which the destination has other objects. until:
-    `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
+    names: see `PagePlan`.
+    without: pages of which the destination has other objects.
+    until: `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
     """
     page_size = request.target.page_size
     usable = np.zeros(0 if request.requests is None else len(request.requests), dtype=np.int64)

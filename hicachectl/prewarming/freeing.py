@@ -232,7 +232,7 @@ def _refuse_of_other_pages(
 
 
 def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
-    """Return the bytes of each group: from the listing, else as the specs state.
+    """Return the listed bytes of each group, else those that the specs state.
 
     UNKNOWN_BYTES if neither tells the size of an object.
     """

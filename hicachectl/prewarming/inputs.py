@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def asked_in(request: PrewarmRequest, grammar: str, options: Mapping[str, Any]) -> PrewarmRequest:
     """Return the request for the requests or pages that the options name.
 
-    grammar: of the source's keys. Raises UsageError and FormatError.
+    grammar: grammar of the source's keys. Raises UsageError and FormatError.
     """
     if options["all_"]:
         return request

@@ -24,24 +24,29 @@ if TYPE_CHECKING:
 DEADLINE = "deadline"
 FULL = "destination full"
 EVICTS = "destination evicts"
-_NEXT_STEPS = {  # of a gate that failed because the copy ended early
+# Next step if a gate failed because the copy ended early.
+_NEXT_STEPS = {
     BUDGET: "give a larger --budget or --budget-pages",
     DEADLINE: "give a later --deadline",
     FULL: "enlarge the destination",
     EVICTS: "enlarge the destination",
 }
 _OTHER_STEP = "look for the missing pages in another source"
-_REASONS = (FULL, EVICTS, DEADLINE)  # that end a copy early; the first one counts
+_REASONS = (FULL, EVICTS, DEADLINE)  # a copy ends early; the first reason counts
 
 
 class PlanFacts(msgspec.Struct, kw_only=True):
     """Sums and messages of a plan.
 
-    chained: whether the prefixes of the pages are known. requested: number of pages; there: of
-    these, restorable from both stores; missing: not restorable from the source.
-    requested_tokens: of all chains, or of the pages. not_pinned: pages already there, with --pin.
-    cut: whether the budget excludes pages. failed: pages that cannot be copied; problems: of the
-    first of them.
+    chained: whether the prefixes of the pages are known.
+    requested: number of pages.
+    there: number of these that can be restored from both stores.
+    missing: number of these that cannot be restored from the source.
+    requested_tokens: tokens of all chains, or of the pages.
+    not_pinned: number of pages that the destination had, with --pin.
+    cut: whether the budget excludes pages.
+    failed: number of pages that cannot be copied.
+    problems: the first of these.
     """
 
     chained: bool = True
@@ -79,9 +84,11 @@ class SliceFacts(msgspec.Struct, kw_only=True):
 class FinishFacts(msgspec.Struct, kw_only=True):
     """What servers can restore from the destination afterwards.
 
-    usable_tokens: of all chains, or of the pages. served_tokens: tokens of all chains that servers
-    fetch; None if the prefixes of the pages are unknown. only_there: requested pages that only the
-    destination has. deployment: for which tokens are counted, as `profile_document`.
+    usable_tokens: usable tokens of all chains, or of the pages.
+    served_tokens: tokens of all chains that servers fetch; None if the prefixes of the pages are
+        unknown.
+    only_there: number of requested pages that only the destination has.
+    deployment: the deployment for which tokens are counted; see `profile_document`.
     """
 
     usable_tokens: Count = 0

@@ -135,7 +135,8 @@ class WantedPages:
 class PagePlan:
     """Pages to copy, best first.
 
-    parents, depths: of each item of `pages` in its chain; null and 0 if unknown.
+    parents: page before each item of `pages` in its chain; null if unknown.
+    depths: number of pages before each item in its chain; 0 if unknown.
     names: pages that servers could restore from the source.
     """
 
@@ -166,7 +167,7 @@ def plan_chains(
 ) -> tuple[PagePlan, Hits]:
     """Choose the pages of chains that servers can restore, best first, within the budget.
 
-    Also return the hits of the chains in the source. acceptance: of the inventory's objects.
+    Also return the hits of the chains in the source. acceptance: see `find_hits`.
     """
     assert request.requests is not None
     hits = find_hits(inventory, 0, request.requests, own=True, acceptance=acceptance)

@@ -55,7 +55,7 @@ class SliceCopy:
             self._watch.add_present(best)
 
     def run(self, on_copied: Callable[[int, int], None]) -> None:
-        """Copy the pages in order. on_copied and exceptions: as in `prewarm`."""
+        """Copy the pages in order. Callback and exceptions: see `prewarm`."""
         total = max(int(self._pages.cost.sum()), 1)
 
         def on_done(batch: PageBatch, done: MoveResult) -> None:

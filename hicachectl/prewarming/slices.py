@@ -253,7 +253,7 @@ def _named(folder: Directory, files: Sequence[TableFile], name: str, next_step: 
 def slice_ends(cost: IntArray, count: int) -> IntArray:
     """Return the end of each of `count` slices of about equal cost: [count].
 
-    cost: of each page, best first; a page belongs to the slice in which it begins.
+    cost: cost of each page, best first; a page belongs to the slice in which it begins.
     """
     before = np.cumsum(cost) - cost
     total = int(cost.sum())

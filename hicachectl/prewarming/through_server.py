@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT_S = 120.0
 BUSY_PATIENCE_S = 300.0  # longest time with only "busy" answers
 
-_TRIES = 3  # of one request
+_TRIES = 3  # a request is sent so often
 _GIVE_UP_AFTER = 3  # failed requests in a row
 _PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 _BUSY = (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE)
 _CHECK_SERVER = "check that --through-server names an SGLang server"
-_SAID_CHARS = 200  # of a server's error text
+_SAID_CHARS = 200  # an error text of a server is cut to this length
 _SOURCES = ("device", "host", "storage")
 
 

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 class Warming:
     """A request between two stores, checked.
 
-    stores: the pair. trailers: how they are copied. options: of the copies.
+    stores: the pair.
+    trailers: how trailers are copied.
+    options: options of the copies.
     """
 
     def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:
@@ -66,7 +68,7 @@ class Warming:
         asks: bool = False,
         on_batch: Callable[[int], None] = lambda objects: None,
     ) -> Survey:
-        """Survey both stores. asks: as for `StorePair.survey`."""
+        """Survey both stores. asks: see `StorePair.survey`."""
         (survey,) = self.stores.survey(
             inventory, groups, first_only=True, asks=asks, on_batch=on_batch
         )

@@ -192,8 +192,8 @@ def requests_of(
 ) -> Requests:
     """Return requests in columns, without their tokens, in the same order.
 
-    hashing: of token ids. Raises FormatError naming the line; UsageError for token ids without
-    hashing, and without requests.
+    hashing: hashing of token ids, if any. Raises FormatError naming the line; UsageError for token
+    ids without hashing, and without requests.
     """
     columns = _Columns(hashing)
     for request in requests:

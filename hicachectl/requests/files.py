@@ -86,6 +86,12 @@ class PageList:
     groups: list[str | None]
     lengths: list[int]
 
+    @classmethod
+    def of_pages(cls, pages: Iterable[str], source: str = "pages") -> PageList:
+        """Return a list of pages, each in all its groups."""
+        listed = list(pages)
+        return cls(source, listed, [None] * len(listed), [1] * len(listed))
+
     @property
     def labelled(self) -> int:
         """Number of rows with a group label."""

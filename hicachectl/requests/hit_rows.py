@@ -55,8 +55,10 @@ def hit_rows(
 ) -> pa.Table:
     """Return a row per chain, in the columns of `hits`.
 
-    page_size: None if unknown. threshold: of the servers' prefetches, in tokens. elsewhere: other
-    deployments with requested pages; of several that have a page, the first is named.
+    page_size: None if unknown.
+    threshold: prefetch threshold of the servers, in tokens.
+    elsewhere: other deployments with requested pages; of several that have a page, the first is
+        named.
     """
     tokens = hits.chains.tokens
     usable = hits.usable_pages * (page_size or 0)

@@ -188,10 +188,12 @@ def find_hits(
 ) -> Hits:
     """Return the part of each chain that servers of a deployment can restore from a store.
 
-    deployment_id: index into the inventory's deployments; None: nothing can be restored. own:
-    ignore objects that another model wrote under the same keys. acceptance: of the inventory's
-    objects, by their trailers; without one, every object is accepted. Memory: one byte per distinct
-    page and object of its sets, and about 30 bytes per page of a chain.
+    deployment_id: index into the inventory's deployments; None: nothing can be restored.
+    own: ignore objects that another model wrote under the same keys.
+    acceptance: what servers accept by the trailers of objects; None: all of them.
+
+    Memory: one byte per distinct page and object of its sets, and about 30 bytes per page of a
+    chain.
     """
     chains = chains.within_reach()
     page_names, page_of = chains.page_names, chains.blocks.astype(np.int64)
@@ -323,8 +325,9 @@ def _stop_pages(
 ) -> IntArray:
     """Return the index of the first page at fault in each chain: [chains], -1 without a fault.
 
-    runs: of the ALL_PAGES pools. If a run is longer than the usable prefix, the first page that a
-    trailing pool lacks in the run's last window is at fault; otherwise the page after the run.
+    runs: leading pages of the ALL_PAGES pools. If a run is longer than the usable prefix, the first
+    page that a trailing pool lacks in the run's last window is at fault; otherwise the page after
+    the run.
     """
     starts = offsets[:-1]
     ends = starts + runs

@@ -74,7 +74,7 @@ def count_usable(
 
     target: the deployment that pages are written for; counted if no server is known. served: the
     deployment of each live server, by URL; the pages of the server that fetches the fewest are
-    returned. explains: with remarks about pages that the target misses. needs_pages: as for
+    returned. explains: with remarks about pages that the target misses. needs_pages: see
     `take_inventory`. without: pages that count as missing. Raises StoreUnavailable, and
     ProfileError if the target contradicts the store.
     """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.checks.registry import DIGESTS, Need, checks, group_names, value_groups
 from hicachectl.device.devices import DEFAULT_DEVICE_BYTES
+from hicachectl.formats.errors import UsageError
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.pages.selection import EVERYTHING, Selection
 from hicachectl.verification.coverage import impossible_checks, unmet_needs
@@ -50,6 +51,17 @@ class VerifyRequest:
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     bytes_per_second: int | None = None
     jobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for no check, and for a name that is not one of a check group."""
+        known = group_names()
+        if not self.checks:
+            raise UsageError(
+                "checks: empty; give names of checks, or leave it out for all that apply"
+            )
+        for name in self.checks:
+            if name not in known:
+                raise UsageError(f"checks: {name!r} is not one of {', '.join(known)}")
 
     @property
     def real_profile(self) -> Profile | None:

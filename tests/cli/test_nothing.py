@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from tests.stores import put
 from tests.tiny_tokenizers import make_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.conftest import Invoke
@@ -364,19 +367,22 @@ def test_a_catalog_that_would_lose_more_than_half_stays(
 def test_the_python_interface_refuses_a_source_without_pages(
     words: dict[str, Path], tmp_path: Path
 ) -> None:
-    asked = [list(range(3 * SIZE + 1))]
+    asked = hicachectl.hash_requests([list(range(3 * SIZE + 1))], PROFILE)
+    warming = hicachectl.PrewarmRequest(profile=PROFILE, requests=asked)
     words["STORE"].mkdir()
     with (
         hicachectl.open_store(str(words["STORE"])) as store,
         hicachectl.open_store(str(words["DST"]), create=True) as target,
     ):
-        for call in (
-            lambda **options: hicachectl.verify(store, **options),
-            lambda **options: hicachectl.migrate(store, target, **options),
-            lambda **options: hicachectl.plan(store, target, asked, PROFILE, **options),
-            lambda **options: hicachectl.prewarm(store, target, asked, PROFILE, **options),
-        ):
+        calls: list[tuple[Callable[[Any], object], Any]] = [
+            (partial(hicachectl.verify, store), hicachectl.VerifyRequest()),
+            (partial(hicachectl.migrate, store, target), hicachectl.MigrationRequest()),
+            (partial(hicachectl.plan, store, target), warming),
+            (partial(hicachectl.prewarm, store, target), warming),
+        ]
+        for call, request in calls:
             with pytest.raises(hicachectl.EmptyStore, match="has no page: not mounted"):
-                call()
-            call(allow_empty=True)
-        assert hicachectl.hits(store, asked, PROFILE).document["usable_share"] == 0
+                call(request)
+            call(replace(request, allow_empty=True))
+        measured = hicachectl.hits(store, hicachectl.HitsRequest(requests=asked, profile=PROFILE))
+        assert measured.document["usable_share"] == 0

@@ -362,7 +362,11 @@ def test_the_interface_returns_what_the_command_writes(
     asked = requests(tmp_path, TOKENS)
     document, said = measured(invoke, store, "--token-ids", asked, "--profile", profile)
     with hicachectl.open_store(str(store)) as opened:
-        report = hicachectl.hits(opened, [TOKENS], profile)
+        servers = hicachectl.read_profile(profile)
+        asked_for = hicachectl.hash_requests([TOKENS], servers)
+        report = hicachectl.hits(
+            opened, hicachectl.HitsRequest(requests=asked_for, profile=servers)
+        )
     assert {"chains": document["chains"], **report.document}.items() <= document.items()
     assert said.splitlines() == [f"hicachectl: {text}" for text in report.remarks]
     assert report.rows.num_rows == 1

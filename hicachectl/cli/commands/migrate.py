@@ -351,7 +351,7 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
             buffer_bytes=options["buffer_bytes"],
             jobs=options["jobs"],
             bytes_per_second=options["bwlimit"],
-            verify=options["verify"] or options["move"],
+            verify=options["verify"],
             move=options["move"],
             trailers=options["trailers"],
         ),
