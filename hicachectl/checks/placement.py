@@ -21,7 +21,7 @@ _IN_MEMORY = pa.array(["memory", "nof"])  # nof: NVMe over Fabrics; counts as me
 def check_placement(given: CheckInput) -> Iterator[pa.Table]:
     """Yield replica-mismatch and disk-only findings; the scan must have `replicas`."""
     inventory = given.inventory
-    if not len(inventory.objects):  # an empty scan has no batch, hence no column `replicas`
+    if "replicas" not in inventory.objects.column_names:  # an empty scan has no batch
         return
     column = inventory.objects.column("replicas").combine_chunks()
     counts = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)

@@ -32,13 +32,14 @@ from hicachectl.cli.completions import model_names, page_prefixes, store_names
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
-from hicachectl.text.vocabulary import NEVER
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, NEVER
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DEFAULT_GRACE = f"{DEFAULT_GRACE_SECONDS:g}s"
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -572,7 +573,7 @@ prefetch_threshold_option = _server(
 grace_option = own_option(
     "--grace",
     type=Duration(),
-    default="60s",
+    default=DEFAULT_GRACE,
     show_default=True,
     help="Do not judge page groups younger than this; servers may still be writing them.",
 )

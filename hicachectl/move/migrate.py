@@ -53,6 +53,7 @@ def migrate(
     """
     started = time.monotonic()
     migration = Migration(source, destination, request)
+    listing = migration.listing_time()
     listed = take_inventory(
         source,
         request.profile,
@@ -60,10 +61,9 @@ def migrate(
         needs_pages=request.needs_pages,
         on_batch=on_listed,
     )
+    listing = listing.ended()
     tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
-    plan = plan_groups(
-        migration, listed, tables, now_ns=migration.now_ns(), on_batch=on_listed, on_wait=on_wait
-    )
+    plan = plan_groups(migration, listed, tables, listing, on_batch=on_listed, on_wait=on_wait)
     if request.dry_run:
         facts = rehearse_part(migration, plan)
     else:

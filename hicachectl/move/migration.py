@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import present_ns
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.journal import (
@@ -18,8 +17,10 @@ from hicachectl.move.journal import (
 from hicachectl.move.store_pair import StorePair
 from hicachectl.move.temporaries import mark_writes
 from hicachectl.move.trailers import plan_trailers
+from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.selection import EVERYTHING, Selection
 from hicachectl.text.units import counted
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
@@ -44,7 +45,7 @@ class MigrationRequest:
     destination_profile: Profile | None = None
     selection: Selection = EVERYTHING
     pages: PageList | None = None
-    grace_seconds: float = 60.0
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
     if_exists: IfExists = "skip"
     partial: bool = False
     damaged: bool = False
@@ -131,13 +132,13 @@ class Migration:
                 "not use the journal of that run"
             )
 
-    def now_ns(self) -> int:
-        """Return the present time, which the ages of the source's groups are judged by.
+    def listing_time(self) -> ListingTime:
+        """Note the start of the listing of the source, which a copy does not change.
 
-        A copy does not change the source. Raises StoreUnavailable.
+        Raises StoreUnavailable.
         """
         changes = self.request.options.move and not self.request.dry_run
-        return present_ns(self.source, changes=changes)
+        return ListingTime.now(self.source, changes=changes)
 
     def begin(self) -> Journal:
         """Open this run's journal; remove unfinished writes of earlier runs.

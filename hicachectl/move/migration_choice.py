@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hicachectl.checks.findings import combine
-from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.sizes import check_sizes
+from hicachectl.checks.running import listing_findings
 from hicachectl.move.migration_outcome import MigrationFacts
 from hicachectl.move.migration_plan import MigrationPlan, Planned
 from hicachectl.move.planning import plan_repair
@@ -27,6 +25,7 @@ from hicachectl.pages.in_flight import (
 from hicachectl.pages.selection import select
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.requests.page_lists import NamedGroups
+from hicachectl.verification.coverage import unmet_needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,15 +36,18 @@ if TYPE_CHECKING:
     from hicachectl.move.migration_plan import KeptPlan
     from hicachectl.move.survey import Survey
     from hicachectl.pages.groups import BoolArray
+    from hicachectl.pages.in_flight import ListingTime
     from hicachectl.pages.inventory import Inventory
+
+    OnWait = Callable[[float, int], None]
 
 
 def plan_groups(
     migration: Migration,
     listed: Inventory,
     tables: Sequence[pa.Table],
+    listing: ListingTime,
     *,
-    now_ns: int,
     asks: bool = False,
     kept: KeptPlan | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
@@ -53,9 +55,11 @@ def plan_groups(
 ) -> MigrationPlan:
     """Plan the migration of listed objects: of the whole source, or of all objects of some pages.
 
-    tables: findings about the source's page tables. now_ns: time of the listing; younger groups may
-    still be written. asks: as in `StorePair.survey`. kept: an earlier run's plan of the same
-    objects, to be continued. on_wait: as of `look_again`.
+    tables: findings about the source's page tables.
+    listing: time of the listing; groups that are young then may still be written.
+    asks: see `StorePair.survey`.
+    kept: plan of an earlier run of the same objects, to be continued.
+    on_wait: see `look_again`.
     Raises ProfileError, StoreUnavailable, and UsageError for a wrong selection.
     """
     request, earlier = migration.request, migration.earlier
@@ -67,7 +71,7 @@ def plan_groups(
     ]
     if kept is None:
         choice = _Choice(migration, inventory, groups, surveys)
-        choice.make(tables, now_ns, on_wait)
+        choice.make(tables, listing, on_wait)
         facts = choice.facts
         facts.listed = len(listed.objects)
         if not len(groups):
@@ -111,9 +115,7 @@ class _Choice:
         self._groups = groups
         self._surveys = surveys
 
-    def make(
-        self, tables: Sequence[pa.Table], now_ns: int, on_wait: Callable[[float, int], None]
-    ) -> None:
+    def make(self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait) -> None:
         """Choose. Arguments as in `plan_groups`."""
         facts, inventory = self.facts, self._inventory
         facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
@@ -122,12 +124,12 @@ class _Choice:
             self.chosen &= named.chosen
             facts.matched = named.matched
         facts.named = int(self.chosen.sum())
-        for behind, why in self._reasons(tables, now_ns, on_wait):
+        for behind, why in self._reasons(tables, listing, on_wait):
             facts.left_out[why] = int((self.chosen & behind).sum())
             self.chosen &= ~behind
 
     def _reasons(
-        self, tables: Sequence[pa.Table], now_ns: int, on_wait: Callable[[float, int], None]
+        self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait
     ) -> Iterator[tuple[BoolArray, str]]:
         """Yield groups not to copy, [groups], and the reason."""
         request, groups, surveys = self._request, self._groups, self._surveys
@@ -135,13 +137,13 @@ class _Choice:
         routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
         yield ~routed & ~ambiguous, "written by another deployment than the profile's"
         yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
-        in_flight = self._in_flight(now_ns, on_wait)
+        in_flight = self._in_flight(listing, on_wait)
         yield in_flight, "still being written; run again to copy them"
         if not request.partial:
             yield groups.states != WHOLE, "not whole; --include-partial copies them"
         if not request.damaged:
             yield (
-                self._damaged(tables, in_flight),
+                self._damaged(tables, listing, in_flight),
                 "with errors; hicachectl verify lists them, --include-damaged copies them",
             )
         unfit = np.zeros(len(groups), dtype=np.bool_)
@@ -150,35 +152,39 @@ class _Choice:
         yield unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"
         yield from self._migration.trailers.refused(self._inventory, groups)
 
-    def _in_flight(self, now_ns: int, on_wait: Callable[[float, int], None]) -> BoolArray:
+    def _in_flight(self, listing: ListingTime, on_wait: OnWait) -> BoolArray:
         """Return which groups are not whole, and may still be written: [groups].
 
         A copy of such a group does no harm; its removal may take a sidecar of a page whose anchor
         comes next. So a move looks again where no times show what is young.
         """
         request, groups, source = self._request, self._groups, self._migration.source
+        grace = request.grace_seconds
         in_flight: BoolArray = groups.states != WHOLE
-        in_flight &= groups_in_flight(
-            source, groups, now_ns=now_ns, grace_ns=int(request.grace_seconds * 1e9)
-        )
+        in_flight &= groups_in_flight(source, groups, listing, grace)
         moves = request.options.move and request.partial
         if moves and needs_second_look(source) and (self.chosen & are_incomplete(groups)).any():
-            left = now_ns / 1e9 + request.grace_seconds - time.time()
             in_flight |= look_again(
-                source, self._inventory, groups, after_seconds=left, on_wait=on_wait
+                source, self._inventory, groups, listing, grace, on_wait=on_wait
             )[0]
         return in_flight
 
-    def _damaged(self, tables: Sequence[pa.Table], in_flight: BoolArray) -> BoolArray:
+    def _damaged(
+        self, tables: Sequence[pa.Table], listing: ListingTime, in_flight: BoolArray
+    ) -> BoolArray:
         """Return which groups have errors visible in a listing: [groups]."""
-        groups = self._groups
+        request, groups, source = self._request, self._groups, self._migration.source
         given = CheckInput(
-            store=self._migration.source,
+            store=source,
             inventory=self._inventory,
             groups=groups,
             in_flight=in_flight,
+            profile=request.profile,
+            now_ns=listing.start_ns,
+            grace_ns=int(request.grace_seconds * 1e9),
         )
-        found = combine([*check_groups(given), *check_sizes(given), *tables])
+        unmet = unmet_needs(source, request.profile, has_catalog=False)
+        found = combine([*listing_findings(given, unmet), *tables])
         damaged = np.zeros(len(groups), dtype=np.bool_)
         damaged[plan_repair(groups, found).groups] = True
         return damaged

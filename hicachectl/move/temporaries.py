@@ -27,13 +27,12 @@ from hicachectl.move.reports import (
 )
 from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.listing import key_text
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hicachectl.backends.base import Store
-
-GRACE_SECONDS = 60.0  # verify's default; a younger file may belong to a running write
 
 _COLUMNS = ("nbytes", "mtime_ns", "cleared_ns")
 _HASH_DIGITS = 64
@@ -59,13 +58,14 @@ def find_temporaries(
 ) -> pa.Table:
     """Return files that `verify` calls stale: key, nbytes, mtime_ns, cleared_ns.
 
-    They are temporary files and, with cleared_ns, objects that a `clear` made misses.
-    before: Unix seconds; only files last written earlier. Files written or cleared less than
-    GRACE_SECONDS ago are never listed. dry_run: the files will not be removed. Raises
-    StoreUnavailable.
+    They are temporary files and, with cleared_ns, objects that a `clear` made misses. Files written
+    or cleared less than DEFAULT_GRACE_SECONDS ago may belong to a running write, and are left out.
+    before: Unix seconds; only files last written earlier.
+    dry_run: the files will not be removed.
+    Raises StoreUnavailable.
     """
     now_ns = present_ns(store, changes=not dry_run)
-    newest_ns = settled_ns = now_ns - int(GRACE_SECONDS * 1e9)
+    newest_ns = settled_ns = now_ns - int(DEFAULT_GRACE_SECONDS * 1e9)
     if before is not None:
         newest_ns = min(newest_ns, int(before * 1e9) - 1)
     found = []

@@ -7,12 +7,14 @@ newest object is younger than the grace. A store without times is looked at agai
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.capabilities import present_ns
 from hicachectl.pages.group_table import ORPHAN, PARTIAL
 
 if TYPE_CHECKING:
@@ -22,24 +24,47 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import Inventory
 
-
 _CLOCK_SKEW_NS = 60 * 10**9  # between this host's clock and a file server's
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListingTime:
+    """When a store was listed; all ages of its objects are judged by this time.
+
+    start_ns: start of the listing, Unix nanoseconds, by `present_ns`.
+    duration_ns: duration of the listing.
+    began: start of the listing, by `time.monotonic` of this process.
+    """
+
+    start_ns: int
+    duration_ns: int = 0
+    began: float
+
+    @classmethod
+    def now(cls, store: Store, *, changes: bool) -> ListingTime:
+        """Note the start of a listing. changes: as in `present_ns`. Raises StoreUnavailable."""
+        began = time.monotonic()
+        return cls(start_ns=present_ns(store, changes=changes), began=began)
+
+    def ended(self) -> ListingTime:
+        """Return the time with the duration of the listing, which has just ended."""
+        return replace(self, duration_ns=int((time.monotonic() - self.began) * 1e9))
+
+
 def groups_in_flight(
-    store: Store, groups: PageGroups, *, now_ns: int, grace_ns: int, listing_ns: int = 0
+    store: Store, groups: PageGroups, listed: ListingTime, grace_seconds: float
 ) -> BoolArray:
     """Return which groups are younger than the grace: [groups].
 
-    None is if no server writes to the store, or if it keeps no times.
-    now_ns: start of the listing, Unix nanoseconds.
-    listing_ns: duration of the listing. Groups written during the listing are in flight; a later
-        time comes from a wrong clock.
+    No group is if no server writes to the store, or if the store keeps no times. Groups written
+    during the listing are in flight; a later time comes from a wrong clock.
     """
     if not store.traits.live:
         return np.zeros(len(groups), dtype=np.bool_)
-    age = now_ns - groups.newest_ns
-    young: BoolArray = (age < grace_ns) & (age > -listing_ns - max(grace_ns, _CLOCK_SKEW_NS))
+    grace_ns = int(grace_seconds * 1e9)
+    age = listed.start_ns - groups.newest_ns
+    ahead = listed.duration_ns + max(grace_ns, _CLOCK_SKEW_NS)
+    young: BoolArray = (age < grace_ns) & (age > -ahead)
     return young
 
 
@@ -82,17 +107,19 @@ def look_again(
     store: Store,
     inventory: Inventory,
     groups: PageGroups,
+    listed: ListingTime,
+    grace_seconds: float,
     *,
-    after_seconds: float,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> tuple[BoolArray, int]:
-    """Wait, then return `changed_groups` of all incomplete groups.
+    """Wait until the grace since the start of the listing is over; return `changed_groups`.
 
-    after_seconds: what is left of the grace since the listing began.
+    All incomplete groups are looked up.
     on_wait: called before a wait, with its seconds and the number of incomplete groups.
     """
     suspects = int(are_incomplete(groups).sum())
-    if suspects and after_seconds > 0:
-        on_wait(after_seconds, suspects)
-        time.sleep(after_seconds)
+    left = listed.began + grace_seconds - time.monotonic()
+    if suspects and left > 0:
+        on_wait(left, suspects)
+        time.sleep(left)
     return changed_groups(store, inventory, groups, np.ones(len(groups), dtype=np.bool_))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.capabilities import Archive, Leases
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import profile_to_mapping
+from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.published import Listing
 from hicachectl.parts.manifest import MANIFEST
 
@@ -47,6 +49,14 @@ def listing_of(manifest: Manifest, grammar: str, profile: Profile | None) -> Lis
         return Listing.from_mapping(manifest.published.table, grammar, profile, MANIFEST)
     except FormatError as error:
         raise FormatError(f"{error}; {LIST_AGAIN}") from error
+
+
+def listing_time(given: PartInput) -> ListingTime:
+    """Return when the lister listed the store."""
+    published, began = given.manifest.published, time.monotonic() - given.age()
+    return ListingTime(
+        start_ns=published.listing_ns, duration_ns=published.duration_ns, began=began
+    )
 
 
 def refuse_pack(destination: Store) -> None:

@@ -34,12 +34,16 @@ Seconds = Annotated[float, Meta(ge=0)]
 class Published(Struct, kw_only=True):
     """Result of listing and planning: tables for all parts, and facts.
 
-    listing_ns: Unix time of the listing. table: of affixes, as `pages` writes it.
-    files: all tables, in `folder`. shares: row groups by file name, for each part.
-    facts: the job's own.
+    listing_ns: start of the listing, Unix nanoseconds.
+    duration_ns: duration of the listing.
+    table: affixes of the listing, as `pages` writes them.
+    files: all tables, in `folder`.
+    shares: row groups by file name, for each part.
+    facts: members that only the job knows.
     """
 
     listing_ns: Moment = 0
+    duration_ns: Count = 0
     table: dict[str, Any] = {}
     files: list[TableFile] = []
     shares: Annotated[list[dict[FileName, list[Count]]], Meta(min_length=1, max_length=MOST_PARTS)]

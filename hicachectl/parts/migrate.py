@@ -37,6 +37,7 @@ from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads 
 from hicachectl.parts.common import (
     LIST_AGAIN,
     listing_of,
+    listing_time,
     options_of_part,
     profile_identity,
     refuse_pack,
@@ -135,6 +136,7 @@ class MigrateJob:
     ) -> Published:
         """See `Job`."""
         source, migration = self._source, self._migration
+        listing = migration.listing_time()
         listed = publish_listing(
             source,
             self._request.profile,
@@ -144,11 +146,12 @@ class MigrateJob:
             needs_pages=self._request.needs_pages,
             on_batch=on_listed,
         )
-        listing_ns = migration.now_ns()
+        listing = listing.ended()
         migration.stores.refuse_destination(listed.listing.table, on_batch=on_listed)
         found, _ = check_tables(source, saved_tables(source), grace_seconds=0)
         return Published(
-            listing_ns=listing_ns,
+            listing_ns=listing.start_ns,
+            duration_ns=listing.duration_ns,
             table=listed.listing.to_mapping(),
             files=[*listed.files, write_table(folder, _FOUND_FILE, found, FOUND_SCHEMA)],
             shares=listed.shares,
@@ -220,7 +223,7 @@ class MigrateJob:
             migration,
             inventory,
             [given.tables[_FOUND]()],
-            now_ns=manifest.published.listing_ns,
+            listing_time(given),
             asks=True,
             kept=kept,
         )

@@ -21,7 +21,6 @@ from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
-from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.planning import RepairPlan
 from hicachectl.move.repair import Attempt, left_remarks, plan_of, repair
 from hicachectl.move.reports import finished_remarks
@@ -39,6 +38,7 @@ from hicachectl.parts.common import (
     LIST_AGAIN,
     jobs_of_part,
     listing_of,
+    listing_time,
     profile_identity,
     selection_identity,
     share_of,
@@ -145,13 +145,12 @@ class _CatalogFacts(msgspec.Struct, kw_only=True):
 class _Facts(msgspec.Struct, kw_only=True):
     """Facts that the lister publishes.
 
-    duration_ns: of the listing. catalog: the compared one, without its entries. records: identity
+    catalog: the compared one, without its entries. records: identity
     fields of the catalog that the run records; None if it records none. found: findings about the
     listing, rows of NAMED_SCHEMA.
     """
 
     grammar: str
-    duration_ns: Count
     store: StoreDescription
     catalog: _CatalogFacts | None
     records: tuple[str, ...] | None
@@ -290,22 +289,22 @@ class VerifyJob:
             needs_pages=not (request.allow_empty or remarks),  # earlier runs may remove all pages
             on_batch=on_listed,
         )
-        duration_ns = start.listed().listing_ns
+        listing = start.listing.ended()
         catalog, files = self._publish_catalog(folder, listed.shares, on_listed)
         if catalog is not None and self._catalog is not None:
             remark = of_another_store(self._catalog, catalog.store, store.url)
             remarks += [] if remark is None else [remark]
         facts = _Facts(
             grammar=store.grammar,
-            duration_ns=duration_ns,
             store=describe_store(store, request),
             catalog=catalog,
             records=store.traits.version_fields if request.update_catalog else None,
-            remarks=(*remarks, *listing_remarks(store, request, start.now_ns)),
-            found=listing_findings(store, request, start.now_ns).to_pylist(),
+            remarks=(*remarks, *listing_remarks(store, request, listing.start_ns)),
+            found=listing_findings(store, request, listing.start_ns).to_pylist(),
         )
         return Published(
-            listing_ns=start.now_ns,
+            listing_ns=listing.start_ns,
+            duration_ns=listing.duration_ns,
             table=listed.listing.to_mapping(),
             files=[*listed.files, *files],
             shares=listed.shares,
@@ -372,12 +371,7 @@ class VerifyJob:
         facts = convert(manifest.published.facts, _Facts, MANIFEST)
         request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
         first = given.part == 0
-        start = replace(
-            start_run(store, request, first=first),
-            now_ns=manifest.published.listing_ns,
-            listing_ns=facts.duration_ns,
-            age_seconds=given.age(),
-        )
+        start = replace(start_run(store, request, first=first), listing=listing_time(given))
         listed = self._listed(given)
         if not request.allow_empty:
             refuse_unmounted(store, listed)

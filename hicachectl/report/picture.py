@@ -13,7 +13,6 @@ from hicachectl.backends.capabilities import Leases
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import severity_ranks
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.pages.in_flight import groups_in_flight
 from hicachectl.pages.summary import summarise, unusual_sizes
 from hicachectl.profiles.identities import markers_of
 from hicachectl.report.completeness import Completeness, completeness_of
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.measuring import HitsRequest
+    from hicachectl.verification.part import PartCheck
     from hicachectl.verification.request import VerifyRequest
 
 
@@ -136,9 +136,8 @@ def take_picture(
     checked = check_store(store, verify, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
     inventory, groups = checked.inventory, checked.groups
     verified = report_of([checked.result], describe_store(store, verify), inventory.table, verify)
-    in_flight = groups_in_flight(store, groups, now_ns=int(made * 1e9), grace_ns=verify.grace_ns)
     tree, no_tree, told = _tree(store, inventory, request)
-    page, why = _page(store, request, verified, inventory, groups)
+    page, why = _page(store, request, verified, checked)
     rows, total = summarise(inventory, markers_of(store))
     return Picture(
         url=store.url,
@@ -153,7 +152,7 @@ def take_picture(
         free_bytes=store.free_bytes(),
         states=_states(groups),
         writes=writes_of(inventory),
-        completeness=tuple(completeness_of(groups, in_flight)),
+        completeness=tuple(completeness_of(groups, checked.in_flight)),
         tree=tree,
         no_tree=no_tree,
         page=page,
@@ -186,21 +185,26 @@ def _page(
     store: Store,
     request: PictureRequest,
     verified: VerifyReport,
-    inventory: Inventory,
-    groups: PageGroups,
+    checked: PartCheck,
 ) -> tuple[PageReport | None, str]:
     """Return the page to show in full, if any, and why."""
     verify = request.verify
 
     def read(page: str) -> PageReport:
-        seconds = verify.grace_seconds
-        return inspect_listed(store, inventory, verify.profile, page, grace_seconds=seconds)
+        return inspect_listed(
+            store,
+            checked.inventory,
+            checked.listing,
+            verify.profile,
+            page,
+            grace_seconds=verify.grace_seconds,
+        )
 
     if request.page is not None:
         return read(request.page), "Chosen with --page."
     if isinstance(store, Leases):
         return None, "Reads of this store grant leases, so no page was read. --page names one."
-    chosen, why = _choice(verified, groups)
+    chosen, why = _choice(verified, checked.groups)
     if not chosen:
         return None, why
     try:

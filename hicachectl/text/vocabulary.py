@@ -3,6 +3,7 @@
 # States of page groups.
 STATES = ("whole", "partial", "orphan", "unknown")
 LOCK = "lock"  # `stopped_by` of a run that another process's lock prevented
+DEFAULT_GRACE_SECONDS = 60.0  # younger objects may belong to a running write
 BUDGET = "budget"  # `stopped_by` of a prewarm that copied all that its budget allows
 NEVER = "never"  # `--fail-on`: no finding fails the run
 

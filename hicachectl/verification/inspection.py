@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +11,22 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Trailed
 from hicachectl.checks.findings import combine
-from hicachectl.checks.group import check_groups
 from hicachectl.checks.names import cleared_objects
 from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.sizes import check_sizes, expected_sizes
+from hicachectl.checks.running import listing_findings
+from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.trailer import digest_text
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.in_flight import groups_in_flight
+from hicachectl.pages.in_flight import ListingTime, groups_in_flight
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import object_rows, page_rows
 from hicachectl.pages.selection import EVERYTHING, Selection, select
 from hicachectl.pages.unmatched import explain_selection
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
+from hicachectl.verification.coverage import unmet_needs
 from hicachectl.verification.reading import (
     known_specs,
     read_objects,
@@ -66,7 +67,7 @@ def inspect_page(
     profile: Profile | None,
     prefix: str,
     *,
-    grace_seconds: float = 60.0,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
     on_contradiction: Callable[[str], None] | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> PageReport:
@@ -75,19 +76,27 @@ def inspect_page(
     Callbacks and errors: as of `take_inventory`; also raises UsageError if no page or several pages
     match.
     """
-    listed = take_inventory(store, profile, on_contradiction=on_contradiction, on_batch=on_batch)
-    return inspect_listed(store, listed, profile, prefix, grace_seconds=grace_seconds)
+    time = ListingTime.now(store, changes=False)
+    listed = take_inventory(
+        store,
+        profile,
+        columns={"replicas"} & store.traits.columns,
+        on_contradiction=on_contradiction,
+        on_batch=on_batch,
+    )
+    return inspect_listed(store, listed, time.ended(), profile, prefix, grace_seconds=grace_seconds)
 
 
 def inspect_listed(
     store: Store,
     listed: Inventory,
+    time: ListingTime,
     profile: Profile | None,
     prefix: str,
     *,
-    grace_seconds: float = 60.0,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
 ) -> PageReport:
-    """Return `inspect_page` of a store whose objects are listed."""
+    """Return `inspect_page` of a store whose objects were listed at a time."""
     inventory = select(listed, Selection(page=prefix))
     groups = PageGroups(inventory)
     cleared = _cleared(listed, prefix)
@@ -104,17 +113,22 @@ def inspect_listed(
         raise UsageError(f"{store.url}: {reason}")
     if len(pages) > 1:
         raise UsageError(_several_pages(store.url, prefix, pages))
-    now_ns, grace_ns = time.time_ns(), int(grace_seconds * 1e9)
-    in_flight = groups_in_flight(store, groups, now_ns=now_ns, grace_ns=grace_ns)
     checkers = value_checkers(known_specs(inventory.table), profile)
     reading = _read(store, inventory, checkers)
-    given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=in_flight)
+    given = CheckInput(
+        store=store,
+        inventory=inventory,
+        groups=groups,
+        in_flight=groups_in_flight(store, groups, time, grace_seconds),
+        profile=profile,
+        now_ns=time.start_ns,
+        grace_ns=int(grace_seconds * 1e9),
+    )
     found = combine(
         [
-            *check_groups(given),
-            *check_sizes(given),
+            *listing_findings(given, unmet_needs(store, profile, has_catalog=False)),
             *reading.findings(inventory),
-            cleared_objects(cleared, now_ns - grace_ns),
+            cleared_objects(cleared, given.now_ns - given.grace_ns),
         ]
     )
     objects = _with_digests(object_rows(inventory), reading)

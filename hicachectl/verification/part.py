@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.capabilities import Losing, present_ns
+from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.findings import SCHEMA, combine_named, name_findings
 from hicachectl.checks.placing import placed
 from hicachectl.checks.registry import (
@@ -24,7 +24,12 @@ from hicachectl.checks.registry import (
 from hicachectl.device.devices import refuse_missing
 from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.in_flight import changed_groups, groups_in_flight, look_again
+from hicachectl.pages.in_flight import (
+    ListingTime,
+    changed_groups,
+    groups_in_flight,
+    look_again,
+)
 from hicachectl.pages.selection import select
 from hicachectl.pages.tally import tally_of
 from hicachectl.pages.unmatched import explain_selection
@@ -52,22 +57,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """State before the listing.
+    """State at the start of a process's work on a store.
 
-    now_ns: by `present_ns`; listing_ns: duration of the listing. began: `time.monotonic()` of this
-    process; in a process that did not list, when its part began. age_seconds: from the begin of the
-    listing until then, at least. tables: page tables, if a check needs them.
+    listing: time of the listing, which another process may have made.
+    began: start of the work, by `time.monotonic`.
+    tables: page tables before the work; None unless a check needs them.
     """
 
-    now_ns: int
-    listing_ns: int = 0
+    listing: ListingTime
     began: float
-    age_seconds: float = 0.0
     tables: TableState | None = None
 
     def listed(self) -> RunStart:
         """Return the state with the duration of the listing, which has just ended."""
-        return replace(self, listing_ns=int((time.monotonic() - self.began) * 1e9))
+        return replace(self, listing=self.listing.ended())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,16 @@ class Judged:
 class PartCheck:
     """A checked part.
 
-    catalog: of the part's objects, if requested. inventory, groups: selected ones, for a repair.
-    in_flight: [groups], which no check judged.
+    catalog: digests of the part's objects; None unless requested.
+    listing: time of the listing.
+    inventory, groups: selected objects and their groups, for a repair.
+    in_flight: [groups] bool, groups that no check judged.
+    judged: objects that the checks judged.
     """
 
     result: PartResult
     catalog: Catalog | None
+    listing: ListingTime
     inventory: Inventory
     groups: PageGroups
     in_flight: BoolArray
@@ -118,13 +125,14 @@ class PartCheck:
 def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
     """Note the state before the listing.
 
-    first: as for `check_part`. Raises UsageError if a requested device is missing.
+    first: as for `check_part`. Raises UsageError if a requested device is missing, and
+    StoreUnavailable.
     """
     if ReadingReasons.of(store, request):  # before a long listing, and for an empty store too
         refuse_missing(request.devices)
-    began, now_ns = time.monotonic(), present_ns(store, changes=request.changes)
+    listing = ListingTime.now(store, changes=request.changes)
     tables = saved_tables(store) if first and GROUPS.name in request.checks else None
-    return RunStart(now_ns=now_ns, began=began, tables=tables)
+    return RunStart(listing=listing, began=listing.began, tables=tables)
 
 
 def listing_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Table:
@@ -173,13 +181,8 @@ def check_part(
     """
     inventory, groups = select_groups(listed, request)
     has_times = "mtime_ns" in store.traits.columns
-    in_flight = groups_in_flight(
-        store,
-        groups,
-        now_ns=start.now_ns,
-        listing_ns=start.listing_ns,
-        grace_ns=request.grace_ns,
-    )
+    grace = request.grace_seconds
+    in_flight = groups_in_flight(store, groups, start.listing, grace)
     gone = 0
     if has_times:
         changed, gone = changed_groups(store, inventory, groups, ~in_flight)
@@ -196,8 +199,9 @@ def check_part(
     remarks: list[str] = []
     reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
     if not has_times:
-        left = start.began - start.age_seconds + request.grace_seconds - time.monotonic()
-        in_flight, gone = look_again(store, inventory, groups, after_seconds=left, on_wait=on_wait)
+        in_flight, gone = look_again(
+            store, inventory, groups, start.listing, grace, on_wait=on_wait
+        )
     digested = compare_with_catalog(store, request, inventory, reading)
     skipped: dict[str, str] = {}
     given = CheckInput(
@@ -207,7 +211,7 @@ def check_part(
         in_flight=in_flight,
         profile=request.profile,
         weights_version=request.weights_version,
-        now_ns=start.now_ns,
+        now_ns=start.listing.start_ns,
         grace_ns=request.grace_ns,
         tables=start.tables,
         digests=reading.digests,
@@ -235,16 +239,17 @@ def check_part(
         complete=reading.complete,
         devices=devices,
         seconds=time.monotonic() - start.began,
-        remarks=(*remarks, *listing_remarks(store, request, start.now_ns)),
+        remarks=(*remarks, *listing_remarks(store, request, start.listing.start_ns)),
         skipped=skipped,
         listed=len(listed.objects),
         explained=explain_selection(store, listed, request.selection) if nothing else "",
     )
     catalog = None
     if request.update_catalog:
-        catalog = digested.updated(request.catalog, listed, store.url, start.now_ns)
+        catalog = digested.updated(request.catalog, listed, store.url, start.listing.start_ns)
     judged = _judged(inventory, choice.plan, reading)
-    return PartCheck(PartResult(facts, tally, found), catalog, inventory, groups, in_flight, judged)
+    result = PartResult(facts, tally, found)
+    return PartCheck(result, catalog, start.listing, inventory, groups, in_flight, judged)
 
 
 def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> Judged:

@@ -10,6 +10,7 @@ from hicachectl.device.devices import DEFAULT_DEVICE_BYTES
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.pages.selection import EVERYTHING, Selection
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 from hicachectl.verification.coverage import impossible_checks, unmet_needs
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class VerifyRequest:
     collision: str = ""
     checks: tuple[str, ...] = field(default_factory=group_names)
     selection: Selection = EVERYTHING
-    grace_seconds: float = 60.0
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
     sample: Sample | None = None
     time_limit_seconds: float | None = None
     catalog: Catalog | None = None

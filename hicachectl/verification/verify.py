@@ -39,6 +39,6 @@ def check_store(
         needs_pages=not request.allow_empty,
         on_batch=on_listed,
     )
-    found = listing_findings(store, request, start.now_ns)
+    found = listing_findings(store, request, start.listing.start_ns)
     checked = check_part(store, request, listed, start.listed(), on_read=on_read, on_wait=on_wait)
     return checked.with_findings(found)

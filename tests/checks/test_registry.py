@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from hicachectl.checks.codes import Code
+from hicachectl.checks.findings import object_findings
 from hicachectl.checks.registry import (
+    GROUPS,
     VALUES,
     Check,
+    CheckInput,
     ValueCheck,
     ValueIssue,
     checks,
@@ -22,11 +26,14 @@ from hicachectl.checks.registry import (
 )
 from tests.checks.repeats import REPEATS, registered
 from tests.move.repairs import dsa_store, kv
+from tests.report.page_texts import text_of
 from tests.stores import DSA, OLD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import pyarrow as pa
 
     from tests.conftest import Invoke
 
@@ -105,6 +112,42 @@ def test_a_check_from_outside_may_join_a_group(invoke: Invoke, store: Path) -> N
     with registered(group=VALUES):
         assert group_names() == OWN_GROUPS
         assert repeated(verified(invoke, store, "--checks", "values")) == [(kv(1), "warning")]
+
+
+def judge_second_page(given: CheckInput) -> Iterator[pa.Table]:
+    """Find an error in each object of the second page."""
+    keys = given.inventory.objects.column("key").to_pylist()
+    rows = [row for row, key in enumerate(keys) if key.decode().startswith(kv(1)[:64])]
+    yield object_findings(given.inventory, np.array(rows, np.int64), "cursed", "by another package")
+
+
+def test_all_commands_see_the_errors_of_a_check_from_outside(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    profile = ("--profile", tmp_path / "dsa.toml")
+    register(
+        Check(
+            name="curses",
+            group=GROUPS,
+            codes=(Code("cursed", "error"),),
+            function=judge_second_page,
+        )
+    )
+    try:
+        shown = invoke("show", store, kv(1)[:64], *profile, "--format", "json").document
+        (tmp_path / "target").mkdir()
+        said = invoke("migrate", store, tmp_path / "target", *profile).stderr
+        made = tmp_path / "page.html"
+        invoke("report", store, *profile, "-o", made, exit_code=4)
+        assert verified(invoke, store, "--checks", "groups")["counts"] == {"cursed": 2}
+        repaired = verified(invoke, store, "--checks", "groups", "--repair", "delete", "--yes")
+    finally:
+        unregister("curses")
+    assert [finding["code"] for finding in shown["findings"]].count("cursed") == 2
+    assert "Not copied: 1 page with errors" in said
+    assert len([*(tmp_path / "target").glob("*.bin")]) == 4
+    assert "cursed" in text_of(made)
+    assert repaired["repaired"] == 1
 
 
 def test_help_and_refusals_name_what_is_registered(invoke: Invoke, store: Path) -> None:

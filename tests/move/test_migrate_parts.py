@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from hicachectl.move.migration import Migration, MigrationRequest
 from hicachectl.move.migration_choice import plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, MigrationOutcome, outcome_of
 from hicachectl.move.migration_plan import KeptPlan
+from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import Selection
 from hicachectl.requests.files import PageList
@@ -145,7 +147,8 @@ class Site:
             part = self.listed.only(rows)
 
             def planned(kept: KeptPlan | None) -> Any:
-                return plan_groups(migration, part, (), now_ns=NOW_NS, asks=True, kept=kept)
+                listing = ListingTime(start_ns=NOW_NS, began=time.monotonic())
+                return plan_groups(migration, part, (), listing, asks=True, kept=kept)
 
             if number not in self.kept:
                 self.kept[number] = through_json(planned(None).keep())

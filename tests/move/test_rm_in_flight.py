@@ -226,7 +226,9 @@ def timeless(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(FileStore, "scan", scanned)
     monkeypatch.setattr(FileStore, "look", lambda *arguments: forgotten(look(*arguments)))
-    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(
+        in_flight, "time", SimpleNamespace(sleep=waited.append, monotonic=time.monotonic)
+    )
     return waited
 
 
@@ -239,7 +241,7 @@ def test_a_store_without_times_is_looked_at_twice(
         timeless.append(seconds)
         put(store, kv(YOUNG), KV_BYTES)
 
-    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=written))
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=written, monotonic=time.monotonic))
     outcome = invoke("rm", store, "--state", "orphan", "--yes", "--format", "json")
     assert "looks again in" in outcome.stderr
     assert (outcome.document["pages"], outcome.document["in_flight"]) == (1, 1)
@@ -390,7 +392,7 @@ def test_a_moved_page_of_a_store_without_times_is_looked_at_twice(
 ) -> None:
     put(store, indexer(YOUNG + 1), INDEXER_BYTES)
     written = lambda seconds: put(store, kv(YOUNG), KV_BYTES)  # noqa: E731
-    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=written))
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=written, monotonic=time.monotonic))
     options = ("--move", "--yes", "--include-partial", "--include-damaged", "--format", "json")
     outcome = invoke("migrate", store, tmp_path / "new", *options)
     assert "looks again in" in outcome.stderr

@@ -143,7 +143,7 @@ def test_show_names_what_is_left_of_a_page(invoke: Invoke, store: Path, profile:
 def test_rm_of_temporaries_removes_them_and_nothing_else(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temporaries, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(temporaries, "DEFAULT_GRACE_SECONDS", 0.0)
     rehearsed = invoke("rm", store, "--temporaries", "--dry-run", "--format", "json").document
     removed = invoke("rm", store, "--temporaries", "--yes", "--format", "json").document
     assert rehearsed["objects"] == removed["objects"] == 6

@@ -454,7 +454,9 @@ def test_what_is_written_while_a_long_listing_goes_on_is_in_flight(tmp_path: Pat
     put_pages(tmp_path, range(4, 8), "_m_0_2", mtime=time.time())
     with FileStore(tmp_path) as store:
         request = VerifyRequest(checks=("groups",))
-        before = replace(start_run(store, request), now_ns=time.time_ns() - 300 * 10**9)
+        start = start_run(store, request)
+        early = replace(start.listing, start_ns=time.time_ns() - 300 * 10**9)
+        before = replace(start, listing=early)
         listed = take_inventory(store)
 
         def document(start: RunStart) -> dict[str, Any]:
@@ -463,7 +465,8 @@ def test_what_is_written_while_a_long_listing_goes_on_is_in_flight(tmp_path: Pat
             return report_of([result], described, listed.table, request).document
 
         assert document(before)["counts"] == {"missing-rank": 4}  # the clock is wrong
-        long = document(replace(before, listing_ns=300 * 10**9))
+        late = replace(early, duration_ns=300 * 10**9)
+        long = document(replace(start, listing=late))
     assert (long["counts"], long["in_flight"]) == ({}, 4)
 
 

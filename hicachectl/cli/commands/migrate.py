@@ -22,6 +22,7 @@ from hicachectl.cli.completions import page_prefixes, store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
+    DEFAULT_GRACE,
     FILE,
     Duration,
     allow_empty_option,
@@ -106,7 +107,7 @@ Examples:
 @own_option(
     "--grace",
     type=Duration(),
-    default="60s",
+    default=DEFAULT_GRACE,
     show_default=True,
     help="Skip pages younger than this that are not whole; servers may still be writing them.",
 )

@@ -14,6 +14,7 @@ from hicachectl.cli.completions import model_names
 from hicachectl.cli.consent import locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
+    DEFAULT_GRACE,
     FILE,
     Duration,
     NameList,
@@ -187,7 +188,7 @@ Examples:
 @own_option(
     "--grace",
     type=Duration(),
-    default="60s",
+    default=DEFAULT_GRACE,
     show_default=True,
     help="Leave pages younger than this that are not whole; servers may still be writing them.",
 )
@@ -391,10 +392,10 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
 
 
 def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned:
-    from hicachectl.backends.capabilities import present_ns
     from hicachectl.pages.group_table import WHOLE
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.in_flight import (
+        ListingTime,
         are_incomplete,
         groups_in_flight,
         look_again,
@@ -411,7 +412,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     columns = tuple(wanted & store.traits.columns)
     # What the profile decides: the hashes of requests, by its page size, and the states of pages.
     decides = options["trace"] or options["state"]
-    now_ns, began = present_ns(store, changes=not options["dry_run"]), time.monotonic()
+    listing = ListingTime.now(store, changes=not options["dry_run"])
     with progress(ctx, "listing", " objects") as advance:
         inventory = take_inventory(
             store,
@@ -420,7 +421,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
             on_contradiction=None if decides else contradiction_remark(ctx),
             on_batch=advance,
         )
-    listing_ns = int((time.monotonic() - began) * 1e9)
+    listing = listing.ended()
     for text in store.remarks:
         remark(ctx, text)
     groups = PageGroups(inventory)
@@ -429,17 +430,13 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
         return _choose(store, inventory, groups, options, criteria, profile, worth, in_flight)
 
     grace = options["grace"]
-    young = groups_in_flight(
-        store, groups, now_ns=now_ns, listing_ns=listing_ns, grace_ns=int(grace * 1e9)
-    )
-    in_flight = young & (groups.states != WHOLE)
+    in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
     choice = choose(in_flight)
     if "partial" in (options["state"] or ()) and not options["despite_profile"]:
         _refuse_doubtful(store, inventory, groups, in_flight)
     if needs_second_look(store) and are_incomplete(groups)[choice.plan.groups].any():
-        left = began + grace - time.monotonic()
         wait = partial(remark_wait, ctx)
-        choice = choose(look_again(store, inventory, groups, after_seconds=left, on_wait=wait)[0])
+        choice = choose(look_again(store, inventory, groups, listing, grace, on_wait=wait)[0])
     if choice.freeing is not None:
         for text in choice.freeing.remarks:
             remark(ctx, text)
