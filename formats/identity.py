@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds import kind_of
@@ -111,7 +112,8 @@ def differences(found: Identity, expected: Identity) -> str:
     )
 
 
-def profile_identities(profile: Profile, scheme: str) -> dict[Affix, Identity]:
+@lru_cache(maxsize=8)
+def profile_identities(profile: Profile, scheme: str) -> Mapping[Affix, Identity]:
     """Return the identity of the objects of each affix, as far as the profile tells.
 
     Raises like `spec.object_specs`.

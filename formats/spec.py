@@ -9,6 +9,7 @@ HiCacheHF3FS, storage/nixl/hicache_nixl.py :: HiCacheNixl, managers/cache_contro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -150,6 +151,7 @@ class _Scheme(NamedTuple):
     marker: int | None = None
 
 
+@lru_cache(maxsize=8)
 def object_specs(profile: Profile, scheme: str) -> tuple[ObjectSpec, ...]:
     """Return the specs of a page's objects, anchors first, then by pool and rank.
 

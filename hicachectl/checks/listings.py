@@ -1,4 +1,4 @@
-"""Checks of a listing as a whole: objects that servers lost, ranks whose keys are the same."""
+"""Checks of a store as a whole: its stamp, objects that servers lost, ranks with the same keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from hicachectl.checks.findings import findings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.checks.registry import CheckListing
+    from hicachectl.checks.registry import CheckInput, CheckListing
+
+
+def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
+    """Yield a stamp-mismatch finding for each difference from the stamp."""
+    details = pa.array(given.stamp_differences, pa.string())
+    yield findings("stamp-mismatch", keys=pa.nulls(len(details), pa.string()), detail=details)
 
 
 def check_collision(given: CheckListing) -> Iterator[pa.Table]:

@@ -20,7 +20,7 @@ from hicachectl.checks.codes import SEVERITIES, Code
 from hicachectl.formats.wording import OTHER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     import numpy.typing as npt
     import pyarrow as pa
@@ -93,11 +93,15 @@ class CheckListing:
 class CheckInput:
     """Input of checks: the listing and, if objects were read, their digests.
 
-    in_flight: [groups] bool. profile: None if not given. now_ns: start of the run, Unix ns. tables:
-    page tables at that time, if any. digests: [objects, 32] uint8. digested: [objects] bool,
-    whether the digest is valid. compared: `checks.catalogs.compare` of the digested objects;
-    None without a comparison. remark: takes a text for the user. skip: takes a name and a reason
-    for `skipped_checks`.
+    in_flight: [groups] bool, groups that no check judges.
+    profile: the deployment to expect; None if not given.
+    now_ns: start of the listing, Unix nanoseconds.
+    tables: page tables at that time, if any.
+    stamp_differences: differences of the profile from the stamp of the store.
+    digests: [objects, 32] uint8.
+    digested: [objects] bool, whether the digest is valid.
+    compared: `checks.catalogs.compare` of the digested objects; None without a comparison.
+    skip: takes a name and a reason for `skipped_checks`.
     """
 
     store: Store
@@ -105,14 +109,13 @@ class CheckInput:
     groups: PageGroups
     in_flight: npt.NDArray[Any]
     profile: Profile | None = None
-    weights_version: str = ""
     now_ns: int = 0
     grace_ns: int = 0
     tables: TableState | None = None
+    stamp_differences: Sequence[str] = ()
     digests: npt.NDArray[Any] | None = None
     digested: npt.NDArray[Any] | None = None
     compared: npt.NDArray[Any] | None = None
-    remark: Callable[[str], None] = lambda text: None
     skip: Callable[[str, str], None] = lambda name, why: None
 
 
@@ -313,7 +316,7 @@ for _check in (
         group=None,
         codes=(known.STAMP_MISMATCH,),
         scope=Scope.STORE,
-        function="hicachectl.profiles.stamps:check_stamp",
+        function="hicachectl.checks.listings:check_stamp",
     ),
     Check(
         name="collisions",
@@ -455,7 +458,7 @@ for _check in (
         ),
         needs=frozenset({Need.PAGE_TABLES}),
         scope=Scope.STORE,
-        function="hicachectl.verification.live_tables:check_tables_of",
+        function="hicachectl.checks.live_tables:check_tables_of",
     ),
 ):
     register(_check)

@@ -31,7 +31,7 @@ _SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
 def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     """Yield truncated and oversized findings for objects that are not in flight."""
     inventory = given.inventory
-    expected = expected_sizes(inventory.table)[inventory.affix_ids]
+    expected = inventory.table.expected_sizes[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     rare, common = _rare_of_mixes(inventory, actual)
     expected[rare] = common
@@ -199,15 +199,6 @@ def oversized_rule(grammar: str) -> str | None:
     """Return the severity rule of oversized objects, by the grammar of their keys."""
     # SGLang reads the start of an oversized file; Mooncake refuses such an object: a miss.
     return REFUSED_WHOLE if grammar == "mooncake" else None
-
-
-def expected_sizes(table: AffixTable) -> IntArray:
-    """Return the expected bytes of an object by affix, [affixes + 1]; UNKNOWN_SIZE if not known.
-
-    The last entry is for foreign keys.
-    """
-    sizes = [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in table.specs]
-    return np.array([*sizes, UNKNOWN_SIZE], dtype=np.int64)
 
 
 def _difference(actual: IntArray, expected: IntArray) -> pa.Array:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.batches import WRITING, Action
 from hicachectl.move.estimate import estimated_seconds
@@ -18,7 +19,6 @@ from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.runs import CopyRun
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.text.vocabulary import LOCK
-from hicachectl.verification.live_tables import check_tables, saved_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable

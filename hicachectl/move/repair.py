@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.checks.codes import DESPITE, STAMP_MISMATCH
+from hicachectl.checks.live_tables import suspicious_keys
 from hicachectl.checks.registry import remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt
@@ -16,7 +17,6 @@ from hicachectl.move.reports import GONE
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
 from hicachectl.move.withdrawal import count_quarantined, finish_removals, remove_groups
 from hicachectl.text.units import counted
-from hicachectl.verification.live_tables import suspicious_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.formats.wording import conflict
 from hicachectl.move.batches import Action
@@ -105,7 +104,7 @@ def survey_source(
     """Survey the groups of each route in the source only."""
     sizes = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     if (sizes == UNKNOWN_SIZE).any():
-        expected = expected_sizes(inventory.table)[inventory.affix_ids]
+        expected = inventory.table.expected_sizes[inventory.affix_ids]
         sizes = np.where(sizes == UNKNOWN_SIZE, expected, sizes)
     times = pa.nulls(len(sizes), pa.int64())
     if "mtime_ns" in inventory.objects.column_names:

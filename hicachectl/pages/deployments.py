@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -122,10 +122,19 @@ class AffixTable:
             return None
         return self.deployments[deployment].specs[self.spec_ids[affix_id]]
 
-    @property
-    def specs(self) -> list[ObjectSpec | None]:
+    @cached_property
+    def specs(self) -> tuple[ObjectSpec | None, ...]:
         """The spec of each affix id."""
-        return [self.spec(affix_id) for affix_id in range(len(self.affixes))]
+        return tuple(self.spec(affix_id) for affix_id in range(len(self.affixes)))
+
+    @cached_property
+    def expected_sizes(self) -> IntArray:
+        """Expected bytes of an object by affix id: [affixes + 1]; UNKNOWN_SIZE if not known.
+
+        The last entry is for foreign keys.
+        """
+        sizes = [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in self.specs]
+        return np.array([*sizes, UNKNOWN_SIZE], dtype=np.int64)
 
     @cached_property
     def page_starts(self) -> IntArray:
@@ -148,7 +157,7 @@ def assign_affixes(
     Affixes that the profile lacks form deployments by model, tag and topology, with specs from
     keys alone.
     """
-    specs = () if profile is None else profiled_deployment(profile, codec).specs
+    specs = () if profile is None else profiled_deployment(profile, codec.scheme).specs
     known = {spec.affix: spec.coordinate for spec in specs}
     resolved = resolve_affixes(affixes, codec, known)
     return make_table(affixes, [resolved[affix] for affix in affixes], codec, profile)
@@ -168,7 +177,7 @@ def make_table(
     rest = dict.fromkeys((affix, c) for affix, c in read if c is not None)
     deployments: list[Deployment] = []
     if profile is not None:
-        own = profiled_deployment(profile, codec)
+        own = profiled_deployment(profile, codec.scheme)
         for spec in own.specs:
             rest.pop((spec.affix, spec.coordinate), None)
         unlisted = _unlisted_specs(own, rest)
@@ -196,9 +205,10 @@ def make_table(
     )
 
 
-def profiled_deployment(profile: Profile, codec: KeyCodec) -> Deployment:
-    """Return the deployment of a profile, under a store's key grammar."""
-    specs = object_specs(profile, codec.scheme)
+@lru_cache(maxsize=8)
+def profiled_deployment(profile: Profile, scheme: str) -> Deployment:
+    """Return the deployment of a profile, under a key scheme."""
+    specs = object_specs(profile, scheme)
     first = specs[0].coordinate
     return Deployment(first.model, first.tag, profile, specs)
 

@@ -18,6 +18,7 @@ import msgspec
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.findings import SCHEMA as FOUND_SCHEMA
+from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import Count, read_table, write_table
@@ -46,7 +47,6 @@ from hicachectl.parts.common import (
 from hicachectl.parts.job import Kind, Merged, PartInput
 from hicachectl.parts.manifest import MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
-from hicachectl.verification.live_tables import check_tables, saved_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

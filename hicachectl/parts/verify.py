@@ -15,6 +15,7 @@ from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine, packed
+from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.checks.registry import GROUPS
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
@@ -48,7 +49,6 @@ from hicachectl.parts.manifest import MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from hicachectl.verification.facts import PartResult, VerifyFacts
-from hicachectl.verification.live_tables import check_tables, saved_tables
 from hicachectl.verification.mending import Mending
 from hicachectl.verification.part import (
     check_part,

@@ -45,7 +45,7 @@ def _listed_pages(
 
     profile, source = request.profile, str(options["pages"])
     listed = read_page_list(options["pages"], requests=True)
-    label = profiled_deployment(profile, codec_for(grammar)).label(codec_for(grammar))
+    label = profiled_deployment(profile, grammar).label(codec_for(grammar))
     in_others = listed.only_in_others(label)
     if not listed.is_chained:
         pages, others = (pa.array(names, pa.string()) for names in (listed.pages, in_others))

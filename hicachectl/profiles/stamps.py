@@ -7,11 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 from msgspec import Struct, to_builtins
 
 from hicachectl.backends.capabilities import Emptied, SideFiles
-from hicachectl.checks.findings import findings
 from hicachectl.formats.documents import parse_json
 from hicachectl.formats.errors import (
     FormatError,
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.checks.registry import CheckInput
 
 _FORM = 1
 _FOLDER = "stamps"
@@ -120,16 +117,6 @@ def stamp_differences(
         remark(f"The stamp was not compared: {error}")
         return []
     return [] if stamp is None else _differences(stamp, Stamp(profile, weights_version))
-
-
-def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
-    """Yield a finding for each difference from the stamp."""
-    differences = stamp_differences(given.store, given.profile, given.weights_version, given.remark)
-    yield findings(
-        "stamp-mismatch",
-        keys=pa.nulls(len(differences), pa.string()),
-        detail=pa.array(differences, pa.string()),
-    )
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from hicachectl.checks.registry import (
     reading_groups,
     value_groups,
 )
-from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.formats.wording import GIVE_PROFILE, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from hicachectl.backends.base import Store
-    from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.inventory import IntArray
     from hicachectl.pages.selection import Selection
@@ -173,16 +172,17 @@ def rank_gaps(unranked: int) -> Iterator[tuple[str, str]]:
         )
 
 
-def indistinct_dtypes(checkers: Iterable[ValueChecker]) -> Iterator[tuple[str, str]]:
+def indistinct_dtypes(specs: Iterable[ObjectSpec]) -> Iterator[tuple[str, str]]:
     """Yield at most one name and reason if dtypes of checked values may be others of equal width.
 
     Random bits are finite numbers in most dtypes, so values alone do not show the dtype.
+    specs: objects whose values were checked.
     """
     assumed: dict[str, set[str]] = {}
-    for checker in checkers:
-        for tensor in checker.expected.tensors:
+    for spec in specs:
+        for tensor in spec.tensors:
             if any(tensor.dtype in alike for alike in _ALIKE):
-                assumed.setdefault(checker.expected.coordinate.pool, set()).add(tensor.dtype)
+                assumed.setdefault(spec.pool, set()).add(tensor.dtype)
     if assumed:
         texts = [f"{pool}: {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
         yield (
@@ -229,7 +229,7 @@ def unjudged(
             yield SIZES.name, f"{', '.join(sizeless)}: no size is common to most objects"
         if known := int(tally.unsized[:-1].sum()):
             yield SIZES.name, f"the store lists no size for {counted(known, 'object')}"
-    unreadable = int(tally.unsized[expected_sizes(table) == UNKNOWN_SIZE].sum())
+    unreadable = int(tally.unsized[table.expected_sizes == UNKNOWN_SIZE].sum())
     if unreadable and not reading_groups().isdisjoint(chosen):
         yield (
             "unread-objects",

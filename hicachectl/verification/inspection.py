@@ -14,7 +14,6 @@ from hicachectl.checks.findings import combine
 from hicachectl.checks.names import cleared_objects
 from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.running import listing_findings
-from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.trailer import digest_text
@@ -163,7 +162,7 @@ def _cleared(listed: Inventory, prefix: str) -> pa.Table:
 def _read(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> ReadingResult:
-    expected = expected_sizes(inventory.table)
+    expected = inventory.table.expected_sizes
     sizes = readable_sizes(inventory, expected)
     huge = sizes > DEFAULT_BUFFER_BYTES
     rows = np.flatnonzero((sizes != UNKNOWN_SIZE) & ~huge)
@@ -208,7 +207,7 @@ def _contents(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
 ) -> Iterator[dict[str, Any]]:
     """Yield statistics of each tensor and layer of objects of the expected size."""
-    sizes = expected_sizes(inventory.table)[inventory.affix_ids]
+    sizes = inventory.table.expected_sizes[inventory.affix_ids]
     listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
     described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)
     described &= sizes <= DEFAULT_BUFFER_BYTES

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from hicachectl.backends.capabilities import Losing
 from hicachectl.checks.findings import SCHEMA, combine_named, name_findings
+from hicachectl.checks.live_tables import saved_tables
 from hicachectl.checks.placing import placed
 from hicachectl.checks.registry import (
     GROUPS,
@@ -33,10 +34,10 @@ from hicachectl.pages.in_flight import (
 from hicachectl.pages.selection import select
 from hicachectl.pages.tally import tally_of
 from hicachectl.pages.unmatched import explain_selection
+from hicachectl.profiles.stamps import stamp_differences
 from hicachectl.verification.catalog_comparison import compare_with_catalog
 from hicachectl.verification.coverage import nothing_selected
 from hicachectl.verification.facts import PartResult, VerifyFacts
-from hicachectl.verification.live_tables import saved_tables
 from hicachectl.verification.part_reading import ReadingReasons, choose_objects, read_chosen
 
 if TYPE_CHECKING:
@@ -204,20 +205,24 @@ def check_part(
         )
     digested = compare_with_catalog(store, request, inventory, reading)
     skipped: dict[str, str] = {}
+    differences: list[str] = []
+    if first:
+        differences = stamp_differences(
+            store, request.profile, request.weights_version, remarks.append
+        )
     given = CheckInput(
         store=store,
         inventory=inventory,
         groups=groups,
         in_flight=in_flight,
         profile=request.profile,
-        weights_version=request.weights_version,
         now_ns=start.listing.start_ns,
         grace_ns=request.grace_ns,
         tables=start.tables,
+        stamp_differences=differences,
         digests=reading.digests,
         digested=reading.digested,
         compared=digested.outcome if request.compares_catalog else None,
-        remark=remarks.append,
         skip=skipped.__setitem__,
     )
     found = _findings(given, reading, request, request.unmet(store), first=first)

@@ -11,7 +11,6 @@ import numpy as np
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.checks.registry import DIGESTS, VALUES
 from hicachectl.checks.replicas import NO_REPLICAS, replica_sets
-from hicachectl.checks.sizes import expected_sizes
 from hicachectl.device.devices import open_checker
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.wording import over_buffer
@@ -112,7 +111,7 @@ def choose_objects(
         chosen &= inventory.of_pool(request.selection.pool)
     if request.sample is not None:
         chosen &= np.append(request.sample.contains(groups.pages), False)[of_group]
-    expected = expected_sizes(inventory.table)
+    expected = inventory.table.expected_sizes
     sizes = readable_sizes(inventory, expected)
     chosen &= sizes != UNKNOWN_SIZE
     # An object that claims a huge size must not end the run. The check of sizes reports it, if a

@@ -33,15 +33,14 @@ from hicachectl.verification.coverage import (
     reading_gaps,
     unjudged,
 )
-from hicachectl.verification.reading import known_specs, value_checkers
+from hicachectl.verification.reading import known_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
-    from hicachectl.checks.values import ValueChecker
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.tally import Tally
     from hicachectl.verification.facts import PartResult, Refusal, VerifyFacts
@@ -251,6 +250,7 @@ def _skipped(
     )
     marked = store.marked and DIGESTS.name in request.checks
     stated = marked and store.identified and not facts.undigested  # an identity states the dtype
+    valued = bool(facts.planned.get(VALUES.name))
     own = DIGESTS.name in request.checks and Need.DIGESTS not in store.unmet
     without = 0 if request.compares_catalog else facts.undigested
     skipped: dict[str, str] = {}
@@ -259,18 +259,8 @@ def _skipped(
         *gaps,
         *(digest_gaps(facts.compared, without, store.unknown if marked else "") if own else ()),
         *rank_gaps(facts.unranked if DIGESTS.name in request.checks else 0),
-        *indistinct_dtypes(() if stated else _value_checkers(facts, table, request)),
+        *indistinct_dtypes(known_specs(table).values() if valued and not stated else ()),
         *unjudged(table, tally, request.checks, request.real_profile),
     ):
         skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
     return skipped
-
-
-def _value_checkers(
-    facts: VerifyFacts, table: AffixTable, request: VerifyRequest
-) -> Iterable[ValueChecker]:
-    """Return the value checkers of a run that checked values."""
-    if not facts.planned.get(VALUES.name):
-        return ()
-    groups = request.value_groups
-    return value_checkers(known_specs(table), request.profile, groups).values()

@@ -12,7 +12,6 @@ from blake3 import blake3
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.checks.findings import combine
-from hicachectl.checks.sizes import expected_sizes
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.verification import reading_plan
 from hicachectl.verification.reading import ReadingResult, known_specs, read_objects, value_checkers
@@ -183,7 +182,7 @@ def test_values_of_k_and_v_read_together_are_told_of_the_right_keys(
         digest=np.full(len(rows), False),
         expected={},
         checkers=value_checkers(known_specs(inventory.table), PROFILE),
-        sizes=expected_sizes(inventory.table),
+        sizes=inventory.table.expected_sizes,
         jobs=2,
     )
     found = combine(read_objects(store, inventory, plan).findings(inventory)).to_pylist()

@@ -14,7 +14,6 @@ from blake3 import blake3
 from hicachectl.backends.base import Limits
 from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import combine
-from hicachectl.checks.sizes import expected_sizes
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.io import pipeline
 from hicachectl.pages.inventory import Inventory, take_inventory
@@ -67,7 +66,7 @@ def planned(inventory: Inventory, **options: Any) -> ReadingPlan:
         digest=np.arange(count) % 5 != 0,
         expected={},
         checkers=value_checkers(known_specs(inventory.table), DSA),
-        sizes=expected_sizes(inventory.table),
+        sizes=inventory.table.expected_sizes,
         **options,
     )
 
