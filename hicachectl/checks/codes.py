@@ -49,21 +49,22 @@ class Code:
 
     severity: one of SEVERITIES. rules: severity under each rule that changes it.
     structural: the page group lacks objects; no object is damaged.
-    absent: the finding's key is of a missing object.
     doubts: a wrong profile gives the finding to healthy pages.
     remedy: next step if the finding is not about a page; repair ignores such findings. {command}
         stands for the command.
-    meaning: what is wrong. effect: what a server does with it. advice: what to look at before a
-        repair. cost: what the remedy costs. command: the remedy; empty for a repair of pages, and
-        if there is none. alternative: a command that keeps the pages, to be preferred where it
-        applies.
+    meaning: what is wrong.
+    effect: what a server does with the object or page.
+    advice: what to look at before a repair.
+    cost: what the remedy costs.
+    command: the remedy; empty for a repair of pages, and if there is none.
+    alternative: a command that keeps the pages, to be preferred where it applies.
+    detail: what is wrong with one object, if all findings of the code say the same.
     """
 
     name: str
     severity: str
     rules: Mapping[str, str] = field(default_factory=dict, hash=False)
     structural: bool = False
-    absent: bool = False
     doubts: bool = False
     remedy: str = ""
     meaning: str = ""
@@ -72,6 +73,7 @@ class Code:
     cost: str = ""
     command: str = ""
     alternative: str = ""
+    detail: str = ""
 
     @property
     def mending_command(self) -> str:
@@ -205,8 +207,8 @@ MISSING_POOL = Code(
     "error",
     _HITS_ONLY,
     structural=True,
-    absent=True,
     doubts=True,
+    detail=f"object missing while the page's kv is present: {WITHOUT_SIDECAR}",
     meaning="The page has its kv, but an object of another pool is missing, such as indexer.",
     effect=f"{WITHOUT_SIDECAR[:1].upper()}{WITHOUT_SIDECAR[1:]}. Without a draft, they then accept "
     f"fewer drafted tokens. Without index keys, answers are garbled: before {since('clamps')} if "
@@ -217,8 +219,8 @@ MISSING_PART = Code(
     "error",
     _HITS_ONLY,
     structural=True,
-    absent=True,
     doubts=True,
+    detail="object missing while other parts of the same pool and shard are present",
     meaning="A part of a pool is missing, such as v, while other parts of the same rank are there.",
     effect="A server that finds the page by its other parts loads it in part, and computes with "
     "what its memory held.",
@@ -228,7 +230,8 @@ MISSING_RANK = Code(
     "warning",
     _HITS_ONLY,
     structural=True,
-    absent=True,
+    detail="object missing while other ranks of the page are present: servers miss the page, but "
+    "read no wrong data",
     meaning="The objects of a rank are missing, while other ranks have theirs: an interrupted "
     "write, a full disk, or an eviction that took some of the objects.",
     effect="The ranks agree on the prefix that all of them have. The page and those after it are "
@@ -241,6 +244,7 @@ ORPHAN_SIDECAR = Code(
     "warning",
     {POOLS_APART: "info"},
     structural=True,
+    detail="the page has no kv object: no server reads this object",
     meaning="The page has objects of other pools, but no kv object.",
     effect="Servers look for kv first, so none reads this object. It only takes space.",
     cost="Nothing: no server can use the object. hicachectl rm --state orphan needs no profile.",
@@ -314,6 +318,7 @@ UNREADABLE = Code(
 NO_REPLICA = Code(
     "no-replica",
     "warning",
+    detail="no replica can be reached, so servers miss the page",
     meaning="The store names replicas of the object, but none can be reached.",
     effect="Servers miss the page.",
     advice="See whether a node of the cluster is down: if it returns with its memory, so may the "
@@ -322,6 +327,7 @@ NO_REPLICA = Code(
 UNWRITTEN_PAGE = Code(
     "unwritten-page",
     "error",
+    detail="the page was never written: servers would read zeros",
     meaning="A key holds a page of a 3FS file that was never written: a hole, which reads as "
     "zeros. A data file that was cut and opened again has such holes.",
     effect=f"Servers restore zeros: {_COMPUTED_FROM}.",
@@ -336,6 +342,7 @@ REPLICA_MISMATCH = Code(
 DISK_ONLY = Code(
     "disk-only",
     "info",
+    detail="no replica in memory, so restoring the object is slow",
     meaning="The object is on the SSDs of the cluster, but no longer in its memory.",
     effect="Servers can read the object, but slowly.",
     remedy="load the objects into memory with {command}",
@@ -395,6 +402,7 @@ DIGEST_MISMATCH = Code(
     "digest-mismatch",
     "error",
     {VERSIONS_RECUR: "warning"},
+    detail="bytes differ from the recorded digest, but the store shows no rewrite since then",
     meaning="The bytes differ from the recorded digest, and nothing shows that a server rewrote "
     "the object: the bytes changed on the disk or on the way.",
     effect="SGLang compares no digests. It uses the bytes as they are: wrong values.",
@@ -402,6 +410,7 @@ DIGEST_MISMATCH = Code(
 RE_RECORDED = Code(
     "re-recorded",
     "info",
+    detail="rewritten since the catalog recorded the object",
     meaning="The bytes differ from the catalog, and a server has rewritten the object since.",
     effect="None.",
     advice="Nothing is wrong. Record the new digest with the command below.",

@@ -33,7 +33,7 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
     ]
     yield deployment_findings(
         "other-deployment",
-        groups=[deployment.label(table.codec) for _, deployment in found],
+        deployments=[deployment.label(table.codec) for _, deployment in found],
         written=[int(tally.newest_ns[number]) // 10**9 or None for number, _ in found],
         detail=[
             _described(deployment, number, given, sized=number not in unsized)

@@ -24,9 +24,7 @@ def check_digests(given: CheckInput) -> Iterator[pa.Table]:
         return
     rows = np.flatnonzero(given.digested)
     mismatches = rows[given.compared == MISMATCH]
-    detail = "bytes differ from the recorded digest, but the store shows no rewrite since then"
     rule = VERSIONS_RECUR if given.store.traits.versions_recur else None
-    yield object_findings(given.inventory, mismatches, "digest-mismatch", detail, rule=rule)
+    yield object_findings(given.inventory, mismatches, "digest-mismatch", rule=rule)
     rewritten = rows[given.compared == REWRITTEN]
-    detail = "rewritten since the catalog recorded the object"
-    yield object_findings(given.inventory, rewritten, "re-recorded", detail)
+    yield object_findings(given.inventory, rewritten, "re-recorded")

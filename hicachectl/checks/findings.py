@@ -10,24 +10,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.registry import READING, Need, checks, severity_of
-from hicachectl.pages.listing import Rows, object_rows
+from hicachectl.checks.registry import READING, Need, checks, code_named, severity_of
+from hicachectl.pages.listing import object_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.inventory import IntArray, Inventory
 
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
 )
+NO_NUMBER = -1
+_NUMBERS = [pa.field("row", pa.int32()), pa.field("group", pa.int32())]
+# With the object and the page group that each finding is about, as the numbers that the inventory
+# and `PageGroups` of this process have for them; NO_NUMBER without an object, or without a group.
+LOCATED_SCHEMA = pa.schema([*SCHEMA, *_NUMBERS])
+# With the deployment, as the label of its groups in `ls`, and the last write, in Unix seconds. Null
+# if the finding is about no group, the store keeps no times, or ages were not asked for.
+PLACED_SCHEMA = pa.schema([*SCHEMA, ("deployment", pa.string()), ("written", pa.int64())])
+# With the name of the check.
+NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))
+RUN_SCHEMA = pa.schema([*NAMED_SCHEMA, *_NUMBERS])
 _ROWS_AT_ONCE = 65_536
-# With the group of each finding, as `ls` shows it, and its last write, in Unix seconds. Null if
-# the finding is about no group, the store keeps no times, or ages were not asked for.
-PLACED_SCHEMA = SCHEMA.append(pa.field("group", pa.string())).append(
-    pa.field("written", pa.int64())
-)
-NAMED_SCHEMA = PLACED_SCHEMA.append(pa.field("check", pa.string()))  # with the name of the check
 
 
 def findings(
@@ -37,29 +42,38 @@ def findings(
     pages: pa.Array | None = None,
     pools: pa.Array | None = None,
     parts: pa.Array | None = None,
-    detail: str | pa.Array,
+    rows: IntArray | None = None,
+    groups: IntArray | None = None,
+    detail: str | pa.Array | None = None,
     rule: str | None = None,
 ) -> pa.Table:
-    """Return one finding of a code for each key.
+    """Return one finding of a code for each key: LOCATED_SCHEMA.
 
-    detail: one text for all, or [keys]. rule: the code's rule that applies. Raises ValueError if
-    no registered check declares the code or the rule, even without keys.
+    rows, groups: [keys] objects and page groups that the findings are about. Without rows, the
+    group of a finding about an object follows from the key; a finding about a missing object, or
+    about a whole page, needs its group, or no repair acts on it.
+    detail: one text for all, or [keys]; None: the code's own.
+    rule: the code's rule that applies.
+    Raises ValueError if no registered check declares the code or the rule, even without keys.
     """
     severity = severity_of(code, rule)
-    return _table(len(keys), code, severity, pages, pools, parts, keys, detail)
+    if detail is None:
+        detail = code_named(code).detail
+    columns = (code, severity, pages, pools, parts, keys, detail)
+    return _table(len(keys), *columns, rows=rows, groups=groups)
 
 
 def object_findings(
     inventory: Inventory,
-    rows: Rows,
+    rows: IntArray,
     code: str,
-    detail: str | pa.Array,
+    detail: str | pa.Array | None = None,
     *,
     rule: str | None = None,
 ) -> pa.Table:
-    """Return one finding of a code for each row; detail: one text for all, or [rows].
+    """Return one finding of a code for each row: LOCATED_SCHEMA.
 
-    Raises ValueError as `findings` does.
+    detail: one text for all, or [rows]; None: the code's own. Raises ValueError as `findings` does.
     """
     objects = object_rows(inventory, rows)
     return findings(
@@ -68,6 +82,7 @@ def object_findings(
         pages=objects.column("page"),
         pools=pc.cast(objects.column("pool"), pa.string()),
         parts=pc.cast(objects.column("part"), pa.string()),
+        rows=rows,
         detail=detail,
         rule=rule,
     )
@@ -76,84 +91,98 @@ def object_findings(
 def deployment_findings(
     code: str,
     *,
-    groups: list[str],
+    deployments: list[str],
     written: list[int | None],
     pools: list[str | None] | None = None,
     parts: list[str | None] | None = None,
     detail: list[str],
 ) -> pa.Table:
-    """Return one finding of a code for each deployment: PLACED_SCHEMA.
+    """Return one finding of a code for each deployment.
 
-    groups: labels, as `ls` shows them. written: last writes, in Unix seconds.
+    The table has the columns of LOCATED_SCHEMA and of PLACED_SCHEMA.
+    deployments: labels, as `ls` shows them for groups.
+    written: last writes, in Unix seconds.
     Raises ValueError as `findings` does.
     """
-    none = [None] * len(groups)
+    none = [None] * len(deployments)
     table = findings(
         code,
-        keys=pa.nulls(len(groups), pa.string()),
+        keys=pa.nulls(len(deployments), pa.string()),
         pools=pa.array(pools or none, pa.string()),
         parts=pa.array(parts or none, pa.string()),
         detail=pa.array(detail, pa.string()),
     )
-    placed = pa.array(groups, pa.string()), pa.array(written, pa.int64())
-    return pa.table([*table.columns, *placed], schema=PLACED_SCHEMA)
+    table = table.append_column("deployment", pa.array(deployments, pa.string()))
+    return table.append_column("written", pa.array(written, pa.int64()))
 
 
-def reasons(code: str, *, pages: pa.Array, detail: str) -> pa.Table:
-    """Return rows that give the reason for removing pages without a finding."""
-    return _table(len(pages), code, "info", pages, None, None, None, detail)
+def reasons(code: str, *, pages: pa.Array, groups: IntArray, detail: str) -> pa.Table:
+    """Return rows that give the reason for removing groups without a finding: LOCATED_SCHEMA.
+
+    pages, groups: [groups] page hash and number of each.
+    """
+    return _table(len(pages), code, "info", pages, None, None, None, detail, groups=groups)
 
 
-def _table(count: int, *columns: str | pa.Array | None) -> pa.Table:
-    """Return a table of SCHEMA; a column that is not an array is repeated for each row."""
+def _table(
+    count: int,
+    *columns: str | pa.Array | None,
+    rows: IntArray | None = None,
+    groups: IntArray | None = None,
+) -> pa.Table:
+    """Return a table of LOCATED_SCHEMA; a text is repeated for each row."""
     texts = [
         pa.repeat(pa.scalar(column, pa.string()), count)
         if column is None or isinstance(column, str)
         else column
         for column in columns
     ]
-    return pa.table(texts, schema=SCHEMA)
+    numbers = [
+        pa.repeat(pa.scalar(NO_NUMBER, pa.int32()), count)
+        if given is None
+        else pa.array(given.astype(np.int32))
+        for given in (rows, groups)
+    ]
+    return pa.table([*texts, *numbers], schema=LOCATED_SCHEMA)
 
 
 def name_findings(
     found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str | None = None
 ) -> pa.Table:
-    """Return findings with the names of their checks: NAMED_SCHEMA.
+    """Return findings with the names of their checks: RUN_SCHEMA.
 
-    found: tables of SCHEMA or PLACED_SCHEMA, by check. pool: only findings about this pool.
+    found: tables as of `findings` or `deployment_findings`, by check.
+    pool: only findings about this pool.
     """
-    tables = [
-        _with_place(table).append_column("check", pa.repeat(pa.scalar(name), len(table)))
-        for name, tables in found
-        for table in tables
-    ]
-    table = pa.concat_tables([NAMED_SCHEMA.empty_table(), *tables])
+    tables = [_named(table, name) for name, tables in found for table in tables]
+    table = pa.concat_tables([RUN_SCHEMA.empty_table(), *tables])
     return table.filter(pc.equal(table.column("pool"), pool)) if pool else table
 
 
-def _with_place(table: pa.Table) -> pa.Table:
-    """Return findings in PLACED_SCHEMA."""
+def _named(table: pa.Table, check: str) -> pa.Table:
+    """Return findings of a check in RUN_SCHEMA."""
+    table = table.append_column("check", pa.repeat(pa.scalar(check), len(table)))
     for field in PLACED_SCHEMA:
         if field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(len(table), field.type))
-    return table
+    return table.select(RUN_SCHEMA.names)
 
 
-def combine_named(tables: Iterable[pa.Table]) -> pa.Table:
-    """Return the findings of all checks, from tables of NAMED_SCHEMA: PLACED_SCHEMA.
+def combine_named(tables: Iterable[pa.Table], schema: pa.Schema = PLACED_SCHEMA) -> pa.Table:
+    """Return the findings of all checks in one table, in the columns of a schema.
 
-    tables: may be `packed`. The order is that of `combine`.
-    If a check of page tables and the reading report the same fault of an object, only the check's
-    finding is kept: its detail is more precise.
+    tables: columns of the schema and the names of checks; may be `packed`. The order is that of
+    `combine`. If a check of page tables and the reading report the same fault of an object, only
+    the check's finding is kept: its detail is more precise.
     """
-    found = pa.concat_tables(map(packed, tables))
+    found = pa.concat_tables(packed(table.select([*schema.names, "check"])) for table in tables)
     names = found.column("check").cast(pa.string())
     of_tables = pa.array([check.name for check in checks() if Need.PAGE_TABLES in check.needs])
     earlier = found.filter(pc.is_in(names, value_set=of_tables))
     if len(earlier):
         repeated = pc.is_in(_codes_and_keys(found), value_set=_codes_and_keys(earlier).drop_null())
         found = found.filter(pc.invert(pc.and_(pc.equal(names, READING), repeated)))
-    return combine([found.drop_columns(["check"])], PLACED_SCHEMA)
+    return combine([found], schema)
 
 
 def _codes_and_keys(found: pa.Table) -> pa.Array:
@@ -165,9 +194,10 @@ def _codes_and_keys(found: pa.Table) -> pa.Array:
 def combine(tables: Iterable[pa.Table], schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return all findings in one table, worst severity first, then by code, page and key.
 
-    tables: of the schema, SCHEMA or PLACED_SCHEMA, or such tables `packed`.
+    tables: have the columns of the schema; may be `packed`.
     """
-    table = pa.concat_tables([packed(schema.empty_table()), *map(packed, tables)])
+    given = (packed(table.select(schema.names)) for table in tables)
+    table = pa.concat_tables([packed(schema.empty_table()), *given])
     severities, codes = (table.column(name).unify_dictionaries() for name in ("severity", "code"))
     names = sorted(_words(codes))
     ranks = _numbers(severities, {name: -rank for rank, name in enumerate(SEVERITIES)})

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.findings import findings
+from hicachectl.checks.findings import findings, object_findings
 from hicachectl.formats.keys.file import TEMPORARY_PATTERN
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
 from hicachectl.formats.keys.table import pages_of
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput, CheckSums
-    from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.inventory import IntArray, Inventory
 
 
 def check_names(given: CheckInput) -> Iterator[pa.Table]:
@@ -28,7 +28,7 @@ def check_names(given: CheckInput) -> Iterator[pa.Table]:
     cleared = inventory.cleared_rows
     foreign = np.setdiff1d(np.flatnonzero(inventory.is_foreign), cleared, assume_unique=True)
     yield from _foreign(inventory, foreign, settled_ns)
-    yield cleared_objects(inventory.take(cleared), settled_ns)
+    yield cleared_objects(inventory, cleared, settled_ns)
 
 
 def check_ambiguous_keys(given: CheckSums) -> Iterator[pa.Table]:
@@ -57,39 +57,43 @@ def stale_temporaries(objects: pa.Table | pa.RecordBatch, settled_ns: int) -> pa
     return stale.combine_chunks() if isinstance(stale, pa.ChunkedArray) else stale
 
 
-def cleared_objects(objects: pa.Table, settled_ns: int) -> pa.Table:
+def cleared_objects(inventory: Inventory, rows: IntArray, settled_ns: int) -> pa.Table:
     """Return a stale-temporary finding for each object that a `clear` made a miss by settled_ns.
 
-    objects: has key; and cleared_ns, unless it is empty. A server removes them in the background.
+    rows: cleared objects. A server removes them in the background.
     """
-    if len(objects):
-        objects = objects.filter(pc.less_equal(objects.column("cleared_ns"), settled_ns))
-    return findings(
+    if len(rows):
+        cleared_ns = inventory.take(rows, ["cleared_ns"]).column("cleared_ns").to_numpy()
+        rows = rows[cleared_ns <= settled_ns]
+    return object_findings(
+        inventory,
+        rows,
         "stale-temporary",
-        keys=key_text(objects.column("key").combine_chunks()),
-        detail="from before a server cleared the store; no server reads the object, so removing it "
-        "is safe",
+        "from before a server cleared the store; no server reads the object, so removing it is "
+        "safe",
     )
 
 
-def _foreign(inventory: Inventory, rows: np.ndarray, settled_ns: int) -> Iterator[pa.Table]:
-    objects = inventory.take(rows)
-    keys = objects.column("key").combine_chunks()
-    temporary = pc.match_substring_regex(keys, TEMPORARY_PATTERN)
-    warm_up = pc.match_substring_regex(keys, WARM_UP_PATTERN)
-    yield findings(
-        "stale-temporary",
-        keys=key_text(keys.filter(stale_temporaries(objects, settled_ns))),
-        detail="temporary file of an unfinished write; no server reads the file, so removing it "
-        "is safe",
+def _foreign(inventory: Inventory, rows: IntArray, settled_ns: int) -> Iterator[pa.Table]:
+    objects = inventory.take(rows, ["key", "mtime_ns"])
+    keys = objects.column("key")
+    temporary, warm_up = (
+        pc.match_substring_regex(keys, pattern).to_numpy()
+        for pattern in (TEMPORARY_PATTERN, WARM_UP_PATTERN)
     )
-    yield findings(
-        "foreign-object",
-        keys=key_text(keys.filter(warm_up)),
-        detail="warm-up key of a Mooncake client, not a page",
-    )
-    yield findings(
-        "foreign-object",
-        keys=key_text(keys.filter(pc.invert(pc.or_(temporary, warm_up)))),
-        detail="not a key that SGLang writes; no server reads the object",
-    )
+    stale = stale_temporaries(objects, settled_ns).to_numpy(zero_copy_only=False)
+    for code, chosen, detail in (
+        (
+            "stale-temporary",
+            stale,
+            "temporary file of an unfinished write; no server reads the file, so removing it is "
+            "safe",
+        ),
+        ("foreign-object", warm_up, "warm-up key of a Mooncake client, not a page"),
+        (
+            "foreign-object",
+            ~(temporary | warm_up),
+            "not a key that SGLang writes; no server reads the object",
+        ),
+    ):
+        yield object_findings(inventory, rows[chosen], code, detail)

@@ -36,5 +36,4 @@ def check_placement(given: CheckInput) -> Iterator[pa.Table]:
     fast = np.logical_or.reduceat(in_memory, starts)
     uneven, detail = rows[smallest != largest], "replicas of the object differ in size"
     yield object_findings(inventory, uneven, "replica-mismatch", detail)
-    detail = "no replica in memory, so restoring the object is slow"
-    yield object_findings(inventory, rows[~fast], "disk-only", detail)
+    yield object_findings(inventory, rows[~fast], "disk-only")

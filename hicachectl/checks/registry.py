@@ -239,13 +239,19 @@ def severity_of(code: str, rule: str | None = None) -> str:
 
     Raises ValueError if no check declares the code or the rule.
     """
-    if code not in _CODES:
-        raise ValueError(f"{code}: no check declares this finding code")
+    known = code_named(code)
     if rule is None:
-        return _CODES[code].severity
-    if rule not in _CODES[code].rules:
+        return known.severity
+    if rule not in known.rules:
         raise ValueError(f"{rule}: not a rule of {code}")
-    return _CODES[code].rules[rule]
+    return known.rules[rule]
+
+
+def code_named(name: str) -> Code:
+    """Return a code. Raises ValueError if no check declares the code."""
+    if name not in _CODES:
+        raise ValueError(f"{name}: no check declares this finding code")
+    return _CODES[name]
 
 
 def codes() -> tuple[Code, ...]:
@@ -261,11 +267,6 @@ def page_codes() -> tuple[str, ...]:
 def remedies() -> dict[str, str]:
     """Return the remedy of each code that is not about pages."""
     return {code.name: code.next_step for code in codes() if code.remedy}
-
-
-def absent_codes() -> tuple[str, ...]:
-    """Return the codes of findings about missing objects."""
-    return tuple(code.name for code in codes() if code.absent)
 
 
 def is_structural(code: str) -> bool:

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import IDENTITY_MISMATCH, OVERSIZED, TRUNCATED
-from hicachectl.checks.findings import combine
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import codes
+from hicachectl.checks.running import located
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.move.planning import described_groups, plan_repair
 from hicachectl.pages.group_table import ORPHAN
@@ -57,21 +58,20 @@ def doubt_missing(given: CheckInput) -> Refusal | None:
     A listing shows what is missing, so nothing was read.
     """
     structural = [code.name for code in codes() if code.structural]
-    plan = plan_repair(given.groups, combine([*check_groups(given)]), codes=structural)
-    plan = plan.where(described_groups(given.groups))
-    return doubt(given, plan.reasons, plan.about)
+    found = combine(check_groups(given), LOCATED_SCHEMA)
+    plan = plan_repair(located(found, given.inventory, given.groups), codes=structural)
+    return doubt(given, plan.where(described_groups(given.groups)).reasons)
 
 
-def doubt(
-    checked: Listed, reasons: pa.Table, about: IntArray, judged: Judged | None = None
-) -> Refusal | None:
+def doubt(checked: Listed, reasons: pa.Table, judged: Judged | None = None) -> Refusal | None:
     """Return why a repair must not believe the profile; None if it may.
 
-    judged: which objects the checks judged; None if only the listing was.
-    reasons: findings that the repair would act on, rows of findings.SCHEMA. about: [reasons] group
-    of each. The profile is doubted if at least half of the newest tenth of the judged pages (at
-    least 8 pages), and at least a tenth of all judged pages, have the same finding of those that a
-    wrong profile gives. Wrong sizes are the same finding only if both sizes are equal. A pool that
+    reasons: findings that the repair would act on, of a `RepairPlan`.
+    judged: which objects the checks judged; None if the checks judged the listing alone.
+
+    The profile is doubted if at least half of the newest tenth of the judged pages (at least 8
+    pages), and at least a tenth of all judged pages, have the same finding of those that a wrong
+    profile gives. Wrong sizes are the same finding only if both sizes are equal. A pool that
     few pages have, such as Mamba states, is also judged by its own pages, if they are at least 8.
     Of several such findings, the most frequent one is returned.
     """
@@ -80,7 +80,8 @@ def doubt(
     chosen = np.flatnonzero(pc.is_in(reasons.column("code"), value_set=doubts).to_numpy())
     if not len(chosen):
         return None
-    reasons, about = reasons.take(pa.array(chosen)), about[chosen]
+    reasons = reasons.take(pa.array(chosen))
+    about: IntArray = reasons.column("group").to_numpy()
     pools = reasons.column("pool").fill_null("")
     reasons = reasons.set_column(reasons.schema.get_field_index("pool"), "pool", pools)
     kinds = reasons.group_by(["code", "pool"]).aggregate([]).to_pydict()

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.checks.findings import NO_NUMBER, SCHEMA
 from hicachectl.checks.registry import is_structural
 from hicachectl.formats.keys.resolve import ANCHOR_POOL
 from hicachectl.move.recorded import RecordedGroups, Shape, facts_of
@@ -93,8 +94,9 @@ class ListedGroups:
         codes = filter(is_structural, pc.unique(reasons.column("code")).to_pylist())
         # Structural findings blame no object: a group that is whole again may stay.
         structural = pc.is_in(reasons.column("code"), pa.array(codes, pa.string())).to_numpy()
-        keys = reasons.column("key").combine_chunks().cast(pa.binary())
-        blamed, whole = _blamed(keys, about, ~structural, objects, owners)
+        blaming = np.flatnonzero(~structural)
+        named = reasons.column("row").to_numpy()[blaming]
+        blamed, whole = self._blamed(named, about[blaming], rows, owners)
         lost, lost_slots = self._lost(first, last)
         # A group whose key belongs to another model's object never becomes whole.
         whole = np.union1d(np.union1d(whole, lost), np.flatnonzero(self._outright(numbers)))
@@ -106,7 +108,7 @@ class ListedGroups:
             tags=tags,
             shapes=shapes,
             shape_ids=shape_ids,
-            findings=_by_group(reasons, about, len(numbers)),
+            findings=_by_group(reasons.select(SCHEMA.names), about, len(numbers)),
             absent=np.zeros(0, dtype=np.bool_),
             owners=owners,
             slots=slots,
@@ -117,6 +119,20 @@ class ListedGroups:
         absent = ~np.isin(groups.cell_owners, about[structural])
         absent[groups.cells] = False
         return replace(groups, absent=absent)
+
+    def _blamed(
+        self, named: IntArray, about: IntArray, rows: IntArray, owners: IntArray
+    ) -> tuple[BoolArray, IntArray]:
+        """Return objects that reasons blame, [n], and groups blamed as a whole.
+
+        named, about: [reasons] row, and index of the group. A reason without a row blames the whole
+        group. rows, owners: [n] row of each object, and index of its group. An object that was
+        listed twice is blamed for both rows.
+        """
+        affix_ids, width = self._inventory.affix_ids, len(self._inventory.table.affixes)
+        of_object = named != NO_NUMBER
+        bad = about[of_object] * width + affix_ids[named[of_object]]
+        return np.isin(owners * width + affix_ids[rows], bad), about[~of_object]
 
     def _outright(self, numbers: IntArray) -> BoolArray:
         found: BoolArray = np.isin(numbers, self._plan.outright)
@@ -233,24 +249,6 @@ def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (of_owner[1:] != of_owner[:-1]) | (of_kind[1:] != of_kind[:-1])
     return np.sort(order[last])
-
-
-def _blamed(
-    keys: pa.BinaryArray, about: IntArray, counts: BoolArray, objects: pa.Table, owners: IntArray
-) -> tuple[BoolArray, IntArray]:
-    """Return objects that reasons name, [n], and groups blamed as a whole.
-
-    keys, about: [reasons] key and group. counts: [reasons] whether the reason blames objects (is
-    not structural). A reason without a key blames the whole group.
-    """
-    keyless = keys.is_null().to_numpy(zero_copy_only=False)
-    at = pc.index_in(keys, value_set=objects.column("key").combine_chunks(), skip_nulls=True)
-    found = at.fill_null(ABSENT).to_numpy(zero_copy_only=False)
-    named = np.flatnonzero(counts & (found != ABSENT))
-    named = found[named[owners[found[named]] == about[named]]]
-    blamed = np.zeros(len(owners), dtype=np.bool_)
-    blamed[named] = True
-    return blamed, about[counts & keyless]
 
 
 def _by_group(reasons: pa.Table, about: IntArray, count: int) -> pa.ListArray:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.checks.findings import combine
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine
 from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.running import listing_findings
+from hicachectl.checks.running import listing_findings, located
 from hicachectl.move.migration_outcome import MigrationFacts
 from hicachectl.move.migration_plan import MigrationPlan, Planned
 from hicachectl.move.planning import plan_repair
@@ -184,7 +184,7 @@ class _Choice:
             grace_ns=int(request.grace_seconds * 1e9),
         )
         unmet = unmet_needs(source, request.profile, has_catalog=False)
-        found = combine([*listing_findings(given, unmet), *tables])
+        found = combine([*listing_findings(given, unmet), *tables], LOCATED_SCHEMA)
         damaged = np.zeros(len(groups), dtype=np.bool_)
-        damaged[plan_repair(groups, found).groups] = True
+        damaged[plan_repair(located(found, self._inventory, groups)).groups] = True
         return damaged

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.findings import SCHEMA, combine, reasons, severity_ranks
-from hicachectl.checks.placing import groups_about
+from hicachectl.checks.findings import NO_NUMBER, reasons, severity_ranks
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import PARTIAL
 from hicachectl.requests.page_lists import NamedGroups
@@ -36,7 +35,7 @@ class RepairPlan:
 
     groups: numbers, ascending.
     outright: numbers of groups removed even if whole. They stay if they change before.
-    reasons: rows of findings.SCHEMA. about: [reasons] group of each reason, ascending.
+    reasons: rows of findings.LOCATED_SCHEMA, by group.
     unplaced: number of findings without a group, by code: about foreign keys or the whole store.
         Removing groups does not repair them.
     others: number of groups with findings that the profile does not describe.
@@ -47,21 +46,24 @@ class RepairPlan:
     groups: IntArray
     outright: IntArray
     reasons: pa.Table
-    about: IntArray
     unplaced: Mapping[str, int] = field(default_factory=dict)
     others: int = 0
     mixed: int = 0
     refused: Refusal | None = None
 
+    @property
+    def about(self) -> IntArray:
+        """Group of each reason: [reasons], ascending."""
+        about: IntArray = self.reasons.column("group").to_numpy()
+        return about
+
     def where(self, kept: BoolArray) -> RepairPlan:
         """Return the plan with only some groups; kept: [groups of the store] bool."""
-        rows = np.flatnonzero(kept[self.about])
         return replace(
             self,
             groups=self.groups[kept[self.groups]],
             outright=self.outright[kept[self.outright]],
-            reasons=self.reasons.take(pa.array(rows)),
-            about=self.about[rows],
+            reasons=self.reasons.filter(pa.array(kept[self.about])),
         )
 
 
@@ -150,23 +152,22 @@ def unjudged_partial(groups: PageGroups) -> BoolArray:
     return unjudged
 
 
-def plan_repair(groups: PageGroups, found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
+def plan_repair(found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
     """Plan to remove every group with an error or with a finding of one of `codes`.
 
-    A finding is about the group of its key, even if the object is missing; without a key, about all
-    groups of its page. Groups of ambiguous keys stay.
+    found: findings as `checks.running.located` returns them: findings.LOCATED_SCHEMA.
     """
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))
-    chosen = found.take(pa.array(np.flatnonzero(wanted | named.to_numpy())))
-    rows, about = groups_about(groups, chosen)
-    order = np.argsort(about, kind="stable")
+    chosen = found.filter(pa.array(wanted | named.to_numpy()))
+    grouped = pc.not_equal(chosen.column("group"), NO_NUMBER)
+    reasons = chosen.filter(grouped).sort_by("group")
+    unplaced = chosen.filter(pc.invert(grouped)).column("code")
     return RepairPlan(
-        groups=np.unique(about),
+        groups=np.unique(reasons.column("group").to_numpy()).astype(np.int64),
         outright=np.zeros(0, dtype=np.int64),
-        reasons=chosen.take(pa.array(rows[order])),
-        about=about[order],
-        unplaced=Counter(np.delete(chosen.column("code").to_numpy(), rows).tolist()),
+        reasons=reasons,
+        unplaced=Counter(unplaced.to_pylist()),
     )
 
 
@@ -181,13 +182,8 @@ def described_groups(groups: PageGroups) -> BoolArray:
 def plan_removal(groups: PageGroups, chosen: IntArray, why: str) -> RepairPlan:
     """Plan to remove the chosen groups, even whole ones."""
     numbers = np.unique(chosen)
-    return RepairPlan(numbers, numbers, _outright(groups, numbers, why), numbers)
-
-
-def _outright(groups: PageGroups, numbers: IntArray, why: str) -> pa.Table:
-    if not len(numbers):
-        return SCHEMA.empty_table()
-    return combine([reasons(BY_CHOICE, pages=groups.pages_at(numbers), detail=why)])
+    why_each = reasons(BY_CHOICE, pages=groups.pages_at(numbers), groups=numbers, detail=why)
+    return RepairPlan(groups=numbers, outright=numbers, reasons=why_each)
 
 
 def newest_taken(groups: PageGroups, plan: RepairPlan) -> int:

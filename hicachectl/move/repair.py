@@ -76,18 +76,20 @@ class Repaired:
 def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> RepairPlan:
     """Plan the repair of a checked store, or of a part, by its findings.
 
-    found: rows of findings.SCHEMA. Groups that the profile does not describe stay. Unless
-    `despite_profile` is set, pages of a mix (`SizeMix`) stay, too, and all pages if the findings
-    make the profile doubtful: the plan then says why.
+    found: findings as `checks.running.located` returns them: findings.LOCATED_SCHEMA.
+
+    Groups that the profile does not describe stay. Unless `despite_profile` is set, pages of a mix
+    (`SizeMix`) stay, too, and all pages if the findings make the profile doubtful: the plan then
+    says why.
     """
     groups = checked.groups
-    plan = plan_repair(groups, found, codes=options.codes)
+    plan = plan_repair(found, codes=options.codes)
     own = described_groups(groups)
     others = int((~own[plan.groups]).sum())
     plan = replace(plan.where(own), others=others)
     if options.despite_profile:
         return plan
-    refused = doubt(checked, plan.reasons, plan.about, checked.judged)
+    refused = doubt(checked, plan.reasons, checked.judged)
     if refused is not None:
         return replace(plan.where(np.zeros(len(groups), dtype=np.bool_)), refused=refused)
     unmixed = np.ones(len(groups) + 1, dtype=np.bool_)  # the last is for objects without a group

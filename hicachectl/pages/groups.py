@@ -112,17 +112,6 @@ class PageGroups:
         starts = np.searchsorted(self.of_object[order], np.arange(len(self) + 1))
         return order, starts
 
-    def owners(self, keys: pa.BinaryArray) -> IntArray:
-        """Return the group of each key's object if two models share its affix, else -1."""
-        of_group = np.full(len(keys), -1, dtype=np.int64)
-        rows = self._inventory.split_rows
-        if len(rows):
-            there = self._inventory.take(rows, ["key"]).column("key").combine_chunks()
-            at = pc.index_in(keys, value_set=there)
-            known = at.is_valid().to_numpy(zero_copy_only=False)
-            of_group[known] = self.of_object[rows[at.drop_null().to_numpy()]]
-        return of_group
-
     def _deployments_of(self, objects: IntArray) -> IntArray:
         table = self._inventory.table
         of_affix = np.array([*table.deployment_ids, UNRESOLVED], dtype=np.int64)

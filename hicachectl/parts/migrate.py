@@ -17,7 +17,7 @@ import msgspec
 
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
-from hicachectl.checks.findings import SCHEMA as FOUND_SCHEMA
+from hicachectl.checks.findings import LOCATED_SCHEMA as FOUND_SCHEMA
 from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert

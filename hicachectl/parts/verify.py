@@ -14,9 +14,10 @@ from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.findings import NAMED_SCHEMA, SCHEMA, combine, packed
+from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, NO_NUMBER, combine, packed
 from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.checks.registry import GROUPS
+from hicachectl.checks.running import located
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.errors import FormatError
@@ -92,8 +93,6 @@ _FOUND = "found"
 _CATALOG = "catalog"
 _CATALOG_PREFIX = "catalog-"
 _REPAIR = "repair"
-# Reasons of a repair; about: number of the group, in the order of `select_groups`.
-_REPAIR_SCHEMA = SCHEMA.append(pa.field("about", pa.int64(), nullable=False))
 
 
 class _Options(msgspec.Struct, kw_only=True):
@@ -227,7 +226,7 @@ def _refused(refusal: Refusal) -> str:
 
 
 KIND = Kind(
-    "verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA, _REPAIR: _REPAIR_SCHEMA}, merge
+    "verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA, _REPAIR: LOCATED_SCHEMA}, merge
 )
 
 
@@ -300,7 +299,9 @@ class VerifyJob:
             catalog=catalog,
             records=store.traits.version_fields if request.update_catalog else None,
             remarks=(*remarks, *listing_remarks(store, request, listing.start_ns)),
-            found=listing_findings(store, request, listing.start_ns).to_pylist(),
+            found=listing_findings(store, request, listing.start_ns)
+            .select(NAMED_SCHEMA.names)
+            .to_pylist(),
         )
         return Published(
             listing_ns=listing.start_ns,
@@ -347,7 +348,11 @@ class VerifyJob:
         """Check a part, and choose the groups to repair."""
         assert self._repair is not None
         checked = self._check(given, on_progress)
-        found = combine([checked.findings, *self._table_findings(given)])
+        tables = (
+            located(table, checked.inventory, checked.groups)
+            for table in self._table_findings(given)
+        )
+        found = combine([checked.findings, *tables], LOCATED_SCHEMA)
         plan = plan_of(checked, found, self._repair)
         said = left_remarks(plan, stamps=self._stamp)
         checked = checked.remarked(*(f"Part {given.part}: {text}" for text in said))
@@ -356,8 +361,7 @@ class VerifyJob:
             checked = replace(checked, result=checked.result.refused(refusal))
             checked = checked.remarked(_refused(refusal))
         result = _stage_result(checked)
-        about = pa.array(plan.about)
-        result.tables[_REPAIR] = plan.reasons.append_column(_REPAIR_SCHEMA.field("about"), about)
+        result.tables[_REPAIR] = plan.reasons
         return result
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
@@ -401,18 +405,21 @@ class VerifyJob:
         if form.facts.refused:
             return StageResult(msgspec.to_builtins(form), settled=True, planned=found)
         inventory, groups = select_groups(self._listed(given), self._part_request(given))
-        planned = kept.tables[_REPAIR]
-        about = planned.column("about").to_numpy()
-        if len(about) and not 0 <= about.min() <= about.max() < len(groups):
-            raise FormatError(
-                f"Plan of part {given.part}: names groups {about.min()} to {about.max()}, but the "
-                f"listing has only {len(groups)}; {LIST_AGAIN}"
-            )
+        reasons = kept.tables[_REPAIR]
+        for name, least, count in (
+            ("group", 0, len(groups)),
+            ("row", NO_NUMBER, len(inventory.objects)),
+        ):
+            numbers = reasons.column(name).to_numpy()
+            if len(numbers) and not least <= numbers.min() <= numbers.max() < count:
+                raise FormatError(
+                    f"Plan of part {given.part}: names {name}s {numbers.min()} to {numbers.max()}, "
+                    f"but the listing has only {count}; {LIST_AGAIN}"
+                )
         plan = RepairPlan(
-            groups=np.unique(about),
+            groups=np.unique(reasons.column("group").to_numpy()).astype(np.int64),
             outright=np.zeros(0, dtype=np.int64),
-            reasons=planned.drop_columns(["about"]),
-            about=about,
+            reasons=reasons,
         )
         said: list[str] = []
         done = repair(
@@ -468,7 +475,7 @@ class VerifyJob:
 def _stage_result(checked: PartCheck) -> StageResult:
     result = checked.result
     form = _ResultForm(facts=result.facts, tally=result.tally.to_mapping())
-    tables = {_FOUND: result.found}
+    tables = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
     if checked.catalog is not None:
         tables[_CATALOG] = checked.catalog.entries
     return StageResult(msgspec.to_builtins(form), tables, settled=result.facts.complete)

@@ -135,7 +135,10 @@ class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """Result of a part for the report. found: `checks.findings.NAMED_SCHEMA`."""
+    """Result of a part for the report.
+
+    found: findings, of `checks.findings.RUN_SCHEMA`, or of NAMED_SCHEMA from a run directory.
+    """
 
     facts: VerifyFacts
     tally: Tally

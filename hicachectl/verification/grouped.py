@@ -51,7 +51,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     ages = np.where(written == 0, _UNKNOWN, np.maximum(0, int(now) - written))
     classes = np.where(written == 0, _UNKNOWN, np.searchsorted(_BOUNDS, ages, side="right"))
     codes = classes + 1
-    for name in ("severity", "code", "group"):
+    for name in ("severity", "code", "deployment"):
         numbers, distinct = _numbered(found.column(name))
         codes = codes * distinct + numbers
     order = np.argsort(codes, kind="stable")
@@ -67,7 +67,7 @@ def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
             FindingGroup(
                 severity=first[0]["severity"],
                 code=first[0]["code"],
-                deployment=first[0]["group"],
+                deployment=first[0]["deployment"],
                 age=_age(int(youngest[number]), int(oldest[number])),
                 age_class=None if of_group == _UNKNOWN else of_group,
                 count=int(counts[number]),

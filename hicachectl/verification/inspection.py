@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
     from hicachectl.formats.profile import Profile
+    from hicachectl.pages.inventory import IntArray
     from hicachectl.verification.reading import ReadingResult
 
 _NAMED_CANDIDATES = 4
@@ -127,7 +128,7 @@ def inspect_listed(
         [
             *listing_findings(given, unmet_needs(store, profile, has_catalog=False)),
             *reading.findings(inventory),
-            cleared_objects(cleared, given.now_ns - given.grace_ns),
+            cleared_objects(listed, cleared, given.now_ns - given.grace_ns),
         ]
     )
     objects = _with_digests(object_rows(inventory), reading)
@@ -153,10 +154,12 @@ def inspect_listed(
     return PageReport(document, objects, found)
 
 
-def _cleared(listed: Inventory, prefix: str) -> pa.Table:
+def _cleared(listed: Inventory, prefix: str) -> IntArray:
     """Return the objects of pages that begin with the prefix, if a `clear` made them misses."""
-    objects = listed.take(listed.cleared_rows)
-    return objects.filter(pc.starts_with(objects.column("key"), prefix.lower()))
+    rows = listed.cleared_rows
+    keys = listed.take(rows, ["key"]).column("key")
+    cleared: IntArray = rows[pc.starts_with(keys, prefix.lower()).to_numpy()]
+    return cleared
 
 
 def _read(

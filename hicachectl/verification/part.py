@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.capabilities import Losing
-from hicachectl.checks.findings import SCHEMA, combine_named, name_findings
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine_named, name_findings
 from hicachectl.checks.live_tables import saved_tables
-from hicachectl.checks.placing import placed
 from hicachectl.checks.registry import (
     GROUPS,
     READING,
@@ -22,6 +21,7 @@ from hicachectl.checks.registry import (
     Scope,
     checks,
 )
+from hicachectl.checks.running import labelled, located
 from hicachectl.device.devices import refuse_missing
 from hicachectl.pages.byte_sums import column_sum
 from hicachectl.pages.groups import PageGroups
@@ -108,11 +108,11 @@ class PartCheck:
 
     @property
     def findings(self) -> pa.Table:
-        """The findings of the part, as in a report: SCHEMA."""
-        return combine_named([self.result.found]).select(SCHEMA.names)
+        """The findings of the part for a repair: LOCATED_SCHEMA."""
+        return combine_named([self.result.found], LOCATED_SCHEMA)
 
     def with_findings(self, found: pa.Table) -> PartCheck:
-        """Return the part with more findings, of NAMED_SCHEMA."""
+        """Return the part with more findings, of RUN_SCHEMA."""
         found = pa.concat_tables([found, self.result.found])
         return replace(self, result=replace(self.result, found=found))
 
@@ -137,7 +137,7 @@ def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> Ru
 
 
 def listing_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Table:
-    """Return the findings about the listing that this process has just made: NAMED_SCHEMA.
+    """Return the findings about the listing that this process has just made: RUN_SCHEMA.
 
     now_ns: Unix time at the start of the listing.
     """
@@ -289,7 +289,8 @@ def _findings(
         ],
         pool=request.selection.pool,
     )
-    return placed(found, given.inventory, given.groups)
+    inventory, groups = given.inventory, given.groups
+    return labelled(located(found, inventory, groups), inventory, groups)
 
 
 def _distinct(ids: npt.NDArray[np.int64]) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.capabilities import Confirm
+from hicachectl.checks.codes import UNWRITTEN_PAGE
 from hicachectl.checks.registry import DIGESTS, VALUES
 from hicachectl.checks.replicas import NO_REPLICAS, replica_sets
 from hicachectl.device.devices import open_checker
@@ -180,8 +181,7 @@ def read_chosen(
             reading.replace(again.rows, read_objects(store, inventory, again))
     reading.objects += int(hollow.sum())
     for row in plan.rows[hollow].tolist():
-        why = "the page was never written: servers would read zeros"
-        reading.report("unwritten-page", row, why)
+        reading.report(UNWRITTEN_PAGE.name, row, UNWRITTEN_PAGE.detail)
     for row in choice.huge.tolist():
         nbytes = inventory.objects.column("nbytes")[row].as_py()
         reading.report("unreadable", row, f"not read: {over_buffer(nbytes, request.buffer_bytes)}")

@@ -71,7 +71,7 @@ def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int
                 model: plan_removal(groups, Criteria(model=model).chosen(groups), "rm")
                 for model in (WIDE, NARROW)
             }
-            repair = plan_repair(groups, found)
+            repair = plan_repair(found)
         keys = [key.decode() for key in inventory.objects.column("key").to_pylist()]
         chosen = {
             name: {key for key, group in zip(keys, groups.of_object, strict=True) if group in plan}

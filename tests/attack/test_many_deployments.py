@@ -14,11 +14,11 @@ from hicachectl.checks.findings import findings
 from hicachectl.checks.registry import CheckSums
 from hicachectl.checks.sizes import check_mixed_sizes
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.move.planning import plan_repair
 from hicachectl.pages.deployments import SeenSize, SizeMix, assign_affixes
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.tally import Tally
+from tests.move.repairs import plan_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,10 +42,11 @@ def calls_of_a_plan(directory: Path, models: int) -> int:
     for key in keys:
         (directory / key).touch()
     with open_store(str(directory)) as store:
-        groups = PageGroups(take_inventory(store))
+        inventory = take_inventory(store)
+        groups = PageGroups(inventory)
     assert len(groups.deployments) == models
     found = findings("truncated", keys=pa.array(keys[:3]), detail="cut")
-    calls, plan = counted(lambda: plan_repair(groups, found))
+    calls, plan = counted(lambda: plan_for(inventory, groups, found))
     assert groups.pages_at(plan.groups).to_pylist() == [key[:64] for key in keys[:3]]
     return calls
 

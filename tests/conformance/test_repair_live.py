@@ -17,14 +17,14 @@ import pytest
 
 from hicachectl.backends.base import Status
 from hicachectl.backends.file.store import FileStore
-from hicachectl.checks.findings import combine, findings
+from hicachectl.checks.findings import findings
 from hicachectl.formats.profile import parse_profile
-from hicachectl.move.planning import plan_repair
 from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from tests.conformance.store_cases import CASES
+from tests.move.repairs import plan_for
 
 if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
@@ -160,16 +160,12 @@ def scanned(store: FileStore, manifest: Manifest) -> tuple[Inventory, Groups]:
 
 def repair(store: Watched, manifest: Manifest, damaged: Damaged) -> GroupReport:
     inventory, groups = scanned(store, manifest)
-    found = combine(
-        findings(
-            "digest-mismatch",
-            keys=pa.array(files),
-            pages=pa.array([page] * len(files)),
-            detail="test",
-        )
+    found = pa.concat_tables(
+        findings("digest-mismatch", keys=pa.array(files), pages=pa.array([page] * len(files)))
         for page, files in damaged.items()
     )
-    return remove_groups(store, inventory, groups, plan_repair(groups, found), mode="quarantine")
+    plan = plan_for(inventory, groups, found)
+    return remove_groups(store, inventory, groups, plan, mode="quarantine")
 
 
 @pytest.mark.parametrize(("case", "writers"), [("mla_indexer", 1), ("hybrid_mamba", 2)])

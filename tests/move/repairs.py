@@ -11,9 +11,10 @@ import numpy as np
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.mover import FileMover
-from hicachectl.checks.findings import combine
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import CheckInput
+from hicachectl.checks.running import located
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.move.planning import RepairPlan, plan_repair
@@ -84,7 +85,13 @@ def scanned(store: Store, profile: Profile | None = DSA) -> tuple[Inventory, Pag
 def structure_findings(store: Store, inventory: Inventory, groups: PageGroups) -> pa.Table:
     settled = np.zeros(len(groups), dtype=np.bool_)
     given = CheckInput(store=store, inventory=inventory, groups=groups, in_flight=settled)
-    return combine([*check_groups(given), *check_sizes(given)])
+    found = combine([*check_groups(given), *check_sizes(given)], LOCATED_SCHEMA)
+    return located(found, inventory, groups)
+
+
+def plan_for(inventory: Inventory, groups: PageGroups, found: pa.Table) -> RepairPlan:
+    """Plan the repair of findings that may have only keys."""
+    return plan_repair(located(found, inventory, groups))
 
 
 def planned(
@@ -92,7 +99,7 @@ def planned(
 ) -> tuple[Inventory, PageGroups, RepairPlan]:
     inventory, groups = scanned(store)
     found = structure_findings(store, inventory, groups)
-    return inventory, groups, plan_repair(groups, found, codes=codes)
+    return inventory, groups, plan_repair(found, codes=codes)
 
 
 def repaired(directory: Path, **options: Any) -> GroupReport:

@@ -25,19 +25,19 @@ from hicachectl.backends.object_files import reading
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
-from hicachectl.move.planning import plan_removal, plan_repair
+from hicachectl.move.planning import plan_removal
 from hicachectl.move.purge import list_runs
 from hicachectl.move.quarantine import Quarantine
 from hicachectl.move.record_file import dump_record, parse_record
 from hicachectl.move.restore import restore_groups
 from hicachectl.move.withdrawal import count_unfinished, finish_removals, remove_groups
 from tests.move.repairs import (
-    DSA,
     INDEXER_BYTES,
     default_quarantine,
     dsa_store,
     indexer,
     kv,
+    plan_for,
     planned,
     quarantined,
     repaired,
@@ -98,7 +98,7 @@ def repair_findings(
 ) -> GroupReport:
     with FileStore(directory) as opened:
         inventory, groups = scanned(opened, profile)
-        plan = plan_repair(groups, found)
+        plan = plan_for(inventory, groups, found)
         return remove_groups(opened, inventory, groups, plan, mode="quarantine")
 
 
@@ -144,17 +144,13 @@ def test_an_ambiguous_group_stays_whatever_is_found(tmp_path: Path) -> None:
     stems = ("_m_0_2", ".mamba_m_0_2")
     put_pages(tmp_path, range(2), *stems)
     before = contents(tmp_path)
-    of_page = findings("layout-mismatch", keys=pa.nulls(1, pa.string()), pages=pa.array([page(0)]),
-        detail="x",
-    )  # fmt: skip
-    for found in (bad_value(f"{page(1)}{stems[0]}.bin"), of_page):
-        assert repair_findings(tmp_path, found).groups == 0
+    assert repair_findings(tmp_path, bad_value(f"{page(1)}{stems[0]}.bin")).groups == 0
     assert contents(tmp_path) == before
 
 
 def test_findings_that_name_no_group_are_counted(store: Path) -> None:
     with FileStore(store) as opened:
-        _, groups = scanned(opened)
+        inventory, groups = scanned(opened)
         found = pa.concat_tables(
             [
                 bad_value("README"),
@@ -163,17 +159,22 @@ def test_findings_that_name_no_group_are_counted(store: Path) -> None:
                 findings("stamp-mismatch", keys=pa.nulls(1, pa.string()), detail="x"),
             ]
         )
-        plan = plan_repair(groups, found)
+        plan = plan_for(inventory, groups, found)
     assert plan.unplaced == {"nan": 2, "stamp-mismatch": 1}
     assert groups.pages.take(pa.array(plan.groups)).to_pylist() == [page(1)]
     assert plan.reasons.column("code").to_pylist() == ["nan"]
 
 
-def test_a_finding_without_a_key_is_about_its_whole_page(store: Path) -> None:
+def test_a_finding_without_an_object_is_about_its_whole_group(store: Path) -> None:
     before = contents(store)
-    nothing = pa.nulls(1, pa.string())
-    found = findings("layout-mismatch", keys=nothing, pages=pa.array([page(4)]), detail="x")
-    assert repair_findings(store, found, DSA).groups == 1
+    with FileStore(store) as opened:
+        inventory, groups = scanned(opened)
+        place = inventory.objects.column("key").to_pylist().index(kv(4).encode())
+        number = groups.of_object[place : place + 1]
+        nothing = pa.nulls(1, pa.string())
+        found = findings("layout-mismatch", keys=nothing, groups=number, detail="x")
+        plan = plan_for(inventory, groups, found)
+        remove_groups(opened, inventory, groups, plan, mode="quarantine")
     assert contents(store) == without(before, kv(4), indexer(4))
 
 
@@ -437,7 +438,7 @@ def replan_after(store: Path, change: Callable[[], None], key: str, **options: A
     """Repair with a plan made before a change."""
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
-        plan = plan_repair(groups, bad_value(key))
+        plan = plan_for(inventory, groups, bad_value(key))
         change()
         return remove_groups(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
 
@@ -518,7 +519,7 @@ def interfered(store: Path, after: Callable[[bytes], None], **options: Any) -> G
     with Interfering(store) as opened:
         opened.after = after
         inventory, groups = scanned(opened)
-        plan = plan_repair(groups, bad_value(indexer(1)))
+        plan = plan_for(inventory, groups, bad_value(indexer(1)))
         return remove_groups(opened, inventory, groups, plan, **{"mode": "quarantine", **options})
 
 

@@ -126,7 +126,7 @@ def with_other_groups(path: Path) -> None:
     """Let part 0 be done again by its plan, which names other groups."""
     (path / FIRST).unlink()
     (place,) = path.glob("parts/00000/plan-*-repair.parquet")
-    table = column("about", 99)(pq.read_table(place))
+    table = column("group", 99)(pq.read_table(place))
     pq.write_table(table, place)
     size = place.stat().st_size
     edited(PLAN, lambda plan: plan["tables"]["repair"].update(nbytes=size))(path)
