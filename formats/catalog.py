@@ -8,8 +8,8 @@ One row per object, with distinct keys. Columns:
     nbytes         int64
     identity       binary   the store's identity of the object at digest time; null: unknown
     digest         binary   BLAKE3, 32 bytes
-    first_seen_ns  int64    Unix nanoseconds
-    last_verified_ns int64  Unix nanoseconds
+    first_seen_ns  int64    first run that had the entry, Unix nanoseconds
+    last_verified_ns int64  last run that read these bytes, Unix nanoseconds
 
 File metadata: `hicachectl.catalog` (version of this form), `hicachectl.store` (URL) and
 `hicachectl.identity` (comma-separated fields of identity, 8 bytes little-endian each).

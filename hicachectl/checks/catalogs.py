@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.pages.inventory import IntArray
 
-UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)  # an object, compared with its entry
+# Outcomes of comparing an object with its entry; UNKNOWN without an entry.
+UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,23 @@ class Digested:
 
     def __len__(self) -> int:
         return len(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Digested objects, compared with a catalog, [n] each.
+
+    outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
+    verified_ns: when the recorded bytes were last read, Unix nanoseconds; 0 without an entry.
+    """
+
+    outcome: npt.NDArray[np.int8]
+    verified_ns: IntArray
+
+    @classmethod
+    def nothing(cls, count: int) -> Comparison:
+        """Return the comparison of objects with no entries."""
+        return cls(np.full(count, UNKNOWN, dtype=np.int8), np.zeros(count, dtype=np.int64))
 
 
 def load_catalog(path: Path) -> Catalog:
@@ -140,25 +158,27 @@ def of_another_store(path: Path, recorded: str, store: str) -> str | None:
     return f"{path}: the catalog records {recorded}, not {store}; objects are compared by key"
 
 
-def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> npt.NDArray[np.int8]:
-    """Return UNKNOWN (no entry), SAME, REWRITTEN or MISMATCH for each object, [n].
+def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Comparison:
+    """Compare objects with a catalog.
 
     fields: identity fields; if all are equal, the object was not rewritten. If the catalog has
     none of them, every difference is a MISMATCH.
     """
+    compared = Comparison.nothing(len(digested))
     if not len(catalog.entries):  # `take` needs an entry
-        return np.full(len(digested), UNKNOWN, dtype=np.int8)
+        return compared
     places = _places(catalog, digested.keys)
     known = places >= 0
     recorded = catalog.entries.take(pa.array(np.maximum(places, 0)))
-    outcome = np.full(len(digested), UNKNOWN, dtype=np.int8)
+    outcome = compared.outcome
     equal = _rows(recorded.column("digest"), 32) == digested.digests
     same_bytes = equal.all(axis=1)
     same_object = _same_object(catalog, recorded, digested, fields)
     outcome[known & same_bytes] = SAME
     outcome[known & ~same_bytes] = REWRITTEN
     outcome[known & ~same_bytes & same_object] = MISMATCH
-    return outcome
+    compared.verified_ns[known] = recorded.column("last_verified_ns").to_numpy()[known]
+    return compared
 
 
 def carry_forward(
@@ -172,7 +192,8 @@ def carry_forward(
 ) -> Catalog:
     """Return the catalog after a run: digested objects, and old entries still in the store.
 
-    A mismatch keeps its old entry: the next run reports it again. present: all keys of the store.
+    A mismatch keeps its old entry: the next run reports it again, with the time when the object was
+    last right. present: all keys of the store.
     """
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
     recorded = np.flatnonzero(outcome != MISMATCH)

@@ -402,10 +402,11 @@ DIGEST_MISMATCH = Code(
     "digest-mismatch",
     "error",
     {VERSIONS_RECUR: "warning"},
-    detail="bytes differ from the recorded digest, but the store shows no rewrite since then",
     meaning="The bytes differ from the recorded digest, and nothing shows that a server rewrote "
     "the object: the bytes changed on the disk or on the way.",
     effect="SGLang compares no digests. It uses the bytes as they are: wrong values.",
+    advice="With a catalog, the detail has the time of the last run that read the recorded bytes: "
+    "look at the kernel log since then.",
 )
 RE_RECORDED = Code(
     "re-recorded",

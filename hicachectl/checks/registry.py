@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.checks.catalogs import Comparison
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
@@ -100,7 +101,7 @@ class CheckInput:
     stamp_differences: differences of the profile from the stamp of the store.
     digests: [objects, 32] uint8.
     digested: [objects] bool, whether the digest is valid.
-    compared: `checks.catalogs.compare` of the digested objects; None without a comparison.
+    compared: comparison of the digested objects with a catalog; None without a catalog.
     skip: takes a name and a reason for `skipped_checks`.
     """
 
@@ -115,7 +116,7 @@ class CheckInput:
     stamp_differences: Sequence[str] = ()
     digests: npt.NDArray[Any] | None = None
     digested: npt.NDArray[Any] | None = None
-    compared: npt.NDArray[Any] | None = None
+    compared: Comparison | None = None
     skip: Callable[[str, str], None] = lambda name, why: None
 
 

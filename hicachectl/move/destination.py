@@ -12,12 +12,13 @@ from hicachectl.backends.capabilities import Claimed
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.table import KeySplitter, page_words
+from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_words
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import SEVERAL, Census
 from hicachectl.pages.group_table import ABSENT, UNSIZED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray
 
 _ASKED_AT_ONCE = 8192
-_MANY = 3  # this many objects of a wrong size mean another topology, not damage
 
 
 def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
@@ -100,34 +100,17 @@ def _listed(
     on_batch: Callable[[int], None],
 ) -> None:
     splitter = KeySplitter()
-    seen = _SeenSizes()
+    counted = [Census.total(())]
     for batch in store.scan(("key", "nbytes")):
         pages, affix_ids = splitter.split(batch.column("key"))
         sizes = batch.column("nbytes").fill_null(UNSIZED).to_numpy()
-        seen.add(affix_ids, sizes)
+        counted.append(Census.of(pa.table([batch.column("nbytes")], ["nbytes"]), affix_ids))
         for finder in finders:
             finder.add(splitter.affixes, pages, affix_ids, sizes)
         on_batch(len(batch))
+    sizes_of = Census.total(counted).by_affix()
     for route in routes:
-        _refuse_other_topology(store, route, splitter.affixes, seen, grammar)
-
-
-class _SeenSizes:
-    """Numbers of objects by affix and size."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], int] = {}
-
-    def add(self, affix_ids: npt.NDArray[np.int32], sizes: IntArray) -> None:
-        pairs, counts = np.unique(
-            np.stack([affix_ids.astype(np.int64), sizes]), axis=1, return_counts=True
-        )
-        for affix, size, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
-            self._counts[affix, size] = self._counts.get((affix, size), 0) + count
-
-    def of(self, affix: int) -> dict[int, int]:
-        """Return the number of objects of an affix by size."""
-        return {size: n for (of, size), n in self._counts.items() if of == affix}
+        _refuse_other_topology(store, route, splitter.affixes, sizes_of, grammar)
 
 
 class _TargetFinder:
@@ -197,19 +180,24 @@ def _asked(store: Store, survey: Survey) -> Iterator[Objects]:
 
 
 def _refuse_other_topology(
-    store: Store, route: Route, affixes: list[Affix], seen: _SeenSizes, grammar: str
+    store: Store,
+    route: Route,
+    affixes: list[Affix],
+    sizes_of: Mapping[int, Mapping[int, int]],
+    grammar: str,
 ) -> None:
     """Raise ProfileError if another topology uses the keys to write.
 
+    sizes_of: number of objects by affix and size.
     Servers would mix up the objects. Signs are several objects of another size and none of the
     expected size, or, if keys carry no TP size, ranks that the new topology does not have.
     """
     numbers = {affix: number for number, affix in enumerate(affixes)}
     for target, nbytes in zip(route.targets, route.expected_bytes.tolist(), strict=True):
-        counts = seen.of(numbers[target.affix]) if target.affix in numbers else {}
-        if nbytes == UNKNOWN_SIZE or UNSIZED in counts or nbytes in counts:
+        counts = sizes_of.get(numbers.get(target.affix, FOREIGN), {})
+        if nbytes == UNKNOWN_SIZE or UNKNOWN_SIZE in counts or nbytes in counts:
             continue
-        if sum(counts.values()) >= _MANY:
+        if sum(counts.values()) >= SEVERAL:
             size = max(counts, key=lambda s: counts[s])
             raise ProfileError(
                 f"{store.url}: already has {target.coordinate.pool} objects of {size} bytes under "

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
+SEVERAL = 3  # so many objects, or pages, of one kind are no damage
 _GROUPED = ["affix", "size"]
 _SCHEMA = pa.schema(
     [
@@ -34,15 +35,19 @@ _SCHEMA = pa.schema(
 class Census:
     """Number and write times of the objects of each affix and size.
 
-    counts: a table of _SCHEMA, sorted. affix: FOREIGN for foreign keys. size: UNKNOWN_SIZE if the
-            store lists none. oldest_ns, newest_ns: Unix nanoseconds, null if not known.
+    counts: a table of _SCHEMA, sorted. The affix is FOREIGN for foreign keys, the size UNKNOWN_SIZE
+        if the store lists none. Times are Unix nanoseconds, null if not known.
     """
 
     counts: pa.Table
 
     @classmethod
     def of(cls, objects: pa.Table, affix_ids: npt.NDArray[np.int32]) -> Census:
-        """Count objects. objects: has nbytes and perhaps mtime_ns. affix_ids: [objects]."""
+        """Count objects.
+
+        objects: has the column nbytes, and perhaps mtime_ns.
+        affix_ids: [objects].
+        """
         columns = {"affix": affix_ids, "size": objects.column("nbytes").fill_null(UNKNOWN_SIZE)}
         without = "mtime_ns" not in objects.column_names
         times = pa.nulls(len(objects), pa.int64()) if without else objects.column("mtime_ns")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.formats.errors import ProfileError
+from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import UNRESOLVED, AffixTable, Deployment
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 # Objects of a wrong size on fewer pages may be damaged. On more pages, if nearly all have one size
 # and none has the right size, another deployment wrote them.
-_PAGES = 3
 _NEARLY_ALL = 0.9
 _LIST = "or list what the store has with hicachectl ls --summary"
 
@@ -53,7 +53,7 @@ def _refuse_sizes(
     chosen = of_pool[specs] & (sizes >= 0)
     wanted, found, objects = expected[specs[chosen]], sizes[chosen], objects[chosen]
     total = objects.sum()
-    if not total or total < _PAGES * of_pool.sum() or (wanted == found).any():
+    if not total or total < SEVERAL * of_pool.sum() or (wanted == found).any():
         return
     pairs, of_pair = np.unique(np.stack([wanted, found]), axis=1, return_inverse=True)
     counts = np.zeros(pairs.shape[1], dtype=np.int64)

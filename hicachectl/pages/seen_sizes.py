@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import UNRESOLVED, AffixTable, SeenSize, SizeMix
 
 if TYPE_CHECKING:
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
     from hicachectl.pages.census import Census, IntArray
     from hicachectl.pages.page_order import Objects
 
-# A size on fewer pages may be damage; on more pages, some servers write this size.
-_PAGES = 3
+# A size on a smaller share of the pages may be damage; on a larger one, some servers write it.
 _SHARE_OF_PAGES = 0.05
-_OLDEST = 10  # pages of another size that are older than all but a tenth: of earlier servers
-_FIRST_WORD = 0  # of a page hash; 64 bits distinguish the pages of a store
+_OLDEST = 10  # earlier servers wrote pages of another size that are older than all but a tenth
+_FIRST_WORD = 0  # the first 64 bits of page hashes distinguish the pages of a store
 
 
 def with_seen_sizes(
@@ -125,7 +125,7 @@ def _mixes(
     many = counted.filter(
         pc.and_(
             pc.greater(counted.column("size"), 0),
-            pc.greater_equal(counted.column("objects_sum"), _PAGES),
+            pc.greater_equal(counted.column("objects_sum"), SEVERAL),
         )
     )
     kinds, sizes_each = np.unique(many.column("kind").to_numpy(), return_counts=True)
@@ -143,7 +143,7 @@ def _mixes(
     found: dict[int, list[SeenSize]] = {}
     for row in many.to_pylist():
         kind, size = row["kind"], row["size"]
-        if of_size[kind, size] >= max(_PAGES, _SHARE_OF_PAGES * total_of[kind]):
+        if of_size[kind, size] >= max(SEVERAL, _SHARE_OF_PAGES * total_of[kind]):
             times = row["oldest_ns_min"], row["newest_ns_max"]
             seen = SeenSize(size, of_size[kind, size], row["objects_sum"], *times)
             found.setdefault(kind, []).append(seen)

@@ -9,11 +9,15 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import take_rows
-from hicachectl.checks.catalogs import MISMATCH, Digested, carry_forward, compare
+from hicachectl.checks.catalogs import (
+    MISMATCH,
+    Comparison,
+    Digested,
+    carry_forward,
+    compare,
+)
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from hicachectl.backends.base import Store
     from hicachectl.formats.catalog import Catalog
     from hicachectl.pages.inventory import IntArray, Inventory
@@ -25,17 +29,19 @@ if TYPE_CHECKING:
 class CatalogComparison:
     """Objects digested for a catalog, compared with the catalog; none without one.
 
-    rows: [n] of the inventory. outcome: [n], see `checks.catalogs.compare`.
+    rows: [n] rows of the objects in the inventory.
+    records: digests of the objects.
+    compared: comparison of each object with its entry.
     """
 
     rows: IntArray
     records: Digested
-    outcome: npt.NDArray[np.int8]
+    compared: Comparison
 
     @property
     def mismatched(self) -> IntArray:
         """Rows of the objects that differ from the catalog without a rewrite."""
-        mismatched: IntArray = self.rows[self.outcome == MISMATCH]
+        mismatched: IntArray = self.rows[self.compared.outcome == MISMATCH]
         return mismatched
 
     def updated(
@@ -45,8 +51,9 @@ class CatalogComparison:
         usable = np.ones(len(listed.objects), dtype=np.bool_)
         usable[listed.cleared_rows] = False
         keys = listed.objects.column("key").filter(pa.array(usable)).combine_chunks()
+        outcome = self.compared.outcome
         return carry_forward(
-            catalog, self.records, self.outcome, store=store, present=keys, now_ns=now_ns
+            catalog, self.records, outcome, store=store, present=keys, now_ns=now_ns
         )
 
 
@@ -57,11 +64,11 @@ def compare_with_catalog(
     digested = reading.digested if request.compares_catalog else reading.digested[:0]
     rows = np.flatnonzero(digested)
     records = _records(store, inventory, rows, reading)
-    outcome = np.zeros(len(rows), dtype=np.int8)
+    compared = Comparison.nothing(len(rows))
     if request.catalog is not None:
         fields = request.identity or store.traits.version_fields
-        outcome = compare(request.catalog, records, fields)
-    return CatalogComparison(rows, records, outcome)
+        compared = compare(request.catalog, records, fields)
+    return CatalogComparison(rows, records, compared)
 
 
 def _records(

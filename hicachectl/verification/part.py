@@ -222,7 +222,7 @@ def check_part(
         stamp_differences=differences,
         digests=reading.digests,
         digested=reading.digested,
-        compared=digested.outcome if request.compares_catalog else None,
+        compared=digested.compared if request.compares_catalog else None,
         skip=skipped.__setitem__,
     )
     found = _findings(given, reading, request, request.unmet(store), first=first)

@@ -74,6 +74,26 @@ def test_a_flipped_bit_in_the_same_file_is_an_error(invoke: Invoke, store: Path)
     assert document["checks"] == ["names", "groups", "sizes", "digests"]
 
 
+def test_a_mismatch_says_when_the_bytes_were_last_right(
+    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later runs, which find the damage again, do not count."""
+    catalog = store.parent / "catalog.parquet"
+    options = ("--catalog", catalog, "--update-catalog", "--identity", "inode,mtime,size")
+    target = store / f"{page(2)}_m_1_2.bin"
+    details = []
+    for day in range(1, 5):
+        if day == 3:
+            flip(target, 4321)
+        now_ns = (OLD + day * 86_400) * 10**9
+        with monkeypatch.context() as patch:
+            patch.setattr("hicachectl.backends.capabilities.time.time_ns", lambda ns=now_ns: ns)
+            document = verify(invoke, store, *options, exit_code=4 if day > 2 else 0)
+        details += [finding["detail"] for finding in document["findings"]]
+    said = "bytes differ from the recorded digest, but the store shows no rewrite since then; "
+    assert details == [f"{said}they were right on 2023-11-16 22:13 UTC"] * 2
+
+
 def test_a_rewritten_object_is_re_recorded(invoke: Invoke, store: Path) -> None:
     catalog = record(invoke, store)
     target = store / f"{page(2)}_m_1_2.bin"

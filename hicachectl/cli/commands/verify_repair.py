@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _repair = in_section(REPAIR)
 
-_SUSPICIOUS = 3  # newest pages that a repair takes; fewer can be damage
-
 repair_options = stack(
     _repair(
         "--repair",
@@ -129,6 +127,7 @@ def repaired(
     """
     from hicachectl.move.planning import newest_taken
     from hicachectl.move.repair import left_remarks, plan_of, repair
+    from hicachectl.pages.census import SEVERAL
 
     if earlier is None:
         return checked.result
@@ -139,7 +138,7 @@ def repaired(
     if plan.refused is not None:
         return checked.result.refused(plan.refused)
     newest = newest_taken(checked.groups, plan)
-    if newest >= _SUSPICIOUS:
+    if newest >= SEVERAL:
         remark(
             ctx,
             f"The repair takes the {newest} newest pages and leaves older ones; if servers wrote "
