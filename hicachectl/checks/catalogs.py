@@ -39,7 +39,8 @@ UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 class Digested:
     """Digested objects, [n] each.
 
-    identities: [n, len(identity_fields)] uint64. digests: [n, 32] uint8.
+    identities: [n, len(identity_fields)] uint64.
+    digests: [n, 32] uint8.
     """
 
     keys: pa.BinaryArray
@@ -113,9 +114,10 @@ def save_catalog(
     """Replace a catalog file atomically; return why it was not replaced, else "".
 
     A file with more than twice as many entries stays, unless allow_shrink is set: the store may be
-    the wrong one, or mounted in part. tables: entries. readable_by: permissions to list the store;
-    a new catalog gets no wider permissions. Raises UsageError if the file cannot be written, and as
-    `load_catalog` for an old file.
+    the wrong one, or mounted in part.
+    tables: entries.
+    readable_by: permissions to list the store; a new catalog gets no wider permissions.
+    Raises UsageError if the file cannot be written, and as `load_catalog` for an old file.
     """
     before = 0 if allow_shrink else _count_entries(path)
     after = 0
@@ -193,7 +195,8 @@ def carry_forward(
     """Return the catalog after a run: digested objects, and old entries still in the store.
 
     A mismatch keeps its old entry: the next run reports it again, with the time when the object was
-    last right. present: all keys of the store.
+    last right.
+    present: all keys of the store.
     """
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
     recorded = np.flatnonzero(outcome != MISMATCH)

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 SEVERITIES = ("info", "warning", "error")
 
 # Rules that change a finding's severity. The check chooses the rule.
-COSTS_HITS_ONLY = "costs-hits-only"  # a draft or a trailing pool: no server reads wrong data
-POOLS_APART = "pools-apart"  # the store evicts each pool separately: orphans are normal
-REFUSED_WHOLE = "refused-whole"  # the store refuses to read an object of another size: a miss
-VERSIONS_RECUR = "versions-recur"  # versions repeat, so a rewrite may go unnoticed
+# No server reads wrong data without a draft or a trailing pool.
+COSTS_HITS_ONLY = "costs-hits-only"
+# The store evicts each pool separately: orphans are normal.
+POOLS_APART = "pools-apart"
+# The store refuses to read an object of another size: a miss.
+REFUSED_WHOLE = "refused-whole"
+# Versions repeat, so a rewrite may go unnoticed.
+VERSIONS_RECUR = "versions-recur"
 RULES = {
     COSTS_HITS_ONLY: "for drafts and trailing pools (Mamba states, sliding windows)",
     POOLS_APART: "on 3FS, which evicts each pool separately",
@@ -47,7 +51,8 @@ _REPAIR_COST = (
 class Code:
     """A code of findings.
 
-    severity: one of SEVERITIES. rules: severity under each rule that changes it.
+    severity: one of SEVERITIES.
+    rules: severity under each rule that changes it.
     structural: the page group lacks objects; no object is damaged.
     doubts: a wrong profile gives the finding to healthy pages.
     remedy: next step if the finding is not about a page; repair ignores such findings. {command}

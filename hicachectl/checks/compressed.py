@@ -30,7 +30,11 @@ _UE8M0_NAN = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class CompressedRows:
-    """The rows of a spec's objects. layers: model layer numbers; fp8: dtype of codes."""
+    """The rows of a spec's objects.
+
+    layers: model layer numbers.
+    fp8: dtype of codes.
+    """
 
     pool: str
     form: RowForm

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
     """Yield an other-deployment finding for each other topology or tag of the profile's model."""
     table, tally = given.table, given.tally
-    own = table.deployments[0]  # the profile's comes first
+    own = table.deployments[0]  # The profile's deployment comes first.
     of_affix = np.array(table.deployment_ids, dtype=np.int64)
     unsized = frozenset(of_affix[tally.unsized[: len(of_affix)] > 0].tolist())
     found = [

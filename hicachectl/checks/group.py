@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray
 
 _CODES = ("missing-pool", "missing-part", "missing-rank")
-_POOL, _PART, _RANK = range(3)  # indices into _CODES
+_POOL, _PART, _RANK = range(len(_CODES))
 
 
 def check_groups(given: CheckInput) -> Iterator[pa.Table]:

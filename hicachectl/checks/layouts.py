@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from hicachectl.kernels.layout import Floats, IntArray
     from hicachectl.kernels.values import BoolArray, Bytes
 
-    _Places = tuple[IntArray, IntArray]  # pages, rows
+    _Places = tuple[IntArray, IntArray]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutCheck:
     """Check for pages whose rows lie in the order of another layout.
 
-    rivals:  names of layouts with another row order; one text for each order.
+    rivals: names of layouts with another row order; one text for each order.
     tensors: tensors of the object, all in one axis order.
-    widths:  number of channels to compare in each tensor.
-    scales:  scales of the codes that begin each row of the only tensor; None for plain numbers.
+    widths: number of channels to compare in each tensor.
+    scales: scales of the codes that begin each row of the only tensor; None for plain numbers.
     """
 
     layout: str

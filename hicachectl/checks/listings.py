@@ -31,7 +31,7 @@ def check_collision(given: CheckListing) -> Iterator[pa.Table]:
 def check_losses(given: CheckListing) -> Iterator[pa.Table]:
     """Yield a finding for each loss that the listing found, unless a server may still write it."""
     for loss in given.store.losses if isinstance(given.store, Losing) else ():
-        if loss.changed_ns <= given.settled_ns:
+        if loss.changed_ns <= given.grace_start_ns:
             yield findings(
                 loss.code, keys=pa.array([_readable(loss.place)]), detail=_readable(loss.what)
             )

@@ -32,8 +32,10 @@ _NO_THIRD = (
     "was saved in time; run again, or give --grace 0s if no server writes"
 )
 _LOOK_EVERY_S = 0.2
-_SAVING_S = 5.0  # a save may take this much longer than the one before
-_MOST_WAIT_S = 130.0  # a little more than twice SGLang's default --save-interval
+# A save may take this much longer than the save before it.
+_SAVING_S = 5.0
+# A little more than twice SGLang's default --save-interval.
+_MOST_WAIT_S = 130.0
 
 
 def saved_tables(store: Store) -> TableState | None:
@@ -74,10 +76,12 @@ def check_tables(
     if earlier and any(_LEAKED in table.column("code").to_pylist() for table in found):
         # A server saves keys, then free pages. A page being written can be absent from both lists,
         # even in two snapshots.
-        then = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
-        before_then = [*earlier, now] if then else []
-        found = list(check_page_tables(then or now, grace_s=grace_seconds, earlier=before_then))
-        why = None if then else _NO_THIRD
+        next_state = _next_state(store, now, now.saved_at_ns - before.saved_at_ns)
+        states_before = [*earlier, now] if next_state else []
+        found = list(
+            check_page_tables(next_state or now, grace_s=grace_seconds, earlier=states_before)
+        )
+        why = None if next_state else _NO_THIRD
     return [_confirmed(store, table) for table in found], why
 
 
@@ -87,9 +91,9 @@ def _next_state(store: PageTables, now: TableState, interval_ns: int) -> TableSt
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         time.sleep(_LOOK_EVERY_S)
-        then = store.table_state()
-        if then is not None and then.saved_at_ns != now.saved_at_ns:
-            return then
+        state = store.table_state()
+        if state is not None and state.saved_at_ns != now.saved_at_ns:
+            return state
     return None
 
 

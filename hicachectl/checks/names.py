@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def check_names(given: CheckInput) -> Iterator[pa.Table]:
     """Yield foreign-object and stale-temporary findings, from keys alone."""
-    inventory, settled_ns = given.inventory, given.now_ns - given.grace_ns
+    inventory, grace_start_ns = given.inventory, given.now_ns - given.grace_ns
     cleared = inventory.cleared_rows
     foreign = np.setdiff1d(np.flatnonzero(inventory.is_foreign), cleared, assume_unique=True)
-    yield from _foreign(inventory, foreign, settled_ns)
-    yield cleared_objects(inventory, cleared, settled_ns)
+    yield from _foreign(inventory, foreign, grace_start_ns)
+    yield cleared_objects(inventory, cleared, grace_start_ns)
 
 
 def check_ambiguous_keys(given: CheckSums) -> Iterator[pa.Table]:
@@ -46,25 +46,27 @@ def check_ambiguous_keys(given: CheckSums) -> Iterator[pa.Table]:
     )
 
 
-def stale_temporaries(objects: pa.Table | pa.RecordBatch, settled_ns: int) -> pa.BooleanArray:
-    """Return which files are temporary and not written after settled_ns (Unix nanoseconds).
+def stale_temporaries(objects: pa.Table | pa.RecordBatch, grace_start_ns: int) -> pa.BooleanArray:
+    """Return which files are temporary and were not written after grace_start_ns.
 
     objects: has key and mtime_ns; an unknown time counts as old.
+    grace_start_ns: Unix nanoseconds.
     """
     temporary = pc.match_substring_regex(objects.column("key"), TEMPORARY_PATTERN)
-    settled = pc.less_equal(pc.fill_null(objects.column("mtime_ns"), 0), settled_ns)
-    stale = pc.and_(temporary, settled)
+    old = pc.less_equal(pc.fill_null(objects.column("mtime_ns"), 0), grace_start_ns)
+    stale = pc.and_(temporary, old)
     return stale.combine_chunks() if isinstance(stale, pa.ChunkedArray) else stale
 
 
-def cleared_objects(inventory: Inventory, rows: IntArray, settled_ns: int) -> pa.Table:
-    """Return a stale-temporary finding for each object that a `clear` made a miss by settled_ns.
+def cleared_objects(inventory: Inventory, rows: IntArray, grace_start_ns: int) -> pa.Table:
+    """Return a stale-temporary finding for each object that a `clear` made a miss.
 
     rows: cleared objects. A server removes them in the background.
+    grace_start_ns: Unix nanoseconds; objects that were cleared later are left out.
     """
     if len(rows):
         cleared_ns = inventory.take(rows, ["cleared_ns"]).column("cleared_ns").to_numpy()
-        rows = rows[cleared_ns <= settled_ns]
+        rows = rows[cleared_ns <= grace_start_ns]
     return object_findings(
         inventory,
         rows,
@@ -74,14 +76,14 @@ def cleared_objects(inventory: Inventory, rows: IntArray, settled_ns: int) -> pa
     )
 
 
-def _foreign(inventory: Inventory, rows: IntArray, settled_ns: int) -> Iterator[pa.Table]:
+def _foreign(inventory: Inventory, rows: IntArray, grace_start_ns: int) -> Iterator[pa.Table]:
     objects = inventory.take(rows, ["key", "mtime_ns"])
     keys = objects.column("key")
     temporary, warm_up = (
         pc.match_substring_regex(keys, pattern).to_numpy()
         for pattern in (TEMPORARY_PATTERN, WARM_UP_PATTERN)
     )
-    stale = stale_temporaries(objects, settled_ns).to_numpy(zero_copy_only=False)
+    stale = stale_temporaries(objects, grace_start_ns).to_numpy(zero_copy_only=False)
     for code, chosen, detail in (
         (
             "stale-temporary",

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     BoolArray = npt.NDArray[np.bool_]
     IntArray = npt.NDArray[np.int64]
 
-_NAMED_PAGES = 8  # leaked pages, or ranks, that a finding lists
+# Number of leaked pages, or of ranks, that a finding lists.
+_NAMED_PAGES = 8
 _COMPARED_AT_ONCE = 1 << 20
 _PAGE_AND_REST = r"(?s)^(?P<page>[0-9a-f]{64})(?P<rest>.*)$"
 _NS = 1_000_000_000

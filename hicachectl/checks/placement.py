@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.registry import CheckInput
 
-_IN_MEMORY = pa.array(["memory", "nof"])  # nof: NVMe over Fabrics; counts as memory here
+# NVMe over Fabrics ("nof") counts as memory.
+_IN_MEMORY = pa.array(["memory", "nof"])
 
 
 def check_placement(given: CheckInput) -> Iterator[pa.Table]:

@@ -49,24 +49,35 @@ class CheckGroup:
 
 
 class Need(StrEnum):
-    """Requirements of checks; `verify.coverage.unmet_needs` explains unmet ones."""
+    """Requirements of checks; `verification.coverage.unmet_needs` explains unmet ones."""
 
-    SIZES = auto()  # object sizes, listed or from a profile
-    REPLICAS = auto()  # the store lists the replicas of each object
-    PAGE_TABLES = auto()  # the store has tables of keys and pages
-    PROFILE = auto()  # a given profile, not one inferred from the store
-    TENSORS = auto()  # a profile that describes the bytes of objects
-    DIGESTS = auto()  # recorded digests, or a catalog to record
-    BYTES = auto()  # objects are read
+    # Object sizes, listed or from a profile.
+    SIZES = auto()
+    # The store lists the replicas of each object.
+    REPLICAS = auto()
+    # The store has tables of keys and pages.
+    PAGE_TABLES = auto()
+    # A given profile; a profile inferred from the store does not suffice.
+    PROFILE = auto()
+    # A profile that describes the bytes of objects.
+    TENSORS = auto()
+    # Recorded digests, or a catalog to record.
+    DIGESTS = auto()
+    # Objects are read.
+    BYTES = auto()
 
 
 class Scope(Enum):
     """What a check looks at; a run can check a store in parts, each with whole page groups."""
 
-    OBJECTS = auto()  # objects and page groups of a part
-    STORE = auto()  # the store itself: only the first part runs the check
-    LISTING = auto()  # the listing: who lists for all parts runs the check, with `CheckListing`
-    SUMS = auto()  # sums over all parts: the report runs the check, with `CheckSums`
+    # Objects and page groups of a part.
+    OBJECTS = auto()
+    # The store itself. Only the first part runs the check.
+    STORE = auto()
+    # The listing. The check runs once, with `CheckListing`, in the process that lists.
+    LISTING = auto()
+    # Sums over all parts. The report runs the check, with `CheckSums`.
+    SUMS = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +92,14 @@ class CheckSums:
 class CheckListing:
     """Input of checks of `Scope.LISTING`.
 
-    store: just listed by this process. collision: why ranks of the given deployment overwrite each
-    other's objects, else "". settled_ns: Unix ns; what was written later may be unfinished.
+    store: store that this process has just listed.
+    collision: why ranks of the given deployment overwrite each other's objects, else "".
+    grace_start_ns: Unix nanoseconds; files written later may be unfinished.
     """
 
     store: Store
     collision: str = ""
-    settled_ns: int = 0
+    grace_start_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +136,9 @@ class CheckInput:
 class Check:
     """A check.
 
-    group: None if the check always runs. function: takes the input of the scope and yields tables
-    of findings; may be given as "package.module:name"; None if findings are noted while objects
-    are read.
+    group: None if the check always runs.
+    function: takes the input of the scope and yields tables of `checks.findings`; may be given as
+        "package.module:name"; None if findings are noted while objects are read.
     """
 
     name: str
@@ -146,9 +158,9 @@ class Check:
 class ValueIssue:
     """A problem of one object.
 
-    index:  of the object, among those checked together.
-    code:   one of the check's codes.
-    detail: what is wrong, how often, in which tensors and layers, and where first.
+    index: number of the object among those checked together.
+    code: one of the check's codes.
+    detail: the fault, its count, its tensors and layers, and its first place.
     """
 
     index: int
@@ -309,7 +321,8 @@ DIGESTS = CheckGroup(
     "reads objects; needs --catalog, except for packs and objects with trailers",
 )
 
-READING = "reading"  # the check of findings that are noted while objects are read
+# Name of the check whose findings are noted while objects are read.
+READING = "reading"
 
 # Their order is the order of codes in messages, and of findings with the same code and key.
 for _check in (
@@ -388,7 +401,7 @@ for _check in (
         function="hicachectl.checks.deployments:check_other_deployments",
     ),
     Check(
-        name=READING,  # noted in `verify.reading`, for any check that reads
+        name=READING,  # `verification.reading` notes the findings, for any check that reads.
         group=None,
         codes=(known.TRUNCATED, known.OVERSIZED, known.UNREADABLE),
         needs=frozenset({Need.BYTES}),
@@ -420,7 +433,7 @@ for _check in (
         function="hicachectl.checks.digests:check_digests",
     ),
     Check(
-        name="identities",  # noted in `verify.reading`
+        name="identities",  # `verification.reading` notes the findings.
         group=None,
         codes=(known.IDENTITY_MISMATCH,),
         needs=frozenset({Need.BYTES}),
@@ -443,7 +456,7 @@ for _check in (
         function="hicachectl.checks.replicas:check_replicas",
     ),
     Check(
-        name="availability",  # noted in `verify.reading`, if the store cannot return an object
+        name="availability",  # `verification.reading` notes objects that the store cannot return.
         group=None,
         codes=(known.DIGEST_MISMATCH, known.NO_REPLICA, known.UNWRITTEN_PAGE),
         needs=frozenset({Need.BYTES}),

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
     from hicachectl.pages.inventory import IntArray, Inventory
 
-_Ratios = defaultdict[str, set[Fraction]]  # of the sizes of each pool
+# Ratios of the sizes of each pool.
+_Ratios = defaultdict[str, set[Fraction]]
 
-_SCALED_ROWS = Fraction(1152, 656)  # bytes of an MLA row of 512 + 64 values
+# An MLA row of 512 + 64 values has 1152 bytes in bfloat16 and 656 bytes in fp8 with scales.
+_SCALED_ROWS = Fraction(1152, 656)
 
 
 def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
@@ -57,7 +59,7 @@ def _rare_of_mixes(inventory: Inventory, actual: IntArray) -> tuple[IntArray, In
     mixes = [mix for mix in inventory.table.mixes if mix.stated == UNKNOWN_SIZE]
     if not mixes:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    of_affix = np.full(len(inventory.table.affixes) + 1, -1)  # the last is for foreign keys
+    of_affix = np.full(len(inventory.table.affixes) + 1, -1)  # The last is for foreign keys.
     for number, mix in enumerate(mixes):
         of_affix[list(mix.affix_ids)] = number
     of_object = of_affix[inventory.affix_ids]
@@ -160,12 +162,12 @@ def _likely_reason(mix: SizeMix, others: set[Fraction]) -> str:
         return "the ratio suggests MLA rows in bfloat16 and in fp8 with scales"
     if others == {ratio}:
         seen, settings = ", the same in every pool,", ["page sizes"]
-    else:  # a page of another size would change every pool alike
+    else:  # A page of another size would change every pool alike.
         seen = ", not the same in every pool," if others else ""
         settings = ["KV cache dtypes"] if ratio == 2 else ["layer counts", "head counts"]
         settings += [] if others else ["page sizes"]
     shard = mix.coordinate.shard
-    if shard.tp_rank is not None and shard.tp_size is None:  # keys do not tell TP sizes apart
+    if shard.tp_rank is not None and shard.tp_size is None:  # Keys do not tell TP sizes apart.
         settings.append("TP sizes")
     first = ", ".join(settings[:-1])
     text = f"{first} or {settings[-1]}" if first else settings[-1]

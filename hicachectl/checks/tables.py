@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.values import IntArray
 
-_ROW_BYTES = 64 << 10  # longer rows (recurrent states) are cut along the next axis
+# Longer rows (recurrent states) are cut along the next axis.
+_ROW_BYTES = 64 << 10
 _ROW_AXES = ("layer", "token")
 
 

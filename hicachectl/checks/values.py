@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float32]
 
-_BLOCK_BYTES = 512 << 10  # stays in a core's L2 cache from one pass to the next
+# A block of this size stays in a core's L2 cache from one pass to the next.
+_BLOCK_BYTES = 512 << 10
 _COUNTED = {"nan": ("NaN", "NaN"), "inf": ("Inf", "Inf"), "bad-scale": ("bad scale", "bad scales")}
 _NAMED_NUMBERS = 4
 
@@ -54,7 +55,7 @@ class TensorStats:
 
     tensor: dequantised codes have the tensor's name; a row's rope part and the scales are tensors
         of their own.
-    layer:  model layer number.
+    layer: model layer number.
     """
 
     tensor: str
@@ -108,9 +109,10 @@ class ValueChecker:
     ) -> list[ValueIssue]:
         """Return the issues of objects [n, nbytes], one for each object and code.
 
-        rows: objects to check, ascending. checks: checks to run. None: all. An object's bytes must
-        be contiguous; objects may lie apart. Needs a few MB of memory. Raises ValueError if nbytes
-        is not the expected size, or a check reports an undeclared code.
+        An object's bytes must be contiguous; objects may lie apart. Needs a few MB of memory.
+        rows: objects to check, ascending; None: all.
+        checks: checks to run; None: all.
+        Raises ValueError if nbytes is not the expected size, or a check reports an undeclared code.
         """
         _refuse(objects, self.expected.nbytes)
         if rows is None:
@@ -118,7 +120,7 @@ class ValueChecker:
         if not len(rows):
             return []
         first, last = int(rows[0]), int(rows[-1])
-        together = last - first + 1 == len(rows)  # consecutive objects need no copy
+        together = last - first + 1 == len(rows)  # Consecutive objects need no copy.
         some = objects[first : last + 1] if together else objects[rows]
         issues: list[ValueIssue] = []
         for check, find in self.prepared.items():

@@ -1,4 +1,4 @@
-"""Counts of a store's objects by affix and size: what is decided from many objects at once."""
+"""Counts of a store's objects by affix and size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
-SEVERAL = 3  # so many objects, or pages, of one kind are no damage
+# So many objects, or pages, of one kind are no damage.
+SEVERAL = 3
 _GROUPED = ["affix", "size"]
 _SCHEMA = pa.schema(
     [

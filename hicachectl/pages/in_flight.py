@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import Inventory
 
-_CLOCK_SKEW_NS = 60 * 10**9  # between this host's clock and a file server's
+# This host's clock and a file server's may differ by this much.
+_CLOCK_SKEW_NS = 60 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class ListingTime:
 
     @classmethod
     def now(cls, store: Store, *, changes: bool) -> ListingTime:
-        """Note the start of a listing. changes: as in `present_ns`. Raises StoreUnavailable."""
+        """Note the start of a listing. changes: see `present_ns`. Raises StoreUnavailable."""
         began = time.monotonic()
         return cls(start_ns=present_ns(store, changes=changes), began=began)
 
@@ -80,15 +81,16 @@ def are_incomplete(groups: PageGroups) -> BoolArray:
 
 
 def changed_groups(
-    store: Store, inventory: Inventory, groups: PageGroups, settled: BoolArray
+    store: Store, inventory: Inventory, groups: PageGroups, among: BoolArray
 ) -> tuple[BoolArray, int]:
-    """Return which settled, incomplete groups have changed since the listing: [groups].
+    """Return which of some groups are incomplete and have changed since the listing: [groups].
 
     Evictions and writes during a listing make whole pages look partial. Also returns how many
     listed objects are gone.
+    among: [groups] bool, the groups to look up.
     """
     changed = np.zeros(len(groups), dtype=np.bool_)
-    suspect = settled & are_incomplete(groups)
+    suspect = among & are_incomplete(groups)
     rows = groups.rows_in(suspect)
     still_there = store.exists(inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
@@ -97,7 +99,7 @@ def changed_groups(
         wanted = np.flatnonzero(suspect[missing.groups])
         keys = groups.keys_of(missing).take(pa.array(wanted))
         arrived = store.exists(pa.table({"key": keys}))
-        if len(others):  # another model's objects do not count as arrived
+        if len(others):  # Another model's objects do not count as arrived.
             arrived &= ~pc.is_in(keys, value_set=others).to_numpy(zero_copy_only=False)
         changed[missing.groups[wanted[arrived]]] = True
     return changed, int((~still_there).sum())

@@ -1,4 +1,4 @@
-"""Object sizes seen in a store: for specs whose size no profile states, and beside stated ones."""
+"""Object sizes seen in a store, of specs whose size no profile states and of other specs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 # A size on a smaller share of the pages may be damage; on a larger one, some servers write it.
 _SHARE_OF_PAGES = 0.05
-_OLDEST = 10  # earlier servers wrote pages of another size that are older than all but a tenth
-_FIRST_WORD = 0  # the first 64 bits of page hashes distinguish the pages of a store
+# Earlier servers wrote pages of another size that are older than all but a tenth.
+_OLDEST = 10
+# The first 64 bits of page hashes distinguish the pages of a store.
+_FIRST_WORD = 0
 
 
 def with_seen_sizes(

@@ -63,8 +63,10 @@ def reading_gaps(
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of each check that judged nothing, and of unread objects.
 
-    planned: number of objects to read, by check; one object can serve several. rows: number of
-    objects to read; reached: those tried before the time limit. groups: number of page groups.
+    planned: number of objects to read, by check; one object can serve several checks.
+    rows: number of objects to read.
+    reached: number of objects tried before the time limit.
+    groups: number of page groups.
     """
     if groups and in_flight == groups:
         yield (
@@ -99,8 +101,8 @@ def unmet_needs(
 ) -> dict[Need, str]:
     """Return the needs that a store or request does not meet, with reason and next step.
 
-    collision: why a given profile describes no objects. has_catalog: a catalog is compared with the
-    store, or recorded.
+    collision: why a given profile describes no objects.
+    has_catalog: whether a catalog is compared with the store, or recorded.
     """
     columns = store.traits.columns
     unmet = {}
@@ -135,8 +137,9 @@ def compares_own(store: Store, expected: Expected) -> bool:
 def digest_gaps(compared: int, without: int, unknown: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the reason of what a store with digests left uncompared.
 
-    compared: objects compared with their digests. without: the others. unknown: why identities
-    cannot be compared, else "".
+    compared: number of objects compared with their digests.
+    without: number of objects without a digest.
+    unknown: why identities cannot be compared, else "".
     """
     if unknown:
         yield "identities", f"not compared: {unknown}"

@@ -78,15 +78,26 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts and texts about a part; `+` adds those of another part.
 
-    nbytes: listed bytes; None if a size is not known. in_flight: page groups. gone: objects that
-    vanished since the listing. sampled: pages with an object to read. to_read: objects chosen to be
-    read; planned: those of each check group. objects_read: number tried; bytes_read: of those read
-    whole. compared, undigested: objects that the store compared with a digest of its own, and
-    objects without one. unranked: objects read whole whose trailers name no rank. complete: no
-    object was left unread by the time limit. devices: names; none for the CPU. skipped: reason by
-    name for `skipped_checks`. listed: objects of the part. explained: why nothing was checked in
-    the part, else ""; a sum has none. repaired: page groups; quarantined: objects; unrepaired:
-    whether a repair failed. refused: why a repair was refused.
+    nbytes: listed bytes; None if a size is not known.
+    in_flight: page groups in flight.
+    gone: objects that vanished since the listing.
+    sampled: pages with an object to read.
+    to_read: objects chosen to be read.
+    planned: objects chosen to be read, by check group.
+    objects_read: objects that were tried.
+    bytes_read: bytes of the objects that were read whole.
+    compared: objects that the store compared with a digest of its own.
+    undigested: objects without such a digest.
+    unranked: objects read whole whose trailers name no rank.
+    complete: whether the time limit left no object unread.
+    devices: names; none for the CPU.
+    skipped: reason by name for `skipped_checks`.
+    listed: objects of the part.
+    explained: why nothing was checked in the part, else ""; a sum has none.
+    repaired: page groups that a repair removed.
+    quarantined: objects that a repair put into the quarantine.
+    unrepaired: whether a repair failed.
+    refused: why a repair was refused.
     """
 
     nbytes: Count | None

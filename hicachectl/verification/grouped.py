@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _HOUR, _DAY = 3600, 86400
-_BOUNDS = np.array([_HOUR, _DAY, 7 * _DAY, 30 * _DAY])  # seconds; between the classes of age
+# Seconds between the classes of age.
+_BOUNDS = np.array([_HOUR, _DAY, 7 * _DAY, 30 * _DAY])
 AGE_CLASSES = ("under 1 h", "1 h to 1 d", "1 to 7 d", "7 to 30 d", "over 30 d")
 _UNKNOWN = -1
 _EXAMPLES = 3
@@ -26,9 +27,9 @@ _EXAMPLES = 3
 class FindingGroup:
     """Findings with one severity, code, deployment and class of age.
 
-    age: of the youngest and the oldest, as in `ls`; empty if the store keeps no times. age_class:
-    index in AGE_CLASSES; None if the age is not known. examples: key and detail of the first
-    findings.
+    age: age of the youngest and of the oldest, as in `ls`; empty if the store keeps no times.
+    age_class: index in AGE_CLASSES; None if the age is not known.
+    examples: key and detail of the first findings.
     """
 
     severity: str
@@ -43,7 +44,9 @@ class FindingGroup:
 def group_findings(found: pa.Table, now: float) -> list[FindingGroup]:
     """Return groups of findings, worst severity first, then by count.
 
-    found: `checks.findings.PLACED_SCHEMA`. now: Unix seconds. Python runs per group.
+    Python runs per group.
+    found: findings of `checks.findings.PLACED_SCHEMA`.
+    now: Unix seconds.
     """
     if not len(found):
         return []

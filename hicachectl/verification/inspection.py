@@ -48,7 +48,9 @@ _NAMED_CANDIDATES = 4
 
 @dataclass(frozen=True, slots=True)
 class PageReport:
-    """Report on a page. objects: as in `ls --objects`, with digests.
+    """Report on a page.
+
+    objects: rows of `ls --objects`, with digests.
 
     From a store with trailers, objects have "identity" and "trailer_digest", null without a
     trailer, and the document's "identities" has what markers know of each.
@@ -73,8 +75,8 @@ def inspect_page(
 ) -> PageReport:
     """Read and report on the page whose hash starts with the prefix.
 
-    Callbacks and errors: as of `take_inventory`; also raises UsageError if no page or several pages
-    match.
+    See `take_inventory` for the callbacks and errors. Also raises UsageError if no page or several
+    pages match.
     """
     time = ListingTime.now(store, changes=False)
     listed = take_inventory(
@@ -173,13 +175,13 @@ def _read(
         rows=rows,
         capacities=sizes[rows],
         digest=np.ones(len(rows), dtype=np.bool_),
-        expected={},  # only devices use this
+        expected={},  # Only devices use this.
         checkers=checkers,
         sizes=expected,
     )
     reading = read_objects(store, inventory, plan)
     of_each = expected[inventory.affix_ids]
-    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports the others
+    unjudged = (of_each == UNKNOWN_SIZE) | (of_each == sizes)  # check_sizes reports other sizes.
     for row in np.flatnonzero(huge & unjudged).tolist():
         why = (
             f"not read: needs {sizes[row]} bytes of memory, but the buffer has "

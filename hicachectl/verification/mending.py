@@ -12,19 +12,24 @@ from hicachectl.checks.codes import OPTIONS, STORE
 _REPAIR = ("--repair", "quarantine")
 _MODEL, _SIZE, _PROFILE = "MODEL", "SIZE", "FILE"
 _GIVEN = "--profile"
-_LABEL = re.compile(
-    r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)"
-)  # of keys.labels, unescaped names
-_FILTERS = ("tp", "pp", "cp")  # sizes that `rm` chooses by
+# A label of `keys.labels` whose name is not escaped.
+_LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
+# `rm` has a filter for each of these sizes.
+_FILTERS = ("tp", "pp", "cp")
 
 
 class Mending(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's own command was made of.
+    """The parts of a run's command line that remedies reuse.
 
-    program: words before the command's name. store: as given. options: words of the options that
-    a next run needs, too. profiled: whether the run had a profile. deletes: whether objects can be
-    deleted. quarantine: to be named in a repair; empty for the store's own. model, sizes: of the
-    profile, as in keys; empty without one. stamped: whether the run writes a stamp.
+    program: words before the command's name.
+    store: name of the store, as the user gave it.
+    options: words of the options that a next run needs, too.
+    profiled: whether the run had a profile.
+    deletes: whether objects can be deleted.
+    quarantine: directory that a repair names; empty for the store's own.
+    model: name of the profile's model, as in keys; empty without a profile.
+    sizes: sizes of the profile by axis, as in keys; empty without a profile.
+    stamped: whether the run writes a stamp.
     """
 
     program: tuple[str, ...] = ("hicachectl",)
@@ -38,9 +43,9 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
     stamped: bool = False
 
     def command(self, template: str, deployment: str | None = None) -> str:
-        """Return a command for a shell, from that of a code.
+        """Return a command for a shell, from the command of a code.
 
-        deployment: label of the one that the findings are about; None if of several or none.
+        deployment: label of the deployment that the findings are about; None without exactly one.
         """
         words = self._named(template.split()[1:], deployment)
         if not self.deletes and (words[0] == "rm" or _REPAIR[0] in words):
@@ -51,7 +56,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         while at < len(words):
             word = words[at]
             if word.startswith("--") and word in self.options and OPTIONS in words:
-                at += 1  # the run had this option
+                at += 1  # The run had this option.
                 while at < len(words) and not words[at].startswith("--"):
                     at += 1
                 continue

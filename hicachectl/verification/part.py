@@ -78,8 +78,9 @@ class RunStart:
 class Judged:
     """Which objects the checks of a part judged: [objects] bool each.
 
-    tried: objects that were read. valued: those whose values were checked. identified: those whose
-    identity or digest the store compared.
+    tried: objects that were read.
+    valued: objects whose values were checked.
+    identified: objects whose identity or digest the store compared.
     """
 
     tried: BoolArray
@@ -126,10 +127,11 @@ class PartCheck:
 def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
     """Note the state before the listing.
 
-    first: as for `check_part`. Raises UsageError if a requested device is missing, and
-    StoreUnavailable.
+    first: see `check_part`.
+    Raises UsageError if a requested device is missing, and StoreUnavailable.
     """
-    if ReadingReasons.of(store, request):  # before a long listing, and for an empty store too
+    # A missing device is said before a long listing, and for an empty store too.
+    if ReadingReasons.of(store, request):
         refuse_missing(request.devices)
     listing = ListingTime.now(store, changes=request.changes)
     tables = saved_tables(store) if first and GROUPS.name in request.checks else None
@@ -142,7 +144,7 @@ def listing_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Ta
     now_ns: Unix time at the start of the listing.
     """
     given = CheckListing(
-        store=store, collision=request.collision, settled_ns=now_ns - request.grace_ns
+        store=store, collision=request.collision, grace_start_ns=now_ns - request.grace_ns
     )
     return name_findings(
         (check.name, check.find(given))
@@ -154,8 +156,8 @@ def listing_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Ta
 def listing_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[str, ...]:
     """Return the remarks on a listing, except those that `listing_findings` repeats."""
     losses = store.losses if isinstance(store, Losing) else ()
-    settled_ns = now_ns - request.grace_ns
-    said = {str(loss) for loss in losses if loss.changed_ns <= settled_ns}
+    grace_start_ns = now_ns - request.grace_ns
+    said = {str(loss) for loss in losses if loss.changed_ns <= grace_start_ns}
     return tuple(text for text in store.remarks if text not in said)
 
 
@@ -177,8 +179,11 @@ def check_part(
 ) -> PartCheck:
     """Read and check the selected groups of a part.
 
-    listed: all objects of the part. first: also run the checks of the store itself. on_read and
-    on_wait: see `check_store`. Raises StoreUnavailable.
+    listed: all objects of the part.
+    start: state before the listing.
+    first: also run the checks of the store itself.
+    on_read, on_wait: see `check_store`.
+    Raises StoreUnavailable.
     """
     inventory, groups = select_groups(listed, request)
     has_times = "mtime_ns" in store.traits.columns

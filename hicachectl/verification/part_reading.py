@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 class ReadingReasons:
     """Reasons to read objects of a store; false without any.
 
-    values: groups of value checks. catalog: objects are digested for a catalog. own: the store
-    compares objects with its digests and identities; marked: only those with these suffixes, if
-    any.
+    values: groups of value checks.
+    catalog: whether objects are digested for a catalog.
+    own: whether the store compares objects with its digests and identities.
+    marked: suffixes of the keys of such objects; empty if all keys may have them.
     """
 
     values: tuple[str, ...]
@@ -78,9 +79,9 @@ class ReadingReasons:
 class ReadingChoice:
     """Objects to read, and selected objects left out.
 
-    counts: number of objects to read, by check group; one object can serve several. huge: rows of
-    objects that exceed the buffer. undigested: number of objects that no check needs, because the
-    store has no digests of them.
+    counts: number of objects to read, by check group; one object can serve several groups.
+    huge: rows of objects that exceed the buffer.
+    undigested: number of objects that no check needs, because the store has no digests of them.
     """
 
     plan: ReadingPlan
@@ -107,7 +108,8 @@ def choose_objects(
     ids = inventory.affix_ids
     of_group = groups.of_object
     own = reasons.has_own_digest(inventory)
-    chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))  # foreign objects
+    # Foreign objects have no group; a store may have digests of them.
+    chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))
     if request.selection.pool is not None:
         chosen &= inventory.of_pool(request.selection.pool)
     if request.sample is not None:

@@ -40,16 +40,18 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray, Inventory
     from hicachectl.verification.reading_plan import ReadingPlan, Window
 
-_ASKED_OBJECTS = 4096  # objects per query for their existence
+# Objects in one query for their existence.
+_ASKED_OBJECTS = 4096
 # From this many objects on, and up to this mean size, forked processes read faster than threads.
 # For fewer objects, forking takes longer than it saves. Small objects take mostly Python,
 # which one thread at a time runs; larger ones mostly copies and BLAKE3, without the GIL.
 _FORK_OBJECTS = 4096
 _FORK_MEAN_BYTES = 256 << 10
-_FORK_RATE = 64 << 20  # one process reads slower limits; shares of one would end unevenly
+# One process reads with a lower limit: shares of it would end unevenly.
+_FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
-# Of a `ReadingResult`.
+# Counts of a `ReadingResult`.
 _COUNTS = ("objects", "bytes_read", "compared", "undigested", "unranked", "gone")
 # Code of each status of a failed read, and the detail if the store gives no reason.
 _FAILED = {
@@ -64,14 +66,20 @@ _FAILED = {
 class ReadingResult:
     """Digests and findings of a reading.
 
-    digests: [objects, 32] uint8, versions: [objects, fields] uint64, of the whole inventory, valid
-    where `digested`. tried, whole, identified: [objects] bool, objects that were not gone when
-    read; of these, the objects read whole, and those whose identity or digest the store compared.
-    gone: objects that vanished since the listing. objects: number tried;
-    bytes_read: of objects read whole. compared, undigested: of these, the objects that the store
-    compared with a digest of its own, and the others, if it compares each object that has one.
-    unranked: objects read whole whose trailers name no rank.
-    complete: all were tried before the deadline.
+    Arrays have a row for each object of the inventory.
+    digests: [objects, 32] uint8, valid where `digested`.
+    versions: [objects, fields] uint64, valid where `digested`.
+    digested: [objects] bool.
+    tried: [objects] bool, objects that were not gone when read.
+    whole: [objects] bool, objects that were read whole.
+    identified: [objects] bool, objects whose identity or digest the store compared.
+    gone: number of objects that vanished since the listing.
+    objects: number of objects that were tried.
+    bytes_read: bytes of the objects that were read whole.
+    compared: number of objects that the store compared with a digest of its own.
+    undigested: number of objects without such a digest, in a store that has digests.
+    unranked: number of objects whose trailers name no rank.
+    complete: whether all objects were tried before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -257,7 +265,7 @@ class _Reader:
         """Read in threads of this process."""
         windows = windows_of(len(self._plan.rows))
         jobs, device = self._plan.jobs, self._plan.device
-        if jobs is None and device is not None:  # threads that wait for the device do not read
+        if jobs is None and device is not None:  # Threads that wait for the device do not read.
             jobs = self._store.limits.parallel_reads + device.lanes
         for nbytes in self._read(self._pipeline(windows, jobs)):
             on_read(nbytes)
@@ -350,7 +358,7 @@ class _Reader:
         """Digest and check one task's objects; runs in a reader thread."""
         plan, rows = self._plan, loaded.task.rows
         wanted = loaded.read.ok & self._wants_digest[rows]
-        if plan.device is not None:  # tasks for a device have one affix
+        if plan.device is not None:  # Tasks for a device have one affix.
             affix = self._known_affix(loaded, 0)
             expected, checker = plan.expected.get(affix), plan.checkers.get(affix)
             if checker is not None or wanted.any():

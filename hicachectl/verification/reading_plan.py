@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 # task small: with half the size, two threads read 20% less in the same time; with a quarter, 40%.
 TASK_BYTES = 16 << 20
 _TASK_OBJECTS = 256
-_LIMITED_SECONDS = 0.25  # of --bwlimit that a task takes, so that the rate is even
+# A task takes at most this share of a second of --bwlimit, so that the rate is even.
+_LIMITED_SECONDS = 0.25
 # Objects of one kind are read together within a window of the listing, so a run that is cut short
 # has read whole pages, not only one rank's objects. If the store lists offsets, windows follow
 # the offsets: a window is a stretch of each file.
@@ -43,11 +44,15 @@ _HOLES_AT_ONCE = 8192
 class ReadingPlan:
     """Objects to read, digest and check.
 
-    rows: [n] int64, objects to read. capacities: [n] int64, bytes to read of each. digest: [n]
-    bool. expected, checkers: known specs and value checkers by affix id, for objects of
-    `sizes[affix]` bytes; the last size is for foreign keys. jobs: number of reading threads or
-    processes. confirm: rule out writers that interfere, see `Confirm.read_confirmed`. device:
-    digests and checks in place of the CPU.
+    rows: [n] int64, objects to read.
+    capacities: [n] int64, bytes to read of each.
+    digest: [n] bool.
+    expected: known specs by affix id.
+    checkers: value checkers by affix id, for objects of `sizes[affix]` bytes.
+    sizes: expected sizes by affix id; the last is for foreign keys.
+    jobs: number of reading threads or processes.
+    confirm: rule out writers that interfere, see `Confirm.read_confirmed`.
+    device: digests and checks in place of the CPU.
     """
 
     rows: IntArray

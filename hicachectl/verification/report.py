@@ -62,8 +62,10 @@ def doubted(refused: Refusal, does: str = "repairs") -> str:
 class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a store that a report needs when the store is closed.
 
-    unmet: reason by unmet need of checks. marked: whether keys have trailers. identified: whether
-    the identities of the objects are known; unknown: why not, else "".
+    unmet: reason by unmet need of checks.
+    marked: whether keys have trailers.
+    identified: whether the identities of the objects are known.
+    unknown: why identities are not known, else "".
     """
 
     url: str
@@ -77,8 +79,9 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 class VerifyReport:
     """Result of a verification; `document` has the members of the JSON contract.
 
-    placed: findings of `checks.findings.PLACED_SCHEMA`. unrepaired: whether a repair failed.
-    undone: those of the remarks that say what was not checked although it could have been.
+    placed: findings of `checks.findings.PLACED_SCHEMA`.
+    undone: those of the remarks that name checks that could have run but did not.
+    unrepaired: whether a repair failed.
     refused: why a repair, or parts of it, were refused.
     """
 
@@ -249,7 +252,7 @@ def _skipped(
         sampled=request.sample is not None,
     )
     marked = store.marked and DIGESTS.name in request.checks
-    stated = marked and store.identified and not facts.undigested  # an identity states the dtype
+    stated = marked and store.identified and not facts.undigested  # An identity states the dtype.
     valued = bool(facts.planned.get(VALUES.name))
     own = DIGESTS.name in request.checks and Need.DIGESTS not in store.unmet
     without = 0 if request.compares_catalog else facts.undigested

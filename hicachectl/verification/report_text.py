@@ -26,13 +26,19 @@ if TYPE_CHECKING:
     from hicachectl.verification.report import VerifyReport
 
 DEFAULT_LIMIT = 20
-_LEAST_KEY = 24  # characters of a key that a terminal shows at least
-_MOST_LINES = 8  # of an example on a terminal
+# A terminal shows at least this many characters of a key.
+_LEAST_KEY = 24
+# A terminal shows at most this many lines of an example.
+_MOST_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the table shows. limit: groups of findings. every: each finding in a line instead."""
+    """Extent of the table.
+
+    limit: most groups of findings.
+    every: a line for each finding in place of groups.
+    """
 
     limit: int = DEFAULT_LIMIT
     every: bool = False
@@ -55,7 +61,7 @@ def report_lines(
 
 
 def sum_line(document: dict[str, Any]) -> str:
-    """Return the sums of a report in a line: what was read, the findings, what was not checked."""
+    """Return the sums of a report in a line: bytes read, findings, and checks that did not run."""
     pages = counted(document["pages"], "page")
     in_flight = f", {document['in_flight']} in flight" if document["in_flight"] else ""
     gone = f", {document['gone']} vanished during the run" if document["gone"] else ""

@@ -25,12 +25,17 @@ class VerifyRequest:
     """Options of a verification.
 
     collision: why the given profile describes no objects, and is left out, because its ranks
-    overwrite each other's. checks: names of check groups. identity: fields that show a rewrite if
-    one differs from its recorded value; empty: all fields of the store. time_limit_seconds: no read
-    begins after this time. repairs: note each object's version. allow_empty: accept a store without
-    pages. changes: the run may remove pages, so that the clock of the store's file system decides
-    about their ages. devices: from
-    `hicachectl.device.devices.parse_devices`; device_bytes: memory on each.
+        overwrite each other's objects.
+    checks: names of check groups.
+    time_limit_seconds: no read begins after this time.
+    identity: fields that show a rewrite if one differs from its recorded value; empty: all fields
+        of the store.
+    repairs: note each object's version.
+    allow_empty: accept a store without pages.
+    changes: the run may remove pages, so that the clock of the store's file system decides about
+        their ages.
+    devices: names, see `hicachectl.device.devices.parse_devices`.
+    device_bytes: memory on each device.
     """
 
     profile: Profile | None = None

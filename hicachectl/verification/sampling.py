@@ -30,7 +30,7 @@ class Sample:
 
     @classmethod
     def parse(cls, text: str, number: int | None = None) -> Sample:
-        """Return the slice for a text such as 5%. number: as for `of`. Raises UsageError."""
+        """Return the slice for a text such as 5%. number: see `of`. Raises UsageError."""
         if not re.fullmatch(r"\d+(\.\d+)?%", text):
             raise UsageError(f"--sample: {text!r} is not a share in percent; write 5%")
         return cls.of(float(text[:-1]), number)
@@ -39,8 +39,8 @@ class Sample:
     def of(cls, percent: float, number: int | None = None) -> Sample:
         """Return the slice for a share in percent.
 
-        number: of the slice; default: the day number, so that slices take turns. Raises UsageError
-        unless 0 < percent <= 100.
+        number: which slice; default: the day number, so that slices take turns.
+        Raises UsageError unless 0 < percent <= 100.
         """
         if not 0 < percent <= 100:
             raise UsageError(f"--sample {percent:g}%: must be above 0% and at most 100%")

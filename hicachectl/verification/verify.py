@@ -26,10 +26,12 @@ def check_store(
     """Scan a store and run the checks of its objects; the whole store is one part.
 
     Groups younger than the grace are in flight: no check judges them. If the store keeps no times,
-    incomplete groups are looked up again after the grace. on_listed takes objects listed; on_read,
-    bytes read and total to read; on_wait, seconds to wait and number of incomplete groups. Raises
-    StoreUnavailable, also for a store without pages, and ProfileError if the profile contradicts
-    the store.
+    incomplete groups are looked up again after the grace.
+    on_listed: takes the number of objects listed.
+    on_read: takes bytes read and total to read.
+    on_wait: takes seconds to wait and the number of incomplete groups.
+    Raises StoreUnavailable, also for a store without pages, and ProfileError if the profile
+    contradicts the store.
     """
     start = start_run(store, request)
     listed = take_inventory(
