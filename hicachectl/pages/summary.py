@@ -12,6 +12,7 @@ from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.byte_sums import column_sum, column_sums
+from hicachectl.pages.census import Census
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.listing import seconds
 from hicachectl.pages.page_order import page_ranks
@@ -35,8 +36,9 @@ _KIND = pa.schema(
         ("pool", pa.string()),
     ]
 )
-_SIZES_SHOWN = 4  # of a kind; the rarer ones share a row
-_SEVERAL = -2  # object size of that row
+# Each of the most common sizes of a kind has a row. Rarer sizes share one, with this size.
+_SIZES_SHOWN = 4
+_SEVERAL = -2
 
 
 def summarise(
@@ -52,7 +54,8 @@ def summarise(
     """
     if pool:
         inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
-    kinds, kind_ids = _kinds(inventory, list(markers))
+    kinds, of_affix = _kinds(inventory, list(markers))
+    kind_ids = of_affix[inventory.affix_ids + 1]
     nbytes = inventory.objects.column("nbytes")
     sizes = nbytes.fill_null(UNKNOWN_SIZE).to_numpy()
     of_row, numbers = _numbered(kind_ids, sizes)
@@ -101,17 +104,13 @@ def unusual_sizes(inventory: Inventory) -> pa.Table:
     A row for each deployment and pool: the columns of `summarise` that name them, `objects`, and
     `unusual`. Parts, ranks and pipeline stages have keys of their own, so their sizes may differ.
     """
-    kinds, kind_ids = _kinds(inventory, [])
-    sizes = inventory.objects.column("nbytes")
-    objects = pa.table({"kind": kind_ids, "affix": inventory.affix_ids, "size": sizes})
-    by_size = objects.group_by(["kind", "affix", "size"]).aggregate([([], "count_all")])
-    by_affix = by_size.group_by(["kind", "affix"]).aggregate(
-        [("count_all", "sum"), ("count_all", "max")]
-    )
-    counts = by_affix.group_by("kind").aggregate(
-        [("count_all_sum", "sum"), ("count_all_max", "sum")]
-    )
-    total, usual = counts.column("count_all_sum_sum"), counts.column("count_all_max_sum")
+    kinds, of_affix = _kinds(inventory, [])
+    by_size = Census.of(inventory.objects, inventory.affix_ids).counts
+    by_affix = by_size.group_by("affix").aggregate([("objects", "sum"), ("objects", "max")])
+    kind_ids = of_affix[by_affix.column("affix").to_numpy() + 1]
+    by_kind = by_affix.append_column("kind", pa.array(kind_ids)).group_by("kind")
+    counts = by_kind.aggregate([("objects_sum", "sum"), ("objects_max", "sum")])
+    total, usual = counts.column("objects_sum_sum"), counts.column("objects_max_sum")
     return (
         kinds.take(counts.column("kind"))
         .append_column("objects", total)
@@ -120,7 +119,10 @@ def unusual_sizes(inventory: Inventory) -> pa.Table:
 
 
 def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.NDArray[np.int32]]:
-    """Return the distinct kinds of objects, in the columns _KIND, and each object's kind."""
+    """Return the distinct kinds of objects, in the columns _KIND, and the kind of each affix.
+
+    The first kind is of foreign keys, those of affix ids follow: [affixes + 1].
+    """
     table = inventory.table
     ids = np.arange(-1, len(table.affixes), dtype=np.int32)  # -1: foreign keys
     said = coordinate_columns(table.resolved, ids)
@@ -137,7 +139,7 @@ def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.N
     of_affix = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int32)
     distinct = zip(_KIND, zip(*numbers, strict=True), strict=True)
     kinds = pa.table({field.name: pa.array(values, field.type) for field, values in distinct})
-    return kinds, of_affix[inventory.affix_ids + 1]
+    return kinds, of_affix
 
 
 def _layout(deployment: Deployment, markers: list[Marker]) -> str | None:
