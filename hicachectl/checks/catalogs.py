@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.pages.inventory import IntArray
 
+
 # Outcomes of comparing an object with its entry; UNKNOWN without an entry.
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 

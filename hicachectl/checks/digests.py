@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hicachectl.checks.registry import CheckInput
     from hicachectl.pages.inventory import IntArray
 
-
 _DIFFER = "bytes differ from the recorded digest, but the store shows no rewrite since then"
 
 

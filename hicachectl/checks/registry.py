@@ -331,14 +331,14 @@ for _check in (
         group=None,
         codes=(known.STAMP_MISMATCH,),
         scope=Scope.STORE,
-        function="hicachectl.checks.listings:check_stamp",
+        function="hicachectl.checks.whole_store:check_stamp",
     ),
     Check(
         name="collisions",
         group=None,
         codes=(known.COLLIDING_KEYS,),
         scope=Scope.LISTING,
-        function="hicachectl.checks.listings:check_collision",
+        function="hicachectl.checks.whole_store:check_collision",
     ),
     Check(
         name="losses",
@@ -348,7 +348,7 @@ for _check in (
             known.LOST_OBJECTS,
         ),
         scope=Scope.LISTING,
-        function="hicachectl.checks.listings:check_losses",
+        function="hicachectl.checks.whole_store:check_losses",
     ),
     Check(
         name="ambiguous-keys",
@@ -398,7 +398,7 @@ for _check in (
         codes=(known.OTHER_DEPLOYMENT,),
         needs=frozenset({Need.PROFILE}),
         scope=Scope.SUMS,
-        function="hicachectl.checks.deployments:check_other_deployments",
+        function="hicachectl.checks.whole_store:check_other_deployments",
     ),
     Check(
         name=READING,  # `verification.reading` notes the findings, for any check that reads.
@@ -446,7 +446,7 @@ for _check in (
             known.DISK_ONLY,
         ),
         needs=frozenset({Need.REPLICAS}),
-        function="hicachectl.checks.placement:check_placement",
+        function="hicachectl.checks.replicas:check_placement",
     ),
     Check(
         name="replicas",

@@ -1,4 +1,4 @@
-"""Check `values` across objects: TP ranks with the same KV heads must have equal bytes."""
+"""Check copies of objects: ranks with the same KV heads, and the replicas that a store keeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from hicachectl.checks.findings import object_findings
 from hicachectl.formats.kinds import kind_of
@@ -15,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
-    import pyarrow as pa
 
     from hicachectl.checks.registry import CheckInput
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable, Deployment
+
 
 NO_REPLICAS = -1
 
@@ -76,3 +78,28 @@ def check_replicas(given: CheckInput) -> Iterator[pa.Table]:
         "replica-mismatch",
         "bytes differ from the lowest TP rank's copy of the same KV heads",
     )
+
+
+# NVMe over Fabrics ("nof") counts as memory.
+_IN_MEMORY = pa.array(["memory", "nof"])
+
+
+def check_placement(given: CheckInput) -> Iterator[pa.Table]:
+    """Yield replica-mismatch and disk-only findings; the scan must have `replicas`."""
+    inventory = given.inventory
+    if "replicas" not in inventory.objects.column_names:  # an empty scan has no batch
+        return
+    column = inventory.objects.column("replicas").combine_chunks()
+    counts = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    rows = np.flatnonzero(counts)
+    replicas = column.flatten()
+    starts = np.cumsum(counts[rows]) - counts[rows]
+    sizes = replicas.field("nbytes").fill_null(-1).to_numpy()
+    in_memory = pc.is_in(replicas.field("kind"), _IN_MEMORY).to_numpy(zero_copy_only=False)
+    if not len(rows):
+        return
+    smallest, largest = (f.reduceat(sizes, starts) for f in (np.minimum, np.maximum))
+    fast = np.logical_or.reduceat(in_memory, starts)
+    uneven, detail = rows[smallest != largest], "replicas of the object differ in size"
+    yield object_findings(inventory, uneven, "replica-mismatch", detail)
+    yield object_findings(inventory, rows[~fast], "disk-only")

@@ -20,7 +20,7 @@ from hicachectl.checks.running import located
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.move.planning import described_groups, plan_repair
 from hicachectl.pages.group_table import ORPHAN
-from hicachectl.verification.facts import Refusal
+from hicachectl.verification.report import Refusal
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.checks.registry import CheckInput
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray, Inventory
-    from hicachectl.verification.part import Judged
+    from hicachectl.verification.verify import Judged
 
 _NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree
 _LEAST_NEWEST = 8

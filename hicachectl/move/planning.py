@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray
     from hicachectl.requests.files import PageList
-    from hicachectl.verification.facts import Refusal
+    from hicachectl.verification.report import Refusal
 
 BY_CHOICE = "removed"  # the code of groups that leave without a finding
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.verification.part import PartCheck
+    from hicachectl.verification.verify import PartCheck
 
     Say = Callable[[str], None]
 

@@ -49,17 +49,11 @@ from hicachectl.parts.job import Kind, Merged, PartInput
 from hicachectl.parts.manifest import MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
-from hicachectl.verification.facts import PartResult, VerifyFacts
 from hicachectl.verification.mending import Mending
-from hicachectl.verification.part import (
-    check_part,
-    listing_findings,
-    listing_remarks,
-    select_groups,
-    start_run,
-)
 from hicachectl.verification.report import (
+    PartResult,
     StoreDescription,
+    VerifyFacts,
     describe_store,
     doubted,
     report_of,
@@ -67,6 +61,13 @@ from hicachectl.verification.report import (
 from hicachectl.verification.report_text import report_lines
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.sampling import Sample  # noqa: TC001 - msgspec reads it
+from hicachectl.verification.verify import (
+    check_part,
+    lister_findings,
+    lister_remarks,
+    select_groups,
+    start_run,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -84,9 +85,9 @@ if TYPE_CHECKING:
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.parts.records import RecordForm
     from hicachectl.text.tables import Screen
-    from hicachectl.verification.facts import Refusal
-    from hicachectl.verification.part import PartCheck
+    from hicachectl.verification.report import Refusal
     from hicachectl.verification.report_text import Shown
+    from hicachectl.verification.verify import PartCheck
 
 _OBJECTS = "objects"
 _FOUND = "found"
@@ -298,8 +299,8 @@ class VerifyJob:
             store=describe_store(store, request),
             catalog=catalog,
             records=store.traits.version_fields if request.update_catalog else None,
-            remarks=(*remarks, *listing_remarks(store, request, listing.start_ns)),
-            found=listing_findings(store, request, listing.start_ns)
+            remarks=(*remarks, *lister_remarks(store, request, listing.start_ns)),
+            found=lister_findings(store, request, listing.start_ns)
             .select(NAMED_SCHEMA.names)
             .to_pylist(),
         )

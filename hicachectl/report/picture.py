@@ -21,10 +21,9 @@ from hicachectl.report.prefixes import PrefixTree, prefix_tree
 from hicachectl.report.writes import Writes, writes_of
 from hicachectl.requests.measuring import measure_listed
 from hicachectl.text.vocabulary import NEVER, STATES
-from hicachectl.verification.grouped import FindingGroup, group_findings
 from hicachectl.verification.inspection import PageReport, inspect_listed
 from hicachectl.verification.report import VerifyReport, describe_store, report_of
-from hicachectl.verification.report_text import sum_line
+from hicachectl.verification.report_text import FindingGroup, group_findings, sum_line
 from hicachectl.verification.verify import check_store
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.measuring import HitsRequest
-    from hicachectl.verification.part import PartCheck
     from hicachectl.verification.request import VerifyRequest
+    from hicachectl.verification.verify import PartCheck
 
 
 _NAMED = ("severity", "code")

@@ -28,7 +28,7 @@ from hicachectl.report.names import FOREIGN, pool_text, rank_text, summary_name
 from hicachectl.text.terminal import escape_controls, message_text, shortened
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
-from hicachectl.verification.grouped import AGE_CLASSES
+from hicachectl.verification.report_text import AGE_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import Picture
     from hicachectl.report.prefixes import PrefixTree
-    from hicachectl.verification.grouped import FindingGroup
     from hicachectl.verification.inspection import PageReport
     from hicachectl.verification.mending import Mending
+    from hicachectl.verification.report_text import FindingGroup
 
 _DEPLOYMENTS = 6  # with charts of their own; the tables have more
 _ROWS = 200  # of a table

@@ -1,8 +1,8 @@
-"""Report of a verification, from the results of its parts."""
+"""Results of the parts of a verification, and the report that adds them up."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,11 @@ from hicachectl.checks.registry import (
     checks,
     reading_groups,
 )
+from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.pages.byte_sums import MOST_BYTES
 from hicachectl.pages.unmatched import explain_parts
 from hicachectl.profiles.identities import expected_identities
+from hicachectl.text.units import minute
 from hicachectl.text.vocabulary import LOCK, NEVER
 from hicachectl.verification.coverage import (
     digest_gaps,
@@ -36,18 +39,158 @@ from hicachectl.verification.coverage import (
 from hicachectl.verification.reading import known_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.tally import Tally
-    from hicachectl.verification.facts import PartResult, Refusal, VerifyFacts
     from hicachectl.verification.request import VerifyRequest
 
 
-# Members of skipped_checks that are no check that cannot run.
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a repair did not believe the profile: a finding of most of the newest pages.
+
+    code: the code of the finding.
+    detail: both sizes of a wrong size, else "".
+    newest: the number of newest pages judged.
+    newest_affected: how many of these have the finding.
+    pages: the number of all pages judged.
+    affected: how many of all have the finding.
+    since_ns: the time from which at least half of the pages have the finding; None without times.
+    part: the number of the run's part; None in one process.
+    """
+
+    code: str
+    detail: str = ""
+    newest: Count
+    newest_affected: Count
+    pages: Count
+    affected: Count
+    since_ns: Count | None = None
+    part: Count | None = None
+
+    @property
+    def text(self) -> str:
+        """The finding with its counts, as a sentence."""
+        detail = f" ({self.detail})" if self.detail else ""
+        since = "" if self.since_ns is None else f", since {minute(self.since_ns)} UTC"
+        return (
+            f"{self.newest_affected} of the {self.newest} newest pages, and {self.affected} of all "
+            f"{self.pages}, have {self.code}{detail}{since}"
+        )
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The refusal as a row of `repair_refused`."""
+        row: dict[str, Any] = msgspec.structs.asdict(self)
+        since_ns = row.pop("since_ns")
+        return row | {"since": None if since_ns is None else since_ns / 10**9}
+
+
+class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts and texts about a part; `+` adds those of another part.
+
+    nbytes: listed bytes; None if a size is not known.
+    in_flight: page groups in flight.
+    gone: objects that vanished since the listing.
+    sampled: pages with an object to read.
+    to_read: objects chosen to be read.
+    planned: objects chosen to be read, by check group.
+    objects_read: objects that were tried.
+    bytes_read: bytes of the objects that were read whole.
+    compared: objects that the store compared with a digest of its own.
+    undigested: objects without such a digest.
+    unranked: objects read whole whose trailers name no rank.
+    complete: whether the time limit left no object unread.
+    devices: names; none for the CPU.
+    skipped: reason by name for `skipped_checks`.
+    listed: objects of the part.
+    explained: why nothing was checked in the part, else ""; a sum has none.
+    repaired: page groups that a repair removed.
+    quarantined: objects that a repair put into the quarantine.
+    unrepaired: whether a repair failed.
+    refused: why a repair was refused.
+    """
+
+    nbytes: Count | None
+    in_flight: Count = 0
+    gone: Count = 0
+    sampled: Count = 0
+    to_read: Count = 0
+    planned: dict[str, int] = {}
+    objects_read: Count = 0
+    bytes_read: Count = 0
+    compared: Count = 0
+    undigested: Count = 0
+    unranked: Count = 0
+    complete: bool = True
+    devices: tuple[str, ...] = ()
+    seconds: float = 0.0
+    remarks: tuple[str, ...] = ()
+    skipped: dict[str, str] = {}
+    listed: Count = 0
+    explained: str = ""
+    repaired: Count = 0
+    quarantined: Count = 0
+    unrepaired: bool = False
+    refused: tuple[Refusal, ...] = ()
+
+    def __add__(self, other: VerifyFacts) -> VerifyFacts:
+        known = None not in (self.nbytes, other.nbytes)
+        joined: dict[str, Any] = {
+            "nbytes": min((self.nbytes or 0) + (other.nbytes or 0), MOST_BYTES) if known else None,
+            "planned": {
+                check: self.planned.get(check, 0) + other.planned.get(check, 0)
+                for check in self.planned | other.planned
+            },
+            "complete": self.complete and other.complete,
+            "devices": _distinct(self.devices + other.devices),
+            "remarks": _distinct(self.remarks + other.remarks),
+            "skipped": other.skipped | self.skipped,
+            "explained": "",
+            "unrepaired": self.unrepaired or other.unrepaired,
+        }
+        for name in self.__struct_fields__:
+            if name not in joined:
+                joined[name] = getattr(self, name) + getattr(other, name)
+        return VerifyFacts(**joined)
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """Result of a part for the report.
+
+    found: findings, of `checks.findings.RUN_SCHEMA`, or of NAMED_SCHEMA from a run directory.
+    """
+
+    facts: VerifyFacts
+    tally: Tally
+    found: pa.Table
+
+    def repaired(self, *, groups: int, quarantined: int, failed: bool) -> PartResult:
+        """Return the result with the counts of a repair."""
+        facts = msgspec.structs.replace(
+            self.facts, repaired=groups, quarantined=quarantined, unrepaired=failed
+        )
+        return replace(self, facts=facts)
+
+    def refused(self, refusal: Refusal) -> PartResult:
+        """Return the result with the refusal of a repair."""
+        return replace(self, facts=msgspec.structs.replace(self.facts, refused=(refusal,)))
+
+
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(texts))
+
+
+# Counts of `VerifyFacts` that are members of the document.
+_COUNTS = (
+    "gone", "in_flight", "sampled", "objects_read", "bytes_read", "unranked", "repaired",
+    "quarantined",
+)  # fmt: skip
+# Members of skipped_checks that name no check.
 _UNDONE = ("everything", "in-flight", "unread-objects")
 
 
@@ -200,18 +343,11 @@ def report_of(
         "objects": int(tally.objects.sum()),
         "pages": tally.pages,
         "bytes": facts.nbytes,
+        **{name: getattr(facts, name) for name in _COUNTS},
         "seconds": round(facts.seconds, 3),
         "complete": facts.complete,
         "stopped_by": None if facts.complete else "deadline",
-        "gone": facts.gone,
-        "in_flight": facts.in_flight,
-        "sampled": facts.sampled,
-        "objects_read": facts.objects_read,
-        "bytes_read": facts.bytes_read,
-        "unranked": facts.unranked,
         "device": ",".join(facts.devices) or "cpu",
-        "repaired": facts.repaired,
-        "quarantined": facts.quarantined,
         "checks": ran,
         "skipped_checks": list(skipped),
         "counts": {one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},

@@ -1,18 +1,307 @@
-"""Check a whole store in one process."""
+"""Check a store, or a part of one: whole page groups, in one process or in one of many."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from hicachectl.backends.capabilities import Losing
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine_named, name_findings
+from hicachectl.checks.live_tables import saved_tables
+from hicachectl.checks.registry import (
+    GROUPS,
+    READING,
+    CheckInput,
+    CheckListing,
+    Scope,
+    checks,
+)
+from hicachectl.checks.running import labelled, located
+from hicachectl.device.devices import refuse_missing
+from hicachectl.pages.byte_sums import column_sum
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.in_flight import (
+    ListingTime,
+    changed_groups,
+    groups_in_flight,
+    look_again,
+)
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.verification.part import check_part, listing_findings, start_run
+from hicachectl.pages.selection import select
+from hicachectl.pages.tally import tally_of
+from hicachectl.pages.unmatched import explain_selection
+from hicachectl.profiles.stamps import stamp_differences
+from hicachectl.verification.catalog_comparison import compare_with_catalog
+from hicachectl.verification.coverage import nothing_selected
+from hicachectl.verification.part_reading import ReadingReasons, choose_objects, read_chosen
+from hicachectl.verification.report import PartResult, VerifyFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
+
+    import numpy.typing as npt
 
     from hicachectl.backends.base import Store
-    from hicachectl.verification.part import PartCheck
+    from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.checks.registry import Need
+    from hicachectl.formats.catalog import Catalog
+    from hicachectl.pages.groups import BoolArray
+    from hicachectl.pages.inventory import Inventory
+    from hicachectl.verification.reading import ReadingResult
+    from hicachectl.verification.reading_plan import ReadingPlan
     from hicachectl.verification.request import VerifyRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """State at the start of a process's work on a store.
+
+    listing: time of the listing, which another process may have made.
+    began: start of the work, by `time.monotonic`.
+    tables: page tables before the work; None unless a check needs them.
+    """
+
+    listing: ListingTime
+    began: float
+    tables: TableState | None = None
+
+    def listed(self) -> RunStart:
+        """Return the state with the duration of the listing, which has just ended."""
+        return replace(self, listing=self.listing.ended())
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Which objects the checks of a part judged: [objects] bool each.
+
+    tried: objects that were read.
+    valued: objects whose values were checked.
+    identified: objects whose identity or digest the store compared.
+    """
+
+    tried: BoolArray
+    valued: BoolArray
+    identified: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class PartCheck:
+    """A checked part.
+
+    catalog: digests of the part's objects; None unless requested.
+    listing: time of the listing.
+    inventory, groups: selected objects and their groups, for a repair.
+    in_flight: [groups] bool, groups that no check judged.
+    judged: objects that the checks judged.
+    """
+
+    result: PartResult
+    catalog: Catalog | None
+    listing: ListingTime
+    inventory: Inventory
+    groups: PageGroups
+    in_flight: BoolArray
+    judged: Judged
+
+    @property
+    def findings(self) -> pa.Table:
+        """The findings of the part for a repair: LOCATED_SCHEMA."""
+        return combine_named([self.result.found], LOCATED_SCHEMA)
+
+    def with_findings(self, found: pa.Table) -> PartCheck:
+        """Return the part with more findings, of RUN_SCHEMA."""
+        found = pa.concat_tables([found, self.result.found])
+        return replace(self, result=replace(self.result, found=found))
+
+    def remarked(self, *texts: str) -> PartCheck:
+        """Return the part with more remarks."""
+        facts = self.result.facts
+        facts = msgspec.structs.replace(facts, remarks=(*facts.remarks, *texts))
+        return replace(self, result=replace(self.result, facts=facts))
+
+
+def start_run(store: Store, request: VerifyRequest, *, first: bool = True) -> RunStart:
+    """Note the state before the listing.
+
+    first: see `check_part`.
+    Raises UsageError if a requested device is missing, and StoreUnavailable.
+    """
+    # A missing device is said before a long listing, and for an empty store too.
+    if ReadingReasons.of(store, request):
+        refuse_missing(request.devices)
+    listing = ListingTime.now(store, changes=request.changes)
+    tables = saved_tables(store) if first and GROUPS.name in request.checks else None
+    return RunStart(listing=listing, began=listing.began, tables=tables)
+
+
+def lister_findings(store: Store, request: VerifyRequest, now_ns: int) -> pa.Table:
+    """Return the findings about the listing that this process has just made: RUN_SCHEMA.
+
+    now_ns: Unix time at the start of the listing.
+    """
+    given = CheckListing(
+        store=store, collision=request.collision, grace_start_ns=now_ns - request.grace_ns
+    )
+    return name_findings(
+        (check.name, check.find(given))
+        for check in checks(request.checks)
+        if check.scope is Scope.LISTING
+    )
+
+
+def lister_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[str, ...]:
+    """Return the remarks on a listing, except those that `lister_findings` repeats."""
+    losses = store.losses if isinstance(store, Losing) else ()
+    grace_start_ns = now_ns - request.grace_ns
+    said = {str(loss) for loss in losses if loss.changed_ns <= grace_start_ns}
+    return tuple(text for text in store.remarks if text not in said)
+
+
+def select_groups(listed: Inventory, request: VerifyRequest) -> tuple[Inventory, PageGroups]:
+    """Return the objects of the selected groups of a part, and the groups, in a fixed order."""
+    inventory = select(listed, replace(request.selection, pool=None))
+    return inventory, PageGroups(inventory)
+
+
+def check_part(
+    store: Store,
+    request: VerifyRequest,
+    listed: Inventory,
+    start: RunStart,
+    *,
+    first: bool = True,
+    on_read: Callable[[int, int], None] = lambda nbytes, total: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
+) -> PartCheck:
+    """Read and check the selected groups of a part.
+
+    listed: all objects of the part.
+    start: state before the listing.
+    first: also run the checks of the store itself.
+    on_read, on_wait: see `check_store`.
+    Raises StoreUnavailable.
+    """
+    inventory, groups = select_groups(listed, request)
+    has_times = "mtime_ns" in store.traits.columns
+    grace = request.grace_seconds
+    in_flight = groups_in_flight(store, groups, start.listing, grace)
+    gone = 0
+    if has_times:
+        changed, gone = changed_groups(store, inventory, groups, ~in_flight)
+        in_flight |= changed
+    limit = request.time_limit_seconds
+    choice = choose_objects(
+        request,
+        ReadingReasons.of(store, request),
+        inventory,
+        groups,
+        in_flight,
+        deadline=None if limit is None else start.began + limit,
+    )
+    remarks: list[str] = []
+    reading, devices = read_chosen(store, request, inventory, choice, on_read, remarks.append)
+    if not has_times:
+        in_flight, gone = look_again(
+            store, inventory, groups, start.listing, grace, on_wait=on_wait
+        )
+    digested = compare_with_catalog(store, request, inventory, reading)
+    skipped: dict[str, str] = {}
+    differences: list[str] = []
+    if first:
+        differences = stamp_differences(
+            store, request.profile, request.weights_version, remarks.append
+        )
+    given = CheckInput(
+        store=store,
+        inventory=inventory,
+        groups=groups,
+        in_flight=in_flight,
+        profile=request.profile,
+        now_ns=start.listing.start_ns,
+        grace_ns=request.grace_ns,
+        tables=start.tables,
+        stamp_differences=differences,
+        digests=reading.digests,
+        digested=reading.digested,
+        compared=digested.compared if request.compares_catalog else None,
+        skip=skipped.__setitem__,
+    )
+    found = _findings(given, reading, request, request.unmet(store), first=first)
+    tally = tally_of(inventory, groups)
+    nothing = nothing_selected(request.selection, inventory.table, tally, reading.objects)
+    read_groups = groups.of_object[choice.plan.rows]
+    facts = VerifyFacts(
+        nbytes=column_sum(inventory.objects.column("nbytes")),
+        in_flight=int(in_flight.sum()),
+        gone=gone + reading.gone,
+        sampled=_distinct(groups.page_ids[read_groups[read_groups >= 0]]),
+        to_read=len(choice.plan.rows),
+        planned=choice.counts,
+        objects_read=reading.objects,
+        bytes_read=reading.bytes_read,
+        compared=reading.compared,
+        undigested=reading.undigested + choice.undigested,
+        unranked=reading.unranked,
+        complete=reading.complete,
+        devices=devices,
+        seconds=time.monotonic() - start.began,
+        remarks=(*remarks, *lister_remarks(store, request, start.listing.start_ns)),
+        skipped=skipped,
+        listed=len(listed.objects),
+        explained=explain_selection(store, listed, request.selection) if nothing else "",
+    )
+    catalog = None
+    if request.update_catalog:
+        catalog = digested.updated(request.catalog, listed, store.url, start.listing.start_ns)
+    judged = _judged(inventory, choice.plan, reading)
+    result = PartResult(facts, tally, found)
+    return PartCheck(result, catalog, start.listing, inventory, groups, in_flight, judged)
+
+
+def _judged(inventory: Inventory, plan: ReadingPlan, reading: ReadingResult) -> Judged:
+    """Return which objects were judged. Values are checked of objects of the expected size."""
+    affixes = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+    affixes[list(plan.checkers)] = True
+    ids = inventory.affix_ids[plan.rows]
+    valued = np.zeros(len(inventory.objects), dtype=np.bool_)
+    valued[plan.rows] = affixes[ids] & (plan.capacities == plan.sizes[ids])
+    return Judged(reading.tried, valued & reading.whole, reading.identified)
+
+
+def _findings(
+    given: CheckInput,
+    reading: ReadingResult,
+    request: VerifyRequest,
+    unmet: Collection[Need],
+    *,
+    first: bool,
+) -> pa.Table:
+    """Return the findings of the checks of a part, and of the reading."""
+    scopes = {Scope.OBJECTS, Scope.STORE} if first else {Scope.OBJECTS}
+    able = [
+        check
+        for check in checks(request.checks)
+        if check.scope in scopes and check.needs.isdisjoint(unmet)
+    ]
+    found = name_findings(
+        [
+            *((check.name, check.find(given)) for check in able),
+            (READING, reading.findings(given.inventory)),
+        ],
+        pool=request.selection.pool,
+    )
+    inventory, groups = given.inventory, given.groups
+    return labelled(located(found, inventory, groups), inventory, groups)
+
+
+def _distinct(ids: npt.NDArray[np.int64]) -> int:
+    """Return the number of distinct small numbers, without a sort."""
+    return int(np.count_nonzero(np.bincount(ids)))
 
 
 def check_store(
@@ -41,6 +330,6 @@ def check_store(
         needs_pages=not request.allow_empty,
         on_batch=on_listed,
     )
-    found = listing_findings(store, request, start.listing.start_ns)
+    found = lister_findings(store, request, start.listing.start_ns)
     checked = check_part(store, request, listed, start.listed(), on_read=on_read, on_wait=on_wait)
     return checked.with_findings(found)

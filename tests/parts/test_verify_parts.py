@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hicachectl.io.pacing import Pace
-from hicachectl.verification.part import PartCheck, check_part
+from hicachectl.verification.verify import PartCheck, check_part
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner
 from tests.move.migrations import demo_store, profile_file

@@ -13,9 +13,9 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.verification.part import check_part, start_run
 from hicachectl.verification.report import describe_store, report_of
 from hicachectl.verification.request import VerifyRequest
+from hicachectl.verification.verify import check_part, start_run
 from tests.stores import DSA, page, put, put_pages
 from tests.verification.in_process import verify_store
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator
     from pathlib import Path
 
-    from hicachectl.verification.part import RunStart
+    from hicachectl.verification.verify import RunStart
     from tests.conftest import Invoke
 
 

@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     from hicachectl.parts.job import Job
     from hicachectl.parts.records import RecordForm
     from hicachectl.verification.mending import Mending
-    from hicachectl.verification.part import PartCheck
     from hicachectl.verification.request import VerifyRequest
+    from hicachectl.verification.verify import PartCheck
 
 
 _WHOLE_ONLY = (

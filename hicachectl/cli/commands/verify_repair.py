@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
     from hicachectl.move.repair import RepairOptions
-    from hicachectl.verification.facts import PartResult
-    from hicachectl.verification.part import PartCheck
+    from hicachectl.verification.report import PartResult
     from hicachectl.verification.request import VerifyRequest
+    from hicachectl.verification.verify import PartCheck
 
 _repair = in_section(REPAIR)
 

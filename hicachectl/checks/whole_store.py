@@ -1,12 +1,15 @@
-"""Check `groups`: pages of the profile's model that servers of the profile cannot reach."""
+"""Checks of a store as a whole: stamp, lost objects, ranks with equal keys, other deployments."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 
-from hicachectl.checks.findings import deployment_findings
+from hicachectl.backends.capabilities import Losing
+from hicachectl.checks.findings import deployment_findings, findings
 from hicachectl.pages.naming import deployment_document, deployment_text, place_text, same_model
 from hicachectl.pages.tally import NO_TIME
 from hicachectl.text.units import counted, human_size, written_between
@@ -14,10 +17,34 @@ from hicachectl.text.units import counted, human_size, written_between
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import pyarrow as pa
-
-    from hicachectl.checks.registry import CheckSums
+    from hicachectl.checks.registry import CheckInput, CheckListing, CheckSums
     from hicachectl.pages.deployments import Deployment
+
+
+def check_stamp(given: CheckInput) -> Iterator[pa.Table]:
+    """Yield a stamp-mismatch finding for each difference from the stamp."""
+    details = pa.array(given.stamp_differences, pa.string())
+    yield findings("stamp-mismatch", keys=pa.nulls(len(details), pa.string()), detail=details)
+
+
+def check_collision(given: CheckListing) -> Iterator[pa.Table]:
+    """Yield a colliding-keys finding if ranks of the deployment share the names of objects."""
+    if given.collision:
+        yield findings("colliding-keys", keys=pa.nulls(1, pa.string()), detail=given.collision)
+
+
+def check_losses(given: CheckListing) -> Iterator[pa.Table]:
+    """Yield a finding for each loss that the listing found, unless a server may still write it."""
+    for loss in given.store.losses if isinstance(given.store, Losing) else ():
+        if loss.changed_ns <= given.grace_start_ns:
+            yield findings(
+                loss.code, keys=pa.array([_readable(loss.place)]), detail=_readable(loss.what)
+            )
+
+
+def _readable(text: str) -> str:
+    """Return a text with file names as keys are written: other bytes than UTF-8 escaped."""
+    return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
