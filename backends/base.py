@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hicachectl.backends.urls import SCHEMES, parse_url
+from hicachectl.backends.urls import parse_url, target_of
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
     create: open with `Store.create`.
     """
     url = parse_url(text, config)
-    module, _, name = SCHEMES[url.scheme].target.partition(":")
+    module, _, name = target_of(url).partition(":")
     backend: type[Store] = getattr(import_module(module), name)
     return backend.create(url) if create else backend.from_url(url)
 

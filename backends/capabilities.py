@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.backends.base import Store
 from hicachectl.backends.disk.directory import JointTrust, Trust
@@ -276,6 +276,13 @@ class Trailed(Store):
         """
 
     @abstractmethod
+    def cleared_since(self, rows: Rows, since_ns: int) -> BoolArray:
+        """Return for which keys a server's `clear` came at a time or later: [n] bool.
+
+        since_ns: Unix nanoseconds, by the clock of the store. Raises StoreUnavailable.
+        """
+
+    @abstractmethod
     def add_markers(self, markers: Iterable[Marker]) -> None:
         """Write the markers that the store lacks, before objects with trailers come to it.
 
@@ -334,30 +341,23 @@ def keeps_digests(store: Store) -> bool:
 
 
 class Mover(ABC):
-    """Mover of objects between a store and one directory of the same file system, by renames.
+    """Mover of objects between a store and a quarantine run of its file system, by renames.
 
-    A rename is atomic and keeps the modification time. Each call moves one object, so that
-    the objects of a group can leave within microseconds. `flush` makes moves durable. `take` and
-    `put_back` raise OSError for a problem with one object, StoreUnavailable for a lost store.
+    A rename is atomic and keeps the modification time. Each call moves one object; `flush` makes
+    moves durable. `take` and `put_back` raise OSError for a problem with one object,
+    StoreUnavailable for a lost store.
     """
 
     @abstractmethod
-    def take(self, key: bytes, name: str, version: bytes | None = None) -> Status:
-        """Move an object out of the store to a new file `name`. Return OK, GONE or CHANGED.
+    def take(self, key: bytes, version: bytes | None = None) -> Status:
+        """Move an object out of the store into the run. Return OK, GONE or CHANGED.
 
         version: as listed; an object with another version stays and is CHANGED.
         """
 
     @abstractmethod
-    def put_back(self, name: str, key: bytes) -> Status:
-        """Move a file into the store; replace nothing. Return OK, GONE or EXISTS."""
-
-    @abstractmethod
-    def drop_double(self, key: bytes, name: str) -> None:
-        """Remove an object's key from the store if the file `name` is the same object.
-
-        A power failure can leave an object under both names. Raises OSError.
-        """
+    def put_back(self, key: bytes) -> Status:
+        """Move an object of the run into the store; replace nothing. Return OK, GONE or EXISTS."""
 
     @abstractmethod
     def flush(self, *, into_store: bool) -> None:
@@ -366,23 +366,13 @@ class Mover(ABC):
         into_store: the moves since the last flush were `put_back`, not `take`.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the directory."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Renames(Store):
     """Store that moves objects by renaming them within a file system."""
 
     @abstractmethod
-    def mover(self, directory: Directory) -> Mover | None:
-        """Open a mover between the store and a directory; None across file systems."""
+    def mover(self, run: Store) -> Mover | None:
+        """Return a mover between the store and a run; None if a rename cannot lead there."""
 
 
 class FilePermissions(Store):
@@ -481,9 +471,9 @@ def copier_of(target: Store, source: Store) -> SystemCopy | None:
     return target if isinstance(target, SystemCopy) and target.can_copy_from(source) else None
 
 
-def open_mover(store: Store, directory: Directory) -> Mover | None:
-    """Open a mover between a store and a directory; None if objects cannot be renamed there."""
-    return store.mover(directory) if isinstance(store, Renames) else None
+def mover_of(store: Store, run: Store) -> Mover | None:
+    """Return a mover between a store and a run; None if objects cannot be renamed there."""
+    return store.mover(run) if isinstance(store, Renames) else None
 
 
 def permissions_of(store: Store, *, listing: bool = False) -> Permissions:

@@ -9,6 +9,7 @@ For tests only: needs pytest and hypothesis.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,9 +40,10 @@ from hicachectl.backends.capabilities import (
     SideFiles,
     SystemCopy,
     Touch,
-    open_mover,
+    mover_of,
 )
 from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.runs import begin_run, make_run_folder, open_run
 from hicachectl.formats.errors import UnsupportedByBackend
 
 if TYPE_CHECKING:
@@ -543,50 +545,61 @@ class StoreSuite(ABC):
         assert self.raw_get(store, self.keys[2]) == self.value(0)
         assert set(listing(store)) == {self.keys[0], self.keys[2]}
 
-    def test_objects_are_moved_out_and_back(self, store: Store, tmp_path: Any) -> None:
+    def test_objects_are_moved_to_a_run_and_back(self, store: Store, tmp_path: Any) -> None:
         values = [self.value(n) for n in range(2)]
-        with self.opened_mover(store, tmp_path) as mover:
+        mover, run = self.mover_and_run(store, tmp_path)
+        with run:
             for key, value in zip(self.keys, values, strict=False):
                 self.raw_put(store, key, value)
             before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
-            assert mover.take(self.keys[0], "0", before["version"]) == Status.OK
-            mover.flush(into_store=True)
+            assert mover.take(self.keys[0], before["version"]) == Status.OK
+            mover.flush(into_store=False)
             assert set(listing(store)) == {self.keys[1]}
-            assert (tmp_path / "aside" / "0").read_bytes() == self.moved(self.keys[0], values[0])
-            assert mover.put_back("0", self.keys[0]) == Status.OK
+            assert set(listing(run)) == {self.keys[0]}
+            (file,) = tmp_path.rglob(os.fsdecode(self.keys[0]))
+            assert file.read_bytes() == self.moved(self.keys[0], values[0])
+            assert mover.put_back(self.keys[0]) == Status.OK
+            mover.flush(into_store=True)
+            assert listing(run) == {}
         assert self.raw_get(store, self.keys[0]) == values[0]
         after = scanned_rows(store, self.keys[:1]).to_pylist()[0]
         assert after["mtime_ns"] == before["mtime_ns"]
-        assert list((tmp_path / "aside").iterdir()) == []
 
     def test_an_object_that_has_changed_is_not_moved(self, store: Store, tmp_path: Any) -> None:
-        with self.opened_mover(store, tmp_path) as mover:
+        mover, run = self.mover_and_run(store, tmp_path)
+        with run:
             self.raw_put(store, self.keys[0], self.value(0))
             before = scanned_rows(store, self.keys[:1]).to_pylist()[0]
             self.raw_put(store, self.keys[0], self.value(4))
-            assert mover.take(self.keys[0], "0", before["version"]) == Status.CHANGED
-            assert mover.take(self.keys[1], "1") == Status.GONE
+            assert mover.take(self.keys[0], before["version"]) == Status.CHANGED
+            assert mover.take(self.keys[1]) == Status.GONE
+            assert listing(run) == {}
         assert self.raw_get(store, self.keys[0]) == self.value(4)
-        assert list((tmp_path / "aside").iterdir()) == []
 
     def test_moving_back_replaces_nothing(self, store: Store, tmp_path: Any) -> None:
-        with self.opened_mover(store, tmp_path) as mover:
+        mover, run = self.mover_and_run(store, tmp_path)
+        with run:
+            self.raw_put(store, self.keys[0], self.value(4))
+            assert mover.take(self.keys[0]) == Status.OK
             self.raw_put(store, self.keys[0], self.value(0))
-            (tmp_path / "aside" / "0").write_bytes(b"older")
-            assert mover.put_back("0", self.keys[0]) == Status.EXISTS
-            assert mover.put_back("1", self.keys[1]) == Status.GONE
+            assert mover.put_back(self.keys[0]) == Status.EXISTS
+            assert mover.put_back(self.keys[1]) == Status.GONE
+            assert set(listing(run)) == {self.keys[0]}
         assert self.raw_get(store, self.keys[0]) == self.value(0)
-        assert (tmp_path / "aside" / "0").read_bytes() == b"older"
 
-    def opened_mover(self, store: Store, tmp_path: Any) -> Mover:
-        """Open a mover into tmp_path/aside, or skip."""
-        (tmp_path / "aside").mkdir()
-        with Directory.named(str(tmp_path / "aside"), writes=True) as aside:
-            mover = open_mover(store, aside)
-        assert (mover is not None) == isinstance(store, Renames)
-        if mover is None:
+    def mover_and_run(self, store: Store, tmp_path: Any) -> tuple[Mover, Store]:
+        """Return a mover into a new quarantine run in tmp_path, and the run; or skip."""
+        if not isinstance(store, Renames):
             lack(store, "moves")
-        return mover
+        name = "20260101T000000Z-abcdef"
+        with (
+            Directory.named(str(tmp_path), writes=True) as parent,
+            make_run_folder(parent, name, store) as folder,
+        ):
+            run = open_run(folder, begin_run(folder, name, store, 0), create=True)
+        mover = mover_of(store, run)
+        assert mover is not None
+        return mover, run
 
     def test_free_space_is_a_count_or_unknown(self, store: Store) -> None:
         """A store that overrides `free_bytes` reports a positive count while it can write."""

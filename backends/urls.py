@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.quarantine import RUN_FILE, SIDE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +66,7 @@ SCHEMES = {
 }
 
 MAX_CONFIG_BYTES = 1 << 20
+_RUN_TARGET = "hicachectl.backends.runs:QuarantineRun"
 
 _SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")  # RFC 3986
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
@@ -175,6 +177,14 @@ def register_scheme(name: str, scheme: Scheme) -> None:
 def is_pack_path(path: str) -> bool:
     """Return whether a path without a scheme names a pack: it ends in .hcpack."""
     return path.endswith(PACK_SUFFIX)
+
+
+def target_of(url: StoreUrl) -> str:
+    """Return the "module:Class" that opens a URL: a directory may be a quarantine run."""
+    run_file = os.path.join(url.path, SIDE, RUN_FILE)  # noqa: PTH118 - names that are not UTF-8
+    if url.scheme == "file" and os.path.lexists(run_file):
+        return _RUN_TARGET
+    return SCHEMES[url.scheme].target
 
 
 def parse_url(text: str, config: Config | None = None) -> StoreUrl:

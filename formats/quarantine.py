@@ -1,4 +1,12 @@
-"""Names of files and folders in a quarantine; `move.quarantine` describes their contents."""
+"""A quarantine run: a folder with the objects that one repair removed, which is itself a store.
+
+QUARANTINE/RUN/.hicachectl/run.json        what the folder is: see `backends.runs.RunForm`
+QUARANTINE/RUN/.hicachectl/findings.jsonl  why the pages were removed, one finding a line
+QUARANTINE/RUN/.hicachectl/plugin/         the store's markers of objects with trailers
+QUARANTINE/RUN/KEY                         an object, under the store's own names and folders
+QUARANTINE/RUN/run.hcpack                  instead: all objects of a store without files
+QUARANTINE/RUN.purged                      the rest of a run whose purge was interrupted
+"""
 
 from __future__ import annotations
 
@@ -6,23 +14,24 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-BEGUN, DONE, COPYING, PURGED = ".begun", ".json", ".copying", ".purged"
-FOLDER = re.compile(r"[0-9]{6}")
-RECORD = re.compile(rf"([0-9]{{6}})({'|'.join(map(re.escape, (BEGUN, DONE, PURGED)))})")
-RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}(?:-([0-9a-f]{16}))?")  # with a mark
+SIDE, RUN_FILE, FINDINGS_FILE, PACK_FILE = (
+    ".hicachectl", "run.json", "findings.jsonl", "run.hcpack",
+)  # fmt: skip
+PURGED = ".purged"
+
+RUN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{6}")
+_EARLIER_RUN = re.compile(rf"{RUN.pattern}(-[0-9a-f]{{16}})?")
+_EARLIER_ENTRY = re.compile(r"[0-9]{6}(\.(begun|json|copying|purged))?")
 
 
-def is_quarantine(path: str, names: Iterable[str], exists: Callable[[str], bool]) -> bool:
-    """Return whether a directory is a quarantine, or a run or folder of one.
+def is_earlier_run(name: str, entries: Iterable[str]) -> bool:
+    """Return whether a folder is a run of an earlier form, with records of numbered files."""
+    return _EARLIER_RUN.fullmatch(name) is not None and any(map(_EARLIER_ENTRY.fullmatch, entries))
 
-    names: entries of the directory. exists: whether a path exists; needed because a
-    folder's record lies beside it.
-    """
+
+def is_quarantine(path: str, names: Iterable[str]) -> bool:
+    """Return whether a directory is a quarantine. names: its entries."""
     parts = path.rsplit("/", 2)[-2:]
-    if parts == [".hicachectl", "quarantine"]:
-        return True
-    if FOLDER.fullmatch(parts[-1]) and any(exists(path + end) for end in (BEGUN, DONE, PURGED)):
-        return True
-    return any(RUN.fullmatch(name) or RECORD.fullmatch(name) for name in names)
+    return parts == [SIDE, "quarantine"] or any(map(_EARLIER_RUN.fullmatch, names))

@@ -249,11 +249,16 @@ class Directory:
             return False
         return True
 
-    def directory(self, name: str) -> Directory:
-        """Open a sub-directory."""
+    @property
+    def mode(self) -> int:
+        """Permission bits of the directory, as it was opened."""
+        return stat.S_IMODE(self._facts.st_mode)
+
+    def directory(self, name: str, *, any_owner: bool = False) -> Directory:
+        """Open a sub-directory. any_owner: its owner need not be trusted."""
         descriptor = self._open(name, _OPEN_DIRECTORY)
         try:
-            self.check(name, os.fstat(descriptor))
+            self.check(name, os.fstat(descriptor), any_owner=any_owner)
             return Directory(descriptor, self._spell(name), self.trust)
         except BaseException:
             os.close(descriptor)

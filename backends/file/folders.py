@@ -219,8 +219,13 @@ def _settle(path: str, descriptor: int, folders: bool | None) -> bool:
         _directory(path, descriptor, writes=True) as here,
         here.make_directory(SIDE_DIRECTORY, exist_ok=True) as side,
     ):
-        side.write(FOLDERS_FILE, _FORM, shared=True)
+        mark_folders(side)
     return True
+
+
+def mark_folders(side: Directory) -> None:
+    """Mark a directory as having folders, durably. side: its `.hicachectl`. Raises OSError."""
+    side.write(FOLDERS_FILE, _FORM, shared=True)
 
 
 def _has_flat_objects(descriptor: int) -> bool:

@@ -15,11 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hicachectl.backends.base import Result, Rows, Status, keys_of
+import numpy as np
+
+from hicachectl.backends.base import BoolArray, Result, Rows, Status, keys_of
 from hicachectl.backends.capabilities import SideFiles, Trailed
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.files import check_key
 from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.trailers import NewTrailers
@@ -68,12 +71,6 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
             return ObjectDirectory(path, os.dup(descriptor), folders=False)
         finally:
             os.close(descriptor)
-
-    @classmethod
-    def within(cls, directory: Directory) -> Self:
-        """Open the flat store in an open directory, without looking up its path."""
-        opened = os.open(".", _OPEN_DIRECTORY, dir_fd=directory.descriptor)
-        return cls(directory.path, ObjectDirectory(directory.path, opened, folders=False))
 
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
@@ -168,6 +165,14 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
             self._sizes.ensure(set(markers))
         except OSError as error:
             raise unavailable(self.path, error) from error
+
+    def cleared_since(self, rows: Rows, since_ns: int) -> BoolArray:
+        """See `Trailed`."""
+        try:
+            epochs = Epochs(self.objects)
+        except OSError as error:
+            raise unavailable(self.path, error) from error
+        return np.array([epochs.of(key) >= since_ns for key in keys_of(rows)], dtype=np.bool_)
 
     def remove_cleared(self, rows: Rows) -> Result:
         """Remove stale files, and sync their directories."""

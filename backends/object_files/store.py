@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator
 
     from hicachectl.backends.capabilities import Loss
-    from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.object_files.tree import ObjectTree
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -261,19 +260,22 @@ class ObjectFiles(
         return copier.copy(origins, rows, sizes, if_absent=if_absent)
 
     def delete(self, rows: Rows) -> Result:
-        """Unlink files durably; a server can finish reading an open file."""
+        """Remove files durably; a server can finish reading an open file.
+
+        rows: if they have the column `version`, an object with another version stays: CHANGED.
+        """
         self._refuse_untrusted()
-        keys = keys_of(rows)
+        keys, versions = keys_of(rows), _versions_of(rows)
         changed: set[int] = set()  # directories
 
-        def unlink(index: int) -> Status:
+        def remove(index: int) -> Status:
             check_key(keys[index])
-            directory, name = self.objects.place(keys[index])
-            os.unlink(name, dir_fd=directory)
-            changed.add(directory)
-            return Status.OK
+            status = self._writer.remove(keys[index], versions[index])
+            if status == Status.OK:
+                changed.add(self.objects.place(keys[index])[0])
+            return status
 
-        return self._removed(len(keys), unlink, changed)
+        return self._removed(len(keys), remove, changed)
 
     def _removed(self, count: int, remove: Callable[[int], Status], changed: set[int]) -> Result:
         """Return the result of removing rows, and sync their directories.
@@ -318,19 +320,15 @@ class ObjectFiles(
         except OSError as error:
             raise unavailable(self.path, error) from error
 
-    def mover(self, directory: Directory) -> FileMover | None:
-        """Return a mover to a directory; None if it is on another file system or mount."""
+    def mover(self, run: Store) -> FileMover | None:
+        """Return a mover to a run; None if it is on another file system or mount."""
+        if not isinstance(run, ObjectFiles):
+            return None
         self._refuse_untrusted()
-        target = os.dup(directory.descriptor)
-        try:
-            for root in self.objects.roots:
-                if self._crosses(target, root):
-                    os.close(target)
-                    return None
-        except BaseException:
-            os.close(target)
-            raise
-        return FileMover(self.objects, target, self._faults, self._writer.remove_stale)
+        target = run.objects.descriptor
+        if any(self._crosses(target, root) for root in self.objects.roots):
+            return None
+        return FileMover(self.objects, run.objects, self._faults, self._writer.remove_stale)
 
     def _crosses(self, target: int, root: int) -> bool:
         """Return whether a directory is on another file system or mount than the store's."""
@@ -357,6 +355,13 @@ class ObjectFiles(
 def _random_name() -> bytes:
     """Return a temporary name that no other process uses."""
     return b"%s-%s.tmp" % (OWN_PREFIX, os.urandom(16).hex().encode())
+
+
+def _versions_of(rows: Rows) -> list[bytes | None]:
+    if "version" not in rows.schema.names:
+        return [None] * len(rows)
+    versions: list[bytes | None] = rows.column("version").to_pylist()
+    return versions
 
 
 def _times(directories: Iterable[int]) -> Iterator[int]:

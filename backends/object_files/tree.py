@@ -190,13 +190,13 @@ class FolderedDirectory:
                     made = True
             with here.directory(name) as opened:
                 if made:
-                    _give_like(opened.descriptor, facts)
+                    give_like(opened.descriptor, facts)
                     here.sync()
                 return os.dup(opened.descriptor)
 
 
-def _give_like(folder: int, outer: os.stat_result) -> None:
-    """Give a new folder its directory's owner, group and mode: who uses one uses the other."""
+def give_like(folder: int, outer: os.stat_result) -> None:
+    """Give a new folder a directory's owner, group and mode: who uses one uses the other."""
     give_file(folder, outer.st_uid, outer.st_gid)
     if os.fstat(folder).st_gid == outer.st_gid:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))

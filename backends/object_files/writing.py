@@ -23,8 +23,8 @@ from hicachectl.backends.base import (
     mtimes_of,
 )
 from hicachectl.backends.disk.copying import write_bytes
-from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
-from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key
+from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, move_noreplace
+from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.object_files.faults import not_writable
@@ -249,6 +249,29 @@ class FileWriter:
         if not stat.S_ISREG(facts.st_mode) or not Epochs(self._objects).stale(key, facts):
             return False
         return remove_seen(self._objects, key, facts, self._temporary(key), used_since=True)
+
+    def remove(self, key: bytes, version: bytes | None) -> Status:
+        """Remove a key's file. version: an object with another version stays, and is CHANGED.
+
+        A full disk may have no room for the name under which the file is looked at once more: then
+        a writer can replace the object right before the removal. Raises OSError.
+        """
+        here, name = self._objects.place(key)
+        if version is None:
+            os.unlink(name, dir_fd=here)
+            return Status.OK
+        facts = os.stat(name, dir_fd=here, follow_symlinks=False)
+        if not stat.S_ISREG(facts.st_mode) or version_of(facts) != version:
+            return Status.CHANGED
+        try:
+            aside = self._temporary(key)
+            removed = remove_seen(self._objects, key, facts, aside, used_since=True)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            os.unlink(name, dir_fd=here)
+            return Status.OK
+        return Status.OK if removed else Status.CHANGED
 
     def sync_data(self, files: Collection[Temporary]) -> None:
         """Sync files by one syncfs if possible, far cheaper than an fsync per file."""

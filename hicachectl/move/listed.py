@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.findings import NO_NUMBER, SCHEMA
+from hicachectl.checks.findings import NO_NUMBER
 from hicachectl.checks.registry import is_structural
 from hicachectl.formats.keys.resolve import ANCHOR_POOL
-from hicachectl.move.recorded import RecordedGroups, Shape, facts_of
+from hicachectl.move.planning import BY_CHOICE
+from hicachectl.move.removal_batch import RemovalBatch, Shape, facts_of
 from hicachectl.pages.byte_sums import column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import ABSENT
@@ -72,7 +73,7 @@ class ListedGroups:
         """Model and tag of each group: [groups], "" if the keys show none."""
         return self._names_of(self._plan.groups)
 
-    def batches(self) -> Iterator[RecordedGroups]:
+    def batches(self) -> Iterator[RemovalBatch]:
         """Yield the groups in batches of about BATCH_OBJECTS objects."""
         ids = np.unique(self._groups.deployment_ids[self._plan.groups])
         deployments = [self._groups.deployments[n] for n in ids.tolist() if n != UNRESOLVED]
@@ -85,7 +86,7 @@ class ListedGroups:
             yield self._batch(first, last)
             first = last
 
-    def _batch(self, first: int, last: int) -> RecordedGroups:
+    def _batch(self, first: int, last: int) -> RemovalBatch:
         numbers = self._plan.groups[first:last]
         rows = self._rows[self._starts[first] : self._starts[last]]
         owners = np.repeat(np.arange(last - first), np.diff(self._starts[first : last + 1]))
@@ -98,21 +99,21 @@ class ListedGroups:
         named = reasons.column("row").to_numpy()[blaming]
         blamed, whole = self._blamed(named, about[blaming], rows, owners)
         lost, lost_slots = self._lost(first, last)
+        chosen = pc.equal(reasons.column("code"), BY_CHOICE).to_numpy()
         # A group whose key belongs to another model's object never becomes whole.
         whole = np.union1d(np.union1d(whole, lost), np.flatnonzero(self._outright(numbers)))
         shapes, shape_ids, slots = self._shaped(numbers, rows, owners, lost, lost_slots)
         models, tags = self._names_of(numbers)
-        groups = RecordedGroups(
+        groups = RemovalBatch(
             pages=self._groups.pages_at(numbers),
             models=models,
             tags=tags,
             shapes=shapes,
             shape_ids=shape_ids,
-            findings=_by_group(reasons.select(SCHEMA.names), about, len(numbers)),
+            by_choice=np.isin(np.arange(len(numbers)), about[chosen]),
             absent=np.zeros(0, dtype=np.bool_),
             owners=owners,
             slots=slots,
-            files=np.arange(len(rows)),
             unwanted=blamed | np.isin(owners, whole),
             facts=facts_of(objects),
         )
@@ -170,9 +171,8 @@ class ListedGroups:
         slots = self._spec_of[affix_ids]
         unread, cut = np.flatnonzero(ids == UNRESOLVED), np.unique(lost)
         used, shape_ids = np.unique(ids, return_inverse=True)
-        shapes = [
-            Shape(()) if number == UNRESOLVED else self._shape(number) for number in used.tolist()
-        ]
+        none = Shape.of(())
+        shapes = [none if number == UNRESOLVED else self._shape(number) for number in used.tolist()]
         for pattern, members in _alike(cut, lost, gaps, ids[cut]):
             number, gone = pattern[0], pattern[1:]
             if pattern not in self._cuts:
@@ -249,14 +249,6 @@ def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
     last = np.ones(len(order), dtype=np.bool_)
     last[:-1] = (of_owner[1:] != of_owner[:-1]) | (of_kind[1:] != of_kind[:-1])
     return np.sort(order[last])
-
-
-def _by_group(reasons: pa.Table, about: IntArray, count: int) -> pa.ListArray:
-    """Return the reasons of each group: [count]. about: group of each reason, ascending."""
-    columns = [column.combine_chunks() for column in reasons.columns]
-    rows = pa.StructArray.from_arrays(columns, fields=list(reasons.schema))
-    offsets = np.searchsorted(about, np.arange(count + 1))
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), rows)
 
 
 def _alike(

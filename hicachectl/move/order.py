@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.formats.wording import reason_of
 from hicachectl.move.results import GroupStatus
 
 if TYPE_CHECKING:
@@ -169,34 +168,13 @@ def remove_once(
             on_error(int(some[index]), found.errors.get(index, "the store gives no reason"))
 
 
-def _take_each(objects: GroupObjects, take: Callable[[int], Status]) -> Result:
-    """Remove objects one by one, group by group; sidecars of an anchor that stays are CHANGED."""
-    statuses = np.full(len(objects), Status.CHANGED, dtype=np.uint8)
-    errors: dict[int, str] = {}
-    order = np.lexsort((~objects.anchors, objects.owners))
-    owners, anchors = objects.owners[order].tolist(), objects.anchors[order].tolist()
-    believed = -1
-    for place, owner, is_anchor in zip(order.tolist(), owners, anchors, strict=True):
-        if owner == believed:
-            continue
-        status = Status.ERROR
-        try:
-            status = take(place)
-        except OSError as error:
-            errors[place] = reason_of(error)
-        statuses[place] = status
-        if is_anchor and status is not Status.OK and status is not Status.GONE:
-            believed = owner
-    return Result(statuses, errors)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sighting:
     """Objects of groups to remove, as one look at the store found them.
 
-    objects:  all present objects; a group's sidecars in removal order.
+    objects:  all present objects; by group.
     rows:     [n] the objects as rows of a listing.
-    recorded: [n] index of the object in the record; -1 if new or rewritten.
+    recorded: [n] index of the object in the batch; -1 if new or rewritten.
     """
 
     objects: GroupObjects
@@ -210,7 +188,6 @@ def withdraw(
     *,
     look: Callable[[IntArray], Sighting],
     remove: Callable[[Sighting, IntArray], Result],
-    take: Callable[[Sighting], Callable[[int], Status]] | None = None,
     note: Callable[[Sighting, IntArray, Result], None] = lambda seen, places, found: None,
 ) -> None:
     """Remove groups until each is gone, or whole again without its fault.
@@ -221,8 +198,6 @@ def withdraw(
     pending: groups, as indices into `result`.
     look: returns the objects of groups still to remove.
     remove: removes objects of a sighting by index.
-    take: for stores that remove one object a call: returns a function that removes an object by
-        index, or raises OSError. Groups then leave one by one, each within microseconds.
     note: called with the sighting, the indices of the objects tried, and their result.
     """
     for _ in range(_ROUNDS):
@@ -240,13 +215,7 @@ def withdraw(
             group, key = int(objects.owners[place]), objects.keys[place].as_py()
             result.fail(group, GroupStatus.FAILED, key, f"cannot be removed: {why}")
 
-        if take is None:
-            remove_once(objects, everything, remove=removed, on_error=failed)
-        else:
-            found = _take_each(objects, take(seen))
-            note(seen, everything, found)
-            for place, why in found.errors.items():
-                failed(place, why)
+        remove_once(objects, everything, remove=removed, on_error=failed)
         pending = np.unique(objects.owners)
         pending = pending[result.open[pending]]
     seen = look(pending)

@@ -1,75 +1,83 @@
-"""Quarantine on disk: objects removed from a store, with records of their origin.
+"""Quarantines on disk: directories of runs, each of which is itself a store (`backends.runs`).
 
-    DIR/RUN/000000.begun    record of a batch being removed
-    DIR/RUN/000000.json     record of a completed batch: the groups in quarantine
-    DIR/RUN/000000.purged   record of a batch; the whole run is being purged
-    DIR/RUN/000000/17       object 17 of the batch; the record has its key
-    DIR/RUN/000000.copying  empty; the folder is being filled with copies and has no record yet
-
-A record is durable before the first object leaves the store, so the next run can finish a killed
-run's batch. A folder with objects but no record may hold the only copies and is never deleted,
-unless a `.copying` file shows that all originals are in the store.
-A purge renames one record to `.purged`, which needs no space. From then on, nothing of the run can
-be restored. That record goes last, so the next purge finishes a killed one.
-Paths contain object numbers, never keys. A run holds a lock (flock) on its folder. Records are
-JSON and can be read without this tool.
-
-Entries are opened below the quarantine's directory, without following links, and only if their
-owner is trusted (`backends.disk.directory`).
+All that describes a run is durable before the first object leaves the store. A process that fills
+or restores a run holds a lock (flock) on its folder. Entries are opened below the quarantine's
+directory, without following links, and only if their owner is trusted (`backends.disk.directory`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-import numpy as np
+import msgspec
 
-from hicachectl.backends.capabilities import Emptied, SideFiles
+from hicachectl.backends.base import keys_of
+from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, present_ns
+from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.files import VERSION
+from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.pack.file import UnfinishedPackError
+from hicachectl.backends.runs import (
+    begin_run,
+    make_run_folder,
+    open_run,
+    open_run_folder,
+    read_run,
+)
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
-from hicachectl.formats.quarantine import BEGUN, COPYING, DONE, FOLDER, PURGED, RECORD, RUN
+from hicachectl.formats.forms import decode
+from hicachectl.formats.quarantine import (
+    FINDINGS_FILE,
+    PACK_FILE,
+    PURGED,
+    RUN,
+    RUN_FILE,
+    SIDE,
+    is_earlier_run,
+)
 from hicachectl.formats.wording import failed, no_quarantine
-from hicachectl.move.record_file import Record, dump_record, parse_record
+from hicachectl.profiles.identities import markers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterator
+    from collections.abc import Collection, Iterator
+
+    import pyarrow as pa
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.recorded import RecordedGroups
+    from hicachectl.backends.runs import RunForm
 
-_MAX_RECORD_BYTES = 64 << 20  # a thousand objects take half a megabyte
-_LEFTOVER = re.compile(r"\.[0-9]{6}\.(begun|json|copying)\.tmp")
-_OBJECT = re.compile(r"0|[1-9][0-9]{0,8}")
-# Not kept: objects written by a server during the removal, and unfinished copies.
-_PASSING = re.compile(r"new-[0-9a-f]{16}|\.hicachectl-[0-9a-f]{32}\.tmp")
+_ROWS_AT_ONCE = 8192
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Quarantine:
-    """Place of a store's quarantine, which need not exist. path: for messages.
+    """Place of a quarantine, which need not exist.
 
+    path: the directory, as it was named.
+    only: name of the run that the path names, else "".
     own: whether the quarantine lies in the store's directory, and moves with the store.
     """
 
-    def __init__(self, store: Store, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, store: Store | None = None) -> None:
         """Use a path, or the store's own quarantine. Raises UsageError if there is neither.
 
-        Links in the path are followed down to the store's directory, not below it.
+        Links in the path are followed down to a store's directory, not below it.
         """
         self._beside = store if isinstance(store, SideFiles) else None
         side = None if self._beside is None else self._beside.side_directory()
-        default = None if side is None else side / "quarantine"
-        if path is None and default is None:
-            raise no_default(store)
-        self.path: Path = path or default  # type: ignore[assignment]
+        if path is None and side is None:
+            assert store is not None
+            raise UsageError(no_quarantine(store.url, nameable=isinstance(store, Emptied)))
+        self.path: Path = path or side / "quarantine"  # type: ignore[operator]
+        self.only = ""
+        if names_run(self.path):
+            self.path, self.only = self.path.absolute().parent, self.path.absolute().name
         self._below = None if side is None else _parts_below(self.path, side.parent)
         self.own = (
             side is not None
@@ -78,38 +86,48 @@ class Quarantine:
         )
 
     @classmethod
-    def of(cls, store: Store, quarantine: str | None) -> Self | None:
-        """Return the named quarantine, else the store's own, else None.
+    def of(cls, store: Store, quarantine: str | None) -> Self:
+        """Return the named quarantine for a repair of a store, else the store's own.
 
-        Raises UsageError if the name cannot be a quarantine.
+        Raises UsageError if there is neither, or if the name cannot be a quarantine.
         """
         from hicachectl.backends.urls import parse_url
 
-        beside = store.side_directory() if isinstance(store, SideFiles) else None
-        emptied = store if isinstance(store, Emptied) else None
         if quarantine is None:
-            return None if beside is None else cls(store)
+            return cls(store=store)
         url = parse_url(quarantine)
         path = Path(url.path)
         if url.scheme != "file" or (path.exists() and not path.is_dir()):
             raise UsageError(f"--quarantine {quarantine}: not a local directory; give another path")
-        if emptied is not None:
-            emptied.refuse_inside(path, f"--quarantine {quarantine}")
-        elif beside is not None and os.path.realpath(path) == os.path.realpath(beside.parent):
+        if isinstance(store, Emptied):
+            store.refuse_inside(path, f"--quarantine {quarantine}")
+        elif isinstance(store, SideFiles) and os.path.realpath(path) == os.path.realpath(
+            store.side_directory().parent
+        ):
             raise UsageError(
                 f"--quarantine {quarantine}: is the store itself; give another directory"
             )
-        return cls(store, path)
+        if names_run(path):
+            raise UsageError(
+                f"--quarantine {quarantine}: is a run of a quarantine; give another directory"
+            )
+        return cls(path, store)
 
     @contextmanager
-    def opened(self, *, writes: bool) -> Iterator[Directory | None]:
-        """Open the directory; yield None if missing. writes: whether files will change.
+    def opened(self, *, writes: bool) -> Iterator[Directory]:
+        """Open the directory. writes: whether files will change.
 
-        Raises StoreUnavailable, also for an OSError in the body, and UntrustedError.
+        Raises UsageError if it is missing; UntrustedError; StoreUnavailable, also for an OSError in
+        the body.
         """
         directory = None
         try:
-            directory = self.find(writes=writes)
+            directory = self._open(writes=writes, makes=False)
+            if directory is None:
+                raise UsageError(
+                    f"{self.path}: no such directory; give the quarantine that verify --repair "
+                    "named"
+                )
             yield directory
         except OSError as error:
             why = failed(self.path, "use the quarantine", error, "check its owner and permissions")
@@ -118,16 +136,12 @@ class Quarantine:
             if directory is not None:
                 directory.close()
 
-    def make(self) -> Directory | None:
+    def make(self) -> Directory:
         """Open the directory; create it if missing. Raises OSError, UntrustedError."""
-        return self._open(writes=True, makes=True)
-
-    def find(self, *, writes: bool) -> Directory | None:
-        """Open the directory; return None if missing. writes: whether files will change.
-
-        Raises OSError, UntrustedError.
-        """
-        return self._open(writes=writes, makes=False)
+        made = self._open(writes=True, makes=True)
+        if made is None:
+            raise FileNotFoundError(errno.ENOENT, "the quarantine cannot be created")
+        return made
 
     def _open(self, *, writes: bool, makes: bool) -> Directory | None:
         side = self._beside
@@ -135,12 +149,25 @@ class Quarantine:
             here = side.open_side_directory(writes=writes, makes=makes)
             return here and here.descend(self._below[1:], makes=makes)
         trust = None if side is None else side.trust(writes=writes)
-        return Directory.at(self.path, writes=writes, makes=makes, trust=trust)
+        outer, below = _split_at_side(self.path)
+        found = Directory.at(outer, writes=writes, makes=makes, trust=trust)
+        return found and found.descend(below, makes=makes)
 
 
-def no_default(store: Store) -> UsageError:
-    """Return the error for a store without a default quarantine."""
-    return UsageError(no_quarantine(store.url, nameable=isinstance(store, Emptied)))
+def names_run(path: Path) -> bool:
+    """Return whether a path names the folder of one run, also of an earlier form."""
+    if os.path.lexists(path / SIDE / RUN_FILE):
+        return True
+    with suppress(OSError):
+        return is_earlier_run(path.absolute().name, os.listdir(path))  # noqa: PTH208
+    return False
+
+
+def _split_at_side(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the part of a path that may lead through links, and the names below a store."""
+    parts = path.absolute().parts
+    at = len(parts) - parts[::-1].index(SIDE) - 1 if SIDE in parts else len(parts)
+    return Path(*parts[:at]), parts[at:]
 
 
 def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
@@ -157,311 +184,253 @@ def _parts_below(path: Path, store: Path) -> tuple[str, ...] | None:
     return None
 
 
-class Batch:
-    """Record of a batch, and its folder of objects, opened at first use."""
+class Run(NamedTuple):
+    """A run of a quarantine. folder: open. form: what its run.json states."""
 
-    def __init__(
-        self, run: Directory, number: int, record: Record | None = None, *, done: bool = False
-    ) -> None:
-        """Prepare; nothing is read.
-
-        record: None until `begin`. done: all objects have left the store.
-        """
-        self.run = run
-        self.number = number
-        self.done = done
-        self._record = record
-        self._folder: Directory | None = None
+    name: str
+    folder: Directory
+    form: RunForm
 
     @property
-    def record(self) -> Record:
-        """The record, which must exist."""
-        assert self._record is not None
-        return self._record
-
-    @property
-    def name(self) -> str:
-        """Name of the folder."""
-        return f"{self.number:06d}"
-
-    @property
-    def folder(self) -> Directory:
-        """Folder of the objects. Raises FileNotFoundError, UntrustedError."""
-        if self._folder is None:
-            self._folder = self.run.directory(self.name)
-        return self._folder
-
-    def take_up(self) -> None:
-        """Prepare to finish a batch of a killed run; create its folder if missing."""
-        self.run.make_directory(self.name, exist_ok=True).close()
-        if _remove(self.run, self.name + COPYING):
-            self.run.sync()
-
-    def has_folder(self) -> bool:
-        """Return whether the folder exists."""
-        return self.run.has(self.name)
-
-    def close(self) -> None:
-        """Close the folder."""
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def held(self) -> dict[int, int]:
-        """Return the bytes of each object in the folder, by number.
-
-        Raises UntrustedError for a link, a special file, or an untrusted owner. A file with the
-        record's inode may have any owner, because objects keep their owners.
-        """
-        groups = self.record.groups
-        versions = groups.facts.column("version").to_pylist()
-        inodes = dict(zip(groups.files.tolist(), map(_inode, versions), strict=True))
-        held = {}
-        for name, facts in self._entries().items():
-            if _OBJECT.fullmatch(name) and stat.S_ISREG(facts.st_mode):
-                own = inodes.get(int(name)) == facts.st_ino
-                self.folder.check(name, facts, any_owner=own)
-                held[int(name)] = facts.st_size
-            else:
-                self.folder.check(name, facts, any_owner=_PASSING.fullmatch(name) is not None)
-        return held
-
-    def _entries(self) -> dict[str, os.stat_result]:
-        try:
-            return self.folder.entries()
-        except FileNotFoundError:
-            return {}
-
-    def write(self, groups: RecordedGroups) -> None:
-        """Write the done record, which lists these groups' objects in the folder.
-
-        If the folder has none of them, discard the batch.
-        """
-        here = groups.with_objects(np.isin(groups.files, list(self.held())))
-        kept = here.take(np.unique(here.owners))
-        if not len(kept):
-            self.discard()
-            return
-        self.clear(keep=set(kept.files.tolist()))
-        self.run.write(self.name + DONE, dump_record(replace(self.record, groups=kept)))
-        _remove(self.run, self.name + BEGUN)
-        self.run.sync()
-
-    def begin(self, record: Record) -> None:
-        """Write the record durably, before objects leave the store. Raises OSError."""
-        self.run.write(self.name + BEGUN, dump_record(record))
-        self._record = record
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Mark the folder as filled with copies of originals in the store.
-
-        The body copies and writes the record; the mark is then removed.
-        """
-        self.run.write(self.name + COPYING, b"")
-        yield
-        _remove(self.run, self.name + COPYING)
-        self.run.sync()  # before an original leaves the store
-
-    def rewrite(self, groups: RecordedGroups) -> None:
-        """Reduce the record to these groups; discard the batch if no group is left."""
-        if len(groups):
-            record = replace(self.record, groups=groups)
-            self.run.write(self.name + (DONE if self.done else BEGUN), dump_record(record))
-        else:
-            self.discard()
-
-    def discard(self) -> None:
-        """Delete the objects, then the record that lists them.
-
-        Raises OSError if the folder cannot be emptied; the record then stays.
-        """
-        if self.has_folder():
-            self.clear()
-            self.close()
-            self.run.remove_directory(self.name)
-            self.run.sync()
-        for suffix in (DONE, BEGUN, PURGED):
-            _remove(self.run, self.name + suffix)
-        self.run.sync()
-
-    def mark_purged(self) -> None:
-        """Mark the run as being purged, durably: rename the done record of this batch."""
-        _remove(self.run, self.name + BEGUN)  # else it would count once the batch is gone
-        self.run.rename(self.name + DONE, self.name + PURGED)
-        self.run.sync()
-
-    def clear(self, keep: Container[int] = ()) -> None:
-        """Delete temporary files, and objects not in `keep`. Other files stay."""
-        for name in self._entries():
-            if _PASSING.fullmatch(name) or (_OBJECT.fullmatch(name) and int(name) not in keep):
-                _remove(self.folder, name)
+    def is_purged(self) -> bool:
+        """Whether a purge of the run has begun: nothing of it can be restored."""
+        return self.name == self.form.run + PURGED
 
 
-class Run:
-    """Folder of one run in a quarantine, created at the first batch and locked while open."""
+def run_folders(quarantine: Directory, only: str = "") -> list[str]:
+    """Return the names of the folders in a quarantine, oldest first. only: one of them.
 
-    def __init__(self, quarantine: Quarantine, mark: str = "") -> None:
-        """Prepare. mark: 16 hex digits that end the name, so that `marked_runs` finds the run."""
-        self._quarantine = quarantine
-        self._mark = f"-{mark}" if mark else ""
-        self._directory: Directory | None = None
-        self._parent: Directory | None = None
-        self._name = ""
-        self._next = 0
-
-    def new_batch(self) -> Batch:
-        """Create a batch with an empty folder; create missing directories. Raises OSError."""
-        if self._directory is None:
-            self._directory = self._make()
-        batch = Batch(self._directory, self._next)
-        batch.run.make_directory(batch.name).close()
-        self._next += 1
-        return batch
-
-    def _make(self) -> Directory:
-        parent = self._parent = self._quarantine.make()
-        if parent is None:
-            raise FileNotFoundError(errno.ENOENT, "the quarantine cannot be created")
-        while True:
-            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            self._name = f"{stamp}-{os.urandom(3).hex()}{self._mark}"
-            # Until the folder is locked, another process may remove it as a leftover.
-            with suppress(FileNotFoundError):
-                made = parent.make_directory(self._name)
-                if made.lock() and made.is_still(self._name, parent):
-                    return made
-                made.close()
-
-    def close(self) -> None:
-        """Unlock the folder; remove it if it has no batch."""
-        if self._directory is not None and self._parent is not None:
-            sweep(self._directory, self._parent, self._name)
-            self._directory.close()
-        if self._parent is not None:
-            self._parent.close()
-
-
-def runs(quarantine: Directory) -> Iterator[tuple[str, Directory]]:
-    """Yield name and open directory of each run of a quarantine, oldest first.
-
-    If the directory is itself a run's folder, yield only that run, with the name "". Raises
-    OSError, and UntrustedError if an entry is a link, a special file or of an untrusted owner.
+    Raises OSError, and UntrustedError if an entry is a link or a special file.
     """
-    found = quarantine.checked_entries()
-    if any(map(RECORD.fullmatch, found)):
-        yield "", quarantine
+    found = []
+    for name, facts in quarantine.entries().items():
+        if only in ("", name):
+            quarantine.check(name, facts, any_owner=True)
+            if stat.S_ISDIR(facts.st_mode):
+                found.append(name)
+    return found
+
+
+@contextmanager
+def opened_run(quarantine: Directory, name: str, *, writes: bool) -> Iterator[Run | str | None]:
+    """Open a folder of a quarantine: a run, or its path for a run of an earlier form.
+
+    None if the folder is neither, or has vanished. Raises OSError, UntrustedError, FormatError.
+    """
+    try:
+        folder = open_run_folder(quarantine, name, writes=writes)
+    except FileNotFoundError:  # another process may just have removed the run
+        yield None
         return
-    for name in [name for name, facts in found.items() if stat.S_ISDIR(facts.st_mode)]:
-        # Another process may just have removed the run.
-        with suppress(FileNotFoundError), quarantine.directory(name) as run:
-            yield name, run
+    with folder:
+        form = read_run(folder)
+        if form is not None:
+            if form.run != name.removesuffix(PURGED):
+                raise FormatError(
+                    f"{folder.path}: its {SIDE}/{RUN_FILE} is of the run {form.run}; give the "
+                    "folder that name, or move it out of the quarantine"
+                )
+            yield Run(name, folder, form)
+        else:
+            yield folder.path if is_earlier_run(name, folder.entries()) else None
 
 
-def marked_runs(
-    quarantine: Directory, marks: Collection[str] | None
-) -> Iterator[tuple[str, Directory]]:
-    """Yield the runs that have one of the marks, as `runs` does; None: all runs."""
-    for name, run in runs(quarantine):
-        match = RUN.fullmatch(name)
-        if marks is None or (match is not None and match[1] in marks):
-            yield name, run
-
-
-def batches(run: Directory, wanted: Callable[[str], bool] = lambda suffix: True) -> Iterator[Batch]:
-    """Yield the batches of a run whose record has a wanted suffix.
-
-    Raises OSError, FormatError if a record is damaged, and UntrustedError as `runs` does.
-    """
-    numbers: dict[str, str] = {}
-    # A killed run may leave two records: the later state sorts last, and counts.
-    for name in run.checked_entries():
-        if match := RECORD.fullmatch(name):
-            numbers[match[1]] = match[2]
-    for stem, suffix in numbers.items():
-        if wanted(suffix):
-            try:
-                record = _read_record(run, stem + suffix)
-            except FileNotFoundError:
-                continue
-            with Batch(run, int(stem), record, done=suffix != BEGUN) as batch:
-                yield batch
-
-
-def is_purged(run: Directory) -> bool:
-    """Return whether a purge of the run has begun."""
-    return any(
-        match[2] == PURGED for name in run.checked_entries() if (match := RECORD.fullmatch(name))
+def earlier_remark(path: str) -> str:
+    """Return the remark on a run of an earlier form."""
+    return (
+        f"{path}: left alone: a quarantine run of an earlier form; restore it with the hicachectl "
+        "that made it, or delete the folder"
     )
 
 
-def sweep(run: Directory, parent: Directory, name: str) -> list[str]:
-    """Delete the leftovers of a killed run, and the run's folder once empty.
+class NewRun:
+    """The run that a repair fills. Its folder is made at first use, and locked while open.
 
-    Leftovers are empty folders without a record, unrecorded copies, half-written records, and begun
-    records of completed batches. Return the paths of folders with objects but no record, which
-    stay. Raises UntrustedError.
+    unused: whether no object has left the store, so that `close` removes the run with all copies.
     """
-    stay: list[str] = []
-    with suppress(OSError):
-        found = run.entries()
-        recorded = {match[1] for match in map(RECORD.fullmatch, found) if match}
-        for entry, facts in found.items():
-            stem, _, suffix = entry.partition(".")
-            is_folder = stat.S_ISDIR(facts.st_mode) and FOLDER.fullmatch(entry)
-            if _LEFTOVER.fullmatch(entry) or (f".{suffix}" == BEGUN and stem + DONE in found):
-                run.remove(entry)
-            elif is_folder and entry not in recorded:
-                stay += _swept_folder(run, entry, copied=entry + COPYING in found)
-            elif f".{suffix}" == COPYING and (stem in recorded or not run.has(stem)):
-                run.remove(entry)
-        if name and RUN.fullmatch(name):
-            parent.remove_directory(name)
-        elif not name:  # the quarantine's path is the folder of this run
-            Path(run.path).rmdir()
-    return stay
+
+    def __init__(
+        self, quarantine: Quarantine, store: Store, findings: pa.Table, suffixes: Collection[str]
+    ) -> None:
+        """Prepare.
+
+        findings: why the pages leave. suffixes: suffixes of the keys of the pages' objects.
+        """
+        self.unused = False
+        self._quarantine = quarantine
+        self._source = store
+        self._findings = findings
+        self._suffixes = suffixes
+        self._parent: Directory | None = None
+        self._run: Run | None = None
+        self._store: Store | None = None
+
+    @property
+    def quarantine(self) -> str:
+        """Path of the quarantine."""
+        return str(self._quarantine.path)
+
+    @property
+    def path(self) -> str:
+        """Path of the run, or of the quarantine before the run is made; for messages."""
+        return str(self._quarantine.path) if self._run is None else self._run.folder.path
+
+    def open(self) -> Store:
+        """Return the run as a store to fill; all that describes it is durable. Raises OSError."""
+        if self._store is None:
+            begin_ns = present_ns(self._source, changes=True)
+            parent = self._parent = self._quarantine.make()
+            folder, name = self._make(parent)
+            try:
+
+                def describe(side: Directory, form: RunForm) -> None:
+                    self._write_findings(side)
+                    self._add_markers(folder, form)
+
+                form = begin_run(folder, name, self._source, begin_ns, describe=describe)
+                self._run = Run(name, folder, form)
+                self._store = open_run(folder, form, create=True)
+            except BaseException:
+                self._run = None
+                with folder, suppress(OSError):
+                    remove_run(parent, name, folder)
+                raise
+        return self._store
+
+    def _make(self, parent: Directory) -> tuple[Directory, str]:
+        while True:
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            name = f"{stamp}-{os.urandom(3).hex()}"
+            # Until the folder is locked, another process may remove it as a leftover.
+            with suppress(FileNotFoundError):
+                made = make_run_folder(parent, name, self._source)
+                if made.lock() and made.is_still(name, parent):
+                    return made, name
+                made.close()
+
+    def _add_markers(self, folder: Directory, form: RunForm) -> None:
+        known = [one for one in markers_of(self._source) if one.suffix in self._suffixes]
+        if known:
+            with open_run(folder, form) as store:
+                assert isinstance(store, Trailed)
+                store.add_markers(known)
+
+    def _write_findings(self, side: Directory) -> None:
+        encode = msgspec.json.encode
+        descriptor = side.create(FINDINGS_FILE)
+        try:
+            for batch in self._findings.to_batches(max_chunksize=_ROWS_AT_ONCE):
+                lines = b"".join(encode(row) + b"\n" for row in batch.to_pylist())
+                write_bytes(memoryview(lines), descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        side.sync()
+
+    def finish(self) -> None:
+        """Make what was copied durable; a pack takes no more objects. Raises StoreUnavailable."""
+        if self._store is not None and self._store.traits.append_only:
+            self._store.close()
+
+    def close(self) -> None:
+        """Unlock the run; remove it if it is not used or has no object. Raises OSError."""
+        try:
+            if self._store is not None:
+                self._store.close()
+            if self._run is not None and self._parent is not None:
+                if self.unused:
+                    remove_run(self._parent, self._run.name, self._run.folder)
+                else:
+                    remove_if_empty(self._parent, self._run)
+        finally:
+            for directory in (None if self._run is None else self._run.folder, self._parent):
+                if directory is not None:
+                    directory.close()
 
 
-def _swept_folder(run: Directory, name: str, *, copied: bool) -> list[str]:
-    """Remove a folder without a record if empty, else return its path.
+def remove_if_empty(quarantine: Directory, run: Run) -> bool:
+    """Remove a locked run without objects; return whether. Raises OSError, StoreUnavailable.
 
-    copied: the folder has only copies of originals in the store.
+    Unfinished copies are no objects.
     """
-    with Batch(run, int(name)) as batch:
-        if copied:
-            batch.clear()
-        if batch.folder.entries():
-            return [batch.folder.path]
-    run.remove_directory(name)
-    return []
+    try:
+        with open_run(run.folder, run.form) as store:
+            keys = (key for batch in store.scan(("nbytes",)) for key in keys_of(batch))
+            empty = all(key.startswith(OWN_PREFIX) for key in keys)
+            empty &= not store.remarks  # such as on links, which are no objects
+    except UnfinishedPackError:
+        empty = not run.folder.has(PACK_FILE)
+    if empty:
+        remove_run(quarantine, run.name, run.folder)
+    return empty
 
 
-def _inode(version: bytes | None) -> int | None:
-    if version is None or len(version) != VERSION.size:
-        return None
-    inode: int = VERSION.unpack(version)[0]
-    return inode
+def remove_run(quarantine: Directory, name: str, folder: Directory) -> None:
+    """Remove a locked run: everything by name, without following links, and run.json last.
 
-
-def _remove(directory: Directory, name: str) -> bool:
+    Raises OSError.
+    """
+    _empty(folder.descriptor, keep=SIDE)
     with suppress(FileNotFoundError):
-        directory.remove(name)
-        return True
-    return False
+        with folder.directory(SIDE) as side:
+            _empty(side.descriptor, keep=RUN_FILE)
+            with suppress(FileNotFoundError):
+                side.remove(RUN_FILE)
+        folder.remove_directory(SIDE)
+    quarantine.remove_directory(name)
+    quarantine.sync()
 
 
-def _read_record(run: Directory, name: str) -> Record:
-    text = run.read(name, _MAX_RECORD_BYTES + 1)
-    source = f"{run.path}/{name}"
-    if len(text) > _MAX_RECORD_BYTES:
-        raise FormatError(
-            f"{source}: larger than {_MAX_RECORD_BYTES} bytes, so not a quarantine record; "
-            "move the file out of the quarantine"
-        )
-    return parse_record(text, source=source)
+def remove_leftover(quarantine: Directory, name: str) -> None:
+    """Remove a folder that has nothing but the begin or the end of a run. Raises OSError.
+
+    A process was killed before it wrote run.json, or after it removed that file.
+    """
+    if not RUN.fullmatch(name.removesuffix(PURGED)):
+        return
+    with suppress(FileNotFoundError), quarantine.directory(name, any_owner=True) as folder:
+        if not set(folder.entries()) - {SIDE} and folder.lock():
+            remove_run(quarantine, name, folder)
+
+
+def _empty(directory: int, keep: str = "") -> None:
+    """Remove the entries of an open directory, except one name, and those of folders in it."""
+    for name in os.listdir(directory):
+        if name == keep:
+            continue
+        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            inner = os.open(name, _OPEN_FOLDER, dir_fd=directory)
+            try:
+                _empty(inner)
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=directory)
+        else:
+            os.unlink(name, dir_fd=directory)
+
+
+class Reason(msgspec.Struct):
+    """A line of findings.jsonl, as far as `restore` and `quarantine list` show it."""
+
+    code: str
+    page: str | None = None
+    group: str | None = None
+
+
+def read_findings(folder: Directory) -> Iterator[Reason]:
+    """Yield why the pages of a run were removed. Raises OSError, UntrustedError, FormatError."""
+    with folder.directory(SIDE) as side:
+        try:
+            descriptor = side.open_file(FINDINGS_FILE)
+        except FileNotFoundError:
+            return
+    decoder = msgspec.json.Decoder(Reason)
+    with os.fdopen(descriptor, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield decode(decoder, line)
+            except FormatError as error:
+                raise FormatError(
+                    f"{folder.path}/{SIDE}/{FINDINGS_FILE}: line {number} is not a finding "
+                    f"({str(error)[:200]}); move the file away to go on without it"
+                ) from error

@@ -13,9 +13,8 @@ from hicachectl.checks.registry import remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt
 from hicachectl.move.planning import described_groups, plan_repair
-from hicachectl.move.reports import GONE
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
-from hicachectl.move.withdrawal import count_quarantined, finish_removals, remove_groups
+from hicachectl.move.withdrawal import remove_groups
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.move.record_file import Mode
     from hicachectl.move.reports import GroupReport
+    from hicachectl.move.withdrawal import Mode
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import PartCheck
@@ -49,19 +48,6 @@ class RepairOptions:
     writers_stopped: bool = False
     despite_profile: bool = False
     dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One of several processes that repair a store.
-
-    first: also repairs the store itself. mark: of its run in the quarantine. earlier:
-    marks of killed attempts at the same groups.
-    """
-
-    first: bool = True
-    mark: str = ""
-    earlier: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +113,7 @@ def repair(
     plan: RepairPlan,
     options: RepairOptions,
     *,
-    attempt: Attempt | None = None,
+    first: bool = True,
     buffer_bytes: int,
     say: Say,
     say_left: Say | None = None,
@@ -135,12 +121,12 @@ def repair(
 ) -> Repaired:
     """Remove the groups of a plan, and correct the tables of 3FS.
 
-    inventory, groups: of the check, which requested repairs. attempt: None for a whole store in
-    one process. say: takes remarks. say_left: takes remarks on groups that were not removed; by
-    default, say does. on_progress: takes the number of new groups.
+    inventory, groups: what the check has judged; it requested repairs.
+    first: also repair what belongs to no group; False in all other parts of a run.
+    say: takes remarks. say_left: takes remarks on groups that were not removed; by default, say
+    does. on_progress: takes the number of new groups.
     Raises StoreUnavailable, UsageError.
     """
-    attempt = attempt or Attempt()
     say_left = say_left or say
     done = Repaired()
     if len(plan.groups):
@@ -155,7 +141,6 @@ def repair(
         ):
             return done
         repair_tables(store, suspicious_keys(plan.reasons), dry_run=options.dry_run, say=say)
-        earlier = _finish_earlier(store, options, attempt, say_left)
         outcome = remove_groups(
             store,
             inventory,
@@ -165,7 +150,6 @@ def repair(
             quarantine=options.quarantine,
             dry_run=options.dry_run,
             buffer_bytes=buffer_bytes,
-            mark=attempt.mark,
             on_progress=on_progress,
             on_end=lambda taken: say(
                 f"{taken.text(len(plan.groups))}; run the same command again to repair the others"
@@ -174,46 +158,13 @@ def repair(
         say(_removed_text(outcome, options))
         for text in _left_texts(outcome):
             say_left(text)
-        done = _counts(store, options, attempt, earlier, outcome)
-    if attempt.first and options.writers_stopped:
+        failed = bool(outcome.failures or outcome.remaining)
+        done = Repaired(failed=failed)
+        if not options.dry_run:
+            done = Repaired(groups=outcome.groups, quarantined=outcome.moved, failed=failed)
+    if first and options.writers_stopped:
         release_leaked(store, dry_run=options.dry_run, say=say)
     return done
-
-
-def _finish_earlier(
-    store: Store, options: RepairOptions, attempt: Attempt, say: Say
-) -> GroupReport | None:
-    """Finish the batches that killed attempts at the same groups began."""
-    if not attempt.earlier or options.dry_run:
-        return None
-    report = finish_removals(store, options.quarantine, marks=attempt.earlier)
-    for key, message in report.failures:
-        say(f"{key}: {message}")
-    return report
-
-
-def _counts(
-    store: Store,
-    options: RepairOptions,
-    attempt: Attempt,
-    earlier: GroupReport | None,
-    outcome: GroupReport,
-) -> Repaired:
-    failed = bool(outcome.failures or outcome.remaining)
-    if options.dry_run:
-        return Repaired(failed=failed)
-    if earlier is None:
-        return Repaired(groups=outcome.groups, quarantined=outcome.moved, failed=failed)
-    quarantined = 0
-    if options.mode == "quarantine":
-        marks = (*attempt.earlier, attempt.mark)
-        quarantined = count_quarantined(store, options.quarantine, marks)
-    # Groups of the plan that are gone: killed attempts removed them.
-    return Repaired(
-        groups=outcome.groups + outcome.count(GONE),
-        quarantined=quarantined,
-        failed=failed or bool(earlier.failures),
-    )
 
 
 def _removed_text(outcome: GroupReport, options: RepairOptions) -> str:

@@ -15,19 +15,19 @@ from hicachectl.pages.byte_sums import byte_sum
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     import numpy.typing as npt
 
 
 REMOVED = "removed"
-WOULD_REMOVE = "would-remove"  # in a dry run
+WOULD_REMOVE = "would-remove"  # only dry runs say this
 GONE = "gone"  # vanished before the removal
 KEPT = "kept"  # a server has rewritten the faulty objects
 IN_FLIGHT = "in-flight"  # removed; a server is writing the page again
 RESTORED = "restored"
-WOULD_RESTORE = "would-restore"  # in a dry run
+WOULD_RESTORE = "would-restore"  # only dry runs say this
 CONFLICT = "conflict"
 FAILED = "failed"
 _DONE = (REMOVED, IN_FLIGHT, WOULD_REMOVE, RESTORED, WOULD_RESTORE)
@@ -62,9 +62,8 @@ class GroupReport:
         cannot be written to.
     place: the quarantine; None if nothing is kept.
     busy: number of the quarantine's runs locked by another process.
-    purged: number of the quarantine's runs that an interrupted purge left.
-    unrecorded: the quarantine's folders with objects but no record. They stay, because the objects
-        may be the only copies.
+    left: remarks on runs of the quarantine that were left alone.
+    origins: URLs of other stores whose pages are restored.
     """
 
     rows: pa.Table = field(default_factory=ROWS.empty_table, repr=False)
@@ -75,9 +74,9 @@ class GroupReport:
     failures: tuple[tuple[str, str], ...] = ()
     untried: int = 0
     place: str | None = None
-    unrecorded: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     busy: int = 0
-    purged: int = 0
 
     def count(self, *states: str) -> int:
         """Return the number of rows in these states."""
@@ -117,21 +116,12 @@ class GroupReport:
         return self.failed + self.untried
 
 
-def finished_remarks(report: GroupReport) -> Iterator[str]:
-    """Yield remarks on removals of earlier runs that `finish_removals` finished."""
-    if len(report.rows):
-        pages = counted(len(report.rows), "page")
-        yield f"Completed the removal of {pages} that an earlier run began"
-    for key, message in report.failures:
-        yield f"{key}: {message}"
-    yield from unrecorded_remarks(report.unrecorded)
-
-
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What a removal took before it ended early; a batch at work may have taken more.
 
-    pages: groups that lost objects. nbytes: of these groups; None if a size is unknown.
+    pages: number of groups that lost objects.
+    nbytes: bytes of these groups; None if a size is unknown.
     """
 
     pages: int
@@ -161,15 +151,6 @@ def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterat
     except BaseException:
         tell(taken())
         raise
-
-
-def unrecorded_remarks(folders: Iterable[str]) -> Iterator[str]:
-    """Yield a remark for each quarantine folder that has objects but no record."""
-    for folder in folders:
-        yield (
-            f"{folder}: has objects without a record, left alone because they may be the only "
-            f"copies; put {folder}.json back to restore them, or delete the folder"
-        )
 
 
 def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:

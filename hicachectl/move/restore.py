@@ -1,9 +1,8 @@
-"""Restore quarantined page groups, sidecars first. Existing objects are never overwritten."""
+"""Restore the runs of a quarantine, sidecars first. Existing objects are never overwritten."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
-from functools import cache
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,16 +10,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import Trailed, open_mover
-from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.capabilities import Trailed, mover_of
+from hicachectl.backends.disk.files import VERSION
+from hicachectl.backends.object_files.sizes import HASH_BYTES
+from hicachectl.backends.pack.file import UnfinishedPackError
+from hicachectl.backends.runs import open_run
+from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.keys.resolve import ANCHOR_POOL
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of
-from hicachectl.move.backups import copy_groups, copy_memory, same_bytes
+from hicachectl.move.copies import copier
 from hicachectl.move.destination import refuse_other_owner
 from hicachectl.move.order import Failures, GroupObjects, publish
-from hicachectl.move.quarantine import Batch, Quarantine, batches, is_purged, runs, sweep
-from hicachectl.move.recorded import RecordedGroups, look
+from hicachectl.move.quarantine import (
+    Quarantine,
+    Run,
+    earlier_remark,
+    opened_run,
+    read_findings,
+    remove_if_empty,
+    remove_run,
+    run_folders,
+)
 from hicachectl.move.reports import (
     RESTORED,
     ROWS,
@@ -30,28 +42,36 @@ from hicachectl.move.reports import (
     states_of,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
-from hicachectl.pages.byte_sums import column_sum
+from hicachectl.pages.byte_sums import column_sum, column_sums
+from hicachectl.pages.deployments import UNRESOLVED
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import take_inventory
+from hicachectl.requests.page_lists import NamedGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hicachectl.backends.arena import Arena
     from hicachectl.backends.base import BoolArray, IntArray, Store
-    from hicachectl.backends.capabilities import Mover
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.formats.marker import Marker
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.recorded import Sight
+    from hicachectl.move.copies import Copier
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.files import PageList
 
-    # (groups, scheme of their keys) -> whether each group is wanted, [k].
-    Wanted = Callable[[RecordedGroups, str], BoolArray]
+    # Groups of a run -> whether each is wanted, [groups].
+    Wanted = Callable[[PageGroups], BoolArray]
 
+_BATCH_OBJECTS = 1024
+_EPOCH_MARGIN_NS = 10_000_000  # file systems count time in steps of up to 10 ms
 _NO_MORE = "missing from the quarantine"
 _IN_STORE = (
     "already exists in the store; to restore this page, first remove the page from the store with "
     "hicachectl rm"
+)
+_CLEARED = (
+    "a server has cleared the store since the page was quarantined; hicachectl quarantine purge "
+    "deletes it"
 )
 
 _COLUMNS = pa.schema(
@@ -64,7 +84,7 @@ _COLUMNS = pa.schema(
 )
 
 
-def all_groups(groups: RecordedGroups, scheme: str) -> BoolArray:
+def all_groups(groups: PageGroups) -> BoolArray:
     """Choose every group."""
     return np.ones(len(groups), dtype=np.bool_)
 
@@ -72,7 +92,7 @@ def all_groups(groups: RecordedGroups, scheme: str) -> BoolArray:
 def starting_with(prefix: str) -> Wanted:
     """Choose the groups of pages whose hash starts with a prefix."""
 
-    def wanted(groups: RecordedGroups, scheme: str) -> BoolArray:
+    def wanted(groups: PageGroups) -> BoolArray:
         found: BoolArray = pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
         return found
 
@@ -81,21 +101,7 @@ def starting_with(prefix: str) -> Wanted:
 
 def listed_groups(listed: PageList) -> Wanted:
     """Choose groups in a page list; a row without a label names all groups of its page."""
-    named: dict[str, set[str | None]] = {}
-    for page, label in zip(listed.pages, listed.groups, strict=True):
-        named.setdefault(page, set()).add(label)
-
-    def wanted(groups: RecordedGroups, scheme: str) -> BoolArray:
-        pages = pa.array(list(named), pa.string())
-        found: BoolArray = pc.is_in(groups.pages, pages).to_numpy(zero_copy_only=False).copy()
-        chosen = np.flatnonzero(found)
-        some = groups.take(chosen)
-        pairs = zip(chosen.tolist(), some.pages.to_pylist(), some.labels(scheme), strict=True)
-        for group, page, label in pairs:
-            found[group] = not named[page].isdisjoint((None, label))
-        return found
-
-    return wanted
+    return lambda groups: NamedGroups(listed, groups).chosen
 
 
 def restore_groups(
@@ -107,284 +113,321 @@ def restore_groups(
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> GroupReport:
-    """Restore the wanted groups of a quarantine, and remove them from its records.
+    """Restore the wanted groups of a quarantine, and remove them from their runs.
 
-    A group is a conflict and stays if the store has another object under one of its keys. A group
-    whose removal was interrupted becomes complete again. Rows also have `codes` (of the findings
-    that caused the removal) and `detail`.
+    A group is a conflict and stays in its run if the store has another object under one of its
+    keys; an object with equal bytes counts as put back. The newest run comes first: if a removal
+    was killed, and the next one took the rest of a page, its sidecars return before its anchors.
+    Rows also have `codes` (of the findings that caused the removal) and `detail`.
 
-    profile: of the pages; a 3FS store that servers of the plug-in use needs it, with the weights.
+    profile: profile of the pages' deployment. A 3FS store that servers of the plug-in use needs it,
+    with the weights.
 
     Raises, before any change: ProfileError if the store has pages of another deployment that its
-    keys do not name, UsageError if the quarantine is missing or its records are from
-    another kind of store, FormatError if a record is damaged, UntrustedError if an entry is a link
-    or its owner is not trusted. Raises StoreUnavailable.
+    keys do not name, UsageError if the quarantine is missing or has a run of another kind of store,
+    FormatError if what describes a run is damaged, UntrustedError if an entry is a link or its
+    owner is not trusted. Raises StoreUnavailable.
     """
-    place = Quarantine(store, quarantine)
-    state = WOULD_RESTORE if dry_run else RESTORED
-    tables = [_COLUMNS.empty_table()]
-    busy = purged = lost = 0
-    unrecorded: list[str] = []
-    with ExitStack() as exits, place.opened(writes=not dry_run) as directory:
-        if directory is None:
-            raise UsageError(
-                f"{place.path}: no such directory; give the quarantine that verify --repair named"
-            )
-        memory = cache(lambda: exits.enter_context(copy_memory(store)))
-        _check(store, directory, wanted)
+    place = Quarantine(quarantine, store)
+    with place.opened(writes=not dry_run) as directory:
+        names = run_folders(directory, place.only)
+        for name in names:
+            with opened_run(directory, name, writes=False) as run:
+                if isinstance(run, Run):
+                    _refuse_unusable(store, run)
         refuse_other_owner(store, profile, claims=not dry_run)
-        for name, run in runs(directory):
-            if not run.lock():
-                busy += 1
-                continue
-            if is_purged(run):
-                purged += 1
-                continue
-            for batch in batches(run):
-                chosen = _chosen(store, batch, wanted)
-                if len(chosen):
-                    restore = _Restore(store, batch, chosen, memory)
-                    if not dry_run:
-                        restore.put_back()
-                    tables.append(restore.rows(state))
-                    lost += restore.lost
-                    on_progress(len(chosen))
-            if not dry_run:
-                unrecorded += sweep(run, directory, name)
-    rows = pa.concat_tables(tables)
-    done = rows.filter(pc.equal(rows.column("state"), state))
-    return GroupReport(
-        rows=rows,
-        moved=column_sum(done.column("objects")) or 0,
-        gone=lost,
-        nbytes=column_sum(done.column("nbytes")),
-        busy=busy,
-        purged=purged,
-        unrecorded=tuple(unrecorded),
-    )
+        restore = _Restore(store, profile, wanted, on_progress, dry_run=dry_run)
+        for name in reversed(names):
+            with opened_run(directory, name, writes=not dry_run) as run:
+                if isinstance(run, str):
+                    restore.left.append(earlier_remark(run))
+                elif run is not None:
+                    restore.take(directory, run, own=place.own)
+    return restore.report()
 
 
-def _check(store: Store, directory: Directory, wanted: Wanted) -> None:
-    """Raise the errors of damaged records, links and untrusted files."""
-    for _, run in runs(directory):
-        for batch in () if is_purged(run) else batches(run):
-            if len(_chosen(store, batch, wanted)):
-                batch.held()
-
-
-def _chosen(store: Store, batch: Batch, wanted: Wanted) -> IntArray:
-    """Return the wanted groups of a batch, as indices into its record."""
-    record = batch.record
-    chosen = np.flatnonzero(wanted(record.groups, record.scheme))
-    if not len(chosen) or record.mode == "delete":  # the next removal completes the deletion
-        return chosen[:0]
-    if record.scheme != store.grammar:
+def _refuse_unusable(store: Store, run: Run) -> None:
+    """Raise UsageError for a run of another kind of store, FormatError for damaged findings."""
+    if run.form.grammar != store.grammar:
         raise UsageError(
-            f"{batch.run.path}: its pages are from {record.store}, a {record.scheme} store; "
-            f"{store.url} is a {store.grammar} store; give a {record.scheme} store"
+            f"{run.folder.path}: its pages are from {run.form.store}, a {run.form.grammar} store; "
+            f"{store.url} is a {store.grammar} store; give a {run.form.grammar} store"
         )
-    return chosen
+    for _ in read_findings(run.folder):
+        pass
 
 
 class _Restore:
-    """Restore of one batch's groups. lost: objects in neither quarantine nor store."""
+    """Restore of several runs. left: remarks on runs that were left alone."""
 
     def __init__(
-        self, store: Store, batch: Batch, chosen: IntArray, memory: Callable[[], Arena]
+        self,
+        store: Store,
+        profile: Profile | None,
+        wanted: Wanted,
+        on_progress: Callable[[int], None],
+        *,
+        dry_run: bool,
     ) -> None:
-        """Locate the objects. chosen: indices of groups in the record."""
-        self._memory = memory
+        self.left: list[str] = []
         self._store = store
-        self._batch = batch
-        self._chosen = chosen
-        groups = self._groups = batch.record.groups.take(chosen)
-        self._result = MoveResult.of(groups.pages)
-        keys = groups.keys_of(groups.cells)
-        self._objects = GroupObjects(keys, groups.owners, groups.anchors[groups.cells])
-        self._names = pa.array(groups.files).cast(pa.string()).cast(pa.binary())
-        held = batch.held()
-        sizes = np.array([held.get(file, -1) for file in groups.files.tolist()], np.int64)
-        # Sizes in the record, as in listings, are without trailers.
-        expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
-        self._trailed = (expected >= 0) & (sizes == expected + TRAILER_BYTES)
-        self._sizes = np.where(self._trailed, expected, sizes)
-        self._here, self._double, self.lost = self._assessed()
-        self._refused = ~self._result.open  # first in `rows`
+        self._profile = profile
+        self._wanted = wanted
+        self._on_progress = on_progress
+        self._dry_run = dry_run
+        self._tables = [_COLUMNS.empty_table()]
+        self._origins: list[str] = []
+        self._busy = self._lost = 0
 
-    def _assessed(self) -> tuple[BoolArray, BoolArray, int]:
-        """Locate the objects; fail groups that cannot be restored.
+    def take(self, quarantine: Directory, run: Run, *, own: bool) -> None:
+        """Restore the wanted groups of a run, and remove the run if nothing is left in it.
 
-        Return which objects are only in the quarantine, [n]; which are also in the store after an
-        interrupted run, [n]; and the number of objects in neither.
+        own: the quarantine lies in the store's directory, so that it is the store's own, even if
+        the directory was moved.
         """
-        groups, objects = self._groups, self._objects
-        sight = look(self._store, groups)
-        there, held = sight.at[groups.cells] >= 0, self._sizes >= 0
-        own = sight.known(groups, versions=False)  # restoring changes inode and ctime
-        own[own & held] = self._equal(sight, np.flatnonzero(own & held))
-        strange = sight.present
-        strange[groups.cells[own]] = False
-        for cell in np.flatnonzero(strange).tolist():
-            (key,) = groups.keys_of(np.array([cell])).to_pylist()
-            self._fail(int(groups.cell_owners[cell]), GroupStatus.CONFLICT, key, _IN_STORE)
-        lost = ~there & ~held & self._result.open[groups.owners]
-        expected = groups.facts.column("nbytes").fill_null(-1).to_numpy()
-        resized = ~there & held & (expected >= 0) & (self._sizes != expected)
-        for place in np.flatnonzero(lost | resized).tolist():
-            size = int(self._sizes[place])
-            problem = f"{size} bytes in the quarantine, but {expected[place]} when it was removed"
-            key = objects.keys[place].as_py()
-            why = _NO_MORE if lost[place] else problem
-            self._fail(int(groups.owners[place]), GroupStatus.FAILED, key, why)
-        return ~there & held, own & held, int(lost.sum())
-
-    def _fail(self, group: int, status: GroupStatus, key: bytes, why: str) -> None:
-        self._result.fail(group, status, key, f"{key.decode()}: {why}")
-
-    def _equal(self, sight: Sight, places: IntArray) -> BoolArray:
-        """Return which objects have the same bytes in store and quarantine."""
-        if not len(places):
-            return np.zeros(0, dtype=np.bool_)
-        rows = sight.rows.take(pa.array(sight.at[self._groups.cells[places]]))
-        with FileStore.within(self._batch.folder) as folder:
-            names = pa.table({"key": self._names.take(pa.array(places))})
-            sizes = self._sizes[places]
-            return same_bytes(self._store, rows, folder, names, sizes, arena=self._memory())
-
-    def put_back(self) -> None:
-        """Restore the groups, and remove the restored ones from the record."""
-        if not self._result.open.any():
+        if not run.folder.lock():
+            self._busy += 1
             return
-        if self._batch.has_folder():  # missing if an earlier restore was interrupted at its end
-            self._publish()
-        groups = self._batch.record.groups
-        back = self._chosen[self._result.open]
-        if len(back):
-            left = np.setdiff1d(np.arange(len(groups)), back)
-            self._batch.rewrite(groups.take(left))
+        why = "its purge was interrupted; complete it with hicachectl quarantine purge"
+        try:
+            held = None if run.is_purged else open_run(run.folder, run.form)
+        except UnfinishedPackError:
+            why, held = "its repair was interrupted before the first page left the store", None
+        if held is None:
+            self.left.append(f"{run.folder.path}: left alone: {why}")
+            return
+        with held, copier(self._store, held) as memory:
+            one = _OneRun(self._store, run, held, memory, self._profile, dry_run=self._dry_run)
+            chosen = np.flatnonzero(self._wanted(one.groups))
+            if len(chosen) and not own and run.form.store != without_secrets(self._store.url):
+                self._origins.append(run.form.store)
+            for batch in _batches(one.groups, chosen):
+                self._tables.append(one.put_back(batch))
+                self._on_progress(len(batch))
+            self._lost += one.lost
+            self.left += held.remarks
+            emptied = one.restored == len(one.groups) and held.traits.append_only
+        if emptied and not self._dry_run:  # a pack keeps all that was put back
+            remove_run(quarantine, run.name, run.folder)
+        elif not self._dry_run:
+            remove_if_empty(quarantine, run)
 
-    def _publish(self) -> None:
-        ready = self._result.open[self._groups.owners]
-        chosen = np.flatnonzero(self._here & ready)
-        if isinstance(self._store, Trailed):
-            self._store.add_markers(self._markers_of(np.flatnonzero(self._trailed & ready)))
-        mover = open_mover(self._store, self._batch.folder)
-        if mover is None:
-            self._publish_copies(chosen, ready)
-        else:
-            with mover:
-                self._publish_files(chosen, mover)
-        for place in np.flatnonzero(self._double & ready).tolist():
-            # The objects in the store are durable only now.
-            with suppress(FileNotFoundError):
-                self._batch.folder.remove(str(self._groups.files[place]))
-
-    def _markers_of(self, places: IntArray) -> list[Marker]:
-        """Return the markers of the trailers that objects may have."""
-        keys = self._objects.keys.take(pa.array(places)).to_pylist()
-        pages = self._groups.pages.take(pa.array(self._groups.owners[places])).to_pylist()
-        suffixes = (key.decode().removeprefix(page) for key, page in zip(keys, pages, strict=True))
-        kinds = set(zip(suffixes, self._sizes[places].tolist(), strict=True))
-        markers = self._batch.record.markers
-        return [marker for marker in markers if (marker.suffix, marker.nbytes) in kinds]
-
-    def _publish_files(self, chosen: IntArray, mover: Mover) -> None:
-        """Rename files into the store; rename files of failed groups back."""
-        files = self._groups.files
-
-        def put(place: int, key: bytes) -> Status:
-            return mover.put_back(str(files[place]), key)
-
-        def take(place: int, key: bytes) -> Status:
-            return mover.take(key, str(files[place]))
-
-        def undo(places: IntArray) -> Result:
-            found = self._each(places, take)
-            mover.flush(into_store=False)
-            return found
-
-        publish(
-            self._objects,
-            chosen,
-            self._result,
-            write=lambda places: self._explained(places, self._each(places, put)),
-            undo=undo,
-            flush=lambda: mover.flush(into_store=True),  # no anchor is durable before its sidecars
-            failures=Failures(statuses={Status.EXISTS: GroupStatus.CONFLICT}),
+    def report(self) -> GroupReport:
+        """Return the report of all runs."""
+        rows = pa.concat_tables(self._tables)
+        state = WOULD_RESTORE if self._dry_run else RESTORED
+        done = rows.filter(pc.equal(rows.column("state"), state))
+        return GroupReport(
+            rows=rows,
+            moved=column_sum(done.column("objects")) or 0,
+            gone=self._lost,
+            nbytes=column_sum(done.column("nbytes")),
+            busy=self._busy,
+            left=tuple(self.left),
+            origins=tuple(dict.fromkeys(self._origins)),
         )
 
-    def _publish_copies(self, chosen: IntArray, ready: BoolArray) -> None:
-        """Copy files into the store; delete the copies of failed groups."""
-        if (ready & ~self._here).any():
-            self._store.flush()  # an earlier restore may have been killed before it synced
-        objects, some = self._objects, pa.array(chosen)
-        keys, mtimes = objects.keys.take(some), self._groups.facts.column("mtime_ns").take(some)
-        with FileStore.within(self._batch.folder) as folder:
-            copies = copy_groups(
-                folder,
-                pa.table({"key": self._names.take(some), "mtime_ns": mtimes}),
-                self._store,
-                pa.table({"key": keys, "mtime_ns": mtimes}),
-                GroupObjects(keys, objects.owners[chosen], objects.anchors[chosen]),
-                self._sizes[chosen],
-                self._groups.pages,
-                on_gone=_NO_MORE,
-                arena=self._memory(),
-            )
-        for problem in copies.problems:
-            status = GroupStatus(copies.statuses[problem.group])
-            why = _IN_STORE if status is GroupStatus.CONFLICT else problem.detail
-            self._fail(problem.group, status, (problem.key or "").encode(), why)
 
-    def _each(self, places: IntArray, call: Callable[[int, bytes], Status]) -> Result:
-        statuses = np.zeros(len(places), dtype=np.uint8)
-        errors: dict[int, str] = {}
-        keys = self._objects.keys.take(pa.array(places)).to_pylist()
-        for index, (place, key) in enumerate(zip(places.tolist(), keys, strict=True)):
-            try:
-                statuses[index] = call(place, key)
-            except OSError as error:
-                statuses[index], errors[index] = Status.ERROR, reason_of(error)
-        return Result(statuses, errors)
-
-    def _explained(self, places: IntArray, found: Result) -> Result:
-        """Return the result with a message for each object not written: key and reason."""
-        errors = {}
-        for index in np.flatnonzero(~found.ok).tolist():
-            key = self._objects.keys[int(places[index])].as_py().decode()
-            is_there = found.statuses[index] == Status.EXISTS
-            errors[index] = f"{key}: {_IN_STORE if is_there else _NO_MORE}"
-            if index in found.errors:
-                errors[index] = f"{key}: cannot be restored: {found.errors[index]}"
-        return Result(found.statuses, errors)
-
-    def rows(self, done: str) -> pa.Table:
-        """Return a row for each group. done: state of groups restored, or to be restored."""
-        groups, result = self._groups, self._result
-        # In restored groups, only the objects that this run moved count.
-        counted = groups.with_objects(self._here | ~result.open[groups.owners])
-        details = {problem.group: problem.detail for problem in reversed(result.problems)}
-        columns = {
-            "page": groups.pages,
-            "model": named(groups.models),
-            "tag": named(groups.tags),
-            "objects": counted.counts,
-            "nbytes": counted.nbytes,
-            "codes": _codes(groups.findings),
-            "state": states_of(result.statuses, done),
-            "detail": pa.array(map(details.get, range(len(groups))), pa.string()),
-        }
-        rows = pa.table(columns, schema=_COLUMNS)
-        return rows.take(pa.array(np.argsort(~self._refused, kind="stable")))
-
-
-def _codes(findings: pa.ListArray) -> pa.ListArray:
-    """Return the distinct codes of each group's findings, sorted."""
-    owners = pc.list_parent_indices(findings)
-    codes = pc.fill_null(pc.struct_field(pc.list_flatten(findings), "code"), "")
-    pairs = pa.table({"owner": owners, "code": codes}).group_by(["owner", "code"]).aggregate([])
-    pairs = pairs.sort_by([("owner", "ascending"), ("code", "ascending")])
-    offsets = np.searchsorted(pairs.column("owner").to_numpy(), np.arange(len(findings) + 1))
-    return pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()), pairs.column("code").combine_chunks()
+def _batches(groups: PageGroups, chosen: IntArray) -> list[IntArray]:
+    """Divide chosen groups into batches of about _BATCH_OBJECTS objects."""
+    _, offsets = groups.objects_of(chosen)
+    ends = np.unique(
+        np.searchsorted(offsets, np.arange(_BATCH_OBJECTS, offsets[-1], _BATCH_OBJECTS))
     )
+    return [part for part in np.split(chosen, ends) if len(part)]
+
+
+class _OneRun:
+    """Restore of one run. restored: groups. lost: objects that vanished from the run meanwhile."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: Run,
+        held: Store,
+        memory: Copier,
+        profile: Profile | None,
+        *,
+        dry_run: bool,
+    ) -> None:
+        """List the run. held: its objects, as a store."""
+        self.restored = self.lost = 0
+        self._store = store
+        self._run = run
+        self._held = held
+        self._dry_run = dry_run
+        self._mover = None if dry_run else mover_of(store, held)
+        self._copier = memory
+        # Damaged objects may contradict the profile.
+        self._inventory: Inventory = take_inventory(
+            held, profile, columns=tuple({"version"} & held.traits.columns),
+            on_contradiction=lambda why: None,
+        )  # fmt: skip
+        self.groups = PageGroups(self._inventory)
+        table = self._inventory.table
+        anchors = [
+            any(reading.pool == ANCHOR_POOL for reading in table.resolved[n].readings)
+            if spec is None
+            else spec.anchor
+            for n, spec in enumerate(table.specs)
+        ]
+        self._anchors = self._inventory.by_affix(anchors, False)
+        self._codes: dict[tuple[str | None, str | None], set[str]] = defaultdict(set)
+        for reason in read_findings(run.folder):
+            self._codes[reason.page, reason.group].add(reason.code)
+
+    def put_back(self, batch: IntArray) -> pa.Table:
+        """Restore some groups; return a row for each. batch: numbers of groups."""
+        places, offsets = self.groups.objects_of(batch)
+        owners = np.repeat(np.arange(len(batch)), np.diff(offsets))
+        rows = self._inventory.take(places)
+        result = MoveResult.of(self.groups.pages_at(batch))
+        objects = GroupObjects(rows.column("key").combine_chunks(), owners, self._anchors[places])
+        double = self._assess(rows, objects, result)
+        refused = ~result.open  # first in the table
+        if not self._dry_run and result.open.any():
+            self._publish(rows, objects, result, double)
+        self.restored += int(result.open.sum())
+        report = self._report(batch, rows, owners, result, double)
+        return report.take(pa.array(np.argsort(~refused, kind="stable")))
+
+    def _assess(self, rows: pa.Table, objects: GroupObjects, result: MoveResult) -> BoolArray:
+        """Fail groups that cannot be restored; return which objects the store has, equal: [n]."""
+        store = self._store
+        columns = ["nbytes", *sorted({"locator"} & store.traits.columns)]
+        seen = store.look(pa.table({"key": objects.keys}), columns)
+        at = pc.index_in(objects.keys, value_set=seen.column("key").combine_chunks())
+        present = at.is_valid().to_numpy(zero_copy_only=False)
+        sizes = _sizes_of(rows)
+        equal = np.zeros(len(objects), dtype=np.bool_)
+        there = np.flatnonzero(present)
+        known = seen.column("nbytes").take(at.take(pa.array(there)))
+        there = there[pc.equal(known, pa.array(sizes[there])).fill_null(True).to_numpy()]
+        equal[there] = self._copier.same(
+            store, seen.take(at.take(pa.array(there))),
+            self._held, rows.take(pa.array(there)), sizes[there],
+        )  # fmt: skip
+        for n in np.flatnonzero(present & ~equal).tolist():
+            self._fail(objects, n, result, GroupStatus.CONFLICT, _IN_STORE)
+        if isinstance(store, Trailed):
+            since_ns = int(self._run.form.begin * 1e9) - _EPOCH_MARGIN_NS
+            for n in np.flatnonzero(store.cleared_since(rows, since_ns)).tolist():
+                self._fail(objects, n, result, GroupStatus.FAILED, _CLEARED)
+        return equal
+
+    def _fail(
+        self, objects: GroupObjects, n: int, result: MoveResult, status: GroupStatus, why: str
+    ) -> None:
+        result.fail(int(objects.owners[n]), status, objects.keys[n].as_py(), why)
+
+    def _publish(
+        self, rows: pa.Table, objects: GroupObjects, result: MoveResult, double: BoolArray
+    ) -> None:
+        """Put objects of open groups into the store, and remove copies from the run."""
+        ready = result.open[objects.owners]
+        if isinstance(self._store, Trailed) and isinstance(self._held, Trailed):
+            trailed = _trailed_kinds(rows.filter(pa.array(ready)))
+            markers = self._held.markers()
+            self._store.add_markers(m for m in markers if (m.suffix, m.nbytes) in trailed)
+        if (ready & double).any():
+            self._store.flush()  # an earlier restore may have been killed before it synced
+        mover = self._mover
+        written = publish(
+            objects,
+            np.flatnonzero(ready & ~double),
+            result,
+            write=lambda places: self._write(rows, objects, places),
+            undo=lambda places: self._undo(rows, objects, places),
+            # No anchor is durable before its sidecars.
+            flush=(lambda: None) if mover is None else lambda: mover.flush(into_store=True),
+            failures=_FAILURES,
+        )
+        if not self._held.traits.append_only:
+            copied = double | written if mover is None else double
+            back = np.flatnonzero(copied & result.open[objects.owners])
+            self._held.delete(rows.select(["key"]).take(pa.array(back)))
+
+    def _write(self, rows: pa.Table, objects: GroupObjects, places: IntArray) -> Result:
+        if self._mover is not None:
+            found = _each(objects, places, self._mover.put_back)
+        else:
+            some = rows.take(pa.array(places))
+            new = some.select(["key", "mtime_ns"])
+            found = self._copier.copy(self._held, some, self._store, new, _sizes_of(some))
+        self.lost += int((found.statuses == Status.GONE).sum())
+        return found
+
+    def _undo(self, rows: pa.Table, objects: GroupObjects, places: IntArray) -> Result:
+        if self._mover is None:
+            return self._store.undo_writes(rows.select(["key"]).take(pa.array(places)))
+        found = _each(objects, places, self._mover.take)
+        self._mover.flush(into_store=False)
+        return found
+
+    def _report(
+        self,
+        batch: IntArray,
+        rows: pa.Table,
+        owners: IntArray,
+        result: MoveResult,
+        double: BoolArray,
+    ) -> pa.Table:
+        """Return a row for each group of a batch."""
+        groups, deployments = self.groups, self.groups.deployments
+        ids = groups.deployment_ids[batch].tolist()
+        known = [None if number == UNRESOLVED else deployments[number] for number in ids]
+        labels = [groups.labels[number] for number in groups.label_ids[batch].tolist()]
+        # In restored groups, only the objects that this run moved count.
+        counted = np.flatnonzero(~double | ~result.open[owners])
+        sizes = rows.column("nbytes").take(pa.array(counted))
+        details = {p.group: f"{p.key}: {p.detail}" for p in reversed(result.problems)}
+        columns = {
+            "page": result.pages,
+            "model": named(pa.array([one.model if one else "" for one in known], pa.string())),
+            "tag": named(pa.array([one.tag if one else "" for one in known], pa.string())),
+            "objects": np.bincount(owners[counted], minlength=len(batch)),
+            "nbytes": column_sums(sizes, owners[counted], len(batch)),
+            "codes": [
+                sorted(self._codes.get(pair, ()))
+                for pair in zip(result.pages.to_pylist(), labels, strict=True)
+            ],
+            "state": states_of(result.statuses, WOULD_RESTORE if self._dry_run else RESTORED),
+            "detail": pa.array(map(details.get, range(len(batch))), pa.string()),
+        }
+        return pa.table(columns, schema=_COLUMNS)
+
+
+_CHANGED = dict.fromkeys(
+    (Status.SHORT, Status.OVERSIZED, Status.CHANGED), "changed while being read"
+)
+_FAILURES = Failures(
+    statuses={Status.EXISTS: GroupStatus.CONFLICT},
+    details={**_CHANGED, Status.EXISTS: _IN_STORE, Status.GONE: _NO_MORE},
+)
+
+
+def _sizes_of(rows: pa.Table) -> IntArray:
+    sizes: IntArray = rows.column("nbytes").fill_null(0).to_numpy()
+    return sizes
+
+
+def _trailed_kinds(rows: pa.Table) -> set[tuple[str, int]]:
+    """Return suffix and size of the objects of a file store whose files have trailers."""
+    columns = (rows.column(name).to_pylist() for name in ("key", "nbytes", "version"))
+    return {
+        (key[HASH_BYTES:].decode(), nbytes)
+        for key, nbytes, version in zip(*columns, strict=True)
+        if VERSION.unpack(version)[-1] == nbytes + TRAILER_BYTES
+    }
+
+
+def _each(objects: GroupObjects, places: IntArray, call: Callable[[bytes], Status]) -> Result:
+    """Call a mover for each object."""
+    statuses = np.full(len(places), Status.ERROR, dtype=np.uint8)
+    errors: dict[int, str] = {}
+    for n, key in enumerate(objects.keys.take(pa.array(places)).to_pylist()):
+        try:
+            statuses[n] = call(key)
+        except OSError as error:
+            errors[n] = f"cannot be restored: {reason_of(error)}"
+    return Result(statuses, errors)

@@ -38,7 +38,8 @@ class GroupStatus(IntEnum):
 class Problem:
     """Reason why a group was not copied, removed or restored completely.
 
-    key: of the object at fault. group: index in the `MoveResult`, or -1.
+    key: key of the object at fault.
+    group: index in the `MoveResult`, or -1.
     """
 
     page: str

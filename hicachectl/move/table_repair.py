@@ -87,8 +87,8 @@ def write_repaired_snapshot(
 ) -> bool:
     """Write tables without some groups beside the snapshot, if no server is given.
 
-    numbers: of the groups. writers_stopped: also release leaked pages. Return False if the store
-    has a server or no tables.
+    numbers: numbers of the groups. writers_stopped: also release leaked pages. Return False if the
+    store has a server or no tables.
     """
     state = store.table_state() if isinstance(store, PageTables) else None
     if state is None or state.live:

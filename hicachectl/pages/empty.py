@@ -41,10 +41,10 @@ def _contents(store: Store, objects: pa.Table) -> str:
             "hicachectl verify --allow-empty describes them"
         )
     directories, others = _entries(store, objects)
-    if is_quarantine(store.path, [*directories, *others], os.path.lexists):
+    if is_quarantine(store.path, directories):
         return (
-            f"{store.path} is a quarantine, not a store; put its pages back with "
-            f"hicachectl restore {store.path} STORE"
+            f"{store.path} is a quarantine, not a store; each run in it is one; put its pages back "
+            f"with hicachectl restore {store.path} STORE"
         )
     cleared = _cleared(objects)
     others = sorted(set(others) - set(map(os.fsdecode, cleared)))

@@ -24,9 +24,7 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
 from hicachectl.move.planning import RepairPlan
-from hicachectl.move.repair import Attempt, left_remarks, plan_of, repair
-from hicachectl.move.reports import finished_remarks
-from hicachectl.move.withdrawal import finish_removals
+from hicachectl.move.repair import left_remarks, plan_of, repair
 from hicachectl.pages.published import (
     inventory_of,
     publish_listing,
@@ -278,7 +276,7 @@ class VerifyJob:
     ) -> Published:
         """See `Job`."""
         store, request = self._store, self._request
-        remarks = self._finish_removals()
+        remarks: list[str] = []
         start = start_run(store, request, first=False)
         listed = publish_listing(
             store,
@@ -286,7 +284,7 @@ class VerifyJob:
             folder,
             parts,
             columns=request.columns(store),
-            needs_pages=not (request.allow_empty or remarks),  # earlier runs may remove all pages
+            needs_pages=not request.allow_empty,
             on_batch=on_listed,
         )
         listing = start.listing.ended()
@@ -429,7 +427,7 @@ class VerifyJob:
             groups,
             plan,
             self._repair,
-            attempt=Attempt(first=given.part == 0, mark=given.owner, earlier=given.earlier),
+            first=given.part == 0,
             buffer_bytes=self._request.buffer_bytes,
             say=said.append,
             on_progress=lambda groups: given.check(),
@@ -444,12 +442,6 @@ class VerifyJob:
         )
         # Settled even if --time-limit cut the check: another attempt would use the same plan.
         return StageResult(msgspec.to_builtins(form), settled=not done.failed, planned=found)
-
-    def _finish_removals(self) -> list[str]:
-        """Complete the removals of killed runs before the listing; return remarks."""
-        if self._repair is None or self._repair.dry_run:
-            return []
-        return list(finished_remarks(finish_removals(self._store, self._repair.quarantine)))
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]

@@ -12,7 +12,6 @@ import pytest
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
-from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.markers import Marker
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
@@ -167,11 +166,11 @@ def test_a_linked_side_directory_is_a_remark_and_stops_writers(
     assert "folders and trailers, if there are any, go unnoticed" in invoke("ls", store).stderr
     assert ".hicachectl: is a symbolic link" in invoke(*_repair(store), exit_code=3).stderr
     rows = rows_of([kv(0).encode()])
-    with FileStore(store) as opened, Directory.named(str(tmp_path), writes=True) as directory:
+    with FileStore(store) as opened, FileStore(tmp_path) as run:
         with pytest.raises(UntrustedError, match="is a symbolic link"):
             opened.delete(rows)
         with pytest.raises(UntrustedError, match="is a symbolic link"):
-            opened.mover(directory)
+            opened.mover(run)
     assert state(tmp_path) == before
 
 

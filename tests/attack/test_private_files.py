@@ -208,10 +208,10 @@ def test_a_quarantine_by_copy_keeps_modes(
     there = other_file_system / "q"
     there.mkdir(mode=0o755)
     invoke(*repair(store, "--quarantine", there))
-    (record,) = there.glob("*/*.json")
-    assert mode(record) == 0o600
-    assert mode(record.parent) == mode(record.with_suffix("")) == 0o700
-    assert sorted(map(mode, record.with_suffix("").iterdir())) == [0o600, 0o664]
+    (run,) = there.iterdir()
+    assert mode(run) == mode(run / ".hicachectl") == 0o700
+    assert {mode(path) for path in (run / ".hicachectl").iterdir()} == {0o600}
+    assert sorted(map(mode, run.glob("*.bin"))) == [0o600, 0o664]
     invoke("restore", there, store, "--yes")
     assert {path.name: mode(path) for path in objects(store)} == before
     assert contents(store) == bytes_before

@@ -18,8 +18,9 @@ import pytest
 
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.runs import open_run
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
-from hicachectl.move.quarantine import Batch
+from hicachectl.move import restore
 from hicachectl.move.restore import restore_groups
 from tests import stores
 from tests.move.repairs import default_quarantine, dsa_store, indexer, kv, repaired, shorten
@@ -55,9 +56,9 @@ def state(directory: Path) -> State:
 def victim(tmp_path: Path) -> Path:
     """A directory outside the store that looks like a quarantine's run."""
     directory = tmp_path / "victim"
-    (directory / "000000").mkdir(parents=True)
+    (directory / ".hicachectl" / "plugin").mkdir(parents=True)
     (directory / "empty").mkdir()
-    for name in ("000000/0", "000000/report.txt", "notes.tmp", ".000000.json.tmp", "17"):
+    for name in (".hicachectl/findings.jsonl", "report.txt", "notes.tmp", kv(1), "17"):
         (directory / name).write_text(f"precious {name}")
     return directory
 
@@ -85,20 +86,17 @@ def writers(store: Path) -> dict[str, tuple[object, ...]]:
     repair = ("--profile", profile, "--repair", "quarantine", "--yes", "--checks", "groups,sizes",
               "--fail-on", "never")  # fmt: skip
     return {
-        "rm": ("rm", store, "--model", "nothing", "--yes"),
+        "rm": ("rm", store, "--model", "x-dsa", "--yes"),
         "repair": ("verify", store, *repair),
         "restore": ("restore", default_quarantine(store), store, "--yes"),
     }
 
 
-def begun_record(store: Path, mode: str = "quarantine") -> Path:
-    """Repair the store, and rename the record to its name while it was begun."""
+def made_run(store: Path) -> Path:
+    """Repair the store; return the run."""
     repaired(store)
-    (path,) = default_quarantine(store).glob("*/*.json")
-    document = json.loads(path.read_text())
-    document["mode"] = mode
-    path.write_text(json.dumps(document))
-    return path.rename(path.with_suffix(".begun"))
+    (run,) = default_quarantine(store).iterdir()
+    return run
 
 
 # attacks: each returns the name of the entry that the refusal must name
@@ -110,22 +108,16 @@ def link_run(store: Path, victim: Path) -> str:
     return RUN
 
 
-def link_folder(store: Path, victim: Path) -> str:
-    folder = begun_record(store).with_suffix("")
-    folder.rename(store.parent / "aside")
-    folder.symlink_to(victim)
-    return "000000"
-
-
-def link_folder_of_removal(store: Path, victim: Path) -> str:
-    folder = begun_record(store, "delete").with_suffix("")
-    folder.rename(store.parent / "aside")
-    folder.symlink_to(victim)
-    return "000000"
+def link_side_of_run(store: Path, victim: Path) -> str:
+    side = made_run(store) / ".hicachectl"
+    shutil.rmtree(victim / ".hicachectl")
+    side.rename(victim / ".hicachectl")
+    side.symlink_to(victim / ".hicachectl")
+    return ".hicachectl"
 
 
 def link_side(store: Path, victim: Path) -> str:
-    (victim / "quarantine" / RUN / "000000").mkdir(parents=True)
+    (victim / "quarantine" / RUN / ".hicachectl").mkdir(parents=True)
     (store / ".hicachectl").symlink_to(victim)
     return ".hicachectl"
 
@@ -137,18 +129,18 @@ def link_quarantine(store: Path, victim: Path) -> str:
     return "quarantine"
 
 
-def link_record(store: Path, victim: Path) -> str:
-    path = begun_record(store)
+def link_form(store: Path, victim: Path) -> str:
+    path = made_run(store) / ".hicachectl" / "run.json"
     path.rename(victim / "17")
     path.symlink_to(victim / "17")
-    return "000000.begun"
+    return "run.json"
 
 
-def link_object(store: Path, victim: Path) -> str:
-    folder = begun_record(store).with_suffix("")
-    (folder / "0").unlink()
-    (folder / "0").symlink_to(victim / "17")
-    return "0"
+def link_findings(store: Path, victim: Path) -> str:
+    path = made_run(store) / ".hicachectl" / "findings.jsonl"
+    path.unlink()
+    path.symlink_to(victim / "17")
+    return "findings.jsonl"
 
 
 def fifo_run(store: Path, _: Path) -> str:
@@ -157,36 +149,36 @@ def fifo_run(store: Path, _: Path) -> str:
     return RUN
 
 
-def fifo_record(store: Path, _: Path) -> str:
-    run = default_quarantine(store) / RUN
-    run.mkdir(parents=True)
-    os.mkfifo(run / "000000.begun")
-    return "000000.begun"
-
-
-def fifo_object(store: Path, _: Path) -> str:
-    folder = begun_record(store).with_suffix("")
-    (folder / "0").unlink()
-    os.mkfifo(folder / "0")
-    return "0"
+def fifo_form(store: Path, _: Path) -> str:
+    path = made_run(store) / ".hicachectl" / "run.json"
+    path.unlink()
+    os.mkfifo(path)
+    return "run.json"
 
 
 ATTACKS = [
-    link_run,
-    link_folder,
-    link_folder_of_removal,
-    link_side,
-    link_quarantine,
-    link_record,
-    link_object,
-    fifo_run,
-    fifo_record,
-    fifo_object,
+    ("rm", link_side),
+    ("repair", link_side),
+    ("repair", link_quarantine),
+    *(
+        ("restore", attack)
+        for attack in (
+            link_run,
+            link_side_of_run,
+            link_side,
+            link_quarantine,
+            link_form,
+            link_findings,
+            fifo_run,
+            fifo_form,
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("command", ["rm", "repair", "restore"])
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: str(attack.__name__))
+@pytest.mark.parametrize(
+    ("command", "attack"), ATTACKS, ids=lambda one: getattr(one, "__name__", one)
+)
 def test_writers_refuse_before_any_change(
     invoke: Invoke, store: Path, victim: Path, command: str, attack: Callable[[Path, Path], str]
 ) -> None:
@@ -203,35 +195,19 @@ def test_writers_refuse_before_any_change(
 def test_a_restore_takes_no_object_that_is_no_file(
     invoke: Invoke, store: Path, victim: Path, kind: str
 ) -> None:
-    repaired(store)
-    (record,) = default_quarantine(store).glob("*/*.json")
-    path = record.with_suffix("") / "0"
+    """It is named, and stays."""
+    path = made_run(store) / indexer(1)
     (victim / "17").write_bytes(path.read_bytes())
     path.unlink()
     if kind == "link":
         path.symlink_to(victim / "17")
     else:
         os.mkfifo(path)
-    before = state(store.parent)
-    invoke(*writers(store)["restore"], exit_code=3)
-    assert state(store.parent) == before
-    # A removal does not use the results of a finished repair.
-    invoke(*writers(store)["rm"])
-
-
-def test_a_restore_moves_nothing_in_through_a_linked_folder(
-    invoke: Invoke, store: Path, victim: Path
-) -> None:
-    repaired(store)
-    (record,) = default_quarantine(store).glob("*/*.json")
-    folder = record.with_suffix("")
-    for path in folder.iterdir():
-        path.rename(victim / path.name)
-    folder.rmdir()
-    folder.symlink_to(victim)
-    before = state(store.parent)
-    invoke(*writers(store)["restore"], exit_code=3)
-    assert state(store.parent) == before
+    before = state(victim)
+    assert "ignored 1 link" in invoke(*writers(store)["restore"]).stderr
+    assert state(victim) == before
+    assert os.path.lexists(path)
+    assert not (store / indexer(1)).exists()
 
 
 def test_the_named_quarantine_may_be_a_link(invoke: Invoke, store: Path, tmp_path: Path) -> None:
@@ -240,7 +216,7 @@ def test_the_named_quarantine_may_be_a_link(invoke: Invoke, store: Path, tmp_pat
     (tmp_path / "named").symlink_to(tmp_path / "real")
     repair = writers(store)["repair"]
     invoke(*repair, "--quarantine", tmp_path / "named")
-    assert len(list((tmp_path / "real").glob("*/*.json"))) == 1
+    assert len(list((tmp_path / "real").glob("*/.hicachectl/run.json"))) == 1
     invoke("restore", tmp_path / "named", store, "--yes")
     assert contents(store) == before
 
@@ -304,28 +280,38 @@ def test_a_stamp_that_the_user_may_not_read_is_said(shared: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("what", ["run", "record", "folder", "object", "side"])
-@pytest.mark.parametrize("command", ["rm", "repair", "restore"])
-def test_files_of_strangers_are_refused(
-    invoke: Invoke, store: Path, command: str, what: str
-) -> None:
-    record = begun_record(store)
-    place = {
-        "run": record.parent,
-        "record": record,
-        "folder": record.with_suffix(""),
-        "object": record.with_suffix("") / "0",
-        "side": store / ".hicachectl",
-    }[what]
-    if what == "object":  # not the file that was moved
-        moved = place.read_bytes()
-        place.rename(store.parent / "aside")
-        place.write_bytes(moved)
+@pytest.mark.parametrize("what", ["run", "run.json", "findings.jsonl", "side of run", "side"])
+def test_files_of_strangers_are_refused(invoke: Invoke, store: Path, what: str) -> None:
+    run = made_run(store)
+    own = run / ".hicachectl"
+    place = {"run": run, "side of run": own, "side": store / ".hicachectl"}.get(what, own / what)
     os.chown(place, STRANGER, STRANGER)
+    default_quarantine(store).chmod(0o777)
     before = state(store.parent)
-    outcome = invoke(*writers(store)[command], exit_code=3)
+    outcome = invoke(*writers(store)["restore"], exit_code=3)
     assert f"{place}: belongs to user {STRANGER}" in outcome.stderr
     assert state(store.parent) == before
+
+
+@needs_root
+def test_root_manages_a_quarantine_elsewhere_whose_runs_belong_to_the_owner_of_the_store(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    for path in (store, *store.rglob("*")):
+        os.chown(path, STRANGER, STRANGER)
+    store.chmod(0o750)
+    before = contents(store)
+    (tmp_path / "q").mkdir(mode=0o755)
+    invoke(*writers(store)["repair"], "--quarantine", tmp_path / "q")
+    (run,) = (tmp_path / "q").iterdir()
+    facts = run.stat()
+    assert (facts.st_uid, facts.st_gid) == (STRANGER, STRANGER)
+    assert stat.S_IMODE(facts.st_mode) == 0o750
+    listed = invoke("quarantine", "list", tmp_path / "q", "--format", "json").document
+    assert [row["state"] for row in listed["runs"]] == ["kept"]
+    invoke("restore", tmp_path / "q", store, "--yes")
+    assert contents(store) == before
+    assert list((tmp_path / "q").iterdir()) == []
 
 
 @needs_root
@@ -460,27 +446,24 @@ def test_the_lock_of_a_stranger_is_refused(invoke: Invoke, store: Path) -> None:
 # swapped between check and use
 
 
-def test_a_folder_swapped_for_a_link_after_the_check_is_not_followed(
+def test_a_run_swapped_for_a_link_after_the_check_is_not_followed(
     store: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is swapped right after the check."""
-    repaired(store)
-    (record,) = default_quarantine(store).glob("*/*.json")
-    folder = record.with_suffix("")
-    held = Batch.held
+    """The run is swapped right after it was opened."""
+    run = made_run(store)
 
-    def swapped(batch: Batch) -> dict[int, int]:
-        found = held(batch)
-        if not folder.is_symlink():
-            folder.rename(store.parent / "aside")
-            folder.symlink_to(victim)
+    def swapped(*arguments: Any) -> Any:
+        found = open_run(*arguments)
+        if not run.is_symlink():
+            run.rename(store.parent / "aside")
+            run.symlink_to(victim)
         return found
 
-    monkeypatch.setattr(Batch, "held", swapped)
+    monkeypatch.setattr(restore, "open_run", swapped)
     before = state(victim)
-    with FileStore(store) as opened, suppress(UntrustedError):
+    with FileStore(store) as opened, suppress(UntrustedError, StoreUnavailable):
         restore_groups(opened, default_quarantine(store))
-    assert folder.is_symlink()
+    assert run.is_symlink()
     assert state(victim) == before
     objects = [path for path in store.iterdir() if path.is_file()]
     assert not any(path.read_bytes().startswith(b"precious") for path in objects)
@@ -490,10 +473,8 @@ def test_a_race_for_the_side_directory_touches_nothing_outside(store: Path, vict
     """A thread swaps directory and link again and again during repairs."""
     side, link = store / ".hicachectl", store.parent / "link"
     link.symlink_to(victim)
-    (victim / "quarantine" / RUN / "000000").mkdir(parents=True)
-    (victim / "quarantine" / RUN / "000001").mkdir(parents=True)
-    (victim / "quarantine" / RUN / "000000.json").write_text("{}")
-    (victim / "quarantine" / RUN / "000000.begun").write_text("{}")
+    (victim / "quarantine" / RUN / ".hicachectl").mkdir(parents=True)
+    (victim / "quarantine" / RUN / ".hicachectl" / "run.json").write_text("{}")
     side.mkdir()
     before = state(victim)
     stopped = threading.Event()
@@ -532,122 +513,74 @@ def test_a_file_swapped_for_a_link_is_refused_when_it_is_opened(
             directory.read("x", 10)
 
 
-# records that were lost or altered
-
-
-def document_of(store: Path) -> tuple[Path, Any]:
-    repaired(store)
-    (path,) = default_quarantine(store).glob("*/*.json")
-    return path, json.loads(path.read_text())
-
-
-@pytest.mark.parametrize("command", ["rm", "repair", "restore"])
-@pytest.mark.parametrize("suffix", [".json", ".begun"])
-def test_objects_whose_record_is_lost_stay(
-    invoke: Invoke, store: Path, command: str, suffix: str
-) -> None:
-    path, _ = document_of(store)
-    (path if suffix == ".json" else path.rename(path.with_suffix(suffix))).unlink()
-    before = state(store)
-    outcome = invoke(*writers(store)[command])
-    assert state(store) == before
-    assert f"{path.with_suffix('')}: has objects without a record" in outcome.stderr
-
-
-ALTERATIONS: list[Callable[[Any], object]] = [
-    lambda d: d["groups"][0]["objects"][0].update(nbytes=2**63),
-    lambda d: d["groups"][0]["objects"][0].update(nbytes=2**63 - 1),
-    lambda d: [o.update(nbytes=2**62) for o in d["groups"][0]["objects"]],
-    lambda d: d["groups"][0]["objects"][0].update(nbytes=True),
-    lambda d: d["groups"][0]["objects"][0].update(nbytes=1.5),
-    lambda d: d["groups"][0]["objects"][0].update(nbytes=-1),
-    lambda d: d["groups"][0]["objects"][0].update(mtime_ns=2**63),
-    lambda d: d["groups"][0]["objects"][0].update(mtime_ns=-(2**63) - 1),
-    lambda d: d["groups"][0]["objects"][0].update(mtime_ns="17"),
-    lambda d: d["groups"][0]["objects"][0].update(mtime_ns=1e300),
-    lambda d: d["groups"][0]["objects"][0].update(file=10**400),
-    lambda d: d["groups"][0]["objects"][0].update(file=False),
-    lambda d: d["groups"][0]["objects"][0].update(slot=10**400),
-    lambda d: d["groups"][0]["objects"][0].update(unwanted="yes"),
-    lambda d: d["groups"][0]["objects"][0].update(version="00" * (1 << 20)),
-    lambda d: d["groups"][0].update(absent=[10**400]),
-    lambda d: d["groups"][0].update(findings=[{"code": 3}]),
-    lambda d: d.update(began=10**400),
-    lambda d: d.update(began=float("nan")),
-    lambda d: d.update(began=float("inf")),
-    lambda d: d.update(began=True),
-    lambda d: d.update(began="1.5"),
-    lambda d: d.update(quarantine=True),
-    lambda d: d.update(quarantine=10**400),
-    lambda d: d.update(quarantine=[[[[]]]] * 1000),
-    lambda d: d.update(mode=["quarantine"]),
-    lambda d: d["shapes"][0][0].update(trailing=10**400),
-    lambda d: d["shapes"][0][0].update(sidecars=[10**400]),
-    lambda d: d["shapes"][0][0].update(sidecars=[len(d["shapes"][0])]),
-    lambda d: d["shapes"][0][0].update(anchor=1),
-    lambda d: d["shapes"].__setitem__(0, d["shapes"][0] * (1 << 16)),
-    lambda d: d["groups"].append(
-        {
-            **d["groups"][0],
-            "objects": [{**o, "file": o["file"] + 100} for o in d["groups"][0]["objects"]],
-        }
-    ),
-]
-
-
-@pytest.mark.parametrize("number", range(len(ALTERATIONS)))
-@pytest.mark.parametrize("suffix", [".json", ".begun"])
-def test_an_altered_record_is_one_line_that_says_what_to_do(
-    invoke: Invoke, store: Path, number: int, suffix: str
-) -> None:
-    path, document = document_of(store)
-    ALTERATIONS[number](document)
-    path.write_text(json.dumps(document))
-    path = path.rename(path.with_suffix(suffix))
-    before = state(store)
-    commands = ("restore",) if suffix == ".json" else ("rm", "repair", "restore")
-    for command in commands:
-        outcome = invoke(*writers(store)[command], exit_code=2)
-        assert outcome.stderr.count("\n") == 1
-        assert len(outcome.stderr) < 1000
-        assert f"{path}: not a quarantine record" in outcome.stderr
-        assert "move the file out" in outcome.stderr
-        assert state(store) == before
-    if suffix == ".json":  # a removal does not need this record
-        invoke(*writers(store)["rm"])
-    # The next step in the message works.
-    path.rename(store.parent / path.name)
-    invoke(*writers(store)["rm"])
-    assert path.with_suffix("").is_dir()
+# runs that were altered
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "[" * 100_000,
-        '{"quarantine": 1, "began": ' + "9" * 5000 + "}",
+        '{"form": 1, "begin": ' + "9" * 5000 + "}",
         "\x00" * 100,
         '"\\ud800"',
         "null",
         "1e999",
-        '{"quarantine": ' * 5000,
+        '{"form": ' * 5000,
     ],
     ids=["deep", "digits", "zeros", "surrogate", "null", "infinite", "objects"],
 )
-def test_text_that_is_no_record_is_one_line(invoke: Invoke, store: Path, text: str) -> None:
-    path, _ = document_of(store)
-    path = path.rename(path.with_suffix(".begun"))
+@pytest.mark.parametrize("name", ["run.json", "findings.jsonl"])
+def test_text_that_describes_no_run_is_one_line(
+    invoke: Invoke, store: Path, name: str, text: str
+) -> None:
+    path = made_run(store) / ".hicachectl" / name
     path.write_text(text)
     before = state(store)
-    outcome = invoke(*writers(store)["rm"], exit_code=2)
+    outcome = invoke(*writers(store)["restore"], exit_code=2)
     assert outcome.stderr.count("\n") == 1
-    assert "not a quarantine record" in outcome.stderr
+    assert len(outcome.stderr) < 1000
+    assert str(path) in outcome.stderr
+    assert "move " in outcome.stderr
     assert state(store) == before
 
 
-def test_a_record_of_a_later_form_is_said(invoke: Invoke, store: Path) -> None:
-    path, document = document_of(store)
-    path.write_text(json.dumps({**document, "quarantine": 2}))
+@pytest.mark.parametrize(
+    "alteration",
+    [
+        {"begin": 10**400},
+        {"begin": True},
+        {"begin": "1.5"},
+        {"form": True},
+        {"form": 10**400},
+        {"form": [[[[]]]] * 1000},
+        {"scheme": ["file"]},
+        {"grammar": 3},
+        {"run": RUN},
+        {"store": None},
+    ],
+    ids=str,
+)
+def test_an_altered_run_is_one_line_that_says_what_to_do(
+    invoke: Invoke, store: Path, alteration: dict[str, Any]
+) -> None:
+    run = made_run(store)
+    path = run / ".hicachectl" / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **alteration}))
+    before = state(store)
+    outcome = invoke(*writers(store)["restore"], exit_code=2)
+    assert outcome.stderr.count("\n") == 1
+    assert len(outcome.stderr) < 1000
+    assert str(run) in outcome.stderr
+    assert "out of the quarantine" in outcome.stderr
+    assert state(store) == before
+    # The next step in the message works.
+    run.rename(store.parent / run.name)
+    invoke(*writers(store)["restore"])
+
+
+def test_a_run_of_a_later_form_is_said(invoke: Invoke, store: Path) -> None:
+    path = made_run(store) / ".hicachectl" / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "form": 2}))
     message = invoke(*writers(store)["restore"], exit_code=2).stderr
     assert "form 2, but this version reads form 1" in message
 

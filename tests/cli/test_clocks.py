@@ -134,7 +134,7 @@ def test_a_move_leaves_young_pages(
 
 
 def test_a_purge_before_an_age(invoke: Invoke, tmp_path: Path, skewed: float) -> None:
-    """The record is dated by the store's clock, too, and not by the host's."""
+    """The run is dated by the store's clock, too, and not by the host's."""
     store = aged_store(tmp_path / "store", 7200, 7200)
     shorten(store / indexer(OLD))
     repaired(store)

@@ -203,7 +203,7 @@ def test_a_repair_that_fails_says_why(
     def stuck(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("hicachectl.backends.object_files.mover.FileMover.take", stuck)
+    monkeypatch.setattr("hicachectl.backends.object_files.writing.FileWriter.remove", stuck)
     anchor = min(path for path in place["STORE"].glob("*.bin") if "mamba" not in path.name)
     facts = anchor.stat()
     anchor.write_bytes(b"short")

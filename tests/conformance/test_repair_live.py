@@ -27,7 +27,7 @@ from tests.conformance.store_cases import CASES
 from tests.move.repairs import plan_for
 
 if TYPE_CHECKING:
-    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.base import Store
     from hicachectl.backends.object_files.mover import FileMover
     from hicachectl.move.reports import GroupReport
     from hicachectl.pages.groups import PageGroups as Groups
@@ -117,13 +117,13 @@ class Watched(FileStore):
 
     last_taken: dict[str, int]
 
-    def mover(self, directory: Directory) -> FileMover | None:
-        real = super().mover(directory)
+    def mover(self, run: Store) -> FileMover | None:
+        real = super().mover(run)
         assert real is not None
         take = real.take
 
-        def noted(key: bytes, name: str, version: bytes | None = None) -> Status:
-            status = take(key, name, version)
+        def noted(key: bytes, version: bytes | None = None) -> Status:
+            status = take(key, version)
             if status == Status.OK:
                 self.last_taken[key.decode()] = time.time_ns()
             return status

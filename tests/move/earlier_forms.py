@@ -7,9 +7,8 @@ destination after the whole migration, and `home` has the journal. Objects have 
 bytes: pages of a model with an indexer, of a model of TP 2 with some Mamba states, and with
 ambiguous keys.
 
-A checkout keeps neither paths nor inodes and change times. `place` therefore rewrites these in the
-documents of the tree: store URLs, the inode and change time in each `version`, and in journals the
-digests and the file name, which depend on the URLs.
+A checkout keeps no paths. `place` therefore rewrites the store URLs in journals, their digests and
+their file names, which depend on the URLs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import hashlib
 import json
 import os
 import re
-import struct
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,6 @@ QUARANTINES = Path(__file__).parents[1] / "data" / "quarantines"
 JOURNALS = Path(__file__).parents[1] / "data" / "journals"
 RELEASES = ("c343c6e", "e5bd0ea")
 
-_VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
 _ROOT = "/mnt"  # parent of the trees when they were written
 
 
@@ -84,8 +81,6 @@ def place(archive: Path, root: Path, *, elsewhere: Path | None = None) -> Earlie
             path = elsewhere.joinpath(*rest) if first == "quarantine" else root / member.name
             _put(tar, member, path)
     about = json.loads((root / "about.json").read_text())
-    for record in [*root.rglob("00*.begun"), *root.rglob("00*.json")]:
-        _settle_record(record, root)
     for journal in sorted(root.glob("home/.local/state/hicachectl/migrations/*.jsonl")):
         _settle_journal(journal, root)
     command = (word.replace(_ROOT, str(root)) for word in about.get("command", ()))
@@ -108,24 +103,6 @@ def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
 def _here(text: str, root: Path) -> str:
     """Return a text with the present paths of the stores."""
     return re.sub(rf"(?<=://){_ROOT}(?=/)", root.as_uri().removeprefix("file://"), text)
-
-
-def _settle_record(path: Path, root: Path) -> None:
-    """Rewrite the inodes and change times of a record's objects, in store and quarantine."""
-    facts, text = path.stat(), path.read_text()
-    document = json.loads(text)
-    for group in document["groups"] if document["scheme"] == "file" else ():
-        for taken in group["objects"]:
-            places = (root / "hicache" / taken["key"], path.with_suffix("") / str(taken["file"]))
-            _, mtime_ns, _, nbytes = _VERSION.unpack(bytes.fromhex(taken["version"]))
-            assert (mtime_ns, nbytes) == (taken["mtime_ns"], taken["nbytes"])
-            for found in (each.stat() for each in places if each.exists()):
-                if (found.st_mtime_ns, found.st_size) == (mtime_ns, nbytes):
-                    now = _VERSION.pack(found.st_ino, mtime_ns, found.st_ctime_ns, nbytes)
-                    text = text.replace(taken["version"], now.hex())
-                    break
-    path.write_text(_here(text, root))
-    os.utime(path, ns=(facts.st_mtime_ns, facts.st_mtime_ns))
 
 
 def _settle_journal(path: Path, root: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from hicachectl.backends.base import Store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.mover import FileMover
+from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.checks.findings import LOCATED_SCHEMA, combine
 from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import CheckInput
@@ -18,21 +20,22 @@ from hicachectl.checks.running import located
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.move.planning import RepairPlan, plan_repair
-from hicachectl.move.withdrawal import finish_removals, remove_groups
+from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory
 from tests import stores
 from tests.stores import page, put
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Collection, Generator
 
     import pyarrow as pa
     import pytest
 
-    from hicachectl.backends.base import Status, Store
+    from hicachectl.backends.arena import Arena
+    from hicachectl.backends.base import ReadResult, Result, Status
+    from hicachectl.backends.urls import StoreUrl
     from hicachectl.move.reports import GroupReport
-    from tests.stores import Contents
 
 DSA = parse_profile(stores.DSA)
 KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132
@@ -67,14 +70,18 @@ def shorten(path: Path, nbytes: int = 1) -> None:
 
 def stick(monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
     """Let an object stay in its store, as if its directory were immutable."""
-    take = FileMover.take
+    for type_, name in ((FileMover, "take"), (FileWriter, "remove")):
+        call = getattr(type_, name)
 
-    def failing(self: FileMover, key: bytes, name: str, version: bytes | None = None) -> Status:
-        if key.decode() == stuck:
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-        return take(self, key, name, version)
+        def failing(
+            self: object, key: bytes, version: bytes | None = None, call: Any = call
+        ) -> Status:
+            if key.decode() == stuck:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            status: Status = call(self, key, version)
+            return status
 
-    monkeypatch.setattr(FileMover, "take", failing)
+        monkeypatch.setattr(type_, name, failing)
 
 
 def scanned(store: Store, profile: Profile | None = DSA) -> tuple[Inventory, PageGroups]:
@@ -103,26 +110,48 @@ def planned(
 
 
 def repaired(directory: Path, **options: Any) -> GroupReport:
-    """Finish killed runs, scan, plan and repair, as `verify --repair` does."""
+    """Scan, plan and repair, as `verify --repair` does."""
     with FileStore(directory) as store:
-        finish_removals(store, options.get("quarantine"))
         codes = options.pop("codes", ())
         return remove_groups(
             store, *planned(store, codes=codes), **{"mode": "quarantine", **options}
         )
 
 
-def quarantined(directory: Path) -> Contents:
-    """Return names, bytes and times of a quarantine's objects, by its records."""
-    found: Contents = {}
-    for record in sorted(directory.glob("*/*.json")):
-        for group in json.loads(record.read_text())["groups"]:
-            for entry in group["objects"]:
-                path = record.with_suffix("") / str(entry["file"])
-                assert entry["key"] not in found
-                found[entry["key"]] = (path.read_bytes(), path.stat().st_mtime_ns)
-    return found
-
-
 def default_quarantine(directory: Path) -> Path:
     return directory / ".hicachectl" / "quarantine"
+
+
+class Bare(Store):
+    """A file store reduced to what every store can do: no renames, no directory of its own."""
+
+    grammar = FileStore.grammar
+    traits = FileStore.traits
+    limits = FileStore.limits
+
+    def __init__(self, path: Path) -> None:
+        self._files = FileStore(path)
+        self.url = self._files.url
+
+    @classmethod
+    def from_url(cls, url: StoreUrl) -> Self:
+        return cls(Path(url.path))
+
+    def attach(self, arena: Arena) -> None:
+        super().attach(arena)
+        self._files.attach(arena)
+
+    def scan(self, columns: Collection[str] = ()) -> Generator[Any, None, None]:
+        return self._files.scan(columns)
+
+    def look(self, rows: Any, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
+        return self._files.look(rows, columns)
+
+    def read_into(self, *arguments: Any, **options: Any) -> ReadResult:
+        return self._files.read_into(*arguments, **options)
+
+    def delete(self, rows: Any) -> Result:
+        return self._files.delete(rows)
+
+    def close(self) -> None:
+        self._files.close()

@@ -6,7 +6,6 @@ either rank, or a sidecar, cannot leave or cannot arrive.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from hicachectl.backends.file.store import FileStore
 from tests.move.departures import HASH_DIGITS, anchors, sidecars, watched
 from tests.move.migrations import flip_once_written, migrated
+from tests.move.quarantines import quarantined
 from tests.move.repairs import shorten
 from tests.stores import contents
 
@@ -49,19 +49,6 @@ def broken(objects: Contents, what: str) -> list[str]:
 
 def held(directory: Path) -> Contents:
     return contents(directory) if directory.exists() else {}
-
-
-def quarantined(directory: Path) -> Contents:
-    """Return the objects of a quarantine by the keys in its records."""
-    found: Contents = {}
-    for record in directory.glob("*/[0-9]*.*"):
-        document = json.loads(record.read_text())
-        for group in document["groups"]:
-            for entry in group["objects"]:
-                path = record.with_suffix("") / str(entry["file"])
-                if path.exists():
-                    found[entry["key"]] = (path.read_bytes(), path.stat().st_mtime_ns)
-    return found
 
 
 def check_kept(before: Contents, *places: Contents) -> None:

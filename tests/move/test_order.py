@@ -6,7 +6,6 @@ server would see it.
 
 from __future__ import annotations
 
-import errno
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -98,9 +97,9 @@ def test_a_published_group_is_whole_or_rolled_back(answers: dict[int, Status]) -
         assert GroupStatus.DONE not in result.statuses[full[0] :]
 
 
-@given(st.sets(NUMBERS), st.sets(NUMBERS), st.booleans())
+@given(st.sets(NUMBERS), st.sets(NUMBERS))
 def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
-    stuck: set[int], rewritten: set[int], group_by_group: bool
+    stuck: set[int], rewritten: set[int]
 ) -> None:
     store = Room(dict.fromkeys(stuck, Status.ERROR), set(range(GROUPS * SIZE)))
     result = MoveResult.of(pa.array([f"{n:064x}" for n in range(GROUPS)]))
@@ -122,19 +121,8 @@ def test_a_withdrawn_group_keeps_its_sidecars_while_an_anchor_stays(
         came.difference_update(again)
         return found
 
-    def taker(seen: Sighting) -> Callable[[int], Status]:
-        def take(place: int) -> Status:
-            found = remove(seen, np.array([place]))
-            if found.errors:
-                raise OSError(errno.EIO, "refused")
-            return Status(int(found.statuses[0]))
-
-        return take
-
     # Each step checks that no anchor lacks a sidecar.
-    withdraw(
-        np.arange(GROUPS), result, look=look, remove=remove, take=taker if group_by_group else None
-    )
+    withdraw(np.arange(GROUPS), result, look=look, remove=remove)
     for group, status in enumerate(result.statuses.tolist()):
         mine = {n for n in store.held if n // SIZE == group}
         anchor = group * SIZE

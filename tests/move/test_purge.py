@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.killed import Runner
+from tests.move.quarantines import run_document, runs_in
 from tests.move.repairs import default_quarantine, dsa_store, indexer, shorten
 from tests.stores import DSA, contents
 
@@ -43,16 +44,15 @@ def listed(invoke: Invoke, place: Path) -> list[dict[str, Any]]:
 
 
 def age(run: Path, seconds: float) -> None:
-    """Make a run's records older."""
-    for record in run.glob("*.json"):
-        document = json.loads(record.read_text())
-        document["began"] -= seconds
-        record.write_text(json.dumps(document))
+    """Let a run have begun earlier."""
+    document = run_document(run)
+    document["begin"] -= seconds
+    (run / ".hicachectl" / "run.json").write_text(json.dumps(document))
 
 
 def oldest(place: Path) -> Path:
     """Return a run after making it two days old."""
-    run = sorted(place.iterdir())[0]
+    run = runs_in(place)[0]
     age(run, 2 * 86400)
     return run
 
@@ -65,8 +65,8 @@ def test_list_shows_each_run(invoke: Invoke, store: Path) -> None:
         assert row["codes"] == ["truncated"]
         assert str(store) in row["store"]
         assert abs(row["removed"] - time.time()) < 600
-        folder = default_quarantine(store) / row["run"] / "000000"
-        assert row["nbytes"] == sum(file.stat().st_size for file in folder.iterdir())
+        held = contents(default_quarantine(store) / row["run"])
+        assert row["nbytes"] == sum(len(data) for data, _ in held.values())
     table = invoke("quarantine", "list", default_quarantine(store)).stdout
     assert rows[0]["run"] in table
     assert "2 runs, 2 pages, 4 objects" in table
@@ -85,11 +85,11 @@ def test_a_store_stands_for_its_own_quarantine(invoke: Invoke, store: Path) -> N
 def test_purge_deletes_older_runs_only(invoke: Invoke, store: Path) -> None:
     place = default_quarantine(store)
     run = oldest(place)
-    before, inside = contents(store), contents(run / "000000")
+    before, inside = contents(store), contents(run)
     purge = ("quarantine", "purge", place, "--before", "1d", "--format", "json")
     document = invoke(*purge, "--dry-run").document
     assert (document["count"], document["pages"], document["objects"]) == (1, 1, 2)
-    assert contents(run / "000000") == inside
+    assert contents(run) == inside
     document = invoke(*purge, "--yes").document
     assert [(row["run"], row["state"]) for row in document["runs"]] == [(run.name, "purged")]
     assert not run.exists()
@@ -99,21 +99,53 @@ def test_purge_deletes_older_runs_only(invoke: Invoke, store: Path) -> None:
     assert invoke("restore", place, store, "--yes", "--format", "json").document["pages"] == 1
 
 
-def test_unfinished_busy_and_unrecorded_are_left_alone_and_named(
-    invoke: Invoke, store: Path
-) -> None:
+def test_a_folder_that_does_not_name_itself_stops_a_purge(invoke: Invoke, store: Path) -> None:
     place = default_quarantine(store)
-    begun = oldest(place)
-    (begun / "000000.json").rename(begun / "000000.begun")
-    lost = sorted(place.iterdir())[1]
-    (lost / "000000.json").unlink()
-    before = {path: path.stat().st_ino for path in place.rglob("*")}
-    output = invoke("quarantine", "purge", place, "--before", "0s", "--yes", "--format", "json")
-    assert {path: path.stat().st_ino for path in place.rglob("*")} == before
-    assert f"{begun.name}: its removal was interrupted" in output.stderr
-    assert f"{lost}/000000: has objects without a record" in output.stderr
-    states = {row["run"]: row["state"] for row in output.document["runs"]}
-    assert states == {begun.name: "unfinished", lost.name: "unrecorded"}
+    run = oldest(place)
+    (place / "mine").mkdir()
+    (place / "mine" / "file").write_text("")
+    run.rename(place / "renamed")
+    before = sorted(place.rglob("*"))
+    output = invoke("quarantine", "purge", place, "--before", "0s", "--yes", exit_code=2)
+    assert f"its .hicachectl/run.json is of the run {run.name}" in output.stderr
+    assert sorted(place.rglob("*")) == before
+    (place / "renamed").rename(run)
+    invoke("quarantine", "purge", place, "--before", "0s", "--yes")
+    assert sorted(path.name for path in place.rglob("*")) == ["file", "mine"]
+
+
+def test_a_purge_follows_no_link(invoke: Invoke, store: Path, tmp_path: Path) -> None:
+    """Links in a run are removed themselves."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("kept")
+    place = default_quarantine(store)
+    run = oldest(place)
+    (run / "link").symlink_to(tmp_path / "other")
+    (run / "inner").mkdir()
+    (run / "inner" / "link").symlink_to(tmp_path / "other" / "file")
+    os.mkfifo(run / "pipe")
+    invoke("quarantine", "purge", place, "--before", "1d", "--yes")
+    assert not run.exists()
+    assert (tmp_path / "other" / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("end", ["", ".purged"])
+def test_what_is_left_of_a_run_goes(invoke: Invoke, store: Path, end: str) -> None:
+    """A process was killed right after it made the folder, or right before it removed it."""
+    place = default_quarantine(store)
+    for number, names in enumerate(([], [".hicachectl"], [".hicachectl/.run.json.tmp"])):
+        left = place / f"20260101T000000Z-00000{number}{end}"
+        left.mkdir()
+        for name in names:
+            path = left / name
+            path.parent.mkdir(exist_ok=True)
+            path.mkdir() if name == ".hicachectl" else path.write_text("{")
+    other = place / f"20260101T000000Z-ffffff{end}"
+    other.mkdir()
+    (other / "file").write_text("")
+    assert len(listed(invoke, place)) == 2
+    invoke("quarantine", "purge", place, "--before", "1d", "--yes")
+    assert [path for path in runs_in(place) if path.name < "20260102"] == [other]
 
 
 def test_a_busy_run_stays(invoke: Invoke, store: Path) -> None:
@@ -139,14 +171,14 @@ def test_every_format_has_the_runs(
     assert min(run.name for run in place.iterdir()).encode() in file.read_bytes()
 
 
-@pytest.mark.parametrize("at", ["quarantine", "run", "folder", "object"])
+@pytest.mark.parametrize("at", ["quarantine", "run", "side", "run.json", "findings.jsonl"])
 def test_links_are_refused_before_any_change(
     invoke: Invoke, store: Path, tmp_path: Path, at: str
 ) -> None:
     place = default_quarantine(store)
     run = oldest(place)
-    file = sorted((run / "000000").iterdir())[0]
-    link = {"quarantine": place, "run": run, "folder": run / "000000", "object": file}[at]
+    side = run / ".hicachectl"
+    link = {"quarantine": place, "run": run, "side": side}.get(at, side / at)
     link.rename(tmp_path / "elsewhere")
     link.symlink_to(tmp_path / "elsewhere")
     before = {path: path.lstat().st_ino for path in tmp_path.rglob("*")}
@@ -155,29 +187,35 @@ def test_links_are_refused_before_any_change(
     assert {path: path.lstat().st_ino for path in tmp_path.rglob("*")} == before
 
 
-def cut_record(run: Path) -> str:
-    record = run / "000000.json"
-    record.write_bytes(record.read_bytes()[:-20])
-    return f"{record}:"
+def cut_form(run: Path) -> str:
+    path = run / ".hicachectl" / "run.json"
+    path.write_bytes(path.read_bytes()[:-20])
+    return f"{path}: not a quarantine run of form 1 ("
 
 
-def swollen_record(run: Path) -> str:
-    os.truncate(record := run / "000000.json", (64 << 20) + 1)
-    return f"{record}: larger than {64 << 20} bytes, so not a quarantine record; move the file out"
+def swollen_form(run: Path) -> str:
+    os.truncate(path := run / ".hicachectl" / "run.json", (64 << 10) + 1)
+    return f"{path}: larger than {64 << 10} bytes"
+
+
+def cut_findings(run: Path) -> str:
+    path = run / ".hicachectl" / "findings.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    return f"{path}: line 1 is not a finding ("
 
 
 def linked_folder(run: Path) -> str:
-    (run / "000000").rename(run.parents[3] / "elsewhere")
-    (run / "000000").symlink_to(run.parents[3] / "elsewhere")
-    return f"{run / '000000'}: is a symbolic link"
+    (run / ".hicachectl").rename(run.parents[3] / "elsewhere")
+    (run / ".hicachectl").symlink_to(run.parents[3] / "elsewhere")
+    return f"{run / '.hicachectl'}: is a symbolic link"
 
 
-@pytest.mark.parametrize("damage", [cut_record, swollen_record, linked_folder])
+@pytest.mark.parametrize("damage", [cut_form, swollen_form, cut_findings, linked_folder])
 def test_list_names_a_run_that_cannot_be_read_and_shows_the_others(
     invoke: Invoke, store: Path, damage: Callable[[Path], str]
 ) -> None:
     place = default_quarantine(store)
-    run, other = sorted(place.iterdir())
+    run, other = runs_in(place)
     said = damage(run)
     output = invoke("quarantine", "list", place, "--format", "json")
     states = {row["run"]: (row["state"], row["groups"]) for row in output.document["runs"]}
@@ -208,7 +246,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 def test_a_killed_purge_is_completed_and_nothing_is_restored_by_halves(
     invoke: Invoke, tmp_path: Path, runner: Runner
 ) -> None:
-    """A run of two batches, killed before each step: it is restored wholly or not at all."""
+    """A run is killed before each step of its purge: it is restored wholly or not at all."""
     (tmp_path / "profile.toml").write_text(DSA)
     kept = set[int]()
     for step in range(1, 100):
@@ -220,15 +258,11 @@ def test_a_killed_purge_is_completed_and_nothing_is_restored_by_halves(
         damaged = contents(store)
         invoke("verify", store, "--profile", tmp_path / "profile.toml", *REPAIR)
         place = default_quarantine(store)
-        (run,) = place.iterdir()
-        split(run)
         purge = ("quarantine", "purge", place, "--before", "0s", "--yes", "--format", "json")
         done = runner.run(*purge, home=folder, kill=("steps", step))
         if not done.killed:
             assert done.document["pages"] == 2
             break
-        # Removals sweep the quarantine, and do not change what can be restored.
-        invoke("rm", store, "--model", "none", "--yes")
         back = invoke("restore", place, store, "--yes", "--format", "json")
         kept.add(back.document["pages"])
         assert back.document["failed"] == 0
@@ -241,14 +275,3 @@ def test_a_killed_purge_is_completed_and_nothing_is_restored_by_halves(
         assert not list(place.iterdir())
     assert step > 5
     assert kept == {0, 2}
-
-
-def split(run: Path) -> None:
-    """Divide a run's only batch, of two pages, into two batches."""
-    document = json.loads((run / "000000.json").read_text())
-    first, second = document["groups"]
-    (run / "000001").mkdir()
-    for taken in second["objects"]:
-        (run / "000000" / str(taken["file"])).rename(run / "000001" / str(taken["file"]))
-    for name, group in (("000000", first), ("000001", second)):
-        (run / f"{name}.json").write_text(json.dumps({**document, "groups": [group]}))

@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
+from hicachectl.backends.object_files.epochs import begin_epoch, owner_of
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.move.planning import plan_removal
 from hicachectl.move.withdrawal import remove_groups
+from hicachectl.text.units import human_size
+from tests.move.quarantines import quarantined, runs_in
 from tests.move.repairs import (
     default_quarantine,
     dsa_store,
     indexer,
     kv,
-    quarantined,
     repaired,
     scanned,
     shorten,
 )
 from tests.stores import contents, page, put_pages
+from tests.terminals import answering
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,9 +120,9 @@ def test_sidecars_come_back_before_their_anchor(
     order: list[bytes] = []
     put_back = FileMover.put_back
 
-    def watched(mover: FileMover, name: str, key: bytes) -> Status:
+    def watched(mover: FileMover, key: bytes) -> Status:
         order.append(key)
-        return put_back(mover, name, key)
+        return put_back(mover, key)
 
     monkeypatch.setattr(FileMover, "put_back", watched)
     restored(invoke, default_quarantine(store), store, "--yes")
@@ -188,16 +192,14 @@ def test_a_page_that_appears_meanwhile_is_a_conflict(
     """The page's sidecars, already restored, leave again."""
     quarantine = other_file_system if elsewhere else default_quarantine(store)
     repaired(store, quarantine=str(quarantine))
-    from hicachectl.move import recorded, restore
-
-    look = recorded.look
+    look = FileStore.look
 
     def overtaken(*arguments: Any) -> Any:
         seen = look(*arguments)
         (store / kv(1)).write_bytes(b"new")
         return seen
 
-    monkeypatch.setattr(restore, "look", overtaken)
+    monkeypatch.setattr(FileStore, "look", overtaken)
     document = restored(invoke, quarantine, store, "--yes", exit_code=4)
     assert (document["pages"], document["conflicts"]) == (1, 1)
     assert (store / kv(1)).read_bytes() == b"new"
@@ -205,24 +207,50 @@ def test_a_page_that_appears_meanwhile_is_a_conflict(
     assert set(quarantined(quarantine)) == {kv(1), indexer(1)}
 
 
-def test_an_object_missing_from_the_quarantine_is_said(invoke: Invoke, store: Path) -> None:
+def test_what_is_left_of_a_page_comes_back_whatever_its_size(invoke: Invoke, store: Path) -> None:
     repaired(store)
-    quarantine = default_quarantine(store)
-    held = sorted(quarantine.glob("*/000000/*"), key=lambda path: path.name)
-    held[0].unlink()
-    document = restored(invoke, quarantine, store, "--yes", exit_code=4)
-    assert (document["pages"], document["failed"], document["gone"]) == (1, 1, 1)
-    (failed,) = (g for g in document["groups"] if g["state"] == "failed")
-    assert failed["detail"].endswith(": missing from the quarantine")
+    (run,) = runs_in(default_quarantine(store))
+    (run / indexer(1)).unlink()
+    (run / kv(3)).write_bytes(b"short")
+    assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 2
+    assert (store / kv(1)).exists()
+    assert (store / kv(3)).read_bytes() == b"short"
+    assert runs_in(default_quarantine(store)) == []
 
 
-def test_an_object_of_another_size_is_not_restored(invoke: Invoke, store: Path) -> None:
+def test_pages_from_before_a_clear_stay_in_the_quarantine(invoke: Invoke, store: Path) -> None:
+    """Only of the suffix that the server cleared."""
+    before = contents(store)
     repaired(store)
+    suffix = indexer(1)[64:].encode()
+    with ObjectDirectory.open(str(store)) as directory:
+        begin_epoch(directory, [suffix])
+    document = restored(invoke, default_quarantine(store), store, "--yes", exit_code=4)
+    assert (document["pages"], document["failed"]) == (0, 2)
+    assert "a server has cleared the store" in document["groups"][0]["detail"]
+    assert quarantined(default_quarantine(store)).keys() == before.keys() - contents(store).keys()
+    (store / ".hicachectl" / f"epoch-{owner_of(suffix).decode()}").unlink()
+    with ObjectDirectory.open(str(store)) as directory:
+        begin_epoch(directory, [b"_of-another.bin"])
+    assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 2
+    assert contents(store) == before
+
+
+def test_pages_of_another_store_are_named_with_both(
+    invoke: Invoke, store: Path, tmp_path: Path
+) -> None:
+    repaired(store)
+    other = tmp_path / "other"
+    other.mkdir()
     quarantine = default_quarantine(store)
-    for path in quarantine.glob("*/000000/0"):
-        path.write_bytes(b"short")
-    document = restored(invoke, quarantine, store, "--yes", exit_code=4)
-    assert (document["pages"], document["failed"]) == (1, 1)
+    nbytes = human_size(sum(len(data) for data, _ in quarantined(quarantine).values()))
+    asked = f"Put 2 pages ({nbytes}), taken from file://{store}, back into file://{other}?"
+    with answering("n"):
+        assert asked in invoke("restore", quarantine, other).stderr
+    assert contents(other) == {}
+    said = invoke("restore", quarantine, other, "--yes").stderr
+    assert f"The pages were taken from file://{store}, not from file://{other}" in said
+    assert len(contents(other)) == 4
 
 
 @pytest.mark.parametrize("resumes", [False, True], ids=["rewritten", "and its anchor gone"])
@@ -301,13 +329,18 @@ def test_what_cannot_be_a_quarantine(invoke: Invoke, store: Path, tmp_path: Path
     )
 
 
-def test_a_damaged_record_is_bad_input(invoke: Invoke, store: Path) -> None:
+def test_a_damaged_run_is_bad_input(invoke: Invoke, store: Path) -> None:
     repaired(store)
-    (record,) = default_quarantine(store).glob("*/*.json")
-    record.write_bytes(record.read_bytes()[:-20])
-    message = invoke("restore", default_quarantine(store), store, "--yes", exit_code=2).stderr
-    assert str(record) in message
-    assert message.count("\n") == 1
+    (run,) = runs_in(default_quarantine(store))
+    for name in ("run.json", "findings.jsonl"):
+        path = run / ".hicachectl" / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-20])
+        message = invoke("restore", default_quarantine(store), store, "--yes", exit_code=2).stderr
+        assert str(path) in message
+        assert message.count("\n") == 1
+        path.write_bytes(whole)
+    assert restored(invoke, default_quarantine(store), store, "--yes")["pages"] == 2
 
 
 def test_without_a_terminal_it_wants_yes(invoke: Invoke, tmp_path: Path) -> None:
@@ -322,8 +355,9 @@ def test_a_store_that_is_not_there(invoke: Invoke, store: Path, tmp_path: Path) 
 
 def test_objects_of_another_kind_of_store_are_refused(invoke: Invoke, store: Path) -> None:
     repaired(store)
-    (record,) = default_quarantine(store).glob("*/*.json")
-    record.write_text(record.read_text().replace('"scheme": "file"', '"scheme": "hf3fs"'))
+    (run,) = runs_in(default_quarantine(store))
+    path = run / ".hicachectl" / "run.json"
+    path.write_text(path.read_text().replace('"grammar": "file"', '"grammar": "hf3fs"'))
     message = invoke("restore", default_quarantine(store), store, "--yes", exit_code=2).stderr
     assert "hf3fs" in message
 
@@ -357,7 +391,7 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
 def test_a_copy_that_vanishes_while_it_is_restored_fails_its_page(
     invoke: Invoke, store: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other objects of the page stay in the quarantine, with their record."""
+    """The other objects of the page stay in the quarantine."""
     repaired(store, quarantine=str(other_file_system))
     copy_from = FileStore.copy_from
 
@@ -373,8 +407,5 @@ def test_a_copy_that_vanishes_while_it_is_restored_fails_its_page(
     (failed,) = (group for group in document["groups"] if group["state"] == "failed")
     assert failed["detail"].endswith(": missing from the quarantine")
     assert not any(name.startswith(failed["page"]) for name in contents(store))
-    (record,) = other_file_system.glob("*/*.json")
-    (group,) = json.loads(record.read_text())["groups"]
-    assert group["page"] == failed["page"]
-    left = {int(path.name) for path in record.with_suffix("").iterdir()}
-    assert len(left & {taken["file"] for taken in group["objects"]}) == 1
+    assert {name[:64] for name in quarantined(other_file_system)} == {failed["page"]}
+    assert len(quarantined(other_file_system)) == 1

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.formats.profile import dump_profile
 from tests.move.repairs import (
-    DSA,
     default_quarantine,
     dsa_store,
     indexer,
@@ -87,7 +85,7 @@ def test_a_model_goes_with_all_its_pools(invoke: Invoke, store: Path, model: str
     assert contents(store) == left(before, "_x-a_")
     assert (document["pages"], document["objects"], document["bytes"]) == (4, 12, 920)
     assert (document["failed"], document["remaining"], document["dry_run"]) == (0, 0, False)
-    assert not list(default_quarantine(store).iterdir())
+    assert not default_quarantine(store).exists()
 
 
 def test_the_document_has_the_members_of_the_contract(invoke: Invoke, store: Path) -> None:
@@ -363,85 +361,8 @@ def test_on_a_terminal_it_asks(invoke: Invoke, store: Path, answer: str, pages: 
     assert ("removed" in out) == bool(pages)
 
 
-# batches of killed runs
-
-
-@pytest.fixture
-def begun(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a store of four pages that a killed run began to remove."""
-    store = dsa_store(tmp_path / "store", 4)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("hicachectl.move.withdrawal.withdraw", interrupted)
-        invoke("rm", store, "--model", "x-dsa", "--yes", exit_code=130)
-    assert len(contents(store)) == 8
-    return store
-
-
 def tree(directory: Path) -> list[Path]:
     return sorted(directory.rglob("*"))
-
-
-def test_what_an_earlier_run_began_is_completed_first(invoke: Invoke, begun: Path) -> None:
-    outcome = invoke("rm", begun, "--model", "nothing", "--yes")
-    assert "Completed the removal of 4 pages that an earlier run began" in outcome.stderr
-    assert contents(begun) == {}
-    assert list(default_quarantine(begun).iterdir()) == []
-
-
-ASKED = [
-    (
-        ("--model", "nothing"),
-        "Complete the removal of 4 pages that an earlier run began in file://{}?",
-    ),
-    (("--model", "x/dsa"), "file://{0}, and remove 4 pages (40.1 KiB) from file://{0}?"),
-    (("--temporaries",), "file://{0}, and remove 1 temporary file (7 B) from file://{0}?"),
-]
-
-
-@pytest.mark.parametrize(("options", "question"), ASKED)
-def test_nothing_is_completed_before_the_answer(
-    invoke: Invoke, begun: Path, options: tuple[str, ...], question: str
-) -> None:
-    put(begun, "." + "0a" * 16 + ".tmp", 7)
-    before = tree(begun)
-    with answering("n"):
-        asked = invoke("rm", begun, *options).stderr.replace("\n", " ")
-    assert "Complete the removal of 4 pages" in asked
-    assert question.format(begun) in asked
-    assert tree(begun) == before
-    with answering("y"):
-        assert "Completed the removal of 4 pages" in invoke("rm", begun, *options).stderr
-    assert set(contents(begun)) <= {"." + "0a" * 16 + ".tmp"}
-
-
-def test_a_dry_run_says_what_would_be_completed(invoke: Invoke, begun: Path) -> None:
-    before = tree(begun)
-    said = invoke("rm", begun, "--model", "nothing", "--dry-run").stderr
-    assert "An earlier run began to remove 4 pages; that removal would be completed first" in said
-    assert tree(begun) == before
-
-
-def test_a_repair_completes_nothing_before_the_answer(
-    invoke: Invoke, begun: Path, tmp_path: Path
-) -> None:
-    profile = tmp_path / "dsa.toml"
-    profile.write_text(dump_profile(DSA))
-    before = tree(begun)
-    checks = ("--checks", "groups,sizes")
-    arguments = ("verify", begun, "--profile", profile, *checks, "--repair", "delete")
-    with answering("n"):
-        assert "Complete the removal of 4 pages" in invoke(*arguments).stderr
-    assert tree(begun) == before
-    (begun / indexer(0)).unlink()
-    with answering("n"):
-        assert ", and delete 1 page " in invoke(*arguments, exit_code=4).stderr
-    with answering("y"):
-        assert "Completed the removal of 4 pages" in invoke(*arguments, exit_code=4).stderr
-    assert contents(begun) == {}
 
 
 def test_a_restore_changes_nothing_before_the_answer(invoke: Invoke, tmp_path: Path) -> None:
@@ -449,8 +370,7 @@ def test_a_restore_changes_nothing_before_the_answer(invoke: Invoke, tmp_path: P
     shorten(store / kv(0))
     repaired(store)
     quarantine = default_quarantine(store)
-    (run,) = quarantine.iterdir()
-    (run / "000007").mkdir()  # of a run killed before its record
+    (quarantine / "20260101T000000Z-abcdef").mkdir()  # of a repair killed at its begin
     before = tree(store)
     with answering("n"):
         invoke("restore", quarantine, store)
@@ -569,12 +489,12 @@ def test_stores_without_temporaries_say_so(invoke: Invoke, store: Path, tmp_path
 def test_failures_are_listed_and_exit_with_4(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hicachectl.backends.object_files.mover import FileMover
+    from hicachectl.backends.object_files.writing import FileWriter
 
     def stuck(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(FileMover, "take", stuck)
+    monkeypatch.setattr(FileWriter, "remove", stuck)
     document = removed(invoke, store, "--model", "b", "--yes", exit_code=4)
     assert (document["pages"], document["failed"], document["remaining"]) == (0, 6, 6)
     assert {f["detail"] for f in document["failures"]} == {
@@ -608,7 +528,7 @@ def test_a_damaged_page_can_be_removed_without_a_profile(invoke: Invoke, tmp_pat
     assert contents(store) == left(before, kv(1), indexer(1))
 
 
-TAKE = "hicachectl.backends.object_files.mover:FileMover.take"
+TAKE = "hicachectl.backends.object_files.writing:FileWriter.remove"
 MANY = 1100  # objects: more than one batch
 
 

@@ -21,7 +21,6 @@ from tests.move.repairs import (
     DSA,
     INDEXER_BYTES,
     KV_BYTES,
-    default_quarantine,
     dsa_store,
     indexer,
     kv,
@@ -314,13 +313,13 @@ def test_a_page_that_was_only_read_leaves(
 def test_a_page_is_looked_at_right_before_it_leaves(
     invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server writes after the record of the removal, before the first rename."""
+    """The server writes after the listing, right before the removal looks at the page."""
     os.utime(store / indexer(YOUNG), (0, 0))
     look, looks = FileStore.look, list[int]()
 
     def seen(self: FileStore, *arguments: Any) -> Any:
         looks.append(1)
-        if len(looks) == 2:
+        if len(looks) == 1:
             put(store, kv(YOUNG), KV_BYTES)
         return look(self, *arguments)
 
@@ -328,44 +327,6 @@ def test_a_page_is_looked_at_right_before_it_leaves(
     document = removed(invoke, store, "--state", "orphan")
     assert (document["pages"], document["kept"]) == (0, 1)
     assert {kv(YOUNG), indexer(YOUNG)} <= set(contents(store))
-
-
-def test_a_killed_removal_takes_no_page_that_was_written_since(
-    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    os.utime(store / indexer(YOUNG), (0, 0))
-    put(store, indexer(YOUNG + 1), INDEXER_BYTES, 0)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("hicachectl.move.withdrawal.withdraw", interrupted)
-        invoke("rm", store, "--state", "orphan", "--yes", exit_code=130)
-    put(store, kv(YOUNG), KV_BYTES)
-    removed(invoke, store, "--model", "nothing")
-    assert {kv(YOUNG), indexer(YOUNG)} <= set(contents(store))
-    assert not (store / indexer(YOUNG + 1)).exists()
-    assert not list(default_quarantine(store).iterdir())
-
-
-def test_a_killed_removal_takes_an_anchor_that_came_too_late(
-    invoke: Invoke, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without renames, only the missing sidecar shows that the killed run had begun."""
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hicachectl.move.withdrawal.open_mover", lambda *_: None)
-    with monkeypatch.context() as patched:
-        patched.setattr("hicachectl.move.withdrawal.withdraw", interrupted)
-        invoke("rm", store, "--before", "7d", "--yes", exit_code=130)
-    (store / indexer(2)).unlink()
-    put(store, kv(2), KV_BYTES, time.time())
-    put(store, kv(3), KV_BYTES, time.time())
-    removed(invoke, store, "--model", "nothing")
-    assert set(contents(store)) == {kv(3), indexer(3), indexer(YOUNG)}
 
 
 # pages that move

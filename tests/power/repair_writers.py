@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tests.move.repairs import indexer, kv, shorten
 from tests.power.crash_states import Kind
 from tests.power.nixl_writers import OnNixl, name_in_files
 from tests.power.writers import BUFFER, Writer, document_of, half_pages, run_here, wrong_bytes
-from tests.quotas import limited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,12 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Repair(Writer):
-    """A command on a store with two damaged pages.
-
-    leaves_orphans: sidecars may be left without their anchor.
-    """
-
-    leaves_orphans: ClassVar[bool] = False
+    """A command on a store with two damaged pages. Sidecars may be left without their anchor."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -43,42 +36,24 @@ class _Repair(Writer):
         options = ["--repair", "quarantine", "--quarantine", self.quarantine, "--yes"]
         return [*command, *options, "--fail-on", "never", *BUFFER, "--format", "json"]
 
-    def records(self, state: State, suffix: str) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield the records of a quarantine: path of the batch's folder, and the record."""
-        for name, data in state.below(self.quarantine).items():
-            if re.fullmatch(rf".*/\d{{6}}\{suffix}", name):
-                yield f"{self.quarantine}/{name.removesuffix(suffix)}", document_of(data)
-
-    def named(self, state: State) -> set[str]:
-        """Return the pages in the records of unfinished batches."""
-        records = (found for _, found in self.records(state, ".begun"))
-        return {group["page"] for found in records if found for group in found["groups"]}
-
     def name_of(self, key: str) -> str:
         """Return a file store's name of one of the store's keys."""
         return key
 
     def held(self, state: State) -> dict[str, bytes]:
-        """Return the quarantined objects by key, as the records list them."""
+        """Return the quarantined objects by key."""
+        files = state.below(self.quarantine).items()
         return {
-            self.name_of(taken["key"]): state.files[f"{folder}/{taken['file']}"]
-            for suffix in (".begun", ".json")
-            for folder, found in self.records(state, suffix)
-            for group in (found or {}).get("groups", ())
-            for taken in group["objects"]
-            if f"{folder}/{taken['file']}" in state.files
+            self.name_of(name.rpartition("/")[2]): data
+            for name, data in files
+            if ".hicachectl" not in name and not name.endswith(".tmp")
         }
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
         here = self.present_in(state)
         yield from wrong_bytes(here, self.original)
-        for suffix in (".begun", ".json"):
-            for folder, found in self.records(state, suffix):
-                if found is None:
-                    yield f"the record {folder}{suffix} is torn"
-        half = half_pages(set(here), orphans=not self.leaves_orphans)
-        for name in sorted(half - self.named(state)):
-            yield f"page {name[:8]} is not whole, and no record names it"
+        for name in sorted(half_pages(set(here), orphans=False)):
+            yield f"page {name[:8]} has an anchor without its sidecar"
         yield from self.lost(state, here)
         if document is not None:
             yield from self.undone(state, here)
@@ -88,15 +63,20 @@ class _Repair(Writer):
         yield from wrong_bytes(held, self.original)
         for name in sorted(self.original.keys() - here.keys() - held.keys()):
             yield f"{name} is nowhere"
+        files = state.below(self.quarantine)
+        for run in {name.partition("/")[0] for name in files if ".hicachectl" not in name}:
+            if document_of(files.get(f"{run}/.hicachectl/run.json", b"")) is None:
+                yield f"{run} has objects, but its run.json is torn"
+            lines = files.get(f"{run}/.hicachectl/findings.jsonl", b"").splitlines()
+            if len(lines) < 2 or None in map(document_of, lines):
+                yield f"{run} has objects, but its findings are torn"
 
     def undone(self, state: State, here: dict[str, bytes]) -> Iterator[str]:
         if self.bad & here.keys():
             yield "the repair was reported, and damaged pages are still there"
-        if list(self.records(state, ".begun")):
-            yield "the repair was reported, and its record is an unfinished one"
 
     def recover(self, state: State) -> Iterator[str]:
-        yield from self.run(*self.arguments())
+        yield from self.run(*self.arguments(), "--repair-code", "orphan-sidecar")
         if set(self.objects()) != self.original.keys() - self.bad:
             yield "the repair was run again, and damaged pages are still there"
         yield from self.run("restore", self.quarantine, self.place, "--yes")
@@ -108,11 +88,25 @@ class Quarantine(_Repair):
     """Objects are moved by rename."""
 
     kinds: ClassVar[dict[str, Kind]] = {
-        "record": Kind("fsync", "*.begun.tmp"),
-        "record-name": Kind("fsync", "*/quarantine/*Z-??????"),
-        "gained-names": Kind("fsync", "*/quarantine/*Z-??????/000000"),
+        "form": Kind("fsync", "*/.run.json.tmp"),
+        "findings": Kind("fsync", "*/findings.jsonl"),
+        "names": Kind("fsync", "*/quarantine/*Z-??????/.hicachectl"),
+        "run-name": Kind("fsync", "*/quarantine"),
+        "gained-names": Kind("fsync", "*/quarantine/*Z-??????"),
         "lost-names": Kind("fsync", "*/disk/store"),
     }
+
+
+class QuarantineTakenBack(Quarantine):
+    """The repair is not run again: what it has done is restored."""
+
+    kinds: ClassVar[dict[str, Kind]] = {"gained-names": Kind("fsync", "*/quarantine/*Z-??????")}
+
+    def recover(self, state: State) -> Iterator[str]:
+        if self.quarantine.exists():
+            yield from self.run("restore", self.quarantine, self.place, "--yes")
+        if self.objects() != self.original:
+            yield "what was quarantined does not come back"
 
 
 class _Elsewhere(_Repair):
@@ -135,7 +129,7 @@ class QuarantineByCopy(_Elsewhere):
     """Objects are copied, and then deleted."""
 
     kinds: ClassVar[dict[str, Kind]] = {
-        "copies": Kind("syncfs", "*/quarantine/*Z-??????/000000"),
+        "copies": Kind("syncfs", "*/quarantine/*Z-??????"),
         "delete": Kind("fsync", "*/disk/store"),
     }
 
@@ -143,10 +137,7 @@ class QuarantineByCopy(_Elsewhere):
 class Remove(_Repair):
     """Pages are removed for good."""
 
-    kinds: ClassVar[dict[str, Kind]] = {
-        "record": Kind("fsync", "*.begun.tmp"),
-        "lost-names": Kind("fsync", "*/disk/store"),
-    }
+    kinds: ClassVar[dict[str, Kind]] = {"lost-names": Kind("fsync", "*/disk/store")}
 
     def arguments(self) -> list[object]:
         return ["rm", self.place, "--model", "x/dsa", "--yes", "--format", "json"]
@@ -162,26 +153,11 @@ class Remove(_Repair):
         yield from self.run(*self.arguments())
         if self.objects():
             yield "the removal was run again, and objects are still there"
-        left = [path for path in self.quarantine.rglob("*") if path.is_file()]
-        if left:
-            yield f"the removal was run again, and leaves {left}"
-
-
-class RemoveWithoutRoom(Remove):
-    """Pages are removed for good from a full disk, without records: anchors durably first."""
-
-    leaves_orphans: ClassVar[bool] = True  # a power failure may leave sidecars
-    kinds: ClassVar[dict[str, Kind]] = {"lost-names": Kind("fsync", "*/disk/store")}
-
-    @property
-    def program(self) -> list[str]:
-        return limited(self.store, 0, 0)
 
 
 class Restore(_Repair):
     """Quarantined objects come back by rename."""
 
-    leaves_orphans: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
         "gained-names": Kind("fsync", "*/disk/store"),
     }
@@ -262,16 +238,15 @@ class NixlQuarantine(_NixlRepair, Quarantine):
 
     # The syncfs of the store also makes the names in the quarantine durable.
     kinds: ClassVar[dict[str, Kind]] = {
-        "record": Kind("fsync", "*.begun.tmp"),
-        "record-name": Kind("fsync", "*/quarantine/*Z-??????"),
+        "form": Kind("fsync", "*/.run.json.tmp"),
+        "run-name": Kind("fsync", "*/quarantine"),
         "lost-names": Kind("syncfs", "*/disk/store/???"),
     }
 
 
 class NixlRemove(_NixlRepair, Remove):
-    """Pages are removed for good, without a record: there is no place for one."""
+    """Pages are removed for good."""
 
-    leaves_orphans: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {"lost-names": Kind("fsync", "*/disk/store/???/??")}
 
     def arguments(self) -> list[object]:
@@ -287,6 +262,7 @@ class NixlRestore(_NixlRepair, Restore):
 
 WRITERS = (
     Quarantine,
+    QuarantineTakenBack,
     QuarantineByCopy,
     Remove,
     Restore,

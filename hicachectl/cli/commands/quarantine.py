@@ -38,9 +38,10 @@ Examples:
 def command() -> None:
     """List the runs in a quarantine, and delete old ones.
 
-    Each verify --repair quarantine that removes pages is one run. hicachectl restore puts pages
-    back. QUARANTINE is a directory that verify --repair filled, or a store with a quarantine of
-    its own.
+    Each verify --repair quarantine that removes pages is one run: a folder that is itself a store,
+    so that ls, show, verify and migrate read it. hicachectl restore puts pages back. QUARANTINE is
+    a directory that verify --repair filled, one run in it, or a store with a quarantine of its
+    own.
     """
 
 
@@ -51,17 +52,16 @@ def command() -> None:
 def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Path | None) -> None:
     """List the runs in a quarantine, oldest first.
 
-    A run is kept (it can be restored), unfinished (its removal was interrupted; the next verify
-    --repair completes it), half-purged (the next purge completes it), busy (another process
-    works on it), unrecorded (objects without a record) or unreadable (a record is damaged, or a
-    file is not trusted).
+    A run is kept (it can be restored), half-purged (the next purge completes it), busy (another
+    process works on it), earlier-form (of an earlier release, left alone) or unreadable (a file is
+    damaged or not trusted).
     """
     from hicachectl.move.purge import list_runs
 
     directory = quarantine_directory(ctx, quarantine)
     report = list_runs(directory)
     document = {"quarantine": str(directory), **_sums(report.rows), "runs": None}
-    for text in _left_alone(report):
+    for text in report.left:
         remark(ctx, text)
     _write_list(document, report, output_format, output)
 
@@ -72,7 +72,7 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
     "--before",
     type=PointInTime(),
     required=True,
-    help="Delete runs whose last page was removed before TIME (ISO 8601, or an age such as 30d).",
+    help="Delete runs that began before TIME (ISO 8601, or an age such as 30d).",
 )
 @own_option("--dry-run", is_flag=True, help="Show what would be deleted; change nothing.")
 @own_option("--yes", is_flag=True, help="Do not ask before deleting.")
@@ -93,8 +93,8 @@ def purge(
     """Delete old runs of a quarantine for good.
 
     To complete an interrupted purge, run the same command again; until then, nothing of the half
-    purged run can be restored. Unfinished and busy runs, and folders without a record, stay. The
-    exit status is 4 if a run could not be deleted.
+    purged run can be restored. Busy runs, and runs of an earlier form, stay. The exit status is 4
+    if a run could not be deleted.
     """
     from hicachectl.cli.output import write_result
     from hicachectl.move.purge import RUNS, WOULD_PURGE, PurgeReport, purge_runs
@@ -117,7 +117,7 @@ def purge(
                     remark(ctx, "Nothing was deleted", failure=True)
                     return
             report = purge_runs(directory, before, dry_run=dry_run)
-            undone = [*_left_alone(report), *(f"{run}: {why}" for run, why in report.failures)]
+            undone = [*report.left, *(f"{run}: {why}" for run, why in report.failures)]
     done = _of_state(report, WOULD_PURGE if dry_run else "purged")
     document = {
         "quarantine": str(directory),
@@ -188,19 +188,3 @@ def _lines(
     objects = counted(document["objects"], "object")
     stopped = "; stopped: lock" if document.get("stopped_by") else ""
     yield f"{runs}, {pages}, {objects}, {human_size(document['bytes'])} {what}{stopped}"
-
-
-def _left_alone(report: PurgeReport) -> Iterator[str]:
-    """Yield what was left alone, and why."""
-    from hicachectl.move.purge import BUSY, UNFINISHED
-    from hicachectl.move.reports import unrecorded_remarks
-
-    for run in _of_state(report, UNFINISHED).column("run").to_pylist():
-        yield (
-            f"{run}: its removal was interrupted; it is left alone until verify --repair or rm has "
-            "completed it"
-        )
-    for run in _of_state(report, BUSY).column("run").to_pylist():
-        yield f"{run}: another process is working on it; run again after it has ended"
-    yield from report.unreadable
-    yield from unrecorded_remarks(report.unrecorded)

@@ -74,17 +74,19 @@ def command(
 ) -> None:
     """Put quarantined pages back into a store.
 
-    QUARANTINE is a directory that verify --repair filled, or a store with a quarantine of its own.
-    The table shows at most 20 pages, the failed ones first; other formats have all. Each
-    page returns to STORE with all its objects and their times, the kv objects last, and leaves the
-    quarantine. If STORE has any object of a page again, the page is a conflict: it stays in the
-    quarantine, and the exit status is 4.
+    QUARANTINE is a directory that verify --repair filled, one run in it, or a store with a
+    quarantine of its own. The table shows at most 20 pages, the failed ones first; other formats
+    have all. Each page returns to STORE with all its objects and their times, the kv objects last,
+    and leaves the quarantine. If STORE has another object under a key of a page, the page is a
+    conflict: it stays in the quarantine, and the exit status is 4. An object that STORE has with
+    the same bytes counts as put back.
 
-    Restoring does not repair: the page has the same fault as before. A page counts as new when it
-    is back, also if a server cleared the store while it was in quarantine.
+    Restoring does not repair: the page has the same fault as before. If a server has cleared STORE
+    since the repair, its pages stay in the quarantine. For pages of another store, the question
+    names both stores.
     """
     from hicachectl.cli.output import write_result
-    from hicachectl.move.reports import GroupReport, unrecorded_remarks
+    from hicachectl.move.reports import GroupReport
     from hicachectl.move.restore import restore_groups
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.text.units import counted
@@ -127,6 +129,8 @@ def command(
         "dry_run": dry_run,
         "groups": None,
     }
+    for origin in outcome.origins:
+        remark(ctx, f"The pages were taken from {origin}, not from {name}")
     if is_ours and not len(outcome.rows) and not outcome.busy:
         if pages is None:
             remark(ctx, f"{directory}: no quarantined page")
@@ -137,13 +141,7 @@ def command(
         undone.append(
             f"{directory}: another process is working on {busy}; run again after it has ended"
         )
-    if outcome.purged:
-        runs = counted(outcome.purged, "run")
-        undone.append(
-            f"{directory}: {runs} left alone, because a purge was interrupted; complete it with "
-            "hicachectl quarantine purge"
-        )
-    undone += unrecorded_remarks(outcome.unrecorded)
+    undone += outcome.left
     failed = outcome.conflicts > 0 or outcome.failed > 0
     write_result(
         ctx,
@@ -177,7 +175,9 @@ def _wanted(pages: str | None) -> Wanted:
 def _question(found: GroupReport, store: str) -> str:
     from hicachectl.text.units import counted, human_size
 
-    return f"Put {counted(found.groups, 'page')} ({human_size(found.nbytes)}) back into {store}?"
+    whose = f", taken from {' and '.join(found.origins)}," if found.origins else ""
+    pages = f"{counted(found.groups, 'page')} ({human_size(found.nbytes)})"
+    return f"Put {pages}{whose} back into {store}?"
 
 
 def _lines(document: dict[str, Any], outcome: GroupReport, screen: Screen) -> Iterator[str]:

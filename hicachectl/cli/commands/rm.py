@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hicachectl.cli.command import Command, own_option, own_setting, removed_option
-from hicachectl.cli.commands.earlier_runs import EarlierRuns
 from hicachectl.cli.completions import model_names
-from hicachectl.cli.consent import locked, require_consent
+from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import (
     DEFAULT_GRACE,
@@ -243,14 +242,12 @@ def command(
             )
             return
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
-            earlier = EarlierRuns(ctx, source, None, yes=yes, dry_run=dry_run)
-            earlier.begin()
             before = moment_of(source, options["before"], changes=not dry_run)
             options |= {"before": before, "dry_run": dry_run}
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
             removal = plan(ctx, source, options)
             started = time.monotonic()
-            if not earlier.agreed(removal.question):
+            if removal.question and not agreed(removal.question, yes=yes, dry_run=dry_run):
                 remark(ctx, "Nothing was removed", failure=True)
                 return
             outcome = removal.remove(dry_run)
@@ -353,7 +350,7 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     cleared = len(stale) - stale.column("cleared_ns").null_count
     what = {"temporary file": len(stale) - cleared, "cleared object": cleared}
     named = " and ".join(counted(count, noun) for noun, count in what.items() if count)
-    question = f"remove {named} ({nbytes}) from {store.url}"
+    question = f"Remove {named} ({nbytes}) from {store.url}?"
     return _Removal(question if len(stale) else None, remove)
 
 
@@ -647,7 +644,7 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
     from hicachectl.text.units import counted, human_size
 
     nbytes = human_size(groups.total_bytes(plan.groups))
-    return f"remove {counted(len(plan.groups), 'page')} ({nbytes}) from {store.url}"
+    return f"Remove {counted(len(plan.groups), 'page')} ({nbytes}) from {store.url}?"
 
 
 def _write_lock_held(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -30,10 +29,10 @@ from hicachectl.cli.commands.parts import (
     say_divided,
 )
 from hicachectl.cli.commands.verify_repair import (
-    earlier_runs,
     options_of_repair,
     refuse_early,
     refuse_in_parts,
+    refuse_untrusted,
     refuse_without_profile,
     repair_options,
     repaired,
@@ -275,6 +274,7 @@ def command(
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
+        refuse_untrusted(source, options)
         mending = mending_of(
             ctx,
             store,
@@ -309,9 +309,6 @@ def command(
                 output=output,
             )
             return
-        earlier = earlier_runs(ctx, source, options)
-        if earlier is not None and earlier.removed:
-            request = replace(request, allow_empty=True)
         with (
             progress(ctx, "listing", " objects") as on_listed,
             bytes_progress(ctx, "reading") as on_read,
@@ -325,7 +322,7 @@ def command(
             )
         kept = _keep_records(ctx, source, request, checked, options)
         described = describe_store(source, request)
-        result = repaired(ctx, source, request, checked, options, earlier)
+        result = repaired(ctx, source, request, checked, options)
     report = report_of([result], described, checked.inventory.table, request)
     if options["repair"] != "none":
         report.add_repair(dry_run=options["dry_run"])

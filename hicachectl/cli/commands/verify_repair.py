@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import REPAIR, in_section, removed_option
-from hicachectl.cli.commands.earlier_runs import EarlierRuns
-from hicachectl.cli.consent import require_consent
+from hicachectl.cli.consent import agreed, require_consent
 from hicachectl.cli.options import RepairCode, stack
 from hicachectl.cli.session import progress, remark
 from hicachectl.formats.errors import UsageError
@@ -89,6 +88,19 @@ def refuse_without_profile(request: VerifyRequest) -> None:
         raise UsageError(inferred_refused("--repair"))
 
 
+def refuse_untrusted(store: Store, options: dict[str, Any]) -> None:
+    """Raise UntrustedError for a repair of a store whose side directory is not trusted.
+
+    Without its side files, whole objects can look damaged.
+    """
+    from hicachectl.backends.capabilities import SideFiles
+
+    if options["repair"] != "none" and isinstance(store, SideFiles):
+        side = store.open_side_directory(writes=False)
+        if side is not None:
+            side.close()
+
+
 def refuse_in_parts(store: Store, options: dict[str, Any]) -> None:
     """Raise UsageError for a repair that cannot be divided into parts."""
     from hicachectl.move.table_repair import has_snapshot_only
@@ -99,29 +111,14 @@ def refuse_in_parts(store: Store, options: dict[str, Any]) -> None:
         )
 
 
-def earlier_runs(ctx: click.Context, store: Store, options: dict[str, Any]) -> EarlierRuns | None:
-    """Count the unfinished removals of killed runs, or complete them with --yes.
-
-    None without --repair.
-    """
-    if options["repair"] == "none":
-        return None
-    earlier = EarlierRuns(
-        ctx, store, options["quarantine"], yes=options["yes"], dry_run=options["dry_run"]
-    )
-    earlier.begin()
-    return earlier
-
-
 def repaired(
     ctx: click.Context,
     store: Store,
     request: VerifyRequest,
     checked: PartCheck,
     options: dict[str, Any],
-    earlier: EarlierRuns | None,
 ) -> PartResult:
-    """Repair the checked groups; return the result of the check with the counts of the repair.
+    """Repair the checked groups if --repair asks for it; return the result with its counts.
 
     A refused repair changes nothing, and asks nothing; the result says why.
     """
@@ -129,7 +126,7 @@ def repaired(
     from hicachectl.move.repair import left_remarks, plan_of, repair
     from hicachectl.pages.census import SEVERAL
 
-    if earlier is None:
+    if options["repair"] == "none":
         return checked.result
     chosen = options_of_repair(options)
     plan = plan_of(checked, checked.findings, chosen)
@@ -145,8 +142,8 @@ def repaired(
             "them lately, the profile is of earlier servers: compare it with hicachectl profile "
             "--server or --launch",
         )
-    question = _question(store, checked, plan, options) if len(plan.groups) else None
-    if not earlier.agreed(question):
+    question = _question(store, checked, plan, options)
+    if len(plan.groups) and not agreed(question, yes=options["yes"], dry_run=options["dry_run"]):
         remark(ctx, "Nothing was repaired")
         return checked.result
     with progress(ctx, "repairing", " pages") as advance:
@@ -184,4 +181,5 @@ def _question(store: Store, checked: PartCheck, plan: RepairPlan, options: dict[
     from hicachectl.text.units import counted, human_size
 
     nbytes = human_size(checked.groups.total_bytes(plan.groups))
-    return f"{options['repair']} {counted(len(plan.groups), 'page')} ({nbytes}) of {store.url}"
+    verb = options["repair"].capitalize()
+    return f"{verb} {counted(len(plan.groups), 'page')} ({nbytes}) of {store.url}?"

@@ -61,12 +61,9 @@ _GROUPS = """
     --state unknown and rm --pages remove them.
 """
 _UNFINISHED = """
-    In directories of SGLang's file backend, in NIXL stores with a side_directory, and with
-    --quarantine, each removal is recorded before it begins. If a run is killed, the next run of rm
-    or verify --repair on the same store and quarantine first completes the removals that the killed
-    run began. That run asks first, unless --yes is given. In other stores, run the killed command
-    again. The kv objects are removed first, so objects left over are in the state orphan, and rm
-    --state orphan removes them.
+    If a run is killed, run the same command again. The kv objects of some pages leave, durably,
+    before their other objects do. So what is left of a page is in the state orphan: no server finds
+    it, and rm --state orphan removes it.
 """
 _PARTS = """
     With --shard I/N, many processes on any number of hosts work on one store. All share the
@@ -193,6 +190,21 @@ BACKGROUND: dict[str, dict[str, str]] = {
             To complete an interrupted restore, run the same command again. If a removal by verify
             --repair was interrupted, restore makes its pages whole again: objects still in STORE
             stay there, and the others return from the quarantine.
+        """,
+        "QUARANTINE RUNS": """
+            Each repair with --repair quarantine fills one run, QUARANTINE/RUN. A run is itself a
+            store: give its path to ls, show, verify or migrate. It has the names and folders of a
+            file store; of a NIXL store, those of one directory; of any other store, all objects
+            are in RUN/run.hcpack. RUN/.hicachectl has run.json, with the URL of the store and the
+            time, findings.jsonl, with the reasons, and the markers of objects with trailers. The
+            folder has the owner, group and mode of the store's directory.
+
+            Objects are renamed into the run where the file system allows it. Elsewhere all of them
+            are copied, and the copies are durable, before the first one leaves the store. An object
+            that cannot be read, or has no room, stays in the store with its page.
+
+            The newest run is restored first. Runs of an earlier form, with numbered files and their
+            records, are named and left alone; the hicachectl that made them restores them.
         """,
     },
     "migrate": {
@@ -420,11 +432,14 @@ BACKGROUND: dict[str, dict[str, str]] = {
             message names is wrong: --despite-profile repairs it. Old pages that are wrong after a
             change of the servers' settings are repaired, whatever their number.
 
+            Several repairs may run at once: the one that takes the kv object of a page takes the
+            page, and the others leave it.
+
             With --shard, each part keeps the list of its page groups before it removes the first,
-            and has a folder of its own in the quarantine. A part that is killed and run again only
-            completes its removal. Parts cannot ask, so they need --yes or --dry-run. Each part
-            judges its own pages: hicachectl merge names the parts that repaired nothing, and ends
-            with 2.
+            and has a run of its own in the quarantine. A part that is killed and run again removes
+            what is left, and counts only that. Parts cannot ask, so they need --yes or --dry-run.
+            Each part judges its own pages: hicachectl merge names the parts that repaired nothing,
+            and ends with 2.
         """,
         "INTERRUPTED REPAIRS": _UNFINISHED,
         "PARTS": _PARTS,

@@ -150,10 +150,10 @@ _REMOVED = (
 )
 _RUN = (
     Member("run", TEXT, "Name of the run."),
-    Member("removed", NUMBER, "Time of its last removal, in Unix seconds.", "no record"),
-    Member("store", TEXT, "URL of the store that the pages were in.", "no record"),
-    Member("groups", INTEGER, "Page groups."),
-    Member("objects", INTEGER, "Objects."),
+    Member("removed", NUMBER, "Begin of the removal, in Unix seconds.", "unknown"),
+    Member("store", TEXT, "URL of the store that the pages were in.", "unknown"),
+    Member("groups", INTEGER, "Page groups.", "unknown"),
+    Member("objects", INTEGER, "Objects.", "unknown"),
     _NBYTES,
     Member("codes", TEXTS, "Findings that caused the removals."),
 )
@@ -667,8 +667,8 @@ DOCUMENTS = (
             Member("pages", INTEGER, "Page groups restored."),
             Member("objects", INTEGER, "Objects restored."),
             _BYTES,
-            Member("gone", INTEGER, "Objects that had vanished from the quarantine."),
-            Member("conflicts", INTEGER, "Page groups with objects in the store again."),
+            Member("gone", INTEGER, "Objects that vanished from the quarantine meanwhile."),
+            Member("conflicts", INTEGER, "Page groups with another object in the store."),
             Member("failed", INTEGER, "Page groups that failed."),
             _SECONDS,
             _COMPLETE,
@@ -680,7 +680,7 @@ DOCUMENTS = (
                 (
                     *_REMOVED,
                     Member("codes", TEXTS, "Findings that caused the removal."),
-                    Member("state", TEXT, "restored, would-restore, gone, conflict or failed."),
+                    Member("state", TEXT, "restored, would-restore, conflict or failed."),
                     Member("detail", TEXT, "Why the group was not restored.", "it was"),
                 ),
             ),
@@ -701,7 +701,7 @@ DOCUMENTS = (
                     Member(
                         "state",
                         TEXT,
-                        "kept, half-purged, unfinished, busy, unrecorded or unreadable.",
+                        "kept, half-purged, busy, earlier-form or unreadable.",
                     ),
                 ),
             ),
@@ -723,7 +723,7 @@ DOCUMENTS = (
                 "runs[]",
                 (
                     *_RUN,
-                    Member("state", TEXT, "purged, would-purge, failed, unfinished or busy."),
+                    Member("state", TEXT, "purged, would-purge, failed, busy or earlier-form."),
                 ),
             ),
         ),

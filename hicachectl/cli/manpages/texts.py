@@ -280,11 +280,11 @@ TRUST = (
     "links. Below them, no link is followed: .hicachectl in a store, its stamps and quarantine, "
     "and the lock file must be regular files and directories. Their owner must be the user who "
     "runs hicachectl, root, the owner of the store, or a user to whom the file system gives new "
-    "files. A group-writable store trusts the members of its group. Objects in a quarantine "
-    "keep the owner that they had in the store; any owner is accepted.",
+    "files. A group-writable store trusts the members of its group. A run of a quarantine belongs "
+    "to the owner of the store's directory; its objects keep the owner that they had in the "
+    "store.",
     "A command that only reads skips files and directories that break these rules, and names them "
     "in a remark. A command that writes ends with status 3 before any change.",
-    "Objects without a record in a quarantine are left alone; a remark names them.",
     "The directory of --run decides what is removed and written, so it and its files must "
     "belong to the user who runs hicachectl, root, the owner of the store, or "
     "a member of its group if that may write. Of two stores, both count. merge asks the stores of "
@@ -297,7 +297,7 @@ TRUST = (
     "its source, except those that the source's directory or the umask denies. A pack, a 3FS data "
     "file and an object made from several objects are readable only by users who may read every "
     "source object read so far. A pack is readable only by its owner until it is complete. "
-    "Directories, stamps, catalogs and quarantine records are as readable as the store's "
+    "Directories, stamps, catalogs and quarantine runs are as readable as the store's "
     "directory. If a new file has another group than its source, that group gets no more "
     "permissions than others. "
     "New objects written by root belong to the owner of their directory, if that user may read the "

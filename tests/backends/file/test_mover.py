@@ -1,4 +1,4 @@
-"""Renames between a file store and another directory: what is moved, and in which order synced."""
+"""Renames between a file store and a run: what is moved, and in which order synced."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.base import Status
-from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.base import Status, open_store
+from hicachectl.backends.capabilities import mover_of
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.object_files import mover as mover_module
-from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.tree import ObjectTree
-from hicachectl.backends.urls import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from hicachectl.backends.object_files.mover import FileMover
 
 KEY = b"a.bin"
 
@@ -32,6 +31,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def aside(tmp_path: Path) -> Path:
+    """Make the folder of a run."""
     path = tmp_path / "aside"
     path.mkdir()
     return path
@@ -39,14 +39,10 @@ def aside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mover(store: Path, aside: Path) -> Iterator[FileMover]:
-    with (
-        FileStore.from_url(parse_url(str(store))) as opened,
-        Directory.named(str(aside), writes=True) as directory,
-    ):
-        found = opened.mover(directory)
-        assert isinstance(found, FileMover)
-        with found:
-            yield found
+    with FileStore(store) as opened, FileStore(aside) as run:
+        found = opened.mover(run)
+        assert found is not None
+        yield found
 
 
 def test_names_with_new_files_are_synced_first_and_directions_apart(
@@ -54,37 +50,28 @@ def test_names_with_new_files_are_synced_first_and_directions_apart(
 ) -> None:
     """Proves that a crash at any time leaves each object one of its names."""
     synced: list[str] = []
-    monkeypatch.setattr(ObjectTree, "sync", lambda *_: synced.append("store"))
-    monkeypatch.setattr(mover_module, "sync_directory", lambda _: synced.append("aside"))
+    monkeypatch.setattr(ObjectTree, "sync", lambda tree: synced.append(Path(tree.path).name))
     (store / "b.bin").write_bytes(b"another")
-    assert mover.take(KEY, "0") == mover.take(b"b.bin", "1") == Status.OK
+    assert mover.take(KEY) == mover.take(b"b.bin") == Status.OK
     assert synced == []
-    assert mover.put_back("1", b"b.bin") == Status.OK
+    assert mover.put_back(b"b.bin") == Status.OK
     assert synced == ["aside", "store"]
-    assert mover.put_back("0", KEY) == Status.OK
+    assert mover.put_back(KEY) == Status.OK
     mover.flush(into_store=True)
     assert synced[2:] == ["store", "aside"]
-    assert mover.take(KEY, "0") == Status.OK
+    assert mover.take(KEY) == Status.OK
     assert len(synced) == 4  # nothing was left of the other direction
     mover.flush(into_store=False)
     assert synced[4:] == ["aside", "store"]
-    assert mover.put_back("0", KEY) == mover.take(KEY, "0") == Status.OK
+    assert mover.put_back(KEY) == mover.take(KEY) == Status.OK
     assert synced[6:] == ["store", "aside"]
 
 
-@pytest.mark.parametrize("name", ["../store/a.bin", "..", "a/b", ""])
-def test_names_that_lead_elsewhere_are_refused(mover: FileMover, name: str) -> None:
-    assert mover.take(KEY, "0") == Status.OK
-    for call in (
-        lambda: mover.take(os.fsencode(name), "1"),
-        lambda: mover.take(KEY, name),
-        lambda: mover.put_back(name, b"b.bin"),
-        lambda: mover.put_back("0", os.fsencode(name)),
-        lambda: mover.drop_double(os.fsencode(name), "0"),
-        lambda: mover.drop_double(KEY, name),
-    ):
+@pytest.mark.parametrize("name", [b"../store/a.bin", b"..", b"a/b", b""])
+def test_names_that_lead_elsewhere_are_refused(mover: FileMover, name: bytes) -> None:
+    for call in (mover.take, mover.put_back):
         with pytest.raises(OSError, match="key"):
-            call()
+            call(name)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
@@ -92,59 +79,46 @@ def test_only_regular_files_come_back(
     mover: FileMover, store: Path, aside: Path, kind: str
 ) -> None:
     if kind == "link":
-        (aside / "0").symlink_to(store / "a.bin")
+        (aside / "b.bin").symlink_to(store / "a.bin")
     else:
-        os.mkfifo(aside / "0")
+        os.mkfifo(aside / "b.bin")
     with pytest.raises(OSError, match="not a regular file in the quarantine"):
-        mover.put_back("0", b"b.bin")
-    assert not (store / "b.bin").is_symlink()
-    assert not (store / "b.bin").exists()
+        mover.put_back(b"b.bin")
+    assert not os.path.lexists(store / "b.bin")
 
 
-def test_a_link_in_place_of_an_object_is_left_alone(
-    mover: FileMover, store: Path, aside: Path
-) -> None:
+def test_a_link_in_place_of_an_object_is_left_alone(mover: FileMover, store: Path) -> None:
     (store / "link.bin").symlink_to(store / "a.bin")
-    assert mover.take(b"link.bin", "0") == Status.CHANGED
-    (aside / "1").write_bytes(b"held")
-    (store / "to_aside.bin").symlink_to(aside / "1")
-    mover.drop_double(b"to_aside.bin", "1")
+    assert mover.take(b"link.bin") == Status.CHANGED
     assert (store / "link.bin").is_symlink()
-    assert (store / "to_aside.bin").is_symlink()
 
 
-def test_a_closed_mover_leaves_no_descriptor(mover: FileMover) -> None:
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = count()
-    mover.close()
-    assert count() == before - 1
-    mover.close()
-    assert count() == before - 1
-
-
-def test_a_removed_directory_is_named(mover: FileMover, store: Path, aside: Path) -> None:
+def test_a_removed_run_is_named(mover: FileMover, store: Path, aside: Path) -> None:
     aside.rmdir()
-    with pytest.raises(OSError, match="the quarantine directory was removed; run again"):
-        mover.take(KEY, "0")
+    with pytest.raises(OSError, match="the quarantine run was removed; run again"):
+        mover.take(KEY)
     assert (store / "a.bin").read_bytes() == b"a value"
 
 
-def test_the_key_of_a_double_is_removed_and_nothing_else(
-    mover: FileMover, store: Path, aside: Path
-) -> None:
-    """Proves that equal bytes or a link do not make a double."""
-    mover.drop_double(KEY, "0")  # there is none
-    (aside / "0").write_bytes(b"a value")
-    (aside / "1").symlink_to(store / "a.bin")
-    for name in ("0", "1"):
-        mover.drop_double(KEY, name)
-        assert (store / "a.bin").read_bytes() == b"a value"
-    os.link(store / "a.bin", aside / "2")
-    mover.drop_double(KEY, "2")
-    assert not (store / "a.bin").exists()
-    assert (aside / "2").read_bytes() == b"a value"
+@pytest.mark.parametrize("folders", [(False, True), (True, False)], ids=["into folders", "out"])
+def test_each_side_has_its_own_folders(tmp_path: Path, folders: tuple[bool, bool]) -> None:
+    key = f"{'ab' * 32}_m.bin".encode()
+    urls = [
+        f"file://{tmp_path}/{name}" + "?folders=hex2" * inner
+        for name, inner in zip("xy", folders, strict=True)
+    ]
+    for name in "xy":
+        (tmp_path / name).mkdir()
+    places = [tmp_path / n / ("ab" * i) / key.decode() for n, i in zip("xy", folders, strict=True)]
+    with open_store(urls[0], create=True) as one, open_store(urls[1], create=True) as other:
+        places[0].parent.mkdir(exist_ok=True)
+        places[0].write_bytes(b"value")
+        mover = mover_of(one, other)
+        assert mover is not None
+        assert mover.take(key) == Status.OK
+        assert places[1].read_bytes() == b"value"
+        assert mover.put_back(key) == Status.OK
+        assert places[0].read_bytes() == b"value"
 
 
 @pytest.mark.parametrize("removes", [True, False])
@@ -158,8 +132,8 @@ def test_an_object_from_before_a_clear_makes_room(
             (store / os.fsdecode(key)).unlink()
         return True
 
-    (aside / "0").write_bytes(b"held")
+    (aside / "a.bin").write_bytes(b"held")
     monkeypatch.setattr(mover, "_remove_stale", remove)
-    assert mover.put_back("0", KEY) == (Status.OK if removes else Status.EXISTS)
+    assert mover.put_back(KEY) == (Status.OK if removes else Status.EXISTS)
     assert (store / "a.bin").read_bytes() == (b"held" if removes else b"a value")
-    assert (aside / "0").exists() == (not removes)
+    assert (aside / "a.bin").exists() == (not removes)

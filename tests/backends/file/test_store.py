@@ -23,7 +23,6 @@ from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, open_store, scan_schema
 from hicachectl.backends.disk import durable
 from hicachectl.backends.disk.copying import copy_bytes
-from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files import listing as file_listing
 from hicachectl.backends.pack.store import PackStore
@@ -577,11 +576,10 @@ def test_a_file_that_replaces_the_listed_one_at_the_last_moment_is_not_taken(
 
     monkeypatch.setattr(durable, "rename_noreplace", raced)
     version = store.look(rows_of([b"a.bin"])).column("version")[0].as_py()
-    with Directory.named(str(aside), writes=True) as directory:
-        mover = store.mover(directory)
-    assert mover is not None
-    with mover:
-        assert mover.take(b"a.bin", "0", version) == Status.CHANGED
+    with FileStore(aside) as run:
+        mover = store.mover(run)
+        assert mover is not None
+        assert mover.take(b"a.bin", version) == Status.CHANGED
     assert path.read_bytes() == new[-1]
     assert list(aside.iterdir()) == []
 

@@ -1,22 +1,16 @@
-"""Page groups to remove or restore, as columns, and their objects in a store."""
+"""Page groups to remove, a batch at a time, as columns, and their objects in a store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from msgspec import Meta, Struct
 
-from hicachectl.checks.findings import SCHEMA
-from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.table import join_keys
-from hicachectl.move.planning import BY_CHOICE
 from hicachectl.move.results import GroupStatus
 from hicachectl.pages.byte_sums import column_sums
 from hicachectl.pages.group_table import ABSENT
@@ -32,135 +26,98 @@ if TYPE_CHECKING:
 
 _LOOKED_AT_ONCE = 1 << 20  # pairs of slots
 
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # fits into an Arrow column
-
-# Columns of a listing, and the digest that a record can have.
-FACTS = pa.schema(
-    [
-        ("nbytes", pa.int64()),
-        ("mtime_ns", pa.int64()),
-        ("version", pa.binary()),
-        ("blake3", pa.string()),
-    ]
-)
-FINDINGS = pa.list_(pa.struct(list(SCHEMA)))
-
-
-class Slot(Struct, frozen=True):
-    """An object that a page of a deployment can have. Its key: prefix, page hash, suffix.
-
-    required: whether a whole page has the object.
-    trailing: number of the object's set, which a page has completely or not at all; None if in
-        no set.
-    sidecars: for an anchor: slots that a server writes before the anchor.
-    """
-
-    prefix: str
-    suffix: str
-    anchor: bool
-    required: bool
-    trailing: Count | None
-    sidecars: tuple[Count, ...]
+# Columns of a listing that show whether an object is still the same.
+FACTS = pa.schema([("nbytes", pa.int64()), ("mtime_ns", pa.int64()), ("version", pa.binary())])
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Slots of a deployment's pages, with their fields as arrays: [slots]."""
+    """Slots of a deployment's pages: the objects that a page can have.
 
-    slots: tuple[Slot, ...]
+    affixes: [slots] prefix and suffix of each key.
+    anchors: [slots] whether the object is an anchor.
+    required: [slots] whether a whole page has the object.
+    trailing: [slots] number of the object's set, which a page has completely or not at all; ABSENT
+        if in no set.
+    sidecars: anchors, and sidecars that a server writes before them: [pairs] slots each.
+    """
+
+    affixes: tuple[Affix, ...]
+    anchors: BoolArray
+    required: BoolArray
+    trailing: IntArray
+    sidecars: tuple[IntArray, IntArray]
 
     @classmethod
     def of(cls, specs: Sequence[ObjectSpec]) -> Shape:
         """Return the shape with a slot for each spec."""
         sets: dict[object, int] = {}
+        # Only a profile shows which objects form a set.
+        trailing = [
+            sets.setdefault(spec.object_set, len(sets)) if spec.trailing and spec.listed else ABSENT
+            for spec in specs
+        ]
         sidecars = [n for n, spec in enumerate(specs) if spec.awaited and not spec.anchor]
+        pairs = [
+            (n, other)
+            for n, spec in enumerate(specs)
+            for other in (sidecars if spec.anchor else ())
+            if spec.shares_rank(specs[other])
+        ]
+        both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return cls(
-            tuple(
-                Slot(
-                    prefix=spec.affix[0],
-                    suffix=spec.affix[1],
-                    anchor=spec.anchor,
-                    required=spec.awaited,
-                    # Only a profile shows which objects form a set.
-                    trailing=(
-                        sets.setdefault(spec.object_set, len(sets))
-                        if spec.trailing and spec.listed
-                        else None
-                    ),
-                    sidecars=tuple(
-                        n for n in sidecars if spec.anchor and spec.shares_rank(specs[n])
-                    ),
-                )
-                for spec in specs
-            )
+            affixes=tuple(spec.affix for spec in specs),
+            anchors=np.array([spec.anchor for spec in specs], dtype=np.bool_),
+            required=np.array([spec.awaited for spec in specs], dtype=np.bool_),
+            trailing=np.array(trailing, dtype=np.int64),
+            sidecars=(both[:, 0], both[:, 1]),
         )
 
     @classmethod
     def of_unread(cls, affixes: Sequence[Affix], anchors: Sequence[bool]) -> Shape:
         """Return the shape of a group of ambiguous keys: all objects are required."""
-        pairs = zip(affixes, anchors, strict=True)
-        return cls(tuple(Slot(*affix, anchor, True, None, ()) for affix, anchor in pairs))
+        none = np.zeros(0, dtype=np.int64)
+        return cls(
+            affixes=tuple(affixes),
+            anchors=np.array(anchors, dtype=np.bool_),
+            required=np.ones(len(affixes), dtype=np.bool_),
+            trailing=np.full(len(affixes), ABSENT, dtype=np.int64),
+            sidecars=(none, none),
+        )
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.affixes)
 
     def without(self, lost: Sequence[int]) -> tuple[Shape, IntArray]:
         """Return the shape without some slots, and each slot's new number or ABSENT: [slots]."""
         stays = np.ones(len(self), dtype=np.bool_)
         stays[list(lost)] = False
         places: IntArray = np.where(stays, np.cumsum(stays) - 1, ABSENT)
-        numbers = places.tolist()
-        cut = []
-        for slot in np.flatnonzero(stays).tolist():
-            left = tuple(numbers[n] for n in self.slots[slot].sidecars if numbers[n] != ABSENT)
-            cut.append(msgspec.structs.replace(self.slots[slot], sidecars=left))
-        return Shape(tuple(cut)), places
-
-    @cached_property
-    def affixes(self) -> list[Affix]:
-        """Prefix and suffix of each slot's key."""
-        return [(slot.prefix, slot.suffix) for slot in self.slots]
-
-    @cached_property
-    def anchors(self) -> BoolArray:
-        """Whether each slot is an anchor."""
-        return np.array([slot.anchor for slot in self.slots], dtype=np.bool_)
-
-    @cached_property
-    def required(self) -> BoolArray:
-        """Whether a whole page must have each slot's object."""
-        return np.array([slot.required for slot in self.slots], dtype=np.bool_)
-
-    @cached_property
-    def trailing(self) -> IntArray:
-        """Number of each slot's trailing set, from 0 without gaps, or ABSENT."""
-        numbers: dict[int, int] = {}
-        found = (slot.trailing for slot in self.slots)
-        return np.array(
-            [ABSENT if n is None else numbers.setdefault(n, len(numbers)) for n in found],
-            dtype=np.int64,
+        _, trailing = np.unique(self.trailing[stays], return_inverse=True)
+        in_set = self.trailing[stays] != ABSENT
+        anchors, sidecars = (places[slots] for slots in self.sidecars)
+        both = (anchors != ABSENT) & (sidecars != ABSENT)
+        shape = Shape(
+            affixes=tuple(self.affixes[slot] for slot in np.flatnonzero(stays).tolist()),
+            anchors=self.anchors[stays],
+            required=self.required[stays],
+            trailing=np.where(in_set, trailing, ABSENT).astype(np.int64),
+            sidecars=(anchors[both], sidecars[both]),
         )
-
-    @cached_property
-    def sidecars(self) -> tuple[IntArray, IntArray]:
-        """Slots of anchors, and of sidecars written before them: [pairs] each."""
-        pairs = [(n, other) for n, slot in enumerate(self.slots) for other in slot.sidecars]
-        both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return both[:, 0], both[:, 1]
+        return shape, places
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RecordedGroups:
-    """Page groups and their objects, from a listing or a record.
+class RemovalBatch:
+    """Page groups to remove, and their objects.
 
     A cell is one slot of one group. Cells are ordered by group, then as in the shape.
 
     pages, models, tags: [k] strings.
     shapes: distinct shapes. shape_ids: [k] shape of each group.
-    findings: [k] FINDINGS, the reasons for removal.
+    by_choice: [k] whether each group leaves although it has no fault.
     absent: [cells] whether the slot was empty without being a reason for removal.
     owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
-    files: [n] number of the object in the batch's folder.
     unwanted: [n] whether the object is a reason for removal.
     facts: [n] rows of FACTS.
     """
@@ -170,11 +127,10 @@ class RecordedGroups:
     tags: pa.StringArray
     shapes: tuple[Shape, ...]
     shape_ids: IntArray
-    findings: pa.ListArray
+    by_choice: BoolArray
     absent: BoolArray
     owners: IntArray
     slots: IntArray
-    files: IntArray
     unwanted: BoolArray
     facts: pa.Table
 
@@ -218,14 +174,6 @@ class RecordedGroups:
         anchors: BoolArray = of_slots[self._slots_of_cells]
         return anchors
 
-    @cached_property
-    def by_choice(self) -> BoolArray:
-        """Whether each group leaves although it has no fault: [k]."""
-        codes = self.findings.flatten().field("code")
-        owners = pc.list_parent_indices(self.findings).to_numpy()
-        chosen = pc.equal(codes, BY_CHOICE).to_numpy(zero_copy_only=False)
-        return self._groups_with(owners[chosen])
-
     @property
     def counts(self) -> IntArray:
         """Number of objects of each group: [k]."""
@@ -236,19 +184,7 @@ class RecordedGroups:
         """Bytes of each group, null if a size is unknown: [k]."""
         return column_sums(self.facts.column("nbytes"), self.owners, len(self))
 
-    def labels(self, scheme: str) -> list[str]:
-        """Return each group's field "group" in `ls`: [k]. scheme: grammar of the keys."""
-        codec, found = codec_for(scheme), []
-        affixes = [shape.affixes for shape in self.shapes]
-        ends = np.searchsorted(self.owners, np.arange(len(self) + 1)).tolist()
-        names = zip(self.models.to_pylist(), self.tags.to_pylist(), strict=True)
-        for group, (model, tag) in enumerate(names):
-            own = affixes[self.shape_ids[group]]
-            slots = np.sort(self.slots[ends[group] : ends[group + 1]]).tolist()
-            found.append(group_label(codec, model, tag, (own[slot] for slot in slots)))
-        return found
-
-    def take(self, groups: IntArray) -> RecordedGroups:
+    def take(self, groups: IntArray) -> RemovalBatch:
         """Return some groups. groups: ascending."""
         places = np.full(len(self), ABSENT, dtype=np.int64)
         places[groups] = np.arange(len(groups))
@@ -260,23 +196,22 @@ class RecordedGroups:
             models=self.models.take(some),
             tags=self.tags.take(some),
             shape_ids=self.shape_ids[groups],
-            findings=self.findings.take(some),
+            by_choice=self.by_choice[groups],
             absent=self.absent[places[self.cell_owners] != ABSENT],
             owners=places[self.owners[kept]],
         )
 
-    def with_objects(self, kept: BoolArray) -> RecordedGroups:
+    def with_objects(self, kept: BoolArray) -> RemovalBatch:
         """Return the groups with only the kept objects. kept: [n]."""
         return replace(
             self,
             owners=self.owners[kept],
             slots=self.slots[kept],
-            files=self.files[kept],
             unwanted=self.unwanted[kept],
             facts=self.facts.filter(pa.array(kept)),
         )
 
-    def as_seen(self, sight: Sight, unwanted: BoolArray) -> RecordedGroups:
+    def as_seen(self, sight: Sight, unwanted: BoolArray) -> RemovalBatch:
         """Return the groups with the objects that a look found. unwanted: [cells]."""
         cells = np.flatnonzero(sight.present)
         owners = self.cell_owners[cells]
@@ -284,7 +219,6 @@ class RecordedGroups:
             self,
             owners=owners,
             slots=cells - self.starts[owners],
-            files=np.arange(len(cells)),
             unwanted=unwanted[cells],
             facts=facts_of(sight.rows).take(pa.array(sight.at[cells])),
         )
@@ -368,7 +302,8 @@ class RecordedGroups:
 class Sight:
     """Objects of groups, as one look at the store found them.
 
-    rows: with a scan's columns. at: [cells] row of each cell, or ABSENT.
+    rows: table with a scan's columns.
+    at: [cells] row of each cell, or ABSENT.
     """
 
     rows: pa.Table
@@ -380,8 +315,8 @@ class Sight:
         present: BoolArray = self.at != ABSENT
         return present
 
-    def known(self, groups: RecordedGroups, *, versions: bool = True) -> BoolArray:
-        """Return which objects still exist unchanged: [n]. versions: as in `same_objects`."""
+    def known(self, groups: RemovalBatch, *, versions: bool = True) -> BoolArray:
+        """Return which objects still exist unchanged: [n]. versions: see `same_objects`."""
         rows = self.at[groups.cells]
         there = np.flatnonzero(rows != ABSENT)
         known = np.zeros(len(rows), dtype=np.bool_)
@@ -391,7 +326,7 @@ class Sight:
         return known
 
 
-def look(store: Store, groups: RecordedGroups, pending: IntArray | None = None) -> Sight:
+def look(store: Store, groups: RemovalBatch, pending: IntArray | None = None) -> Sight:
     """Look up all objects that groups can have. pending: only these groups."""
     columns = ["nbytes", "mtime_ns", "version"]
     columns += ["locator"] if "locator" in store.traits.columns else []

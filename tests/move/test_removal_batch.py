@@ -1,4 +1,4 @@
-"""Recorded groups: their statuses, subsets, and text on disk.
+"""Groups to remove: their statuses, and subsets.
 
 The statuses of all groups at once are compared with their definition, slot by slot.
 """
@@ -10,9 +10,9 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.move.record_file import Record, dump_record, parse_record
-from hicachectl.move.recorded import FACTS, FINDINGS, RecordedGroups, Shape, Slot, same_objects
+from hicachectl.move.removal_batch import FACTS, RemovalBatch, Shape, same_objects
 from hicachectl.move.results import GroupStatus
+from hicachectl.pages.group_table import ABSENT
 
 SLOTS = 4
 FLAGS = st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)
@@ -22,23 +22,21 @@ FLAGS = st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)
 def shapes(draw: st.DrawFn) -> Shape:
     """Draw a shape of up to four slots."""
     count = draw(st.integers(1, SLOTS))
+    flags = st.lists(st.booleans(), min_size=count, max_size=count).map(np.array)
+    slots = st.integers(0, count - 1)
+    pairs = np.array(sorted(draw(st.sets(st.tuples(slots, slots), max_size=4))), dtype=np.int64)
+    sets = st.lists(st.sampled_from([ABSENT, 0, 7]), min_size=count, max_size=count)
     return Shape(
-        tuple(
-            Slot(
-                f"{number}-",
-                ".bin",
-                draw(st.booleans()),
-                draw(st.booleans()),
-                draw(st.none() | st.sampled_from([0, 7])),
-                tuple(draw(st.sets(st.integers(0, count - 1), max_size=2))),
-            )
-            for number in range(count)
-        )
+        affixes=tuple((f"{number}-", ".bin") for number in range(count)),
+        anchors=draw(flags),
+        required=draw(flags),
+        trailing=np.array(draw(sets), dtype=np.int64),
+        sidecars=(pairs.reshape(-1, 2)[:, 0], pairs.reshape(-1, 2)[:, 1]),
     )
 
 
 @st.composite
-def recorded(draw: st.DrawFn) -> RecordedGroups:
+def recorded(draw: st.DrawFn) -> RemovalBatch:
     """Draw groups of up to three shapes; each has some of the objects of its shape."""
     own = draw(st.lists(shapes(), min_size=1, max_size=3))
     ids = draw(st.lists(st.integers(0, len(own) - 1), max_size=4))
@@ -49,22 +47,19 @@ def recorded(draw: st.DrawFn) -> RecordedGroups:
         "nbytes": draw(st.lists(st.none() | st.integers(0, 9), min_size=count, max_size=count)),
         "mtime_ns": pa.nulls(count, pa.int64()),
         "version": pa.array([b"v"] * count, pa.binary()),
-        "blake3": pa.nulls(count, pa.string()),
     }
     cells = sum(len(own[i]) for i in ids)
-    reasons = [[{"code": "nan", "severity": "error", "page": f"{n:064x}"}] for n in range(len(ids))]
     names = pa.array(["m"] * len(ids), pa.string())
-    return RecordedGroups(
+    return RemovalBatch(
         pages=pa.array([f"{n:064x}" for n in range(len(ids))], pa.string()),
         models=names,
         tags=names,
         shapes=tuple(own),
         shape_ids=np.array(ids, dtype=np.int64),
-        findings=pa.array(reasons, FINDINGS),
+        by_choice=np.zeros(len(ids), dtype=np.bool_),
         absent=np.array([draw(st.booleans()) for _ in range(cells)], dtype=np.bool_),
         owners=np.array(owners, dtype=np.int64),
         slots=np.array([slot for slots in held for slot in slots], dtype=np.int64),
-        files=np.arange(count)[::-1],
         unwanted=np.array([draw(st.booleans()) for _ in range(count)], dtype=np.bool_),
         facts=pa.table(facts, schema=FACTS),
     )
@@ -73,15 +68,15 @@ def recorded(draw: st.DrawFn) -> RecordedGroups:
 def is_whole(shape: Shape, absent: set[int], there: set[int]) -> bool:
     """Return whether a group is whole if absent slots are ignored."""
     asked = [n for n in range(len(shape)) if n in there or n not in absent]
-    if any(shape.slots[n].required and n not in there for n in asked):
+    if any(shape.required[n] and n not in there for n in asked):
         return False
-    sets: dict[int | None, set[bool]] = {}
+    sets: dict[int, set[bool]] = {}
     for number in asked:
-        sets.setdefault(shape.slots[number].trailing, set()).add(number in there)
-    return all(len(found) == 1 for number, found in sets.items() if number is not None)
+        sets.setdefault(int(shape.trailing[number]), set()).add(number in there)
+    return all(len(found) == 1 for number, found in sets.items() if number != ABSENT)
 
 
-def judged(groups: RecordedGroups, group: int, there: set[int], known: set[int]) -> GroupStatus:
+def judged(groups: RemovalBatch, group: int, there: set[int], known: set[int]) -> GroupStatus:
     """Return the status of one group. there: filled slots. known: indices of unchanged objects."""
     shape = groups.shapes[groups.shape_ids[group]]
     start = groups.starts[group]
@@ -92,13 +87,14 @@ def judged(groups: RecordedGroups, group: int, there: set[int], known: set[int])
         return GroupStatus.DONE
     if is_whole(shape, absent, there):
         return GroupStatus.KEPT
-    overtaken = any(set(shape.slots[slot].sidecars) - there for slot in there)
+    pairs = zip(*(slots.tolist() for slots in shape.sidecars), strict=True)
+    overtaken = any(anchor in there and sidecar not in there for anchor, sidecar in pairs)
     return GroupStatus.DONE if known or overtaken else GroupStatus.IN_FLIGHT
 
 
 @given(recorded(), st.data())
 def test_groups_are_judged_as_each_one_is_by_itself(
-    groups: RecordedGroups, data: st.DataObject
+    groups: RemovalBatch, data: st.DataObject
 ) -> None:
     cells = len(groups.cell_owners)
     present = np.array([data.draw(st.booleans()) for _ in range(cells)], dtype=np.bool_)
@@ -113,16 +109,13 @@ def test_groups_are_judged_as_each_one_is_by_itself(
 
 
 @given(recorded(), st.data())
-def test_a_record_reads_back_as_it_was_written(groups: RecordedGroups, data: st.DataObject) -> None:
+def test_some_groups_keep_their_keys_and_sizes(groups: RemovalBatch, data: st.DataObject) -> None:
     chosen = [n for n in range(len(groups)) if data.draw(st.booleans())]
     some = groups.take(np.array(chosen, dtype=np.int64))
-    text = dump_record(Record("file:///s", "file", "quarantine", 1.5, some))
-    found = parse_record(text, source="x")
-    assert dump_record(found) == text
-    assert found.groups.pages.to_pylist() == [f"{n:064x}" for n in chosen]
+    assert some.pages.to_pylist() == [f"{n:064x}" for n in chosen]
     keys = groups.keys_of(groups.cells[np.isin(groups.owners, chosen)])
-    assert found.groups.keys_of(found.groups.cells).equals(keys)
-    assert found.groups.nbytes.equals(groups.nbytes.take(pa.array(chosen, pa.int64())))
+    assert some.keys_of(some.cells).equals(keys)
+    assert some.nbytes.equals(groups.nbytes.take(pa.array(chosen, pa.int64())))
 
 
 def test_versions_tell_objects_apart_and_else_size_and_time() -> None:
@@ -130,7 +123,7 @@ def test_versions_tell_objects_apart_and_else_size_and_time() -> None:
 
     def table(row: tuple[int | None, int | None, bytes | None]) -> pa.Table:
         nbytes, mtime_ns, version = row
-        facts = {"nbytes": nbytes, "mtime_ns": mtime_ns, "version": version, "blake3": None}
+        facts = {"nbytes": nbytes, "mtime_ns": mtime_ns, "version": version}
         return pa.Table.from_pylist([facts], schema=FACTS)
 
     same = [[bool(same_objects(table(one), table(other))[0]) for other in rows] for one in rows]
