@@ -40,22 +40,24 @@ class Action(IntEnum):
     COMPARE = 4  # the destination has the whole group: compare bytes
     REPLACE = 5  # remove from the destination, then copy
     CONFLICT = 6  # the destination has another object under one of the keys
+    CLEAR = 7  # the source has only a rest of what the destination has whole: compare the rest
 
 
 WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)
-READS_BACK = (Action.COMPLETE, Action.COMPARE)
+COMPARING = (Action.COMPARE, Action.CLEAR)
+READS_BACK = (Action.COMPLETE, *COMPARING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
     """Options of a copy.
 
-    verify: read back and compare each copy; always with move.
-    move: then remove the original.
-    pin: protect copies from eviction, for pin_seconds or the store's default.
+    verify: whether to read back and compare each copy; always with move.
+    move: whether to remove the originals of compared copies.
+    pin: whether to protect copies from eviction, for pin_seconds or the store's default.
     deadline: `time.monotonic()` after which no batch is begun.
-    trailers: which are written; see `trailers.plan_trailers`. keeps_trailers: write all objects
-    by system copies, which keep trailers.
+    trailers: choice of the trailers to write; see `trailers.plan_trailers`.
+    keeps_trailers: whether to write all objects by system copies, which keep trailers.
     """
 
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -114,7 +116,7 @@ class CopyBatch(Task):
     objects:    [n] objects of the destination.
     targets:    [n] `key` and `mtime_ns` of the same objects.
     sizes, offsets: [n] bytes and offset of each object.
-    there:      [n] bytes of the destination's object under the key, or ABSENT.
+    existing:   [n] bytes of the destination's object under the key, or ABSENT.
     origins:    [n] row of each object's first source, or ABSENT.
     by_system:  whether the destination copies the objects by itself.
     back:       offset of the objects read back.
@@ -127,7 +129,7 @@ class CopyBatch(Task):
     targets: pa.Table = field(kw_only=True)
     sizes: IntArray = field(kw_only=True)
     offsets: IntArray = field(kw_only=True)
-    there: IntArray = field(kw_only=True)
+    existing: IntArray = field(kw_only=True)
     origins: IntArray = field(kw_only=True)
     by_system: bool = field(kw_only=True)
     transforms: tuple[Transform, ...] = field(kw_only=True)

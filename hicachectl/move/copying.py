@@ -18,7 +18,7 @@ from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, kee
 from hicachectl.formats.wording import conflict
 from hicachectl.io.pacing import Pace
 from hicachectl.io.pipeline import Loaded, Pipeline
-from hicachectl.move.batches import READS_BACK, Action, CopyBatch
+from hicachectl.move.batches import COMPARING, READS_BACK, Action, CopyBatch
 from hicachectl.move.order import OF_MIGRATION, Failures, publish, remove_once, roll_back
 from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.group_table import ABSENT
@@ -51,7 +51,7 @@ class Executor(Generic[B]):
         destination: Store,
         options: CopyOptions,
         *,
-        settle: Callable[[B, MoveResult], None] = lambda batch, result: None,
+        on_copied: Callable[[B, MoveResult], None] = lambda batch, result: None,
         arena: Arena | None = None,
         failures: Failures = OF_MIGRATION,
         preserve: bool = False,
@@ -59,7 +59,7 @@ class Executor(Generic[B]):
         """Prepare; nothing is read before `run`.
 
         objects: the source's listing; batches refer to its rows.
-        settle:  called in the batch's thread, even if `run` ends early.
+        on_copied: called in the batch's thread, even if `run` ends early.
         arena:   from `copy_memory`.
         failures: if these rules leave objects out, a batch must have its source and destination
             objects in the same order.
@@ -72,7 +72,7 @@ class Executor(Generic[B]):
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
         self.options = options
-        self._settle = settle
+        self._on_copied = on_copied
         self._arena = arena
         self.failures = failures
         self._preserve = preserve
@@ -144,11 +144,13 @@ class Executor(Generic[B]):
             result.statuses[:] = GroupStatus.NO_ROOM
         else:
             self._publish(batch, loaded, result)
-        self._settle(batch, result)
+            if batch.action is Action.CLEAR:
+                result.statuses[result.statuses != GroupStatus.SAME] = GroupStatus.KEPT
+        self._on_copied(batch, result)
         return batch, result
 
     def _publish(self, batch: B, loaded: Loaded, result: MoveResult) -> None:
-        unread = self._settle_unread(batch, loaded, result)
+        unread = self._fail_unread(batch, loaded, result)
         if not result.open.any():
             return
         base = int(loaded.offsets[0]) if len(loaded.offsets) else loaded.room
@@ -165,8 +167,8 @@ class Executor(Generic[B]):
                         result, group, None, Status.FULL, "no room left at the destination"
                     )
 
-    def _settle_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
-        """Settle groups with an unread object; return indices of objects to leave out."""
+    def _fail_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
+        """Fail groups with an unread object; return indices of objects to leave out."""
         read = loaded.read
         unread = np.flatnonzero(read.statuses)
         for index in unread.tolist():
@@ -181,7 +183,7 @@ class Executor(Generic[B]):
 
         Only append-only stores are checked: their rolled-back writes never free room.
         """
-        new = (batch.there == ABSENT) | (batch.action is Action.REPLACE)
+        new = (batch.existing == ABSENT) | (batch.action is Action.REPLACE)
         nbytes = int((batch.sizes[new] + _HEAD_BYTES).sum())
         with self._counting:
             appends = self.destination.traits.append_only
@@ -225,7 +227,7 @@ class _BatchCopy:
         self._base = base
         self._offsets = batch.offsets + base
         self._result = result
-        self._written = np.zeros(len(batch.objects), dtype=np.bool_)  # by this run
+        self._written = np.zeros(len(batch.objects), dtype=np.bool_)  # written by this run
         self._equal = np.zeros(len(batch.objects), dtype=np.bool_)  # compared and equal
 
     def run(self, unread: IntArray) -> None:
@@ -234,13 +236,15 @@ class _BatchCopy:
         unread: indices of objects to leave out.
         """
         batch, result, executor = self._batch, self._result, self._executor
-        there = np.flatnonzero(self._open() & (batch.there != ABSENT))
+        existing = np.flatnonzero(self._open() & (batch.existing != ABSENT))
         if batch.action in READS_BACK:
-            self._compare(there)
+            self._compare(existing)
         if batch.action is Action.REPLACE and self._store.traits.deletes:
-            remove_once(batch.objects, there, remove=self._delete, on_error=self._not_replaced)
+            remove_once(batch.objects, existing, remove=self._delete, on_error=self._not_replaced)
         missing = self._open() & ~self._equal
         missing[unread] = False
+        if batch.action is Action.CLEAR:  # a rest is no page to write
+            result.statuses[batch.objects.owners[missing]] = GroupStatus.KEPT
         self._written = publish(
             batch.objects,
             np.flatnonzero(missing),
@@ -254,7 +258,7 @@ class _BatchCopy:
             roll_back(batch.objects, self._written, result, undo=self._undo)
         result.written = kept = self._written & self._open()
         result.objects, result.nbytes = int(kept.sum()), int(batch.sizes[kept].sum())
-        if batch.action is Action.COMPARE:
+        if batch.action in COMPARING:
             same = result.open
             same[batch.objects.owners[kept]] = False
             result.statuses[same] = GroupStatus.SAME

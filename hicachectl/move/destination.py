@@ -13,9 +13,9 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.identity import profile_tag
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_words
-from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.pages.census import SEVERAL, Census
-from hicachectl.pages.group_table import ABSENT, UNSIZED
+from hicachectl.pages.group_table import ABSENT, UNSIZED, WHOLE, fill_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Objects, Survey
+    from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import IntArray
 
 _ASKED_AT_ONCE = 8192
@@ -35,7 +36,8 @@ _ASKED_AT_ONCE = 8192
 def refuse_other_owner(store: Store, profile: Profile | None, *, claims: bool = False) -> None:
     """Raise ProfileError if a store whose keys name no deployment has pages of another one.
 
-    profile: of the pages to write. claims: name its deployment in the store if none has claimed it.
+    profile: profile of the pages to write.
+    claims: whether to name its deployment in the store if none has claimed the store.
     Raises StoreUnavailable.
     """
     if not isinstance(store, Claimed):
@@ -65,9 +67,10 @@ def survey_destination(
 ) -> list[Survey]:
     """Return the surveys with the targets that the destination has.
 
-    grammar: of the keys to write. asks: look up each target instead of listing the store, as for
-    all stores whose listing lags behind. Raises StoreUnavailable, and like `refuse_destination`
-    after a listing.
+    grammar: grammar of the keys to write.
+    asks: whether to look up each target instead of listing the store. Stores whose listing lags
+        behind are always asked.
+    Raises StoreUnavailable, and after a listing the errors of `refuse_destination`.
     """
     if asks or store.traits.lists_late:
         return [survey.having(_asked(store, survey)) for survey in surveys]
@@ -119,7 +122,7 @@ class _TargetFinder:
     def __init__(self, survey: Survey) -> None:
         self.found: list[Objects] = []
         self._targets = {target.affix: at for at, target in enumerate(survey.route.targets)}
-        self._target_of = np.array([ABSENT])  # of each affix, or ABSENT; the last is for FOREIGN
+        self._target_of = np.array([ABSENT])  # target of each affix; the last is for FOREIGN
         self._pages = survey.pages
         words = _first_words(survey.pages, np.arange(len(survey.pages)))
         self._order = np.argsort(words, kind="stable")
@@ -165,18 +168,48 @@ def _first_words(pages: pa.StringArray, rows: IntArray) -> npt.NDArray[np.uint64
     return page_words(pages.cast(pa.binary()), rows, starts, 0)
 
 
+def has_whole(store: Store, survey: Survey, items: IntArray) -> BoolArray:
+    """Return which groups a destination has whole, each object in its expected size: [items].
+
+    items: rows of the survey. Looks up all targets of the groups. Raises StoreUnavailable.
+    """
+    route = survey.route
+    count = len(route.targets)
+    step = max(1, _ASKED_AT_ONCE // max(count, 1))
+    whole = np.zeros(len(items), dtype=np.bool_)
+    for start in range(0, len(items), step):
+        some = items[start : start + step]
+        targets = np.tile(np.arange(count), len(some))
+        found, sizes = _looked_up(store, survey, np.repeat(some, count), targets)
+        owners, targets = np.repeat(np.arange(len(some)), count)[found], targets[found]
+        fitting = fits(sizes, route.expected_bytes[targets])
+        table = fill_table(
+            route.targets, len(some), owners[fitting], targets[fitting], sizes[fitting]
+        )
+        whole[start : start + step] = table.states == WHOLE
+        whole[start + owners[~fitting]] = False
+    return whole
+
+
 def _asked(store: Store, survey: Survey) -> Iterator[Objects]:
     """Yield the targets that a store has, looked up by key."""
     at, targets, _ = survey.touched.objects(np.arange(len(survey.groups)))
     for start in range(0, len(at), _ASKED_AT_ONCE):
         some = slice(start, start + _ASKED_AT_ONCE)
-        keys = survey.keys(at[some], targets[some])
-        found: Any = store.look(pa.table({"key": keys}), ("nbytes",))
-        place = pc.index_in(keys, value_set=found.column("key").combine_chunks())
-        known = place.is_valid().to_numpy(zero_copy_only=False)
-        sizes = found.column("nbytes").fill_null(UNSIZED).to_numpy()
-        sizes = sizes[place.drop_null().to_numpy()]
-        yield at[some][known], targets[some][known], sizes
+        found, sizes = _looked_up(store, survey, at[some], targets[some])
+        yield at[some][found], targets[some][found], sizes
+
+
+def _looked_up(
+    store: Store, survey: Survey, items: IntArray, targets: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Look up one target for each item: [items] whether the store has it, and the sizes found."""
+    keys = survey.keys(items, targets)
+    found: Any = store.look(pa.table({"key": keys}), ("nbytes",))
+    place = pc.index_in(keys, value_set=found.column("key").combine_chunks())
+    known = place.is_valid().to_numpy(zero_copy_only=False)
+    sizes = found.column("nbytes").fill_null(UNSIZED).to_numpy()
+    return known, sizes[place.drop_null().to_numpy()]
 
 
 def _refuse_other_topology(

@@ -1,25 +1,19 @@
-"""Migration requests, and their stores and journals."""
+"""Migration requests, and their stores."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import CopyOptions
-from hicachectl.move.journal import (
-    Journal,
-    JournalFiles,
-    journal_path,
-    profile_text,
-    read_journals,
-)
 from hicachectl.move.store_pair import StorePair
-from hicachectl.move.temporaries import mark_writes
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.selection import EVERYTHING, Selection
-from hicachectl.text.units import counted
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 
 if TYPE_CHECKING:
@@ -35,10 +29,13 @@ MOVE, OVERWRITE = "--move", "--if-exists overwrite"
 class MigrationRequest:
     """Pages to copy, and options of the migration.
 
-    profile: of the source; None: only its keys are known, so every object keeps key and bytes.
-    destination_profile: of the new deployment; None: the same as `profile`. pages: only these.
-    partial, damaged: include groups that are not whole, or have findings of severity error.
-    resume: continue from an earlier run's journal. allow_empty: accept a source without pages.
+    profile: profile of the source; None if only its keys are known, so that every object keeps key
+        and bytes.
+    destination_profile: profile of the new deployment; None for the same as `profile`.
+    pages: the only pages to copy; None for all.
+    partial: whether to copy groups that are not whole.
+    damaged: whether to copy groups with findings of severity error.
+    allow_empty: whether to accept a source without pages.
     """
 
     profile: Profile | None = None
@@ -49,7 +46,6 @@ class MigrationRequest:
     if_exists: IfExists = "skip"
     partial: bool = False
     damaged: bool = False
-    resume: bool = False
     allow_empty: bool = False
     dry_run: bool = False
     space_check: bool = True
@@ -65,28 +61,41 @@ class MigrationRequest:
         """Number of listed rows that name a group."""
         return 0 if self.pages is None else self.pages.labelled
 
+    @property
+    def compares(self) -> IfExists:
+        """What to do with groups that the destination has: --verify compares them."""
+        skips = self.if_exists == "skip" and self.options.verify
+        return "verify" if skips else self.if_exists
+
+    @property
+    def text(self) -> bytes:
+        """Text of all that decides what the migration does, besides the stores.
+
+        Moments are left out: an age, such as 2h, means another one in each run.
+        """
+        options = self.options
+        decides = replace(
+            self,
+            selection=replace(self.selection, since=None, before=None),
+            options=CopyOptions(
+                verify=options.verify, move=options.move, trailers=options.trailers
+            ),
+        )
+        return msgspec.json.encode(decides, order="deterministic")
+
 
 class Migration:
-    """A request between two stores, checked, with the progress of its earlier runs.
+    """A request between two stores, checked.
 
-    stores: the pair. trailers: how they are copied. options: of the copies.
-    columns: to list of the source, besides those that every listing has.
-    earlier: progress to continue from; None: none. remarks: about the request and its journal.
+    stores: the pair of stores.
+    trailers: how the trailers of objects are copied.
+    options: options of the copies.
+    columns: columns to list of the source, besides those that every listing has.
+    remarks: messages about the request.
     """
 
-    def __init__(
-        self,
-        source: Store,
-        destination: Store,
-        request: MigrationRequest,
-        journals: JournalFiles | None = None,
-    ) -> None:
-        """Check the request; read the journals.
-
-        journals: of this migration, all to be continued; None: the one of the user's state
-        directory, continued if the request says so. Raises UsageError, ProfileError,
-        UnsupportedByBackend, and FormatError if a journal is damaged.
-        """
+    def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
+        """Check the request. Raises UsageError, ProfileError, UnsupportedByBackend."""
         if not destination.traits.writes:
             raise UsageError(
                 f"{destination.url}: objects cannot be written to this store; give another "
@@ -110,27 +119,12 @@ class Migration:
         # A move needs versions: objects rewritten since the listing must stay.
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
         self.remarks = [*self.stores.remarks, *filter(None, [self.trailers.remark])]
-        self._identity = {
-            "source": source.url,
-            "destination": destination.url,
-            "grammar": self.stores.grammar,
-            "profile": None if target is None else profile_text(target),
-            "move": request.options.move,
-        }
-        self._fresh = journals is None and not request.resume
-        if journals is None:
-            path, place_remark = journal_path(self._identity)
-            journals = JournalFiles(path, (path,))
-            self.remarks += filter(None, [place_remark])
-        self.journals = journals
-        self._progress = read_journals(journals.earlier, self._identity)
-        self.earlier = None if self._fresh else self._progress
-        if self._progress is not None and self.earlier is None:
-            self.remarks.append(
-                "An earlier run of this migration was interrupted after "
-                f"{counted(self._progress.pages, 'page')}; without --resume, this run did "
-                "not use the journal of that run"
-            )
+
+    @property
+    def identity(self) -> bytes:
+        """Text that is equal for migrations that do the same between the same stores."""
+        urls = map(os.fsencode, (self.source.url, self.destination.url))
+        return b"\0".join((*urls, self.request.text))
 
     def listing_time(self) -> ListingTime:
         """Note the start of the listing of the source, which a copy does not change.
@@ -139,27 +133,3 @@ class Migration:
         """
         changes = self.request.options.move and not self.request.dry_run
         return ListingTime.now(self.source, changes=changes)
-
-    def begin(self) -> Journal:
-        """Open this run's journal; remove unfinished writes of earlier runs.
-
-        Raises JournalHeld, UsageError, StoreUnavailable.
-        """
-        journal = Journal(
-            self.journals,
-            self._identity,
-            earlier=self._progress,
-            fresh=self._fresh,
-            durable=self.options.move,  # only deletions from the source depend on the journal
-        )
-        try:
-            marks = [] if self._progress is None else self._progress.marks
-            earlier = {*marks, *self.journals.unfinished}
-            mark_writes(self.destination, journal.owner, earlier)
-            if self.options.move:
-                # A killed run can leave its probe in the source.
-                mark_writes(self.source, journal.owner, earlier)
-        except BaseException:
-            journal.close()
-            raise
-        return journal

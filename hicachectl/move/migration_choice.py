@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,10 +10,13 @@ import numpy as np
 from hicachectl.checks.findings import LOCATED_SCHEMA, combine
 from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.running import listing_findings, located
+from hicachectl.move.batches import Action
+from hicachectl.move.copy_plan import SurveyPlan
+from hicachectl.move.destination import has_whole
 from hicachectl.move.migration_outcome import MigrationFacts
-from hicachectl.move.migration_plan import MigrationPlan, Planned
 from hicachectl.move.planning import plan_repair
-from hicachectl.move.survey import decide
+from hicachectl.move.results import MOST_PROBLEMS
+from hicachectl.move.survey import compare, decide
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
@@ -33,13 +37,39 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.move.migration import Migration
-    from hicachectl.move.migration_plan import KeptPlan
     from hicachectl.move.survey import Survey
+    from hicachectl.move.work import PageWork
     from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.in_flight import ListingTime
     from hicachectl.pages.inventory import Inventory
 
     OnWait = Callable[[float, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPlan:
+    """Page groups of a source, with an action for each.
+
+    plans: the surveys with their actions.
+    facts: the sums so far, of groups that are not written.
+    objects, nbytes: number of objects and bytes to write.
+    """
+
+    inventory: Inventory
+    groups: PageGroups
+    plans: list[SurveyPlan]
+    facts: MigrationFacts
+    objects: int
+    nbytes: int
+
+    def count(self, *wanted: Action) -> int:
+        """Return the number of groups with these actions."""
+        return sum(plan.count(*wanted) for plan in self.plans)
+
+    def works(self) -> Iterator[PageWork]:
+        """Yield the work of all groups."""
+        for plan in self.plans:
+            yield from plan.works(self.groups.newest_ns[plan.survey.groups])
 
 
 def plan_groups(
@@ -49,55 +79,54 @@ def plan_groups(
     listing: ListingTime,
     *,
     asks: bool = False,
-    kept: KeptPlan | None = None,
     on_batch: Callable[[int], None] = lambda objects: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
 ) -> MigrationPlan:
-    """Plan the migration of listed objects: of the whole source, or of all objects of some pages.
+    """Plan the migration of listed objects: the whole source's, or all objects of some pages.
 
     tables: findings about the source's page tables.
     listing: time of the listing; groups that are young then may still be written.
     asks: see `StorePair.survey`.
-    kept: plan of an earlier run of the same objects, to be continued.
     on_wait: see `look_again`.
     Raises ProfileError, StoreUnavailable, and UsageError for a wrong selection.
     """
-    request, earlier = migration.request, migration.earlier
+    request = migration.request
     inventory = select(listed, request.selection)
     groups = PageGroups(inventory)
     surveys = [
         migration.trailers.with_foreign(survey, inventory.objects)
         for survey in migration.stores.survey(inventory, groups, asks=asks, on_batch=on_batch)
     ]
-    if kept is None:
-        choice = _Choice(migration, inventory, groups, surveys)
-        choice.make(tables, listing, on_wait)
-        facts = choice.facts
-        facts.listed = len(listed.objects)
-        if not len(groups):
-            facts.nothing = explain_selection(migration.source, listed, request.selection)
-        wanted = [choice.chosen[survey.groups] for survey in surveys]
-    else:
-        facts, wanted = kept.facts, kept.active(surveys)
-    plan = MigrationPlan(inventory, groups, surveys, facts)
-    plan.actions = [
-        decide(survey, chosen, request.if_exists)
-        for survey, chosen in zip(surveys, wanted, strict=True)
-    ]
-    plan.settle_existing(request, earlier, continues=request.resume or kept is not None)
-    if kept is None:
-        plan.planned = [Planned.of(*pair) for pair in zip(surveys, plan.actions, strict=True)]
-    else:
-        plan.follow(kept, earlier)
-    plan.leave_too_large(request.options)
-    plan.name_conflicts()
-    return plan
+    choice = _Choice(migration, inventory, groups, surveys)
+    choice.make(tables, listing, on_wait)
+    facts = choice.facts
+    facts.listed = len(listed.objects)
+    if not len(groups):
+        facts.nothing = explain_selection(migration.source, listed, request.selection)
+    plans = []
+    for survey in surveys:
+        actions = decide(survey, choice.chosen[survey.groups], request.compares)
+        actions[choice.rests[survey.groups]] = Action.CLEAR
+        plan = SurveyPlan(survey, actions)
+        large, problems = plan.leave_too_large(request.options)
+        facts.failed += large
+        facts.conflicts += plan.count(Action.CONFLICT)
+        facts.refused += int((survey.foreign & (actions == Action.CONFLICT)).sum())
+        facts.skipped += plan.count(Action.SKIP)
+        facts.problems += [*problems, *plan.conflicts()]
+        plans.append(plan)
+    del facts.problems[MOST_PROBLEMS:]
+    demands = [plan.demand() for plan in plans]
+    objects, nbytes = (sum(each) for each in zip((0, 0), *demands, strict=True))
+    return MigrationPlan(inventory, groups, plans, facts, objects, nbytes)
 
 
 class _Choice:
     """Choice of the groups to copy.
 
-    chosen: [groups]. facts: counts of groups by the reason why they are not chosen.
+    chosen: [groups] whether to copy the group.
+    rests: [groups] whether a move removes the group, which only the destination has whole.
+    facts: counts of groups by the reason why they are not chosen.
     """
 
     def __init__(
@@ -108,12 +137,15 @@ class _Choice:
         surveys: Sequence[Survey],
     ) -> None:
         self.chosen = np.ones(len(groups), dtype=np.bool_)
+        self.rests = np.zeros(len(groups), dtype=np.bool_)
         self.facts = MigrationFacts(groups=len(groups))
         self._migration = migration
         self._request = migration.request
         self._inventory = inventory
         self._groups = groups
         self._surveys = surveys
+        own = [survey.route.deployment_id for survey in surveys]
+        self._routed: BoolArray = np.isin(groups.deployment_ids, own)
 
     def make(self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait) -> None:
         """Choose. Arguments as in `plan_groups`."""
@@ -124,30 +156,52 @@ class _Choice:
             self.chosen &= named.chosen
             facts.matched = named.matched
         facts.named = int(self.chosen.sum())
+        incomplete = self.chosen & self._routed & are_incomplete(self._groups)
+        if self._request.options.move:
+            self._find_rests(incomplete)
         for behind, why in self._reasons(tables, listing, on_wait):
             facts.left_out[why] = int((self.chosen & behind).sum())
             self.chosen &= ~behind
+        self.rests &= self.chosen
+        if self._request.options.move:
+            facts.left_in_source = int((incomplete & ~self.chosen).sum())
+        self.chosen &= ~self.rests
+
+    def _find_rests(self, incomplete: BoolArray) -> None:
+        """Find the groups that an interrupted move removed from the source in part.
+
+        The destination has them whole, with a target for each object that the source still has.
+        incomplete: [groups].
+        """
+        for survey in self._surveys:
+            _, lacks, differs = compare(survey.touched, survey.existing)
+            doubtful = lacks | differs | survey.strays | survey.foreign | survey.unfit
+            items = np.flatnonzero(incomplete[survey.groups] & ~doubtful)
+            items = items[has_whole(self._migration.destination, survey, items)]
+            self.rests[survey.groups[items]] = True
 
     def _reasons(
         self, tables: Sequence[pa.Table], listing: ListingTime, on_wait: OnWait
     ) -> Iterator[tuple[BoolArray, str]]:
         """Yield groups not to copy, [groups], and the reason."""
-        request, groups, surveys = self._request, self._groups, self._surveys
+        request, groups = self._request, self._groups
         ambiguous = groups.deployment_ids == UNRESOLVED
-        routed = np.isin(groups.deployment_ids, [s.route.deployment_id for s in surveys])
-        yield ~routed & ~ambiguous, "written by another deployment than the profile's"
+        yield ~self._routed & ~ambiguous, "written by another deployment than the profile's"
         yield ambiguous, "with ambiguous keys; hicachectl ls describes them"
         in_flight = self._in_flight(listing, on_wait)
         yield in_flight, "still being written; run again to copy them"
         if not request.partial:
-            yield groups.states != WHOLE, "not whole; --include-partial copies them"
+            yield (
+                (groups.states != WHOLE) & ~self.rests,
+                "not whole; --include-partial copies them",
+            )
         if not request.damaged:
             yield (
-                self._damaged(tables, listing, in_flight),
+                self._damaged(tables, listing, in_flight) & ~self.rests,
                 "with errors; hicachectl verify lists them, --include-damaged copies them",
             )
         unfit = np.zeros(len(groups), dtype=np.bool_)
-        for survey in surveys:
+        for survey in self._surveys:
             unfit[survey.groups] = survey.unfit
         yield unfit, "with objects of unknown or wrong size; hicachectl verify lists wrong sizes"
         yield from self._migration.trailers.refused(self._inventory, groups)
@@ -162,8 +216,12 @@ class _Choice:
         grace = request.grace_seconds
         in_flight: BoolArray = groups.states != WHOLE
         in_flight &= groups_in_flight(source, groups, listing, grace)
-        moves = request.options.move and request.partial
-        if moves and needs_second_look(source) and (self.chosen & are_incomplete(groups)).any():
+        leaving = self.chosen if request.partial else self.rests
+        if (
+            request.options.move
+            and needs_second_look(source)
+            and (leaving & are_incomplete(groups)).any()
+        ):
             in_flight |= look_again(
                 source, self._inventory, groups, listing, grace, on_wait=on_wait
             )[0]

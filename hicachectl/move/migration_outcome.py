@@ -13,18 +13,29 @@ from hicachectl.formats.wording import OTHER_BYTES
 from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.unmatched import explain_parts
-from hicachectl.text.units import counted, human_age, human_size
+from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 FULL = "destination full"
-_COUNTS = ("pages", "objects", "bytes", "skipped", "gone", "conflicts", "failed", "moved")
+_NOT_COMPLETE = "Not complete; run the same command again"
+_COUNTS = (
+    "pages",
+    "objects",
+    "bytes",
+    "skipped",
+    "gone",
+    "conflicts",
+    "failed",
+    "moved",
+    "left_in_source",
+)
 _WORDS = {
     "skipped": "already in the destination",
     "moved": "removed from the source",
+    "left_in_source": "left in the source, not whole",
     "gone": "vanished from the source during the run",
     "conflicts": "in conflict",
     "failed": "failed",
@@ -35,15 +46,19 @@ _ROWS = pa.schema([(name, pa.string()) for name in ("page", "key", "detail")])
 class MigrationFacts(msgspec.Struct, kw_only=True):
     """Sums and messages of a migration, or of a part of it.
 
-    listed: number of objects in the source. groups: number of groups that the filters match.
-    nothing: why they match none. named: number of groups named by --pages-from, or all.
-    matched: rows of --pages-from whose group is there. unknown_keys: number of objects.
-    left_out: number of groups not copied, by reason. refused: number of groups in conflict because
-    servers refuse the destination's objects.
-    pages to moved, resumed: see the document. complete: whether every batch was begun.
+    listed: number of objects in the source.
+    groups: number of groups that the filters match.
+    nothing: why the filters match no group.
+    named: number of groups that --pages-from names; without it, all groups.
+    matched: number of rows of --pages-from whose group the source has.
+    unknown_keys: number of objects with unknown keys.
+    left_out: number of groups not copied, by reason.
+    refused: number of groups in conflict because servers refuse the destination's objects.
+    pages to left_in_source: see the document.
+    complete: whether every batch was begun.
     settled: whether a further run has nothing to do.
     stopped_by: "" if nothing ended the run early.
-    estimated_seconds, free_bytes: of a rehearsal; None if not known.
+    free_bytes: free bytes of the destination in a rehearsal; None if not known.
     """
 
     listed: Count = 0
@@ -62,12 +77,11 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     conflicts: Count = 0
     failed: Count = 0
     moved: Count = 0
-    resumed: Count = 0
+    left_in_source: Count = 0
     seconds: float = 0.0
     complete: bool = True
     settled: bool = True
     stopped_by: str = ""
-    estimated_seconds: float | None = None
     free_bytes: Count | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
     problems: list[Problem] = msgspec.field(default_factory=list)
@@ -77,16 +91,16 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
 class MigrationOutcome:
     """Outcome of a migration or dry run.
 
-    document: the command's JSON. problems: conflicts and failures. remarks: other messages.
+    document: the command's JSON.
+    problems: conflicts and failures.
+    remarks: other messages.
     undone: those of the remarks that say what was not copied.
-    journal: path, if the migration is incomplete.
     """
 
     document: dict[str, Any]
     problems: list[Problem]
     remarks: list[str]
     undone: list[str] = field(default_factory=list)
-    journal: Path | None = None
 
     @property
     def all_well(self) -> bool:
@@ -109,9 +123,6 @@ class MigrationOutcome:
     def _troubles(self) -> Iterator[str]:
         document = self.document
         yield from problem_lines(self.problems, document["failed"] + document["conflicts"])
-        if self.journal is not None:
-            how = "continue with the same command and --resume"
-            yield f"Not complete; {how} (journal {self.journal})"
 
     def rows(self) -> pa.Table:
         """Return the problems of the document, one a row."""
@@ -126,17 +137,22 @@ class MigrationOutcome:
             f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
         ]
         parts += [f"{document[name]} {text}" for name, text in _WORDS.items() if document[name]]
-        seconds = document.get("estimated_seconds")
-        if seconds is not None:
-            time = "under 1 s" if seconds < 1 else human_age(seconds)
-            parts.append(f"estimated time: {time} (read speed; writing may be slower)")
         if document["stopped_by"]:
             parts.append(f"stopped: {document['stopped_by']}")
         yield "; ".join(parts)
 
+    def say_unsettled(self) -> None:
+        """Add that the same command goes on with the work."""
+        self.remarks.append(_NOT_COMPLETE)
+        self.undone.append(_NOT_COMPLETE)
+
 
 def not_begun(source: str, destination: str, why: str) -> MigrationOutcome:
-    """Return the outcome of a migration between two URLs whose lock is held. why: the message."""
+    """Return the outcome of a migration whose lock another process holds.
+
+    source, destination: URLs of the stores.
+    why: the message.
+    """
     document: dict[str, Any] = {"source": source, "destination": destination}
     document |= dict.fromkeys(_COUNTS, 0)
     document |= {"seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
@@ -153,25 +169,22 @@ def outcome_of(
 ) -> MigrationOutcome:
     """Return the outcome of a migration between two URLs from the facts of its parts.
 
-    labelled: number of rows of --pages-from that name a group. The estimated time of a dry run is
-    that of the slowest part, as if all parts ran at the same time.
+    labelled: number of rows of --pages-from that name a group.
     """
     problems = [problem for part in parts for problem in part.problems]
     document: dict[str, Any] = {"source": source, "destination": destination}
     document |= {name: _total(parts, name) for name in _COUNTS}
     document |= {
         "seconds": round(sum(part.seconds for part in parts), 3),
-        "resumed": _total(parts, "resumed"),
+        "resumed": 0,
         "complete": all(part.complete for part in parts),
         "stopped_by": next((part.stopped_by for part in parts if part.stopped_by), None),
         "problems": problem_rows(problems),
     }
     if dry_run:
-        known = [part.estimated_seconds for part in parts if part.estimated_seconds is not None]
-        document["estimated_seconds"] = max(known, default=None)
+        document["estimated_seconds"] = None
     said = dict.fromkeys(remark for part in parts for remark in part.remarks)
-    locked = (remark for part in parts if part.stopped_by == LOCK for remark in part.remarks)
-    undone = [*_not_copied(parts, destination, labelled), *locked]
+    undone = list(_not_copied(parts, source, destination, labelled))
     remarks = list(dict.fromkeys([*undone, *said]))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
     if dry_run and free:
@@ -193,19 +206,17 @@ def _total(parts: Iterable[MigrationFacts], name: str) -> int:
     return sum(getattr(part, name) for part in parts)
 
 
-def _not_copied(parts: Sequence[MigrationFacts], destination: str, labelled: int) -> Iterator[str]:
+def _not_copied(
+    parts: Sequence[MigrationFacts], source: str, destination: str, labelled: int
+) -> Iterator[str]:
     """Yield messages about pages, objects and rows that were not copied."""
-    if not _total(parts, "groups"):
-        if nothing := explain_parts((part.listed, part.nothing) for part in parts):
-            yield nothing
-    elif not _total(parts, "named"):
-        yield "No page of SRC matches --pages-from; hicachectl ls lists its pages"
-    left_out: Counter[str] = Counter()
-    for part in parts:
-        left_out.update(part.left_out)
-    for why, count in left_out.items():
-        if count:
-            yield f"Not copied: {counted(count, 'page')} {why}"
+    yield from _not_chosen(parts)
+    if left := _total(parts, "left_in_source"):
+        yield (
+            f"Left in {source}: {counted(left, 'page')} not whole, of which {destination} has no "
+            f"equal, whole copy; hicachectl ls {source} --state orphan,partial lists them, and "
+            "hicachectl rm removes them with the same options"
+        )
     if refused := _total(parts, "refused"):
         yield (
             f"In conflict: {counted(refused, 'page')} of which {destination} has objects "
@@ -217,3 +228,18 @@ def _not_copied(parts: Sequence[MigrationFacts], destination: str, labelled: int
         yield f"Not copied: {objects} with unknown keys; hicachectl verify lists them"
     if unmatched := labelled - _total(parts, "matched"):
         yield f"--pages-from: {counted(unmatched, 'row')} without a matching group in SRC"
+
+
+def _not_chosen(parts: Sequence[MigrationFacts]) -> Iterator[str]:
+    """Yield messages about pages that were not chosen."""
+    if not _total(parts, "groups"):
+        if nothing := explain_parts((part.listed, part.nothing) for part in parts):
+            yield nothing
+    elif not _total(parts, "named"):
+        yield "No page of SRC matches --pages-from; hicachectl ls lists its pages"
+    left_out: Counter[str] = Counter()
+    for part in parts:
+        left_out.update(part.left_out)
+    for why, count in left_out.items():
+        if count:
+            yield f"Not copied: {counted(count, 'page')} {why}"

@@ -44,19 +44,9 @@ class Route:
     @property
     def name(self) -> str:
         """Name of the source's deployment in messages."""
-        return self._name(self.deployment.shard.sizes_text())
-
-    @property
-    def journal_name(self) -> str:
-        """Name of the source's deployment in journals, which later releases must find again."""
-        axes = self.deployment.shard.axes
-        sizes = [f"{axis} size {size}" for axis, _, size in axes if size is not None]
-        return self._name(" ".join(sizes) or "without TP ranks")
-
-    def _name(self, sizes: str) -> str:
         deployment = self.deployment
-        parts = (deployment.tag, deployment.model, sizes if deployment.specs else "")
-        return " ".join(filter(None, parts))
+        sizes = deployment.shard.sizes_text() if deployment.specs else ""
+        return " ".join(filter(None, (deployment.tag, deployment.model, sizes)))
 
     def keys(self, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
         """Return the keys of targets, one for each page."""

@@ -1,4 +1,4 @@
-"""Copy page groups in order, retry raced groups, and keep the journal."""
+"""Copy page groups in order, retry raced groups, and remove moved groups from the source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import BoolArray, IntArray, Store
     from hicachectl.move.batches import CopyOptions
-    from hicachectl.move.journal import Journal
     from hicachectl.move.survey import Survey
     from hicachectl.move.work import PageBatch
     from hicachectl.pages.groups import PageGroups
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 # Large enough to share calls and syncs, small enough to run several at once.
 _BATCH_BYTES = 64 << 20
 _LEAST_OBJECTS = 256
-_LAST_BYTES = 256 << 10  # of a batch, when the destination is nearly full
+_LAST_BYTES = 256 << 10  # bytes of a batch when the destination is nearly full
 # Waits before each retry of raced groups, for their writer to finish. Mooncake drops a killed
 # writer's unfinished objects after 30 s.
 _WAIT_SECONDS = (0.5, 1.5, 4.0, 10.0, 20.0)
@@ -55,7 +54,6 @@ class CopyRun:
         groups: PageGroups,
         destination: Store,
         options: CopyOptions,
-        journal: Journal | None = None,
     ) -> None:
         self.result = RunResult()
         self._source = source
@@ -63,9 +61,8 @@ class CopyRun:
         self._groups = groups
         self._destination = destination
         self._options = options
-        self._journal = journal
         self._executor: Executor[PageBatch] = Executor(
-            source, inventory.objects, destination, options, settle=self._settle
+            source, inventory.objects, destination, options, on_copied=self._copied
         )
         self._lock = threading.Lock()
         self._raced: dict[int, tuple[Survey, list[int]]] = {}
@@ -117,10 +114,6 @@ class CopyRun:
         self.result.full = full.is_set()
         self.result.complete &= not full.is_set()
         return self.result
-
-    def remove(self, survey: Survey, items: IntArray) -> None:
-        """Remove groups from the source, after their copies were compared at the destination."""
-        self._remove([(survey, items)])
 
     def _pass(
         self,
@@ -204,27 +197,24 @@ class CopyRun:
         """Return which groups have another writer's unfinished object: [items]."""
         found, racy = np.zeros(len(work.items), dtype=np.bool_), self._executor.racy
         if racy is not None:
-            at, targets, _ = work.survey.there.objects(work.items)
+            at, targets, _ = work.survey.existing.objects(work.items)
             keys = work.survey.keys(work.items[at], targets)
             found[at[racy.unfinished(pa.table({"key": keys}))]] = True
         return found
 
-    def _settle(self, batch: PageBatch, result: MoveResult) -> None:
-        """Count a batch's result; record completed groups in the journal."""
+    def _copied(self, batch: PageBatch, result: MoveResult) -> None:
+        """Count a batch's result; let completed groups of a move leave the source."""
         survey, options = batch.survey, self._options
         done = batch.items[np.isin(result.statuses, (GroupStatus.DONE, GroupStatus.SAME))]
         if options.move:
-            left_over = survey.left_over[done]
-            why = "copied, but kept in the source, because some of its objects were not copied"
-            self._fail(survey, done[left_over], why)
-            done = done[~left_over]
+            if batch.action is not Action.CLEAR:
+                left_over = survey.left_over[done]
+                why = "copied, but kept in the source, because some of its objects were not copied"
+                self._fail(survey, done[left_over], why)
+                done = done[~left_over]
             if len(done) and batch.action in READS_BACK:
                 # The copy will soon be the only one, and another writer may have left it unsynced.
                 self._destination.flush()
-        if self._journal is not None and len(done):
-            pages = survey.pages.take(pa.array(done))
-            verified = options.verify or batch.action is Action.COMPARE
-            self._journal.copied(survey.route.journal_name, pages, verified=verified)
         with self._lock:
             self.result.add(result)
             without = batch.work(result.statuses == GroupStatus.NO_ROOM)
@@ -265,7 +255,7 @@ class CopyRun:
                 if removed is None:
                     self._untried.append((survey, item))
                 else:
-                    self._note_removed(survey, removed)
+                    self._note_removed(removed)
             self._withdraw(survey, items[tried:])
         if self._trial.passed:
             with self._lock:
@@ -277,18 +267,15 @@ class CopyRun:
         if len(items):
             numbers = survey.groups[items]
             removed = withdraw_listed(self._source, self._inventory, self._groups, numbers)
-            self._note_removed(survey, removed)
+            self._note_removed(removed)
 
-    def _note_removed(self, survey: Survey, removed: MoveResult) -> None:
-        """Count a removal's result; record removed groups in the journal."""
+    def _note_removed(self, removed: MoveResult) -> None:
+        """Count a removal's result."""
         gone = np.isin(removed.statuses, (GroupStatus.DONE, GroupStatus.GONE))
-        pages = removed.pages.filter(pa.array(gone)).to_pylist()
-        if self._journal is not None:
-            self._journal.removed(survey.route.journal_name, pages)
         stays = np.isin(removed.statuses, (GroupStatus.KEPT, GroupStatus.IN_FLIGHT))
         kept = removed.pages.filter(pa.array(stays)).to_pylist()
         with self._lock:
-            self.result.moved += len(pages)
+            self.result.moved += int(gone.sum())
             why = "copied, but still in the source: "
             self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])
             why += "it was written to meanwhile; run again"

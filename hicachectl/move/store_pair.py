@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class StorePair:
     """A source, a destination, and the transfer between them.
 
-    profile: of the source; None: only its keys are known.
-    target:  profile of the destination; None: the source's.
-    grammar: of the keys to write: the destination's, or the source's for a new pack.
+    profile: profile of the source; None if only its keys are known.
+    target: profile of the destination; None for the source's.
+    grammar: grammar of the keys to write: the destination's, or the source's for a new pack.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class StorePair:
     def refuse_destination(
         self, table: AffixTable, *, on_batch: Callable[[int], None] = lambda objects: None
     ) -> None:
-        """Raise ProfileError as `survey` does. table: of the source."""
+        """Raise ProfileError as `survey` does. table: affixes of the source."""
         refuse_destination(self.destination, self.routes(table), self.grammar, on_batch=on_batch)
 
     def survey(

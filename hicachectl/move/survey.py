@@ -37,7 +37,7 @@ class Survey:
     sizes:  bytes of each row of the inventory; UNKNOWN_SIZE if neither store nor profile has them.
     wanted: table of targets to write; a slot has the target's bytes, or UNSIZED if a source's size
         is unknown or not as expected.
-    there:  table of targets in the destination; a slot has the bytes, or UNSIZED.
+    existing: table of targets in the destination; a slot has the bytes, or UNSIZED.
     strays: [n] whether a group has objects that are not sources of the route.
     times:  mtime_ns of each row of the inventory, null if the store keeps none.
     foreign: [n] whether a target in the destination has another identity than its copy would have.
@@ -51,7 +51,7 @@ class Survey:
     rows: GroupTable
     sizes: IntArray
     wanted: GroupTable
-    there: GroupTable
+    existing: GroupTable
     strays: BoolArray
     times: pa.Int64Array
     foreign: BoolArray
@@ -60,7 +60,7 @@ class Survey:
     @cached_property
     def lacking(self) -> GroupTable:
         """Wanted targets that the destination lacks."""
-        return self.wanted.without(self.there)
+        return self.wanted.without(self.existing)
 
     @property
     def touched(self) -> GroupTable:
@@ -88,13 +88,13 @@ class Survey:
 
     def having(self, found: Iterable[Objects]) -> Survey:
         """Return the survey of a destination that has these targets."""
-        return replace(self, there=_table(self.route, self.there.count, found))
+        return replace(self, existing=_table(self.route, self.existing.count, found))
 
     def as_if_written(self, items: IntArray) -> Survey:
         """Return the survey as if the destination had all wanted targets of the items."""
         places, targets, sizes = self.wanted.objects(items)
         written = items[places], targets, sizes
-        known = self.there.objects(np.arange(self.there.count))
+        known = self.existing.objects(np.arange(self.existing.count))
         return self.having([written, known])
 
 
@@ -125,7 +125,7 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
         rows=rows,
         sizes=sizes,
         wanted=made_of(route, rows, sizes),
-        there=_table(route, table.count, ()),
+        existing=_table(route, table.count, ()),
         strays=table.having(others),
         times=times,
         foreign=np.zeros(table.count, dtype=np.bool_),
@@ -136,7 +136,8 @@ def _survey(groups: PageGroups, route: Route, sizes: IntArray, times: pa.Int64Ar
 def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = False) -> GroupTable:
     """Return the targets that the route makes from sources, like `Survey.wanted`.
 
-    rows, sizes: as in a survey. partly: include targets that lack sources; ignore sizes of sources.
+    rows, sizes: see `Survey`.
+    partly: whether to include targets that lack sources, and to ignore sizes of sources.
     """
     found: list[Objects] = []
     for unit in route.units:
@@ -157,14 +158,14 @@ def made_of(route: Route, rows: GroupTable, sizes: IntArray, *, partly: bool = F
     return _table(route, rows.count, found)
 
 
-def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
+def compare(wanted: GroupTable, existing: GroupTable) -> tuple[BoolArray, BoolArray, BoolArray]:
     """Compare the wanted targets with the destination's.
 
     Return three arrays [n]: whether the destination has any wanted target of the group, lacks any,
-    and has any in another size. An unknown size equals any size. wanted, there: as in a survey.
+    and has any in another size. An unknown size equals any size. wanted, existing: see `Survey`.
     """
     some, lacks, differs = np.zeros((3, wanted.count), dtype=np.bool_)
-    for block, theirs in zip(wanted.blocks, there.blocks, strict=True):
+    for block, theirs in zip(wanted.blocks, existing.blocks, strict=True):
         found, groups = block.match(theirs), block.owners
         some[groups[found != ABSENT]] = True
         lacks[groups[found == ABSENT]] = True
@@ -174,7 +175,7 @@ def compare(wanted: GroupTable, there: GroupTable) -> tuple[BoolArray, BoolArray
 
 def decide(survey: Survey, chosen: BoolArray, if_exists: IfExists) -> npt.NDArray[np.int8]:
     """Return the action for each group: [n] of Action. chosen: [n] whether a group is wanted."""
-    some, lacks, differs = compare(survey.wanted, survey.there)
+    some, lacks, differs = compare(survey.wanted, survey.existing)
     actions = np.full(len(survey.groups), Action.COPY, dtype=np.int8)
     actions[some] = Action.COMPLETE
     reads = survey.unproven | (if_exists == "verify")
@@ -194,7 +195,7 @@ def conflicts(survey: Survey, items: IntArray) -> list[Problem]:
     """
     items = items[:MOST_PROBLEMS]
     owners, targets, sizes = survey.wanted.objects(items)
-    theirs = survey.there.slots(items, np.arange(len(survey.route.targets)))[owners, targets]
+    theirs = survey.existing.slots(items, np.arange(len(survey.route.targets)))[owners, targets]
     unlike = np.flatnonzero(~fits(theirs, sizes))
     _, first = np.unique(owners[unlike], return_index=True)
     named = unlike[first]  # one object of each page that has objects of another size

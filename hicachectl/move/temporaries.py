@@ -1,7 +1,4 @@
-"""Unfinished writes of runs, and what servers left behind in a file store.
-
-Servers leave temporary files and cleared objects.
-"""
+"""Temporary files and cleared objects that servers left in a file store."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.capabilities import Resumable, Trailed, present_ns
+from hicachectl.backends.capabilities import Trailed, present_ns
 from hicachectl.checks.names import stale_temporaries
 from hicachectl.move.reports import (
     FAILED,
@@ -30,23 +27,12 @@ from hicachectl.pages.listing import key_text
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from hicachectl.backends.base import Store
 
 _COLUMNS = ("nbytes", "mtime_ns", "cleared_ns")
 _HASH_DIGITS = 64
-
-
-def mark_writes(store: Store, owner: str, earlier: Iterable[str] = ()) -> None:
-    """Mark unfinished writes from now on with an owner, in stores that can.
-
-    owner: 16 hex digits. earlier: owners that have ended; their unfinished writes are removed.
-    """
-    if isinstance(store, Resumable):
-        for ended in earlier:
-            store.own_temporaries(ended, sweep=True)
-        store.own_temporaries(owner, sweep=False)
 
 
 def find_temporaries(

@@ -84,7 +84,7 @@ class TrailerPlan:
         markers = markers_of(self.destination)
         if not isinstance(self.destination, Trailed) or not (markers or self.always):
             return survey
-        at, targets, _ = survey.there.objects(np.arange(len(survey.groups)))
+        at, targets, _ = survey.existing.objects(np.arange(len(survey.groups)))
         relaid = survey.route.relaid
         doubtful = np.flatnonzero((self._doubtful(survey, markers) | relaid)[targets])
         foreign, unproven = np.zeros((2, len(survey.groups)), dtype=np.bool_)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from hicachectl.move.results import Problem
 from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.transfer import TransferUnit
@@ -40,7 +40,7 @@ class PageWork:
     action: Action
 
     def only(self, chosen: BoolArray | slice) -> PageWork:
-        """Return the work for some groups. chosen: of the items."""
+        """Return the work for some groups. chosen: mask or slice of the items."""
         return replace(self, items=self.items[chosen])
 
     def bytes_in_memory(self, *, verify: bool) -> IntArray:
@@ -114,6 +114,32 @@ def too_large(page: str, need: int, buffer_bytes: int) -> Problem:
 _Reads = list[tuple[int, "IntArray"]]  # number of a source's first read, and its offsets
 
 
+class _Read(NamedTuple):
+    """Source objects: row in the listing, group, and bytes of each."""
+
+    rows: IntArray
+    owners: IntArray
+    sizes: IntArray
+
+
+class _Write(NamedTuple):
+    """Objects to write.
+
+    targets: index of each object's target in the route.
+    owners: group of each object.
+    offsets, sizes: place of each object in the batch's memory.
+    existing: bytes of the destination's object under the key, or ABSENT.
+    firsts: index of each object's first source among the objects read, or ABSENT.
+    """
+
+    targets: IntArray
+    owners: IntArray
+    offsets: IntArray
+    sizes: IntArray
+    existing: IntArray
+    firsts: IntArray
+
+
 class _Layout:
     """Memory layout of a batch: all source objects, then the transformed objects."""
 
@@ -125,20 +151,18 @@ class _Layout:
         units = np.unique(route.unit_of_target[targets]).tolist()
         self._units = [route.units[number] for number in units]
         sources = np.array(sorted({s for u in self._units for s in u.sources}), dtype=np.int64)
-        self._rows, self._wanted, self._there = (
+        self._rows, self._wanted, self._existing = (
             dict(zip(columns.tolist(), table.slots(work.items, columns).T, strict=True))
             for table, columns in (
                 (survey.rows, sources),
                 (survey.wanted, targets),
-                (survey.there, targets),
+                (survey.existing, targets),
             )
         )
         self._end = 0
         self._count = 0
-        self._reads: list[tuple[IntArray, ...]] = []  # rows, owners, capacities
-        self._writes: list[
-            tuple[IntArray, ...]
-        ] = []  # targets, owners, offsets, sizes, there, firsts
+        self._reads: list[_Read] = []
+        self._writes: list[_Write] = []
         self._transforms: list[Transform] = []
 
     def batch(self, *, back: bool, by_system: bool) -> PageBatch:
@@ -148,8 +172,11 @@ class _Layout:
         for unit, (owners, reads) in zip(self._units, read, strict=True):
             if len(owners):
                 self._write(unit, owners, reads)
-        rows, owners_read, capacities = _joined(self._reads, 3)
-        targets, owners, offsets, sizes, there, firsts = _joined(self._writes, 6)
+        read_objects = _Read(*_joined(self._reads, len(_Read._fields)))
+        targets, owners, offsets, sizes, existing, firsts = _Write(
+            *_joined(self._writes, len(_Write._fields))
+        )
+        rows = read_objects.rows
         survey, items = self._survey, self._work.items
         pages = survey.pages.take(pa.array(items))
         keys = self._route.keys(targets, pages.take(pa.array(owners)))
@@ -162,17 +189,17 @@ class _Layout:
             name = f"page {pages[0].as_py()} of {self._route.name}"
         return PageBatch(
             rows=nothing if by_system else rows,
-            capacities=nothing if by_system else capacities,
+            capacities=nothing if by_system else read_objects.sizes,
             room=self._end - read_bytes + (place(sizes)[1] if back else 0),
             name=name,
             action=self._work.action,
             pages=pages,
-            owners=owners_read,
+            owners=read_objects.owners,
             objects=GroupObjects(keys, owners, anchors),
             targets=pa.table({"key": keys, "mtime_ns": times}),
             sizes=sizes,
             offsets=offsets,
-            there=there,
+            existing=existing,
             origins=origins,
             by_system=by_system,
             transforms=tuple(self._transforms),
@@ -196,7 +223,7 @@ class _Layout:
             if unit.identity:
                 sizes = self._wanted[unit.destinations[0]][owners]
             reads.append((self._count, self._place(sizes)))
-            self._reads.append((self._rows[source][owners], owners, sizes))
+            self._reads.append(_Read(self._rows[source][owners], owners, sizes))
             self._count += len(owners)
         return owners, reads
 
@@ -225,9 +252,9 @@ class _Layout:
                 )
             )
         for target, offsets, nbytes in placed:
-            there = self._there[target][owners]
+            existing = self._existing[target][owners]
             targets = np.full(count, target)
-            self._writes.append((targets, owners, offsets, nbytes, there, firsts))
+            self._writes.append(_Write(targets, owners, offsets, nbytes, existing, firsts))
 
 
 def _runs(route: Route, unit: TransferUnit) -> list[CopyPlan] | None:
@@ -249,7 +276,7 @@ def _steps(offsets: IntArray, nbytes: int) -> tuple[int, int, int]:
     return int(offsets[0]), step, nbytes
 
 
-def _joined(parts: list[tuple[IntArray, ...]], count: int) -> list[IntArray]:
+def _joined(parts: Sequence[tuple[IntArray, ...]], count: int) -> list[IntArray]:
     columns = zip(*parts, strict=True) if parts else [()] * count
     nothing = np.zeros(0, dtype=np.int64)
     return [np.concatenate([nothing, *column]).astype(np.int64) for column in columns]

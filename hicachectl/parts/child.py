@@ -1,7 +1,7 @@
 """Do a stage of a part in a process of its own, which a crash or a kill ends without its parent.
 
-The order, with its options and secrets, comes over stdin. `python -m hicachectl.parts.child PARENT
-FOLDER` is that process; `in_child` starts it.
+The order, with its options and secrets, comes over stdin. `python -m hicachectl.parts.child PARENT`
+is that process; `in_child` starts it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,15 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.durable import lock
 from hicachectl.formats import errors
 from hicachectl.formats.errors import HicacheError
 from hicachectl.io.forking import end_with
@@ -57,8 +53,6 @@ _LOOK_SECONDS = 0.5  # the longest that a cancelled task of Ray goes unnoticed
 _PROGRESS_SECONDS = 0.5  # between two messages
 _CHUNK = 1 << 20
 _TERMINATED = 143
-_FOLDER = "hicachectl-part-"
-_ABANDONED_SECONDS = 60.0
 
 
 def in_child(order: bytes) -> Iterator[bytes]:
@@ -67,46 +61,19 @@ def in_child(order: bytes) -> Iterator[bytes]:
     order: a frame. The last answer is an Outcome, Failed or Lost. If the caller stops early, the
     child ends its work cleanly, as after SIGTERM. The child does not outlive this process.
     """
-    with _own_folder() as folder:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "hicachectl.parts.child", str(os.getpid()), folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,  # no signals from a terminal
-        )
-        try:
-            with suppress(BrokenPipeError):
-                _write(child.stdin, order)
-            yield from _answers(child)
-        finally:
-            _end(child)
-
-
-@contextmanager
-def _own_folder() -> Iterator[str]:
-    """Make a temporary folder, locked while in use; remove those that killed processes left."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), _opened_folder(path) as descriptor:
-            facts = os.fstat(descriptor)
-            old = time.time() - facts.st_mtime > _ABANDONED_SECONDS  # else maybe not locked yet
-            if facts.st_uid == os.geteuid() and old and lock(descriptor):
-                shutil.rmtree(path)
-    with (
-        tempfile.TemporaryDirectory(prefix=_FOLDER) as folder,
-        _opened_folder(folder) as descriptor,
-    ):
-        lock(descriptor, optional=True)
-        yield folder
-
-
-@contextmanager
-def _opened_folder(path: str | Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "hicachectl.parts.child", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_environment(),
+        start_new_session=True,  # no signals from a terminal
+    )
     try:
-        yield descriptor
+        with suppress(BrokenPipeError):
+            _write(child.stdin, order)
+        yield from _answers(child)
     finally:
-        os.close(descriptor)
+        _end(child)
 
 
 def _environment() -> dict[str, str]:
@@ -219,7 +186,7 @@ class Answering:
             raise _StoppedError
 
 
-def main(parent: int, folder: Path) -> None:
+def main(parent: int) -> None:
     """Do the stage ordered on stdin; answer on stdout."""
     end_with(parent)
     answering = Answering(os.dup(1))
@@ -231,7 +198,7 @@ def main(parent: int, folder: Path) -> None:
         content = sys.stdin.buffer.read(int.from_bytes(head, "little"))
         order = parse_order(content)
         del content
-        answer(order, folder, answering)
+        answer(order, answering)
     except _StoppedError:
         os._exit(_TERMINATED)
     except BaseException:
@@ -240,13 +207,10 @@ def main(parent: int, folder: Path) -> None:
     os._exit(0)
 
 
-def answer(order: Order, folder: Path, answering: Answering) -> None:
-    """Do a stage in this process; answer with its result, or with an error that is no bug.
-
-    folder: for journals.
-    """
+def answer(order: Order, answering: Answering) -> None:
+    """Do a stage in this process; answer with its result, or with an error that is no bug."""
     try:
-        result = _done(order, folder, answering)
+        result = _done(order, answering)
         if result is not None:
             for piece in pieces_of(result):
                 answering.send(piece)
@@ -255,7 +219,7 @@ def answer(order: Order, folder: Path, answering: Answering) -> None:
         answering.send(Failed(_error_name(error), str(error)))
 
 
-def _done(order: Order, folder: Path, answering: Answering) -> StageResult | None:
+def _done(order: Order, answering: Answering) -> StageResult | None:
     """Do a stage; return its result, or None for the stage `open`."""
     listed = time.monotonic() - order.age
     open_job: Callable[[], AbstractContextManager[Job]] = pickle.loads(order.job)
@@ -272,7 +236,6 @@ def _done(order: Order, folder: Path, answering: Answering) -> StageResult | Non
             earlier=order.earlier,
             tables={name: lambda table=table: table for name, table in tables.items()},  # type: ignore[misc]
             plan=None if order.plan is None else result_from(order.plan, planned),
-            journals=tuple(folder / f"journal-{k}.jsonl" for k in range(order.attempt + 1)),
             divided=order.divided,
             parts_here=order.parts_here,
             seconds_of=lambda limit: max(limit - order.spent, 0),  # parts follow one another
@@ -291,4 +254,4 @@ def _error_name(error: HicacheError) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]))

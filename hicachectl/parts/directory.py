@@ -5,7 +5,6 @@
     listing-OWNER/               the published tables
     parts/00007/claim.K          claims of a part; K numbers its attempts
     parts/00007/plan.json        the changes that the part will make: the first one counts
-    parts/00007/journal-K.jsonl  of an attempt
     parts/00007/result-K.json    of an attempt: the highest one counts
     finish.claim.K               claims of the process that finishes the run
     finish-G.json                the result of finishing; needs the results of all parts
@@ -170,7 +169,7 @@ class RunDirectory:
     # parts
 
     def part_path(self, part: int) -> Path:
-        """Return the path of a part's directory, for messages and journals."""
+        """Return the path of a part's directory, for messages."""
         return self.path / PARTS / part_name(part)
 
     def part(self, part: int, *, create: bool = False) -> Directory:

@@ -42,7 +42,6 @@ class PartInput:
     earlier:  owners of earlier attempts; their processes have ended, or lost the part.
     tables:   the part's own tables, from `Job.tables`.
     plan:     the kept plan of the part; None if the job's kind has no plans, or while planning.
-    journals: a path for each attempt; the last is this attempt's, and others may be missing.
     divided:  the number by which limits of the whole run are divided.
     parts_here: number of parts that this machine does at once, as far as is known.
     seconds_of: takes a limit on the seconds of the whole run; returns those of this part.
@@ -58,7 +57,6 @@ class PartInput:
     earlier: tuple[str, ...]
     tables: Tables
     plan: StageResult | None
-    journals: tuple[Path, ...]
     divided: int
     parts_here: int
     seconds_of: Callable[[float], float]

@@ -10,10 +10,10 @@ import hashlib
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
@@ -22,12 +22,11 @@ from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import Count, read_table, write_table
-from hicachectl.move.journal import JournalFiles
-from hicachectl.move.migrate import migrate_part, rehearse_part
+from hicachectl.move.migrate import carry_out, rehearse
 from hicachectl.move.migration import Migration
 from hicachectl.move.migration_choice import plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
-from hicachectl.move.migration_plan import KEPT, KeptPlan
+from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import (
     inventory_of,
     publish_listing,
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.move.batches import CopyOptions
     from hicachectl.move.migration import MigrationRequest
-    from hicachectl.move.migration_plan import MigrationPlan
     from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.requests.files import PageList
@@ -65,12 +63,14 @@ if TYPE_CHECKING:
 _OBJECTS = "objects"
 _FOUND = "found"
 _FOUND_FILE = "found.parquet"
-_PLAN = "groups"
 _DIGEST_DIGITS = 12
 
 
 class _Options(msgspec.Struct, kw_only=True):
-    """Options of the lister. labelled: rows of --pages-from that name a group."""
+    """Options of the lister.
+
+    labelled: number of rows of --pages-from that name a group.
+    """
 
     selection: Selection
     dry_run: bool
@@ -106,13 +106,14 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     )
 
 
-KIND = Kind("migrate", {_PLAN: KEPT}, merge)
+KIND = Kind("migrate", {}, merge)
 
 
 class MigrateJob:
     """A migration between two open stores, in parts."""
 
     kind = KIND
+    plans = False
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
         """Check the request. Raises as `Migration`, and UsageError for a pack as destination."""
@@ -120,12 +121,10 @@ class MigrateJob:
         self._source = source
         self._destination = destination
         self._request = request
-        self._migration = self._prepared(request, JournalFiles(Path("no-journal")))
-        self._planned: tuple[StageResult, Migration, MigrationPlan] | None = None
+        self._migration = Migration(source, destination, request)
         options = _Options(
             selection=request.selection, dry_run=request.dry_run, labelled=request.labelled
         )
-        self.plans = not request.dry_run
         self.trust = trust_of(source, destination, writes=True)
         self.permissions = permissions_of(source, listing=True)
         self.options: dict[str, Any] = msgspec.to_builtins(options)
@@ -170,25 +169,36 @@ class MigrateJob:
         }
 
     def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """See `Job`."""
-        migration, plan = self._plan_groups(given, None)
-        kept = plan.keep()
-        result = StageResult(msgspec.to_builtins(kept.facts), {_PLAN: kept.groups})
-        self._planned = result, migration, plan
-        return result
+        """Never called: a part keeps no plan."""
+        raise NotImplementedError
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """See `Job`."""
         began = time.monotonic()
-        planned, self._planned = self._planned, None
-        if given.plan is None:
-            facts = rehearse_part(*self._plan_groups(given, None))
+        manifest, source = given.manifest, self._source
+        selection = convert(manifest.options, _Options, MANIFEST).selection
+        request = replace(self._request, selection=selection, options=self._share(given))
+        inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
+        if request.needs_pages:
+            refuse_unmounted(source, inventory)
+        if request.options.move:
+            # An earlier attempt may have removed objects since the listing.
+            present = source.exists(inventory.take(np.arange(len(inventory.objects)), ["key"]))
+            inventory = inventory.only(np.flatnonzero(present))
+        migration = Migration(source, self._destination, request)
+        plan = plan_groups(
+            migration,
+            inventory,
+            [given.tables[_FOUND]()],
+            listing_time(given),
+            asks=True,
+        )
+        given.check()
+        if request.dry_run:
+            facts = rehearse(migration, plan)
         else:
-            if planned is not None and planned[0] is given.plan:
-                _, migration, plan = planned
-            else:
-                migration, plan = self._plan_groups(given, _kept(given.plan, given.part))
-            facts = migrate_part(migration, plan, on_moved=on_progress)
+            mark = RunMark(given.owner, given.earlier)
+            facts = carry_out(migration, plan, mark, on_moved=on_progress)
         facts.seconds = time.monotonic() - began
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 
@@ -198,38 +208,6 @@ class MigrateJob:
         """See `Job`; a migration has nothing to finish."""
         raise NotImplementedError
 
-    def _prepared(self, request: MigrationRequest, journals: JournalFiles) -> Migration:
-        return Migration(self._source, self._destination, request, journals)
-
-    def _plan_groups(
-        self, given: PartInput, kept: KeptPlan | None
-    ) -> tuple[Migration, MigrationPlan]:
-        manifest, request = given.manifest, self._request
-        decided = convert(manifest.options, _Options, MANIFEST)
-        request = replace(
-            request,
-            selection=decided.selection,
-            options=self._share(given),
-        )
-        *earlier, own = given.journals
-        files = JournalFiles(
-            own, tuple(earlier), kept=True, owner=given.owner, unfinished=given.earlier
-        )
-        migration = self._prepared(request, files)
-        inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
-        if request.needs_pages and kept is None:
-            refuse_unmounted(self._source, inventory)
-        plan = plan_groups(
-            migration,
-            inventory,
-            [given.tables[_FOUND]()],
-            listing_time(given),
-            asks=True,
-            kept=kept,
-        )
-        given.check()
-        return migration, plan
-
     def _share(self, given: PartInput) -> CopyOptions:
         options = self._request.options
         read = [self._source, *([self._destination] if options.verify else [])]
@@ -237,13 +215,6 @@ class MigrateJob:
 
     def _listing(self, manifest: Manifest) -> Listing:
         return listing_of(manifest, self._source.grammar, self._request.profile)
-
-
-def _kept(plan: StageResult, part: int) -> KeptPlan:
-    groups = plan.tables.get(_PLAN)
-    if groups is None:
-        raise FormatError(f"Plan of part {part}: has no table {_PLAN!r}; {LIST_AGAIN}")
-    return KeptPlan(convert(plan.facts, MigrationFacts, f"Plan of part {part}"), groups)
 
 
 def _identity(source: Store, destination: Store, request: MigrationRequest) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
-from hicachectl.move.temporaries import mark_writes
+from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import refuse_unmounted
 from hicachectl.parts.common import (
     LIST_AGAIN,
@@ -181,7 +181,7 @@ class PrewarmJob:
         """Copy a slice; see `Job.work`."""
         request, destination = self._of_part(given), self._destination
         warming = Warming(self._source, destination, request)
-        mark_writes(destination, given.owner, given.earlier)
+        RunMark(given.owner, given.earlier).put(destination)
         planned = Slice(
             self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
         )

@@ -227,7 +227,6 @@ def _attempt(
             earlier=earlier,
             tables=job.tables(folder, manifest, place.part),
             plan=None,
-            journals=tuple(place.path / f"journal-{k}.jsonl" for k in range(attempt + 1)),
             divided=manifest.parts,
             parts_here=1,
             seconds_of=lambda limit: limit / manifest.parts,

@@ -107,7 +107,7 @@ def leave_too_large(
 
     Groups that the destination has stay wanted, unless their bytes must be compared.
     """
-    some, lacks, _ = compare(survey.wanted, survey.there)
+    some, lacks, _ = compare(survey.wanted, survey.existing)
     compared = some & ~lacks & survey.unproven
     action = Action.COMPLETE if ((some & lacks) | compared).any() else Action.COPY
     work = PageWork(survey, np.arange(len(survey.groups)), action)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
 from hicachectl.io.interrupts import persistent
-from hicachectl.move.temporaries import mark_writes
+from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.naming import profile_document
 from hicachectl.prewarming.finish import after, finish_facts, touch_pages
 from hicachectl.prewarming.outcome import (
@@ -66,7 +65,7 @@ def _executed(
     """Copy, touch and count pages; after an interrupt, touching and counting have time limits."""
     request, source, destination = warming.request, warming.source, warming.destination
     # Also finish a pack that a killed run left, even if no page is missing.
-    mark_writes(destination, os.urandom(8).hex())
+    RunMark.new().put(destination)
     seconds = request.deadline_seconds
     deadline = None if seconds is None else started + seconds
     copying = SliceCopy(warming, plan.pages, deadline)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
 import tempfile
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.formats.errors import UsageError
-from hicachectl.move.journal import journal_path
 from tests.attack.children import NOBODY, as_nobody
 from tests.move.migrations import PAGES, demo_store, profile_file
 from tests.skips import missing, needs_root
@@ -33,63 +30,40 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory for temporary files."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def test_without_a_home_the_journal_lies_in_a_directory_of_the_users_alone(
-    tmp_path: Path,
-) -> None:
-    source, temporary = demo_store(tmp_path / "source"), tmp_path / "tmp"
-    temporary.mkdir()
-    options = {"HOME": "/dev/null/home", "TMPDIR": str(temporary)}
-    done = run("migrate", source, tmp_path / "new", "--format", "json", **options)
+def test_a_migration_needs_no_home(tmp_path: Path) -> None:
+    source = demo_store(tmp_path / "source")
+    done = run("migrate", source, tmp_path / "new", "--format", "json", HOME="/dev/null/home")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pages"] == PAGES
-    own = temporary / f"hicachectl-{os.geteuid()}"
-    assert f"the journal is in {own}; set XDG_STATE_HOME to a directory" in done.stderr
-    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert "; set XDG_STATE_HOME to a writable directory, or use hicachectl rm" in done.stderr
 
 
-@pytest.mark.parametrize("attack", ["link", "shared", "file"])
-def test_a_directory_that_others_can_write_to_keeps_no_journal(
-    temporary: Path, tmp_path: Path, attack: str
-) -> None:
-    own, victim = temporary / f"hicachectl-{os.geteuid()}", tmp_path / "victim"
-    victim.mkdir(0o700)
-    if attack == "link":
-        own.symlink_to(victim)
-    elif attack == "shared":
-        own.mkdir()
-        own.chmod(0o777)
+@pytest.mark.parametrize("kind", ["link", "FIFO", "another user's"])
+def test_a_mark_is_a_file_of_the_users_own(tmp_path: Path, kind: str) -> None:
+    """A mark decides which temporary files are removed."""
+    source, victim = demo_store(tmp_path / "source"), tmp_path / "victim"
+    victim.write_text("0123456789abcdef")
+    arguments = ("migrate", source, tmp_path / "new")
+    options = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    # The name of the mark, from a run that is killed.
+    preload = "import os; from hicachectl.move import migrate; "
+    preload += "migrate.carry_out = lambda *a, **o: os.kill(os.getpid(), 9); "
+    preload += "from hicachectl.__main__ import main; main()"
+    command = [sys.executable, "-c", preload, *map(str, arguments)]
+    subprocess.run(command, env={**os.environ, **options}, check=False)
+    (mark,) = (tmp_path / "state/hicachectl/marks").iterdir()
+    mark.unlink()
+    if kind == "link":
+        mark.symlink_to(victim)
+    elif kind == "FIFO":
+        os.mkfifo(mark)
     else:
-        own.write_text("")
-    with pytest.raises(
-        UsageError, match=r"must be your own directory, closed to others .*; set XDG_STATE_HOME"
-    ):
-        journal_path({"a": 1}, {"HOME": "/dev/null/home"})
-    assert list(victim.iterdir()) == []
-
-
-@needs_root
-def test_a_directory_of_somebody_else_keeps_no_journal(temporary: Path) -> None:
-    own = temporary / f"hicachectl-{os.geteuid()}"
-    own.mkdir(0o700)
-    os.chown(own, NOBODY, NOBODY)
-    with pytest.raises(UsageError, match="must be your own directory, closed to others"):
-        journal_path({"a": 1}, {"HOME": "/dev/null/home"})
-
-
-def test_the_state_directory_comes_before_the_fallback(tmp_path: Path) -> None:
-    for environ in ({"XDG_STATE_HOME": str(tmp_path / "s")}, {"HOME": str(tmp_path)}):
-        path, remark = journal_path({"a": 1}, environ)
-        assert path.is_relative_to(tmp_path)
-        assert remark == ""
+        mark.write_text("0123456789abcdef")
+        os.chown(mark, NOBODY, NOBODY)
+    done = run(*arguments, **options)
+    assert done.returncode == 3
+    assert str(mark) in done.stderr
+    assert victim.read_text() == "0123456789abcdef"
 
 
 @pytest.fixture

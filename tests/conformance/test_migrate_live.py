@@ -125,10 +125,10 @@ def test_no_reader_ever_sees_half_a_page_whatever_is_killed(
     ):
         for _ in range(KILLS):
             kill = _somewhere(chance, backend, nbytes)
-            runner.run(*arguments, "--resume", home=tmp_path, kill=kill)
+            runner.run(*arguments, home=tmp_path, kill=kill)
             looked = len(poller.rounds())
             poller.wait_until(lambda rounds, looked=looked: len(rounds) > looked + 1)  # type: ignore[misc]
-        assert runner.run(*arguments, "--resume", home=tmp_path).document["complete"]
+        assert runner.run(*arguments, home=tmp_path).document["complete"]
         poller.wait_until(lambda rounds: rounds[-1]["seen"] == len(manifest["pages"]))
         rounds = poller.stop()
     assert rounds[0]["seen"] == 0

@@ -175,7 +175,7 @@ def files_in(store: Path, *, times: bool) -> Files:
 
 def of_copies(document: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal for one process and for parts."""
-    other = ("destination", "seconds", "parts", "missing_parts", "resumed")
+    other = ("destination", "seconds", "parts", "missing_parts")
     return {name: value for name, value in document.items() if name not in other}
 
 

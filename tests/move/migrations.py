@@ -73,9 +73,9 @@ def migrated(invoke: Invoke, *arguments: object, exit_code: int = 0) -> dict[str
     return {**document, "stderr": output.stderr}
 
 
-def journals(home: Path) -> list[Path]:
-    """Return the journals of incomplete migrations."""
-    return sorted((home / ".local/state/hicachectl/migrations").glob("*.jsonl"))
+def marks(home: Path) -> list[Path]:
+    """Return the marks of migrations that were killed or are running."""
+    return sorted((home / ".local/state/hicachectl/marks").glob("*"))
 
 
 def flip_once_written(monkeypatch: pytest.MonkeyPatch, path: Path, at: int) -> None:

@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE, fill
-from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flags import DeploymentFlags
-from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
-from hicachectl.move.journal import Journal, profile_text
 from hicachectl.move.results import Problem, problem_lines
-from tests.move.migrations import MODEL, PAGES, demo_store, journals, migrated, profile_file
+from tests.move.migrations import MODEL, PAGES, demo_store, marks, migrated, profile_file
 from tests.small_file_system import small_file_system
 from tests.stores import DSA, contents, page, put
 
@@ -47,7 +43,7 @@ def test_without_a_profile_objects_keep_keys_bytes_and_times(
     assert document["bytes"] == sum(len(data) for data, _ in contents(source).values())
     assert document["complete"] is True
     assert document["stopped_by"] is None
-    assert not journals(tmp_path / "home")
+    assert not marks(tmp_path / "home")
 
 
 def test_several_deployments_move_at_once(invoke: Invoke, source: Path, target: Path) -> None:
@@ -120,17 +116,6 @@ def test_pages_in_another_layout_under_the_keys_to_write_are_conflicts(
     again = migrated(invoke, source, target, *options)
     assert (again["skipped"], again["conflicts"], again["pages"]) == (PAGES, 0, 0)
     assert contents(target) == done
-
-
-def test_a_resumed_change_of_the_layout_does_not_read_what_it_wrote(
-    invoke: Invoke, source: Path, target: Path, profile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ("--profile", profile, "--to-layout", "page_first_direct")
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "end", lambda _journal: None)
-        migrated(invoke, source, target, *options)
-    monkeypatch.setattr(FileStore, "read_into", None)
-    assert migrated(invoke, source, target, *options, "--resume")["skipped"] == PAGES
 
 
 def test_index_keys_of_another_release_are_cut_out_where_the_layers_are_known(
@@ -307,10 +292,9 @@ def test_a_dry_run_counts_and_writes_nothing(
     document = migrated(invoke, source, target, "--dry-run")
     assert (document["pages"], document["objects"]) == (PAGES, len(contents(source)))
     assert not target.exists()
-    assert not journals(tmp_path / "home")
-    assert 0 < document.pop("estimated_seconds") < 1
-    table = invoke("migrate", source, target, "--dry-run").stdout
-    assert "; estimated time: under 1 s (read speed; writing may be slower)" in table
+    assert not marks(tmp_path / "home")
+    assert document.pop("estimated_seconds") is None
+    assert f"{PAGES} pages to copy" in invoke("migrate", source, target, "--dry-run").stdout
     assert document == {**migrated(invoke, source, target), **_timed(document)}
 
 
@@ -624,58 +608,17 @@ def test_objects_of_foreign_names_are_left_behind_and_counted(
     assert not (target / "notes.txt").exists()
 
 
-def test_a_resumed_run_verifies_what_the_first_did_not(
-    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_pages_that_the_destination_has_are_verified_too(
+    invoke: Invoke, source: Path, target: Path, resume: tuple[str, ...]
 ) -> None:
-    copied = Journal.copied
-
-    def interrupt(journal: Journal, *arguments: Any, **options: Any) -> None:
-        copied(journal, *arguments, **options)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "copied", interrupt)
-        invoke("migrate", source, target, "--jobs", 1, exit_code=130)
+    """As after a run without --verify; --resume has no effect."""
+    migrated(invoke, source, target)
     name = kv_names(target)[0]
     data = bytearray((target / name).read_bytes())
     data[5] ^= 1
     (target / name).write_bytes(data)
-    document = migrated(invoke, source, target, "--resume", "--verify", exit_code=4)
+    assert migrated(invoke, source, target, *resume)["skipped"] == PAGES
+    document = migrated(invoke, source, target, "--verify", *resume, exit_code=4)
+    assert (document["conflicts"], document["skipped"]) == (1, PAGES - 1)
     assert document["problems"][0]["key"] == name
-
-
-def test_a_resumed_run_replaces_nothing_twice(
-    invoke: Invoke, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    migrated(invoke, source, target)
-    copied = Journal.copied
-
-    def interrupt(journal: Journal, *arguments: Any, **options: Any) -> None:
-        copied(journal, *arguments, **options)
-        raise KeyboardInterrupt
-
-    options = ("--if-exists", "overwrite", "--jobs", 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "copied", interrupt)
-        invoke("migrate", source, target, *options, exit_code=130)
-    document = migrated(invoke, source, target, *options, "--resume")
-    assert document["resumed"] + document["pages"] == PAGES
-    assert document["resumed"] > 0
-
-
-def test_the_profile_in_the_name_of_a_journal_is_spelled_as_earlier_releases_did() -> None:
-    """A move that an earlier release began must find its journal when it is resumed."""
-    pool = Pool(name="kv", kind="mha", dtype="bfloat16", layers=2, kv_heads=8, head_dim=16)
-    profile = Profile(model="a/b, tag=x", tag="t", tp=8, sglang="0.5.23", pools=(pool,))
-    # Earlier releases know no weights.
-    profile = replace(profile, weights="5" * 32, draft_weights="6" * 32)
-    assert profile_text(profile) == (
-        "Profile(model='a/b, tag=x', inferred=False, sglang='0.5.23', page_size=1, "
-        "layout='page_first', tp=8, linear_tp=0, pp=1, pp_partition=(), cp=1, "
-        "cp_layer_split=False, dcp=1, tp_lcm_size=0, unified_head_group=0, "
-        "unified_layer_partition=0, tag='t', hash_unit='token', speculative_algorithm='', "
-        "pools=(Pool(name='kv', kind='mha', dtype='bfloat16', layers=2, packed_draft_layers=0, "
-        "kv_heads=8, head_dim=16, v_head_dim=0, kv_lora_rank=0, qk_rope_head_dim=0, row='', "
-        "index_head_dim=0, temporal=None, conv=(), nbytes=0, hit_policy='all_pages', "
-        "trailing_pages=1, replicated=False),))"
-    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +15,7 @@ from hicachectl.__main__ import run
 from hicachectl.backends.base import open_store
 from tests.hf3fs_server import MetadataServer
 from tests.mooncake_cluster import Cluster
-from tests.move.migrations import PAGES, demo_store, flip_once_written, journals, migrated
+from tests.move.migrations import PAGES, demo_store, flip_once_written, migrated
 from tests.paused import paused
 from tests.places import FilePlace, Hf3fsPlace, MooncakePlace, half_pages
 from tests.small_file_system import small_file_system
@@ -26,6 +24,7 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.conftest import Invoke
     from tests.paused import Ended
@@ -56,7 +55,7 @@ def assert_lost(ended: Ended, word: str) -> None:
     assert (ended.code, ended.stdout) == (3, ""), ended
     said = [line for line in ended.stderr.splitlines() if line.startswith("hicachectl:")]
     assert len(said) == 2, ended.stderr
-    assert "continue with the same command and --resume" in said[0]
+    assert "continue with the same command" in said[0]
     assert word in said[1]
 
 
@@ -81,7 +80,7 @@ def test_a_pack_on_a_full_disk_keeps_whole_pages_and_is_valid(
         assert keys == {name for name in contents(source) if name[:64] in pages}
         # With more room, the same command completes the migration.
         subprocess.run(["mount", "-o", f"remount,size={1 << 24}", small], check=True)
-        assert migrated(invoke, source, pack, "--resume")["pages"] == PAGES - len(pages)
+        assert migrated(invoke, source, pack)["pages"] == PAGES - len(pages)
         migrated(invoke, pack, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
 
@@ -118,45 +117,29 @@ def test_a_read_only_destination_ends_the_run_with_one_clear_line(
     assert f"{fixed}: cannot write to the store: Read-only file system" in output.stderr
 
 
-def test_a_journal_that_cannot_be_made_ends_the_run_before_anything_is_written(
-    invoke: Invoke, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "state").write_text("no directory")
-    output = invoke("migrate", source, target, exit_code=2)
-    assert output.stdout == ""
-    (line,) = output.stderr.splitlines()
-    assert str(tmp_path / "state") in line
-    assert "Not a directory" in line
-    assert not target.exists()
+def full(descriptor: int, *_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_journal_on_a_full_disk_ends_the_run_and_is_of_use_later(
+@pytest.mark.parametrize("fault", ["no directory", "full"])
+def test_a_run_without_a_mark_says_so(
     invoke: Invoke,
     source: Path,
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    fault: str,
 ) -> None:
-    write = os.write
-    lines = itertools.count()
-
-    def write_until_full(descriptor: int, data: bytes) -> int:
-        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".jsonl" and next(lines) > 1:
-            write(descriptor, data[:20])  # a part of the line is written
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", write_until_full)
-        output = invoke("migrate", source, target, *SMALL, exit_code=2)
-    (journal,) = journals(tmp_path / "home")
-    assert output.stderr == (
-        f"hicachectl: {journal}: cannot write the journal: No space left on device; check its "
-        "disk, then continue with --resume\n"
-    )
-    document = migrated(invoke, source, target, "--resume")
-    assert 0 < document["resumed"] < document["skipped"] <= PAGES
+    state = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    if fault == "full":
+        monkeypatch.setattr(os, "pwrite", full)
+    else:
+        state.write_text("no directory")
+    document = migrated(invoke, source, target)
+    assert document["pages"] == PAGES
+    assert f"{state}/hicachectl/marks: cannot keep a mark of this run: " in document["stderr"]
+    assert "set XDG_STATE_HOME to a writable directory" in document["stderr"]
     assert contents(target) == contents(source)
 
 
@@ -165,7 +148,7 @@ def test_a_destination_that_is_removed_meanwhile_ends_the_run(
 ) -> None:
     ended = met(tmp_path, COPY, 3, lambda: shutil.rmtree(target), source, target)
     assert_lost(ended, str(target))
-    assert migrated(invoke, source, target, "--resume")["pages"] == PAGES
+    assert migrated(invoke, source, target)["pages"] == PAGES
     assert contents(target) == contents(source)
 
 
@@ -194,7 +177,7 @@ def test_a_byte_that_changes_before_it_is_read_back_is_noticed(
     # No server treats the page as present at the destination, and the source still has the page.
     assert contents(target) == {n: held for n, held in before.items() if n not in page}
     assert contents(source) == (page if "--move" in options else before)
-    assert migrated(invoke, source, target, *options, "--resume")["complete"]
+    assert migrated(invoke, source, target, *options)["complete"]
     assert contents(target) == before
 
 
@@ -209,7 +192,7 @@ def test_a_master_killed_meanwhile_ends_the_run_and_a_rerun_completes(
         arguments = (source, cluster.url, "--profile", profile)
         assert_lost(met(tmp_path, PUT, 3, cluster.kill_master, *arguments), cluster.master)
         cluster.restart_master()
-        assert migrated(invoke, *arguments, "--resume")["pages"] == PAGES
+        assert migrated(invoke, *arguments)["pages"] == PAGES
         check_arrived(invoke, place, source, profile, tmp_path)
 
 
@@ -229,7 +212,7 @@ def test_a_storage_process_killed_meanwhile_fails_what_it_had_and_a_rerun_comple
         cluster.add_store()
         # The master still lists the objects of the killed process.
         wait_until(lambda: len(cluster.ask("get_all_segments").split()) == 1)
-        assert migrated(invoke, *arguments, "--resume")["complete"]
+        assert migrated(invoke, *arguments)["complete"]
         check_arrived(invoke, place, source, profile, tmp_path)
 
 
@@ -284,7 +267,7 @@ def test_a_metadata_server_killed_meanwhile_ends_the_run_and_a_rerun_completes(
         arguments = (source, place.url, "--profile", profile)
         assert_lost(met(tmp_path, call, number, server.kill, *arguments), "metadata server")
         server.start()
-        assert migrated(invoke, *arguments, "--resume")["complete"]
+        assert migrated(invoke, *arguments)["complete"]
         back = FilePlace(tmp_path)
         server.save()
         migrated(invoke, place.url, back.url, "--profile", profile)

@@ -1,6 +1,6 @@
 """Migrations killed at any point lose no page, show no half page, and can be completed.
 
-HICACHECTL_TEST_SEED repeats a run.
+HICACHECTL_TEST_SEED repeats a run. HICACHECTL_ATTACK_ROUNDS makes it longer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.move.migrations import journals
+from tests.move.migrations import marks
 from tests.places import (
     SOURCE_PAGES,
     half_pages,
@@ -41,7 +41,8 @@ MOVES = (
 )
 # A batch has the bytes of two pages with states, or of a dozen without.
 BUFFER_BYTES = 1 << 20
-_SHARE = 3  # a run is killed within this fraction (1/3) of the way; the next one resumes
+_SHARE = 3  # a run is killed within this fraction (1/3) of the way; the next one goes on
+_ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 1)
 
 
 class Killing:
@@ -67,21 +68,21 @@ class Killing:
         self._chance = random.Random(seed)
 
     def kill(self, kills: int, *, share: int) -> None:
-        """Kill runs; each resumes the run killed before."""
+        """Kill runs; each goes on where the run killed before ended."""
         done = 0
         while done < kills:
             unit: Unit = "bytes" if done % 2 and self._counts_bytes else "steps"
             total = self.whole.written if unit == "bytes" else self.whole.steps
-            run = self._run("--resume", kill=(unit, self._chance.randint(1, total // share)))
+            run = self._run(kill=(unit, self._chance.randint(1, total // share)))
             if run.killed:
                 done += 1
                 self.check_between()
                 if share > 1:
                     continue
-                run = self._run("--resume")
+                run = self._run()
             self.check_whole(run)
             self._restore()
-        self.check_whole(self._run("--resume"))
+        self.check_whole(self._run())
         self._restore()
 
     @property
@@ -102,15 +103,17 @@ class Killing:
         assert run.document["complete"], self.words
         assert self._held() == self.arrived, self.words
         assert self.destination.leftovers() == [], self.words
-        assert journals(self._home) == [], self.words
+        assert marks(self._home) == [], self.words
         assert self.source.held() == ({} if self._move else self.read_from), self.words
+        assert run.document["left_in_source"] == 0, self.words
 
-    def _run(self, *more: object, kill: tuple[Unit, int] | None = None) -> Run:
-        options: tuple[object, ...] = ("--move", "--yes") if self._move else ()
+    def _run(self, *, kill: tuple[Unit, int] | None = None) -> Run:
+        # Without a grace, rests in a store without times need no wait.
+        options = ("--move", "--yes", "--grace", "0s") if self._move else ()
         before = self._missing()
         run = self._places.runner.run(
             "migrate", self.source.url, self.destination.url, "--profile", self._places.profile,
-            "--buffer-bytes", BUFFER_BYTES, "--format", "json", *options, *more,
+            "--buffer-bytes", BUFFER_BYTES, "--format", "json", *options,
             home=self._home, kill=kill,
         )  # fmt: skip
         # Copied pages are not read again, except the batches at work; those are read twice while
@@ -163,3 +166,11 @@ def test_a_move_killed_anywhere_loses_no_page(
     places: Places, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
     check_kills(places, tmp_path, pair, KILLS // 2, share=_SHARE, move=True)
+
+
+@pytest.mark.parametrize("pair", [("file", "file"), ("nixl", "file")], ids="-".join)
+def test_a_move_killed_once_is_completed_by_the_same_words(
+    places: Places, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    """Each kill comes at any moment of a whole move, and the next run ends with 0."""
+    check_kills(places, tmp_path, pair, KILLS * _ROUNDS, share=1, move=True)

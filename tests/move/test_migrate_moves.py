@@ -16,10 +16,8 @@ from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.transfer import retargeted
 from hicachectl.move import runs, trial
-from hicachectl.move.journal import Journal
-from hicachectl.move.runs import CopyRun
 from tests.mooncake_cluster import Cluster
-from tests.move.migrations import MODEL, PAGES, journals, migrated, profile_file
+from tests.move.migrations import MODEL, PAGES, migrated, profile_file
 from tests.places import MooncakePlace
 from tests.stores import contents
 
@@ -32,42 +30,28 @@ if TYPE_CHECKING:
 MOVE = ("--move", "--yes")
 
 
-class KilledError(BaseException):
-    """Ends a run, like a kill, right before the first deletion from the source."""
-
-
 @pytest.fixture
-def killed(
-    invoke: Invoke, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run a move that is killed after all copies, before any deletion."""
-    copied = Journal.copied
-    done: list[str] = []
-
-    def kill(journal: Journal, route: str, pages: Any, **options: Any) -> None:
-        copied(journal, route, pages, **options)
-        done.extend(pages.to_pylist())
-        if len(done) == PAGES:
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "copied", kill)
-        patch.setattr(CopyRun, "_remove", lambda run, leaving: None)
-        with pytest.raises(KilledError):
-            invoke("migrate", source, target, *MOVE, "--jobs", "1")
-    assert len(journals(tmp_path / "home")) == 1
+def killed(invoke: Invoke, source: Path, target: Path) -> None:
+    """Leave the stores as a move does that is killed after all copies, before any deletion."""
+    migrated(invoke, source, target)
     assert contents(target) == contents(source)
 
 
+def without_rank_0(source: Path, pages: list[str]) -> list[Path]:
+    """Remove the anchors of rank 0, as a move that is killed then; return the other objects."""
+    for page in pages:
+        (source / f"{page}_{MODEL}_0_2.bin").unlink()
+    return [path for path in source.iterdir() if path.name[:64] in pages]
+
+
 @pytest.mark.usefixtures("killed")
-def test_a_killed_move_goes_on_without_reading_what_was_compared(
-    invoke: Invoke, source: Path, target: Path
-) -> None:
+def test_a_killed_move_is_completed(invoke: Invoke, source: Path, target: Path) -> None:
     before = contents(source)
-    document = migrated(invoke, source, target, *MOVE, "--resume")
+    document = migrated(invoke, source, target, *MOVE)
     assert (document["moved"], document["pages"]) == (PAGES, 0)
     assert contents(target) == before
     assert contents(source) == {}
+    assert migrated(invoke, source, target, *MOVE)["left_in_source"] == 0
 
 
 @pytest.mark.usefixtures("killed")
@@ -80,25 +64,79 @@ def test_what_the_destination_has_lost_since_is_copied_again_and_not_deleted(
     for name in before:
         if name.startswith(gone):
             (target / name).unlink()
-    document = migrated(invoke, source, target, *MOVE, "--resume")
+    document = migrated(invoke, source, target, *MOVE)
     assert document["moved"] == PAGES
     assert contents(target) == before
     assert contents(source) == {}
 
 
 @pytest.mark.usefixtures("killed")
+@pytest.mark.parametrize("options", [(), ("--include-partial",)])
+@pytest.mark.parametrize("known", [True, False])
 def test_a_page_half_deleted_by_a_killed_move_is_deleted_wholly(
-    invoke: Invoke, source: Path, target: Path
+    invoke: Invoke,
+    source: Path,
+    target: Path,
+    profile: Path,
+    known: bool,
+    options: tuple[str, ...],
 ) -> None:
     before = contents(source)
-    halved = sorted({name[:64] for name in before})[:3]
-    for name in before:
-        if name[:64] in halved and "_0_2" in name:
-            (source / name).unlink()
-    document = migrated(invoke, source, target, *MOVE, "--resume")
-    assert (document["moved"], document["pages"]) == (PAGES, 0)
+    without_rank_0(source, sorted({name[:64] for name in before})[:3])
+    named = ("--profile", profile) if known else ()
+    document = migrated(invoke, source, target, *MOVE, *named, *options)
+    assert (document["moved"], document["pages"], document["left_in_source"]) == (PAGES, 0, 0)
     assert contents(target) == before
     assert contents(source) == {}
+
+
+def test_a_half_deleted_page_of_another_layout_is_deleted_wholly(
+    invoke: Invoke, source: Path, target: Path, profile: Path
+) -> None:
+    """Nothing can be made of its rest, so only the whole page in the destination counts."""
+    options = ("--profile", profile, "--to-tp", 1)
+    migrated(invoke, source, target, *options)
+    copies = contents(target)
+    without_rank_0(source, sorted({name[:64] for name in copies})[:3])
+    document = migrated(invoke, source, target, *options, *MOVE)
+    assert (document["moved"], document["left_in_source"]) == (PAGES, 0)
+    assert contents(target) == copies
+    assert contents(source) == {}
+
+
+@pytest.mark.usefixtures("killed")
+@pytest.mark.parametrize(
+    "fault", ["other bytes", "another size", "no sidecar", "no anchor", "young"]
+)
+def test_the_rest_of_a_page_stays_unless_the_destination_has_the_page(
+    invoke: Invoke, source: Path, target: Path, profile: Path, fault: str
+) -> None:
+    anchor = next(name for name in sorted(contents(source)) if ".mamba" in name)
+    page = anchor[:64]
+    other = target / f"{page}_{MODEL}_1_2.bin"
+    if fault == "other bytes":
+        data = bytearray(other.read_bytes())
+        data[7] ^= 1
+        other.write_bytes(data)
+    elif fault == "another size":
+        other.write_bytes(b"short")
+    elif fault == "no sidecar":
+        (target / anchor).unlink()
+    elif fault == "no anchor":
+        (target / f"{page}_{MODEL}_0_2.bin").unlink()
+    there = contents(target)
+    rest = without_rank_0(source, [page])
+    if fault == "young":
+        os.utime(rest[0])
+    document = migrated(invoke, source, target, "--profile", profile, *MOVE)
+    assert (document["moved"], document["left_in_source"]) == (PAGES - 1, 1)
+    assert (document["failed"], document["conflicts"], document["pages"]) == (0, 0, 0)
+    assert {source / name for name in contents(source)} == set(rest)
+    assert contents(target) == there
+    listing = f"hicachectl ls file://{source} --state orphan,partial"
+    assert listing in document["stderr"]
+    rows = invoke("ls", source, "--state", "orphan,partial", "--profile", profile).stdout
+    assert page[:8] in rows
 
 
 def test_objects_that_the_profile_does_not_list_keep_their_page_in_the_source(
@@ -109,9 +147,9 @@ def test_objects_that_the_profile_does_not_list_keep_their_page_in_the_source(
     stray = source / f"{page}.swa_{MODEL}_0_2.bin"
     stray.write_bytes(b"another pool")
     options = ("--profile", profile, "--to-model", "new/name", *MOVE)
-    for more in ((), ("--resume",)):
-        document = migrated(invoke, source, target, *options, *more, exit_code=4)
-        assert (document["moved"], document["failed"]) == (0 if more else PAGES - 1, 1)
+    for moved in (PAGES - 1, 0):
+        document = migrated(invoke, source, target, *options, exit_code=4)
+        assert (document["moved"], document["failed"]) == (moved, 1)
         assert "some of its objects were not copied" in document["problems"][0]["detail"]
         assert {name[:64] for name in contents(source)} == {page}
         assert stray.exists()
@@ -139,17 +177,17 @@ def test_shards_that_nothing_can_be_made_of_stay_in_the_source(
     assert sorted(states) == sorted(["whole"] * (PAGES - 1) + ["orphan"])
 
 
-def test_a_resumed_move_deletes_nothing_that_is_damaged_at_the_destination(
+def test_a_repeated_move_deletes_nothing_that_is_damaged_at_the_destination(
     invoke: Invoke, source: Path, target: Path, killed: None
 ) -> None:
     before = contents(source)
     damaged = sorted(contents(target))[0]
     os.truncate(target / damaged, 7)
-    migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
+    migrated(invoke, source, target, *MOVE, exit_code=4)
     assert contents(source) == {n: c for n, c in before.items() if n[:64] == damaged[:64]}
 
 
-def test_a_resumed_move_says_what_it_cannot_delete(
+def test_a_repeated_move_says_what_it_cannot_delete(
     invoke: Invoke, source: Path, target: Path, killed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: FileStore, rows: Any) -> Result:
@@ -158,7 +196,7 @@ def test_a_resumed_move_says_what_it_cannot_delete(
         return Result(statuses, dict.fromkeys(range(count), "no"))
 
     monkeypatch.setattr(FileStore, "delete", refuse)
-    document = migrated(invoke, source, target, *MOVE, "--resume", exit_code=4)
+    document = migrated(invoke, source, target, *MOVE, exit_code=4)
     assert document["failed"] == PAGES
     assert document["moved"] == 0
 

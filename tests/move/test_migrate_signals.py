@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.move.migrations import PAGES, demo_store, journals, migrated
+from tests.move.migrations import PAGES, demo_store, migrated
 from tests.paused import paused
 from tests.speed import slow
 from tests.stores import contents
@@ -57,21 +57,20 @@ def test_a_signal_lets_groups_at_work_finish_and_the_next_run_goes_on(
     code, stdout, stderr, _ = signalled(tmp_path / "run", SYNC, numbers, *migrate)
     status, word = ENDS[numbers[0]]
     assert (code, stdout) == (status, ""), stderr
-    assert [line for line in stderr.splitlines() if "--resume" in line] == [
-        "hicachectl: Work in progress was finished; continue with the same command and --resume"
+    assert [line for line in stderr.splitlines() if "same command" in line] == [
+        "hicachectl: Work in progress was finished; continue with the same command"
     ]
     assert stderr.splitlines()[-1] == f"hicachectl: {word.capitalize()}"
     assert "Traceback" not in stderr
     there = contents(target)
     assert 0 < len(there) < len(contents(source))
-    assert len(journals(tmp_path / "home")) == 1
     pages = {name[:64] for name in there}
     assert there == {n: held for n, held in contents(source).items() if n[:64] in pages}
-    document = migrated(invoke, source, target, "--resume")
-    assert document["resumed"] == document["skipped"] == len(pages)
+    document = migrated(invoke, source, target)
+    assert document["skipped"] == len(pages)
     assert document["pages"] == PAGES - len(pages)
     assert contents(target) == contents(source)
-    assert journals(tmp_path / "home") == []
+    assert not [path for path in target.iterdir() if path.suffix == ".tmp"]
 
 
 def test_a_signal_lets_a_pack_be_finished(invoke: Invoke, tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_a_signal_during_a_move_leaves_each_page_somewhere(
     move = ("migrate", source, target, *OPTIONS, "--move", "--yes")
     assert signalled(tmp_path / "run", SYNC, [number], *move).code == ENDS[number][0]
     assert contents(source) | contents(target) == before
-    assert migrated(invoke, source, target, "--move", "--yes", "--resume")["complete"]
+    assert migrated(invoke, source, target, "--move", "--yes")["complete"]
     assert contents(target) == before
     assert contents(source) == {}
 
@@ -108,5 +107,5 @@ def test_an_interrupted_dry_run_has_nothing_to_go_on_with(tmp_path: Path) -> Non
         run.send(signal.SIGINT)
         ended = run.resumed()
     assert ended.code == 130
-    assert "--resume" not in ended.stderr
+    assert "same command" not in ended.stderr
     assert not target.exists()

@@ -85,7 +85,7 @@ def survey_of(sizes: list[int]) -> Survey:
         rows=fill_table(route.sources, len(sizes), groups, only, groups),
         sizes=nbytes,
         wanted=fill_table(route.targets, len(sizes), groups, only, nbytes),
-        there=fill_table(route.targets, len(sizes), nothing, nothing, nothing),
+        existing=fill_table(route.targets, len(sizes), nothing, nothing, nothing),
         strays=np.zeros(len(sizes), dtype=np.bool_),
         times=pa.nulls(len(sizes), pa.int64()),
         foreign=np.zeros(len(sizes), dtype=np.bool_),

@@ -266,7 +266,7 @@ class TestOnCluster:
             assert written(stores / "together") == written(stores / "alone")
 
 
-_OF_ONE = {"seconds", "parts", "missing_parts", "destination", "resumed"}
+_OF_ONE = {"seconds", "parts", "missing_parts", "destination"}
 
 
 def written(store: Path) -> dict[str, bytes]:

@@ -114,7 +114,7 @@ def test_options_that_do_not_go_together(
     ("command", "options"),
     [
         ("verify", {"--lock": "L", "--metrics-file": "M", "--output": "O", "--format": "json"}),
-        ("migrate", {"--lock": "L", "--resume": None, "--output": "O", "--format": "json"}),
+        ("migrate", {"--lock": "L", "--output": "O", "--format": "json"}),
         (
             "prewarm",
             {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hicachectl.backends.file.store import FileStore
@@ -54,21 +52,8 @@ class Migration(Writer):
     def arguments(self) -> list[object]:
         arguments = ["migrate", self.place, self.destination, "--profile", self.profile]
         move = ["--move", "--yes"] if self.moves else []
-        # A buffer for a few objects gives several batches and several lines of the journal.
+        # A buffer for a few objects gives several batches.
         return [*arguments, *move, "--buffer-bytes", "64KiB", "--format", "json"]
-
-    def noted(self, state: State) -> set[str]:
-        """Return the pages that the journal lists as copied."""
-        pages: set[str] = set()
-        for text in state.below(self.home).values():
-            for line in text.split(b"\n")[1:-1]:
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue  # torn
-                if entry["what"] in ("copied", "verified"):
-                    pages |= set(re.findall("[0-9a-f]{64}", entry["pages"]))
-        return pages
 
 
 class FileMigration(Migration):
@@ -93,16 +78,12 @@ class FileMigration(Migration):
         yield from wrong_bytes(there, self.original)
         for name in sorted(half_pages(set(there), orphans=False)):
             yield f"page {name[:8]} of the destination has no sidecar"
-        for name in sorted(self.noted(state)):
-            if not {f"{name}_x-dsa.bin", f"{name}.indexer_x-dsa.bin"} <= there.keys():
-                yield f"page {name[:8]} is in the journal, and not whole at the destination"
         if document is not None and not self.original.keys() <= there.keys():
             yield "the migration was reported, and objects are missing"
         yield from self.source_wrong(state, document)
 
     def recover(self, state: State) -> Iterator[str]:
-        again = ["--resume"] if self.moves or hash(state.content) % 2 else []
-        yield from self.run(*self.arguments(), *again)
+        yield from self.run(*self.arguments())
         if self.objects(self.target) != self.original:
             yield "the migration was run again, and the destination is not the source"
 
@@ -219,9 +200,8 @@ class Move(FileMigration):
 
     moves: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
+        **FileMigration.kinds,
         "delete": Kind("fsync", "*/disk/store"),
-        "journal": Kind("fdatasync", "*.jsonl"),
-        "journal-name": Kind("fsync", "*/migrations"),
     }
 
     def source_wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
@@ -230,8 +210,9 @@ class Move(FileMigration):
         there = state.directly_in(self.target)
         for name in self.original.keys() - here.keys() - there.keys():
             yield f"{name} is nowhere"
-        for name in sorted(half_pages(set(here)) - self.noted(state)):
-            yield f"page {name[:8]} of the source is not whole, and no journal names it"
+        for name in sorted(half_pages(set(here))):
+            if not {n for n in self.original if n.startswith(name)} <= there.keys():
+                yield f"page {name[:8]} is whole in neither store"
         if half_pages(set(here), orphans=False):
             yield "a page of the source has no sidecar"
         if document is not None and self.original.keys() & here.keys():
@@ -290,7 +271,7 @@ class MoveToCopies(_ToCopies, Move):
 
     def recover(self, state: State) -> Iterator[str]:
         # Another writer's torn object is a conflict (4), or looks like another deployment (2).
-        yield from self.run(*self.arguments(), "--resume", codes=(0, 2, 4))
+        yield from self.run(*self.arguments(), codes=(0, 2, 4))
         places = [self.objects(), self.objects(self.target)]
         for name, (data, _) in self.original.items():
             if data not in [place[name][0] for place in places if name in place]:

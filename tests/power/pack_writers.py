@@ -107,8 +107,9 @@ class _PackWriter(Writer):
 
 
 class FileToPack(_PackWriter, Migration):
-    """File to a new pack."""
+    """A move of files to a new pack, which then alone has the objects."""
 
+    moves: ClassVar[bool] = True
     kinds: ClassVar[dict[str, Kind]] = {
         "name": Kind("fsync", "*/other/new"),
         "metadata": Kind("fdatasync", "*.hcpack", 0, 1),
@@ -127,8 +128,8 @@ class FileToPack(_PackWriter, Migration):
         self.pack.parent.mkdir()
 
     def wrong(self, state: State, document: dict[str, Any] | None) -> Iterator[str]:
-        noted = {n for n in self.original if n[:64] in self.noted(state)}
-        held = noted if document is None else set(self.original)
+        moved = self.original.keys() - self.present_in(state).keys()
+        held = moved if document is None else set(self.original)
         yield from self.pack_wrong(state, held | self.earlier, ended=document is not None)
 
     @property
@@ -145,7 +146,7 @@ class FileToPack(_PackWriter, Migration):
 
 
 class FileToOldPack(FileToPack):
-    """File to a pack that already has two of the pages."""
+    """A move of files to a pack that already has two of the pages."""
 
     kinds: ClassVar[dict[str, Kind]] = {
         "append": Kind("fdatasync", "*.hcpack", 0, -2),
@@ -157,7 +158,8 @@ class FileToOldPack(FileToPack):
         super().prepare()
         pages = self.folder / "pages"
         pages.write_text(f"{page(0)}\n{page(1)}\n")
-        code, text = run_here(*self.arguments(), "--pages-from", pages, home=self.home)
+        copy = ("migrate", self.place, self.destination, "--profile", self.profile)
+        code, text = run_here(*copy, "--pages-from", pages, home=self.home)
         assert code == 0, text
 
     @property

@@ -59,9 +59,8 @@ if TYPE_CHECKING:
     from hicachectl.move.migration_outcome import MigrationOutcome
     from hicachectl.parts.shards import Shard
 
-# On a cluster, a lost node loses the journal, which decides what a move deletes.
-_UNDIVIDED = ("move", "resume")
-_WHOLE_ONLY = ("lock", "output", "output_format", "resume")
+_UNDIVIDED = ("move",)
+_WHOLE_ONLY = ("lock", "output", "output_format")
 
 
 @click.command(
@@ -73,7 +72,6 @@ Examples:
   hicachectl migrate /backup/monday.hcpack mooncake://master:50051
   hicachectl migrate /mnt/hicache /mnt/new --profile prod.toml --to-tp 8
   hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
-  hicachectl migrate prod: new: --profile prod.toml --resume
   hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
   hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/copy
   hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
@@ -91,7 +89,7 @@ Examples:
     "for one group of the page.",
 )
 @own_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
-@own_option("--resume", is_flag=True, help="Continue an earlier run that did not end.")
+@own_option("--resume", is_flag=True, hidden=True, expose_value=False, help="Has no effect.")
 @own_option(
     "--if-exists",
     type=click.Choice(["skip", "verify", "overwrite"]),
@@ -99,7 +97,11 @@ Examples:
     show_default=True,
     help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
-@own_option("--verify", is_flag=True, help="Read back and compare the written objects.")
+@own_option(
+    "--verify",
+    is_flag=True,
+    help="Read back and compare the written objects, and compare pages that DST already has.",
+)
 @own_option("--move", is_flag=True, help="Delete pages from SRC after they were verified in DST.")
 @own_option("--yes", is_flag=True, help="Do not ask before --move.")
 @own_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
@@ -148,12 +150,12 @@ def command(
     another layout, keys and sizes stay equal, so pages that DST has are compared unless trailers
     prove their layout.
 
-    After an interruption at any point, the same command completes the work and reads only the
-    objects that did not arrive. --resume also continues --verify and --move where they stopped.
+    After an interruption at any point, the same command completes the work. Without --verify, it
+    reads only the objects that did not arrive.
 
     --shard divides the work among processes, also on several hosts: each copies the pages of its
-    part. After a kill or exit status 4, run the part again with the same options; --resume is not
-    needed. DST cannot be a pack then. Nothing is printed on stdout; see hicachectl-merge(1).
+    part. After a kill or exit status 4, run the part again with the same options. DST cannot be a
+    pack then. Nothing is printed on stdout; see hicachectl-merge(1).
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.
@@ -313,9 +315,7 @@ def _migrated(
     except BaseException as error:
         # Only after a signal or a lost store can a new run get further.
         if begun and (not isinstance(error, Exception) or isinstance(error, StoreUnavailable)):
-            remark(
-                ctx, "Work in progress was finished; continue with the same command and --resume"
-            )
+            remark(ctx, "Work in progress was finished; continue with the same command")
         raise
 
 
@@ -344,7 +344,6 @@ def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> Migr
         if_exists=options["if_exists"],
         partial=options["include_partial"],
         damaged=options["include_damaged"],
-        resume=options["resume"],
         allow_empty=options["allow_empty"],
         dry_run=options["dry_run"],
         space_check=not options["no_space_check"],

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _INSTEAD = {
     "dry_run": "leave out --shard",
     "lock": "leave it out, since two processes never do the same part at once",
-    "resume": "leave it out, since a part that is run again continues by itself",
 }
 
 

@@ -238,13 +238,15 @@ BACKGROUND: dict[str, dict[str, str]] = {
             without a trailer.
         """,
         "INTERRUPTED RUNS": """
-            A run keeps a journal of completed batches; see XDG_STATE_HOME in hicachectl(1). Without
-            --resume, the same command skips the pages that DST has whole. With --resume, it also
-            uses the journal: --verify compares the pages that may not have been read back, --move
-            removes the rest of the pages that were compared, and --if-exists overwrite does not
-            write copied pages again.
+            The same command completes an interrupted run: it compares SRC and DST, and copies what
+            is missing. It first removes the unfinished files that the interrupted run left, which
+            it knows by a mark; see XDG_STATE_HOME in hicachectl(1).
 
-            A page leaves SRC only after it was verified in DST.
+            A page leaves SRC only after it was verified in DST. If a kill interrupts the removal,
+            SRC keeps a rest of the page. The next --move removes such a rest if DST has the page
+            whole and equal to the rest, as far as both can be compared. left_in_source counts the
+            other pages that are not whole in SRC: hicachectl ls SRC --state orphan,partial lists
+            them, hicachectl rm removes them with the same options.
         """,
         "ONE PLACE UNDER TWO NAMES": """
             Two mounts of one directory have different device numbers, and a cluster can have

@@ -254,9 +254,9 @@ ENVIRONMENT = (
     ("HICACHECTL_API_KEY", "Bearer key for --server and --through-server."),
     (
         "XDG_STATE_HOME",
-        "migrate keeps its journals in hicachectl/migrations of this directory; default: "
-        "~/.local/state. If the home is not writable, journals are in hicachectl-UID below TMPDIR, "
-        "a directory that only the user can access.",
+        "migrate keeps marks in hicachectl/marks of this directory; default: ~/.local/state. By "
+        "its mark, a run finds the unfinished files of a killed run of the same command. If the "
+        "directory is not writable, hicachectl rm --temporaries removes such files.",
     ),
     ("NO_COLOR", "If set and not empty, output has no colours."),
     ("SGLANG_HICACHE_HF3FS_CONFIG_PATH", "SGLang's JSON config of 3FS; used for hf3fs: only."),
@@ -290,7 +290,7 @@ TRUST = (
     "a member of its group if that may write. Of two stores, both count. merge asks the stores of "
     "the run that are directories on its machine. No link is followed below the directory.",
     "Files that the command line, the environment or the config file names (--pages, --plan, "
-    "--keep-plan, --catalog, --profile, traces, QUARANTINE, XDG_STATE_HOME with its journals) are "
+    "--keep-plan, --catalog, --profile, traces, QUARANTINE, XDG_STATE_HOME with its marks) are "
     "trusted because they were named, whoever owns them. Name none in a directory that strangers "
     "may write, such as /tmp.",
     "New files are never more readable than their sources. A copied file gets the permissions of "
