@@ -50,9 +50,7 @@ class ListedGroups:
         kept = _last_of_each(owners, inventory.affix_ids[rows])
         self._rows = rows[kept]
         self._starts = np.searchsorted(owners[kept], np.arange(len(plan.groups) + 1))
-        self._lost_by, self._lost_slots = self._slots_of_others()
-        self._shapes: dict[object, Shape] = {}
-        self._cuts: dict[object, tuple[Shape, IntArray]] = {}
+        self._shapes: dict[int | tuple[int, ...], Shape] = {}
 
     def __len__(self) -> int:
         return len(self._plan.groups)
@@ -98,11 +96,9 @@ class ListedGroups:
         blaming = np.flatnonzero(~structural)
         named = reasons.column("row").to_numpy()[blaming]
         blamed, whole = self._blamed(named, about[blaming], rows, owners)
-        lost, lost_slots = self._lost(first, last)
         chosen = pc.equal(reasons.column("code"), BY_CHOICE).to_numpy()
-        # A group whose key belongs to another model's object never becomes whole.
-        whole = np.union1d(np.union1d(whole, lost), np.flatnonzero(self._outright(numbers)))
-        shapes, shape_ids, slots = self._shaped(numbers, rows, owners, lost, lost_slots)
+        whole = np.union1d(whole, np.flatnonzero(self._outright(numbers)))
+        shapes, shape_ids, slots = self._shaped(numbers, rows, owners)
         models, tags = self._names_of(numbers)
         groups = RemovalBatch(
             pages=self._groups.pages_at(numbers),
@@ -160,30 +156,18 @@ class ListedGroups:
         return models, tags
 
     def _shaped(
-        self, numbers: IntArray, rows: IntArray, owners: IntArray, lost: IntArray, gaps: IntArray
+        self, numbers: IntArray, rows: IntArray, owners: IntArray
     ) -> tuple[tuple[Shape, ...], IntArray, IntArray]:
-        """Return some groups' shapes, each group's shape, and each object's slot.
-
-        lost, gaps: [m] groups, ascending, and slots that belong to another model.
-        """
+        """Return some groups' shapes, each group's shape, and each object's slot."""
         ids = self._groups.deployment_ids[numbers]
         affix_ids = self._inventory.affix_ids[rows]
         slots = self._spec_of[affix_ids]
-        unread, cut = np.flatnonzero(ids == UNRESOLVED), np.unique(lost)
+        unread = np.flatnonzero(ids == UNRESOLVED)
         used, shape_ids = np.unique(ids, return_inverse=True)
         none = Shape.of(())
         shapes = [none if number == UNRESOLVED else self._shape(number) for number in used.tolist()]
-        for pattern, members in _alike(cut, lost, gaps, ids[cut]):
-            number, gone = pattern[0], pattern[1:]
-            if pattern not in self._cuts:
-                self._cuts[pattern] = self._shape(number).without(gone)
-            shape, places = self._cuts[pattern]
-            mine = np.isin(owners, members)
-            slots[mine] = places[slots[mine]]
-            shape_ids[members] = len(shapes)
-            shapes.append(shape)
         mine = np.isin(owners, unread)
-        for pattern, members in _alike(unread, owners[mine], affix_ids[mine], ids[unread]):
+        for pattern, members in _alike(unread, owners[mine], affix_ids[mine]):
             shape_ids[members] = len(shapes)
             shapes.append(self._unread_shape(pattern))
         slots[mine] = (np.arange(len(rows)) - np.searchsorted(owners, owners))[mine]
@@ -198,48 +182,11 @@ class ListedGroups:
         """Return the shape of a group of ambiguous keys: all objects belong together."""
         if pattern not in self._shapes:
             table = self._inventory.table
-            affixes = [table.affixes[number] for number in pattern[1:]]
-            readings = [table.resolved[number].readings for number in pattern[1:]]
+            affixes = [table.affixes[number] for number in pattern]
+            readings = [table.resolved[number].readings for number in pattern]
             anchors = [any(r.pool == ANCHOR_POOL for r in of_one) for of_one in readings]
             self._shapes[pattern] = Shape.of_unread(affixes, anchors)
         return self._shapes[pattern]
-
-    def _lost(self, first: int, last: int) -> tuple[IntArray, IntArray]:
-        start, end = np.searchsorted(self._lost_by, (first, last)).tolist()
-        return self._lost_by[start:end] - first, self._lost_slots[start:end]
-
-    def _slots_of_others(self) -> tuple[IntArray, IntArray]:
-        """Return slots whose key belongs to an object of another group of the page.
-
-        Such slots exist only if two models share keys. Return each slot's group (index in the plan,
-        ascending), and the slot.
-        """
-        nothing = np.zeros(0, dtype=np.int64)
-        if not any(self._inventory.table.split):
-            return nothing, nothing
-        groups, rows = self._groups, self._inventory.split_rows
-        planned, ids = self._plan.groups, groups.deployment_ids[self._plan.groups]
-        pages = groups.page_ids[groups.of_object[rows]]
-        order = np.argsort(pages, kind="stable")
-        rows, pages = rows[order], pages[order]
-        asked = groups.page_ids[planned]
-        first, last = (np.searchsorted(pages, asked, side=side) for side in ("left", "right"))
-        counts = np.where(ids == UNRESOLVED, 0, last - first)
-        places = np.repeat(np.arange(len(planned)), counts)
-        at = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-        others = groups.of_object[rows[at]] != planned[places]
-        places, affix_ids = places[others], self._inventory.affix_ids[rows[at[others]]]
-        slots = np.full(len(places), ABSENT, dtype=np.int64)
-        affixes = self._inventory.table.affixes
-        for number in np.unique(ids[places]).tolist():
-            positions = {s.affix: n for n, s in enumerate(groups.deployments[number].specs)}
-            mine = ids[places] == number
-            found, inverse = np.unique(affix_ids[mine], return_inverse=True)
-            of_affix = [positions.get(affixes[affix], ABSENT) for affix in found.tolist()]
-            slots[mine] = np.array(of_affix, dtype=np.int64)[inverse]
-        width = int(slots.max(initial=0)) + 1
-        both = np.unique((places * width + slots)[slots != ABSENT])
-        return both // width, both % width
 
 
 def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
@@ -252,20 +199,19 @@ def _last_of_each(owners: IntArray, kinds: npt.NDArray[np.int32]) -> IntArray:
 
 
 def _alike(
-    groups: IntArray, owners: IntArray, values: npt.NDArray[Any], firsts: IntArray
+    groups: IntArray, owners: IntArray, values: npt.NDArray[Any]
 ) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-    """Yield each distinct pattern (first value, values) with its groups.
+    """Yield each distinct pattern of values with its groups.
 
-    groups, firsts: [m], ascending. owners, values: [n] group of each value, ascending.
+    groups: [m], ascending. owners, values: [n] group of each value, ascending.
     """
     if not len(groups):
         return
     rows = np.searchsorted(groups, owners)
     places = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    matrix = np.full((len(groups), int(places.max(initial=0)) + 2), ABSENT, dtype=np.int64)
-    matrix[:, 0] = firsts
-    matrix[rows, places + 1] = values
+    matrix = np.full((len(groups), int(places.max(initial=0)) + 1), ABSENT, dtype=np.int64)
+    matrix[rows, places] = values
     patterns, numbers = np.unique(matrix, axis=0, return_inverse=True)
-    for number, (first, *others) in enumerate(patterns.tolist()):
-        pattern = (first, *(value for value in others if value != ABSENT))
-        yield pattern, groups[numbers.reshape(-1) == number]
+    for number, pattern in enumerate(patterns.tolist()):
+        used = tuple(value for value in pattern if value != ABSENT)
+        yield used, groups[numbers.reshape(-1) == number]

@@ -88,24 +88,6 @@ class Shape:
     def __len__(self) -> int:
         return len(self.affixes)
 
-    def without(self, lost: Sequence[int]) -> tuple[Shape, IntArray]:
-        """Return the shape without some slots, and each slot's new number or ABSENT: [slots]."""
-        stays = np.ones(len(self), dtype=np.bool_)
-        stays[list(lost)] = False
-        places: IntArray = np.where(stays, np.cumsum(stays) - 1, ABSENT)
-        _, trailing = np.unique(self.trailing[stays], return_inverse=True)
-        in_set = self.trailing[stays] != ABSENT
-        anchors, sidecars = (places[slots] for slots in self.sidecars)
-        both = (anchors != ABSENT) & (sidecars != ABSENT)
-        shape = Shape(
-            affixes=tuple(self.affixes[slot] for slot in np.flatnonzero(stays).tolist()),
-            anchors=self.anchors[stays],
-            required=self.required[stays],
-            trailing=np.where(in_set, trailing, ABSENT).astype(np.int64),
-            sidecars=(anchors[both], sidecars[both]),
-        )
-        return shape, places
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RemovalBatch:

@@ -1,4 +1,4 @@
-"""Describe keys with several readings, and the decisions about them.
+"""Describe keys with several readings.
 
 objects: [affixes + 1] number of objects by affix, from `pages.tally`.
 """
@@ -34,30 +34,14 @@ def ambiguity_remark(table: AffixTable, objects: IntArray) -> str:
     return f"{found[0]}{more}; {remedy(table)}"
 
 
-def split_remarks(table: AffixTable, objects: IntArray) -> list[str]:
-    """Return lines about keys that two models share, with the number of each model."""
-    said: dict[str, list[str]] = {}
-    for affix, is_split in enumerate(table.split):
-        coordinate = table.resolved[affix].coordinate
-        if is_split and coordinate is not None and objects[affix]:
-            said.setdefault("<hash>".join(table.affixes[affix]), []).append(
-                f"{objects[affix]} are {_words(coordinate)}"
-            )
-    return [
-        f"{example}: {', '.join(parts)}; pages and sizes distinguish them"
-        for example, parts in said.items()
-        if len(parts) > 1
-    ]
-
-
 def remedy(table: AffixTable) -> str:
     """Return the next step for ambiguous keys."""
     profile = table.profile
     if profile is None or profile.inferred:
         return "give --profile to decide"
     return (
-        "the profile, the pages and the sizes do not decide; remove the keys with "
-        "hicachectl rm STORE --state unknown"
+        "the profile does not decide; give the profile of the servers that wrote the pages, or "
+        "remove them with hicachectl rm STORE --state unknown if no server uses them"
     )
 
 

@@ -6,7 +6,7 @@ find specs by affix id.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ class SizeMix:
 class AffixTable:
     """Deployment and spec of each affix of a store; lists are indexed by affix id.
 
-    An affix whose objects are decided one by one (`contested`) has an id for each decision.
+    An affix with ambiguous pages (`contested`) has a second id for their objects.
 
     deployment_ids: index into `deployments`, or UNRESOLVED.
     spec_ids: index into that deployment's specs.
@@ -141,12 +141,6 @@ class AffixTable:
         """Bytes before a key's page hash, by affix id; -1 without one, and as the last entry."""
         known = np.array([*(bool(one.readings) for one in self.resolved), False])
         return np.where(known, page_starts(self.affixes), -1)
-
-    @property
-    def split(self) -> tuple[bool, ...]:
-        """Whether other objects of the same affix have another id, by affix id."""
-        counts = Counter(self.affixes)
-        return tuple(counts[affix] > 1 for affix in self.affixes)
 
 
 def assign_affixes(

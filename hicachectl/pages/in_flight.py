@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import present_ns
 from hicachectl.pages.group_table import ORPHAN, PARTIAL
@@ -94,13 +93,10 @@ def changed_groups(
     rows = groups.rows_in(suspect)
     still_there = store.exists(inventory.take(rows))
     changed[groups.of_object[rows[~still_there]]] = True
-    others = inventory.take(inventory.split_rows, ["key"]).column("key").combine_chunks()
     for missing in groups.missing():
         wanted = np.flatnonzero(suspect[missing.groups])
         keys = groups.keys_of(missing).take(pa.array(wanted))
         arrived = store.exists(pa.table({"key": keys}))
-        if len(others):  # Another model's objects do not count as arrived.
-            arrived &= ~pc.is_in(keys, value_set=others).to_numpy(zero_copy_only=False)
         changed[missing.groups[wanted[arrived]]] = True
     return changed, int((~still_there).sum())
 

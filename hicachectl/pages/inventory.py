@@ -16,7 +16,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import page_words, pages_of
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import Census
-from hicachectl.pages.contested import decide_objects
+from hicachectl.pages.contested import with_ambiguous_pages
 from hicachectl.pages.contradiction import refuse_contradiction
 from hicachectl.pages.deployments import AffixTable, assign_affixes
 from hicachectl.pages.empty import refuse_empty
@@ -102,11 +102,6 @@ class Inventory:
         if "cleared_ns" not in self.objects.column_names:
             return np.zeros(0, dtype=np.int64)
         return np.flatnonzero(self.objects.column("cleared_ns").is_valid().to_numpy())
-
-    @property
-    def split_rows(self) -> IntArray:
-        """Rows of objects decided one by one (`contested`)."""
-        return np.flatnonzero(self.by_affix(self.table.split, False))
 
     def of_pool(self, pool: str) -> npt.NDArray[np.bool_]:
         """Return which objects are of a pool under any reading: [objects]."""
@@ -217,9 +212,9 @@ def understood(
 ) -> tuple[AffixTable, Iterator[Inventory]]:
     """Return the table of a scan's affixes, and the objects piece by piece.
 
-    Decides what only all objects show: shared keys, and sizes that no profile states. Counts decide
-    most of it; pieces are read only where they do not. only_others, needs_pages, on_contradiction:
-    see `take_inventory`. Raises OSError.
+    Decides what only all objects show: keys of two models, and sizes that no profile states. Counts
+    decide most of it; pieces are read only where they do not.
+    only_others, needs_pages, on_contradiction: see `take_inventory`. Raises OSError.
     """
     census = spool.census()
     scanned = assign_affixes(spool.affixes, codec_for(store.grammar), profile)
@@ -229,7 +224,7 @@ def understood(
 
     if needs_pages and not any(one.readings for one in scanned.resolved):
         refuse_empty(store, next(pieces(scanned)).objects)  # all that is foreign is one piece
-    table, affix_ids = decide_objects(scanned, census, lambda: _joined(lambda: pieces(scanned)))
+    table, affix_ids = with_ambiguous_pages(scanned, census, lambda: map(_objects, pieces(scanned)))
     if affix_ids is not None:
         found = pieces(table, affix_ids)
         census = Census.total(Census.of(piece.objects, piece.affix_ids) for piece in found)
@@ -247,22 +242,6 @@ def _objects(piece: Inventory) -> Objects:
     nbytes = piece.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
     mtime_ns = piece.objects.column("mtime_ns").fill_null(0).to_numpy()
     return Objects(piece.affix_ids, nbytes, piece.page_words, mtime_ns)
-
-
-def _joined(pieces: Callable[[], Iterable[Inventory]]) -> Objects:
-    """Return all objects of several pieces; the pieces are read again for each word."""
-    columns = [(one.affix_ids, one.nbytes, one.mtime_ns) for one in map(_objects, pieces())]
-    affix_ids, nbytes, mtime_ns = map(np.concatenate, zip(*columns, strict=True))
-
-    def page_words(rows: BoolArray, word: int) -> npt.NDArray[np.uint64]:
-        found, start = [], 0
-        for piece in pieces():
-            end = start + len(piece.affix_ids)
-            found.append(piece.page_words(rows[start:end], word))
-            start = end
-        return np.concatenate(found)
-
-    return Objects(affix_ids, nbytes, page_words, mtime_ns)
 
 
 def _columns(store: Store) -> tuple[str, ...]:

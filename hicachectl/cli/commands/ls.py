@@ -204,12 +204,11 @@ def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) 
     if inventory.is_foreign.all():
         return
     from hicachectl.formats.wording import PAGES_COMPARED
-    from hicachectl.pages.ambiguity import ambiguity_remark, split_remarks
+    from hicachectl.pages.ambiguity import ambiguity_remark
     from hicachectl.pages.tally import object_counts
 
-    counted = inventory.table, object_counts(inventory)
-    said = [*split_remarks(*counted), *filter(None, [ambiguity_remark(*counted)])]
-    for text in said:
-        remark(ctx, text)
-    if not said and not judged:
+    said = ambiguity_remark(inventory.table, object_counts(inventory))
+    if said:
+        remark(ctx, said)
+    elif not judged:
         remark(ctx, f"No --profile: {PAGES_COMPARED}")
