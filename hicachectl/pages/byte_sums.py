@@ -1,4 +1,7 @@
-"""Sums of object sizes. A store may claim any sizes, so sums have a bound."""
+"""Sums of object sizes, with a bound: a store may claim any sizes.
+
+Sums are exact up to 2**53 bytes. Larger ones are rounded, as floating point numbers are.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ import pyarrow as pa
 if TYPE_CHECKING:
     from hicachectl.pages.inventory import IntArray
 
-MOST_BYTES = 2**62  # of a sum; records of runs take no larger number
-_BITS = 32  # of the lower half of a size: both halves of 2**31 sizes add up without overflow
-_LOW = 2**_BITS - 1
+MOST_BYTES = 2**61  # two such sums add up in 64 bits; records of runs take no larger number
 
 
 def byte_sums(sizes: npt.NDArray[Any], owners: npt.NDArray[Any], count: int) -> IntArray:
@@ -21,20 +22,14 @@ def byte_sums(sizes: npt.NDArray[Any], owners: npt.NDArray[Any], count: int) -> 
 
     sizes, owners: [objects]; sizes are not negative.
     """
-    sums = np.zeros(count, dtype=np.int64)
-    if not len(sizes) or int(sizes.max()) <= MOST_BYTES // len(sizes):
-        np.add.at(sums, owners, sizes)
-        return sums
-    high = np.zeros(count, dtype=np.int64)
-    np.add.at(sums, owners, sizes & _LOW)
-    np.add.at(high, owners, sizes >> _BITS)
-    high += sums >> _BITS
-    return np.where(high < MOST_BYTES >> _BITS, (high << _BITS) + (sums & _LOW), MOST_BYTES)
+    sums = np.bincount(owners, weights=sizes, minlength=count)
+    bounded: IntArray = np.minimum(sums, MOST_BYTES).astype(np.int64)
+    return bounded
 
 
 def byte_sum(sizes: npt.NDArray[Any]) -> int:
     """Return the sum of sizes, at most MOST_BYTES."""
-    return int(byte_sums(sizes, np.zeros(len(sizes), dtype=np.int8), 1)[0])
+    return min(int(sizes.sum(dtype=np.float64)), MOST_BYTES)
 
 
 def column_sums(
@@ -42,8 +37,7 @@ def column_sums(
 ) -> pa.Int64Array:
     """Return `byte_sums` of a column: [count], null if a size is unknown."""
     unknown = np.zeros(count, dtype=np.bool_)
-    if sizes.null_count:
-        unknown[owners[np.asarray(sizes.is_null())]] = True
+    unknown[owners[np.asarray(sizes.is_null())]] = True
     return pa.array(byte_sums(_numbers(sizes), owners, count), mask=unknown)
 
 
@@ -53,10 +47,5 @@ def column_sum(sizes: pa.ChunkedArray | pa.Array) -> int | None:
 
 
 def _numbers(sizes: pa.ChunkedArray | pa.Array) -> IntArray:
-    numbers = sizes.fill_null(0)
-    found: IntArray = (
-        numbers.to_numpy()
-        if isinstance(numbers, pa.ChunkedArray)
-        else numbers.to_numpy(zero_copy_only=False)
-    )
-    return found
+    numbers: IntArray = np.asarray(sizes.fill_null(0))
+    return numbers

@@ -10,19 +10,20 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-_WORDS = 4  # of 64 bits, in a page hash
+_WORDS = 4  # a page hash has four words of 64 bits
 
-
-# One word of the page hash of each chosen object: `Inventory.page_words`.
+# Returns one word of the page hash of each chosen object, as `Inventory.page_words` does.
 PageWords = Callable[[npt.NDArray[np.bool_], int], npt.NDArray[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What decisions about a store take of some of its objects.
+    """Objects, as `contested` and `seen_sizes` look at them.
 
-    affix_ids: [objects]. nbytes: [objects], negative if not listed. page_words: of their pages.
-    mtime_ns: [objects], 0 if not known.
+    affix_ids: [objects] int32.
+    nbytes: [objects], negative if the store lists no size.
+    page_words: returns words of page hashes.
+    mtime_ns: [objects] time of the last write, 0 if not known.
     """
 
     affix_ids: npt.NDArray[np.int32]
@@ -39,27 +40,16 @@ def page_ranks(page_words: PageWords, chosen: npt.NDArray[np.bool_]) -> tuple[In
     words = page_words(chosen, 0)
     order = np.argsort(words)
     words = words[order]
-    begins_alike = words[1:] == words[:-1]
-    same = begins_alike.copy()
+    same = begins_alike = words[1:] == words[:-1]
     for word in range(1, _WORDS):
         words = page_words(chosen, word)[order]
-        same &= words[1:] == words[:-1]
+        same = same & (words[1:] == words[:-1])
     if (same != begins_alike).any():  # hashes share only their first word; never with SHA-256
-        order, same = _by_all_words(page_words, chosen)
+        every = np.stack([page_words(chosen, word) for word in range(_WORDS)])
+        order = np.lexsort(every[::-1])
+        same = (every[:, order[1:]] == every[:, order[:-1]]).all(axis=0)
     numbers = np.zeros(len(order), dtype=np.int64)
     np.cumsum(~same, out=numbers[1:])
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = numbers
     return ranks, int(numbers[-1]) + 1 if len(numbers) else 0
-
-
-def _by_all_words(
-    page_words: PageWords, chosen: npt.NDArray[np.bool_]
-) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the order by whole hashes, and which equal the one before."""
-    words = [page_words(chosen, word) for word in range(_WORDS)]
-    order = np.lexsort(words[::-1])
-    same = np.ones(max(len(order) - 1, 0), dtype=np.bool_)
-    for word in words:
-        same &= word[order[1:]] == word[order[:-1]]
-    return order, same

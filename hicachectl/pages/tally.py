@@ -152,11 +152,9 @@ def _sums(inventory: Inventory) -> dict[str, IntArray]:
     census = Census.of(inventory.objects, inventory.affix_ids)
     which = of_affix[census.affixes]
     nothing = Tally.nothing(table)
-    nbytes, oldest_ns, newest_ns = (
-        array.copy() for array in (nothing.nbytes, nothing.oldest_ns, nothing.newest_ns)
-    )
-    sizes = np.minimum(np.maximum(census.sizes, 0), MOST_BYTES // np.maximum(census.objects, 1))
-    nbytes[:] = byte_sums(sizes * census.objects, which, len(nbytes))
+    oldest_ns, newest_ns = nothing.oldest_ns.copy(), nothing.newest_ns.copy()
+    sizes = np.maximum(census.sizes, 0) * census.objects.astype(np.float64)
+    nbytes = byte_sums(sizes, which % len(nothing.nbytes), len(nothing.nbytes))
     oldest, newest = (
         census.counts.column(name).fill_null(NO_TIME).to_numpy()
         for name in ("oldest_ns", "newest_ns")
