@@ -33,10 +33,11 @@ from hicachectl.formats.transfer import retargeted
 from hicachectl.io.interrupts import deferred
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migration import MigrationRequest
+from hicachectl.pages.page_lists import PageList
 from hicachectl.pages.selection import Selection
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.requests.chains import Hashing, Requests, requests_of
-from hicachectl.requests.files import PageList, Request
+from hicachectl.requests.files import Request
 from hicachectl.requests.measuring import HitsReport, HitsRequest, measure_hits
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.sampling import Sample

@@ -146,17 +146,13 @@ def _table(
     return pa.table([*texts, *numbers], schema=LOCATED_SCHEMA)
 
 
-def name_findings(
-    found: Iterable[tuple[str, Iterable[pa.Table]]], *, pool: str | None = None
-) -> pa.Table:
+def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:
     """Return findings with the names of their checks: RUN_SCHEMA.
 
     found: tables as of `findings` or `deployment_findings`, by check.
-    pool: only findings about this pool.
     """
     tables = [_named(table, name) for name, tables in found for table in tables]
-    table = pa.concat_tables([RUN_SCHEMA.empty_table(), *tables])
-    return table.filter(pc.equal(table.column("pool"), pool)) if pool else table
+    return pa.concat_tables([RUN_SCHEMA.empty_table(), *tables])
 
 
 def _named(table: pa.Table, check: str) -> pa.Table:

@@ -14,7 +14,6 @@ import click
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import page_codes, remedies
 from hicachectl.cli.command import (
-    FILTERS,
     MOONCAKE,
     OUTPUT,
     PARTS,
@@ -28,7 +27,7 @@ from hicachectl.cli.command import (
     in_section,
     own_option,
 )
-from hicachectl.cli.completions import model_names, page_prefixes, store_names
+from hicachectl.cli.completions import store_names
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
@@ -235,7 +234,6 @@ class OutputFile(click.Path):
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
-_filter = in_section(FILTERS)
 _output = in_section(OUTPUT)
 _transform = in_section(TRANSFORM)
 _parts = in_section(PARTS)
@@ -554,14 +552,6 @@ request_options = stack(
     ),
 )
 
-model_option = _profile(
-    "--model",
-    variable=False,
-    metavar="NAME",
-    shell_complete=model_names,
-    help="Choose one of several models in STORE.",
-)
-
 prefetch_threshold_option = _server(
     "--prefetch-threshold",
     type=click.IntRange(0),
@@ -604,25 +594,4 @@ min_usable_option = own_option(
     metavar="SHARE",
     help="Exit with 4 if servers would fetch less than this share of the requested tokens, such "
     "as 0.9.",
-)
-
-filter_options = stack(
-    _filter(
-        "--model",
-        metavar="NAME",
-        shell_complete=model_names,
-        help="Only this model, as org/name or org-name.",
-    ),
-    _filter("--pool", metavar="POOL", help="Only pages that have this pool."),
-    _filter(
-        "--page",
-        metavar="PREFIX",
-        shell_complete=page_prefixes,
-        help="Only pages whose hash starts with PREFIX.",
-    ),
-    _filter(
-        "--since",
-        type=PointInTime(),
-        help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
-    ),
 )

@@ -134,8 +134,8 @@ def carry_out(
     if destination.traits.evicts and (lack or result.full):
         facts.remarks.append(
             f"{destination.url}: the pages need more room than is free, and this store "
-            "evicts: the pages copied first may be evicted already; copy fewer pages (--match, "
-            "--pages-from)"
+            "evicts: the pages copied first may be evicted already; copy fewer pages (--page, "
+            "--pages)"
         )
     return facts
 

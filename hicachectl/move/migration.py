@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.move.survey import IfExists
-    from hicachectl.requests.files import PageList
 
 MOVE, OVERWRITE = "--move", "--if-exists overwrite"
 
@@ -32,7 +31,6 @@ class MigrationRequest:
     profile: profile of the source; None if only its keys are known, so that every object keeps key
         and bytes.
     destination_profile: profile of the new deployment; None for the same as `profile`.
-    pages: the only pages to copy; None for all.
     partial: whether to copy groups that are not whole.
     damaged: whether to copy groups with findings of severity error.
     allow_empty: whether to accept a source without pages.
@@ -41,7 +39,6 @@ class MigrationRequest:
     profile: Profile | None = None
     destination_profile: Profile | None = None
     selection: Selection = EVERYTHING
-    pages: PageList | None = None
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     if_exists: IfExists = "skip"
     partial: bool = False
@@ -59,7 +56,8 @@ class MigrationRequest:
     @property
     def labelled(self) -> int:
         """Number of listed rows that name a group."""
-        return 0 if self.pages is None else self.pages.labelled
+        pages = self.selection.pages
+        return 0 if pages is None else pages.labelled
 
     @property
     def compares(self) -> IfExists:

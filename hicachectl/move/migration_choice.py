@@ -26,9 +26,9 @@ from hicachectl.pages.in_flight import (
     look_again,
     needs_second_look,
 )
+from hicachectl.pages.page_lists import NamedGroups
 from hicachectl.pages.selection import select
 from hicachectl.pages.unmatched import explain_selection
-from hicachectl.requests.page_lists import NamedGroups
 from hicachectl.verification.coverage import unmet_needs
 
 if TYPE_CHECKING:
@@ -151,11 +151,9 @@ class _Choice:
         """Choose. Arguments as in `plan_groups`."""
         facts, inventory = self.facts, self._inventory
         facts.unknown_keys = int(inventory.is_foreign.sum()) - len(inventory.cleared_rows)
-        if self._request.pages is not None:
-            named = NamedGroups(self._request.pages, self._groups)
-            self.chosen &= named.chosen
-            facts.matched = named.matched
-        facts.named = int(self.chosen.sum())
+        pages = self._request.selection.pages
+        if pages is not None:
+            facts.matched = NamedGroups(pages, self._groups).matched
         incomplete = self.chosen & self._routed & are_incomplete(self._groups)
         if self._request.options.move:
             self._find_rests(incomplete)

@@ -49,8 +49,7 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     listed: number of objects in the source.
     groups: number of groups that the filters match.
     nothing: why the filters match no group.
-    named: number of groups that --pages-from names; without it, all groups.
-    matched: number of rows of --pages-from whose group the source has.
+    matched: number of rows of a page list whose group the source has.
     unknown_keys: number of objects with unknown keys.
     left_out: number of groups not copied, by reason.
     refused: number of groups in conflict because servers refuse the destination's objects.
@@ -64,7 +63,6 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     listed: Count = 0
     groups: Count = 0
     nothing: str = ""
-    named: Count = 0
     matched: Count = 0
     unknown_keys: Count = 0
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
@@ -155,7 +153,7 @@ def not_begun(source: str, destination: str, why: str) -> MigrationOutcome:
     """
     document: dict[str, Any] = {"source": source, "destination": destination}
     document |= dict.fromkeys(_COUNTS, 0)
-    document |= {"seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
+    document |= {"left_out": 0, "seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
     return MigrationOutcome({**document, "problems": []}, [], [why], [why])
 
 
@@ -169,12 +167,13 @@ def outcome_of(
 ) -> MigrationOutcome:
     """Return the outcome of a migration between two URLs from the facts of its parts.
 
-    labelled: number of rows of --pages-from that name a group.
+    labelled: number of rows of a page list that name a group.
     """
     problems = [problem for part in parts for problem in part.problems]
     document: dict[str, Any] = {"source": source, "destination": destination}
     document |= {name: _total(parts, name) for name in _COUNTS}
     document |= {
+        "left_out": sum(sum(part.left_out.values()) for part in parts),
         "seconds": round(sum(part.seconds for part in parts), 3),
         "resumed": 0,
         "complete": all(part.complete for part in parts),
@@ -198,7 +197,7 @@ def lack_of_room(destination: str, nbytes: int, free: int) -> str:
         return ""
     return (
         f"{destination}: {human_size(nbytes)} to write, but only {human_size(free)} "
-        "free; choose fewer pages (--match, --pages-from), make room or give --no-space-check"
+        "free; choose fewer pages (--page, --pages), make room or give --no-space-check"
     )
 
 
@@ -227,16 +226,14 @@ def _not_copied(
         objects = counted(unknown, "object")
         yield f"Not copied: {objects} with unknown keys; hicachectl verify lists them"
     if unmatched := labelled - _total(parts, "matched"):
-        yield f"--pages-from: {counted(unmatched, 'row')} without a matching group in SRC"
+        yield f"--pages: {counted(unmatched, 'row')} without a matching group in SRC"
 
 
 def _not_chosen(parts: Sequence[MigrationFacts]) -> Iterator[str]:
     """Yield messages about pages that were not chosen."""
-    if not _total(parts, "groups"):
-        if nothing := explain_parts((part.listed, part.nothing) for part in parts):
-            yield nothing
-    elif not _total(parts, "named"):
-        yield "No page of SRC matches --pages-from; hicachectl ls lists its pages"
+    nothing = explain_parts((part.listed, part.nothing) for part in parts)
+    if nothing and not _total(parts, "groups"):
+        yield nothing
     left_out: Counter[str] = Counter()
     for part in parts:
         left_out.update(part.left_out)

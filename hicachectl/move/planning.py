@@ -12,18 +12,12 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import NO_NUMBER, reasons, severity_ranks
-from hicachectl.pages.deployments import UNRESOLVED
-from hicachectl.pages.group_table import PARTIAL
-from hicachectl.requests.page_lists import NamedGroups
-from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.requests.files import PageList
     from hicachectl.verification.report import Refusal
 
 BY_CHOICE = "removed"  # the code of groups that leave without a finding
@@ -65,91 +59,6 @@ class RepairPlan:
             outright=self.outright[kept[self.outright]],
             reasons=self.reasons.filter(pa.array(kept[self.about])),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Criteria:
-    """Filters of `rm`; a group must match all that are given.
-
-    model: with "/" or "-". tp, pp, cp: sizes as in `ls`. pages: pages or groups.
-    all_deployments: a row of `pages` without a group names groups of all deployments.
-    before: Unix seconds; the last write must be earlier.
-    states: only a profile shows what a page lacks, so groups of deployments without one never match
-    "partial". Groups of ambiguous keys match only "unknown" or `pages`.
-    """
-
-    model: str | None = None
-    tag: str | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    pages: PageList | None = None
-    all_deployments: bool = False
-    before: float | None = None
-    states: Collection[str] | None = None
-
-    def chosen(self, groups: PageGroups, store: str = "STORE") -> IntArray:
-        """Return the numbers of matching groups; without times, a group never matches `before`.
-
-        Raises UsageError, naming the store, if a row of `pages` without a group names several
-        groups.
-        """
-        keep = np.append([self._fits(d) for d in groups.deployments], self._fits_any)
-        keep = keep.astype(np.bool_)[groups.deployment_ids]
-        if self.pages is not None:
-            named = NamedGroups(self.pages, groups)
-            if not self.all_deployments:
-                named.refuse_several(keep, store)
-            keep &= named.chosen
-        elif "unknown" not in (self.states or ()):
-            keep &= groups.deployment_ids != UNRESOLVED
-        if self.before is not None:
-            keep &= (groups.newest_ns > 0) & (groups.newest_ns < int(self.before * 1e9))
-        if self.states is not None:
-            keep &= np.isin(groups.states, [STATES.index(state) for state in self.states])
-            keep &= ~unjudged_partial(groups)
-        return np.flatnonzero(keep)
-
-    def unjudged(self, groups: PageGroups) -> int:
-        """Return how many groups look partial, but do not match "partial" without a profile."""
-        if self.states is None or STATES[PARTIAL] not in self.states:
-            return 0
-        states = replace(self, states=None)
-        return int(unjudged_partial(groups)[states.chosen(groups)].sum())
-
-    @property
-    def filters(self) -> bool:
-        """Whether a filter other than pages and states is given."""
-        return self.before is not None or not self._fits_any
-
-    @property
-    def _fits_any(self) -> bool:
-        """Whether no filter on the deployment is given."""
-        asked = (self.model, self.tag, self.tp, self.pp, self.cp)
-        return all(value is None for value in asked)
-
-    def _fits(self, deployment: Deployment) -> bool:
-        shard = deployment.shard
-        return all(
-            wanted in (None, found)
-            for wanted, found in (
-                (None if self.model is None else self.model.replace("/", "-"), deployment.model),
-                (self.tag, deployment.tag),
-                (self.tp, shard.tp_size),
-                (self.pp, shard.pp_size),
-                (self.cp, shard.cp_size),
-            )
-        )
-
-
-def unjudged_partial(groups: PageGroups) -> BoolArray:
-    """Return which groups look partial, but are of a deployment without a profile: [groups].
-
-    Its specs are inferred: a single stray object makes all its other pages look partial.
-    """
-    profiled = np.array([*(d.profile is not None for d in groups.deployments), False])
-    unjudged: BoolArray = (groups.states == PARTIAL) & ~profiled[groups.deployment_ids]
-    return unjudged
 
 
 def plan_repair(found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:

@@ -46,7 +46,7 @@ from hicachectl.pages.byte_sums import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.requests.page_lists import NamedGroups
+from hicachectl.pages.page_lists import NamedGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.copies import Copier
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.requests.files import PageList
+    from hicachectl.pages.page_lists import PageList
 
     # Groups of a run -> whether each is wanted, [groups].
     Wanted = Callable[[PageGroups], BoolArray]

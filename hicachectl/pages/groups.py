@@ -94,6 +94,12 @@ class PageGroups:
         """Return the rows of chosen groups' objects, in listing order. chosen: [groups]."""
         return np.flatnonzero(np.append(chosen, False)[self.of_object])
 
+    def having(self, pool: str) -> BoolArray:
+        """Return which groups have an object of a pool, under any reading: [groups]."""
+        has_pool = np.zeros(len(self) + 1, dtype=np.bool_)
+        has_pool[self.of_object[self._inventory.of_pool(pool)]] = True
+        return has_pool[:-1]
+
     def objects_of(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         """Return the rows of some groups' objects, group by group.
 

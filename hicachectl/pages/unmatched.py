@@ -4,64 +4,40 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hicachectl.pages.empty import describe_empty
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.selection import Selection, select
 from hicachectl.text.units import counted, human_age
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from hicachectl.backends.base import Store
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.selection import Selection
 
 _NAMED = 8
-_OPTIONS = {"states": "state"}  # filters whose option has another name
-
-
-def explain_nothing(store: Store, listed: Inventory, filters: Mapping[str, bool]) -> str:
-    """Return why no page was chosen, in one line.
-
-    listed: the whole store. filters: given options, such as "--model a/b", and whether each alone
-    matches a page.
-    """
-    groups = PageGroups(listed)
-    if not len(groups):
-        return describe_empty(store, listed.objects)
-    if not filters:
-        return ""
-    alone = [text for text, matches in filters.items() if not matches]
-    if not alone and len(filters) > 1:
-        return f"{', '.join(filters)}: no page matches all of these; leave out one of them"
-    alone = alone or list(filters)
-    known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
-    return "; ".join(
-        [f"{' or '.join(alone)}: no page matches", *filter(None, dict.fromkeys(known))]
-    )
 
 
 def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
-    """Return why a selection matches no page, in one line."""
-    parts = {
-        field.name: value
-        for field in fields(selection)
-        if (value := getattr(selection, field.name)) != getattr(Selection(), field.name)
-    }
-    return explain_nothing(
-        store,
-        listed,
-        {
-            option_text(name, value): bool(
-                len(parts) > 1 and len(select(listed, Selection(**{name: value})).objects)
-            )
-            for name, value in parts.items()
-        },
+    """Return why a selection matches no page, in one line. listed: the whole store."""
+    groups = PageGroups(listed)
+    if not len(groups):
+        return describe_empty(store, listed.objects)
+    filters = selection.alone()
+    if not filters:
+        return ""
+    several = len(filters) > 1
+    alone = [text for text, one in filters.items() if not (several and one.chosen(groups).any())]
+    if not alone:
+        return f"{', '.join(filters)}: no page matches all of these; leave out one of them"
+    known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
+    return "; ".join(
+        [f"{' or '.join(alone)}: no page matches", *filter(None, dict.fromkeys(known))]
     )
 
 
@@ -76,16 +52,6 @@ def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
     return text if whole or not text else f"{text}; this is counted in the largest part only"
 
 
-def option_text(name: str, value: Any) -> str:
-    """Return a filter as on the command line; times without value. The tag "" is --no-tag."""
-    if name == "tag" and not value:
-        return "--no-tag"
-    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
-    if name in ("since", "before"):
-        return option
-    return f"{option} {','.join(value) if isinstance(value, tuple) else value}"
-
-
 def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: str) -> str:
     """Return the values that the store has for an option."""
     used = np.bincount(groups.deployment_ids[groups.deployment_ids >= 0])
@@ -97,7 +63,7 @@ def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: 
         case "--tag" | "--no-tag":
             tags = _listed("tags", ((d.tag, pages) for d, pages in counted))
             said = tags or _no_tags(store, groups)
-        case "--tp" | "--pp" | "--cp":
+        case "--tp" | "--pp" | "--cp" | "--dcp":
             name = f"{option[2:]}_size"
             sizes = ((getattr(d.shard, name), n) for d, n in counted)
             said = _listed(f"{option[2:]} sizes", sizes)

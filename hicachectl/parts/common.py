@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.capabilities import Archive, Leases
@@ -17,24 +19,37 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.move.batches import CopyOptions
+    from hicachectl.pages.page_lists import PageList
     from hicachectl.pages.selection import Selection
     from hicachectl.parts.job import PartInput
     from hicachectl.parts.manifest import Manifest
 
+_DIGEST_DIGITS = 12
 LIST_AGAIN = "give another --run"  # next step if a published table is damaged
 
 
 def selection_identity(selection: Selection) -> dict[str, Any]:
     """Return the members of a run's identity for filters.
 
-    An age means another time in each process, so the time of --since is the lister's.
+    An age means another time in each process, so the times are the lister's.
     """
-    return {
-        "--model": selection.model,
-        "--pool": selection.pool,
-        "--page": selection.page,
-        "--since": None if selection.since is None else "given",
-    }
+    members = {f"--{field.name}": getattr(selection, field.name) for field in fields(selection)}
+    members |= {name: "given" for name in ("--since", "--before") if members[name] is not None}
+    members["--state"] = list(members.pop("--states"))
+    if selection.pages is not None:
+        members["--pages"] = _shown(selection.pages)
+    return members
+
+
+def published_selection(selection: Selection) -> Selection:
+    """Return what the lister publishes of a selection: its times. Each part reads its page list."""
+    return replace(selection, pages=None)
+
+
+def _shown(pages: PageList) -> str:
+    """Return a text that differs between lists of pages."""
+    text = json.dumps([pages.pages, pages.groups]).encode()
+    return f"{len(pages.pages)} rows, SHA-256 {hashlib.sha256(text).hexdigest()[:_DIGEST_DIGITS]}"
 
 
 def profile_identity(name: str, profile: Profile | None) -> dict[str, Any]:

@@ -6,8 +6,6 @@ another topology. The destination changes while parts write, so each part looks 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +38,7 @@ from hicachectl.parts.common import (
     listing_time,
     options_of_part,
     profile_identity,
+    published_selection,
     refuse_pack,
     selection_identity,
 )
@@ -56,20 +55,18 @@ if TYPE_CHECKING:
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, Tables
-    from hicachectl.requests.files import PageList
     from hicachectl.text.tables import Screen
     from hicachectl.verification.report_text import Shown
 
 _OBJECTS = "objects"
 _FOUND = "found"
 _FOUND_FILE = "found.parquet"
-_DIGEST_DIGITS = 12
 
 
 class _Options(msgspec.Struct, kw_only=True):
     """Options of the lister.
 
-    labelled: number of rows of --pages-from that name a group.
+    labelled: number of rows of a page list that name a group.
     """
 
     selection: Selection
@@ -123,7 +120,9 @@ class MigrateJob:
         self._request = request
         self._migration = Migration(source, destination, request)
         options = _Options(
-            selection=request.selection, dry_run=request.dry_run, labelled=request.labelled
+            selection=published_selection(request.selection),
+            dry_run=request.dry_run,
+            labelled=request.labelled,
         )
         self.trust = trust_of(source, destination, writes=True)
         self.permissions = permissions_of(source, listing=True)
@@ -177,6 +176,7 @@ class MigrateJob:
         began = time.monotonic()
         manifest, source = given.manifest, self._source
         selection = convert(manifest.options, _Options, MANIFEST).selection
+        selection = replace(selection, pages=self._request.selection.pages)
         request = replace(self._request, selection=selection, options=self._share(given))
         inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
         if request.needs_pages:
@@ -224,7 +224,6 @@ def _identity(source: Store, destination: Store, request: MigrationRequest) -> d
         "source": without_secrets(source.url),
         "destination": without_secrets(destination.url),
         **selection_identity(request.selection),
-        "--pages-from": None if request.pages is None else _shown(request.pages),
         "--dry-run": request.dry_run,
         "--if-exists": request.if_exists,
         "--verify": options.verify,
@@ -238,9 +237,3 @@ def _identity(source: Store, destination: Store, request: MigrationRequest) -> d
         **profile_identity("profile", request.profile),
         **profile_identity("destination's profile", request.destination_profile),
     }
-
-
-def _shown(pages: PageList) -> str:
-    """Return a text that differs between lists of pages."""
-    text = json.dumps([pages.pages, pages.groups]).encode()
-    return f"{len(pages.pages)} rows, SHA-256 {hashlib.sha256(text).hexdigest()[:_DIGEST_DIGITS]}"

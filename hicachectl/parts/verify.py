@@ -40,6 +40,7 @@ from hicachectl.parts.common import (
     listing_of,
     listing_time,
     profile_identity,
+    published_selection,
     selection_identity,
     share_of,
 )
@@ -113,7 +114,7 @@ class _Options(msgspec.Struct, kw_only=True):
         return cls(
             profile=None if request.profile is None else profile_to_mapping(request.profile),
             checks=request.checks,
-            selection=request.selection,
+            selection=published_selection(request.selection),
             sample=request.sample,
             has_catalog=request.has_catalog,
             fail_on=fail_on,  # type: ignore[arg-type]
@@ -458,7 +459,7 @@ class VerifyJob:
         return replace(
             request,
             jobs=jobs_of_part(request.jobs, usual, given, store),
-            selection=decided.selection,
+            selection=replace(decided.selection, pages=request.selection.pages),
             sample=decided.sample,
             bytes_per_second=share_of(request.bytes_per_second, given.divided),
             time_limit_seconds=None if limit is None else given.seconds_of(limit),

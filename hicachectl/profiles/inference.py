@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -24,37 +24,20 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.selection import Selection
 
 _OTHER_SOURCES = "give --profile, --server, or --model-config with the server's flags"
 # The last SGLang release that omits the TP rank in state keys if all ranks share the kv object.
 _UNRANKED_STATES_SGLANG = "0.5.18"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolGuess:
-    """Options that select one deployment of a store; None matches any value."""
-
-    model: str | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    dcp: int | None = None
-
-    def fits(self, deployment: Deployment) -> bool:
-        """Return whether a deployment matches."""
-        if self.model is not None and deployment.model != self.model.replace("/", "-"):
-            return False
-        specs = deployment.specs
-        return all(getattr(self, axis) in (None, _size(specs, axis)) for axis in AXES)
-
-
-def infer_profile(inventory: Inventory, scheme: str, choice: PoolGuess | None = None) -> Profile:
+def infer_profile(inventory: Inventory, scheme: str, choice: Selection) -> Profile:
     """Return the profile of the one matching deployment: shards, pools and object sizes.
 
     scheme: of the store's keys. Raises ProfileError like `choose_deployment`, and if a profile
     cannot describe the objects.
     """
-    chosen = choose_deployment(inventory, choice or PoolGuess())
+    chosen = choose_deployment(inventory, choice)
     deployment = _seen(inventory, inventory.table.deployments[chosen])
     profile = _profile(deployment)
     _check_says_all(profile, deployment, scheme)
@@ -88,8 +71,8 @@ def with_marked_facts(
     return (profile, []) if validate_profile(changed) else (changed, names)
 
 
-def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
-    """Return the index of the inventory's one matching deployment.
+def choose_deployment(inventory: Inventory, choice: Selection) -> int:
+    """Return the index of the inventory's one deployment that fits the filters on deployments.
 
     Raises ProfileError if none or several match.
     """
@@ -97,7 +80,7 @@ def choose_deployment(inventory: Inventory, choice: PoolGuess) -> int:
     if not deployments:
         raise ProfileError(_nothing_seen(inventory))
     # Deployments without kv count only if no matching deployment has kv.
-    fitting = [number for number, d in enumerate(deployments) if choice.fits(d)]
+    fitting = [n for n, d in enumerate(deployments) if choice.fits(d, _sizes(d.specs))]
     found = [number for number in fitting if _anchors(deployments[number])] or fitting
     if not found:
         raise ProfileError(
@@ -154,7 +137,7 @@ def _described(deployment: Deployment) -> str:
 
 
 def _options(deployment: Deployment) -> str:
-    sizes = {axis: _size(deployment.specs, axis) for axis in AXES}
+    sizes = _sizes(deployment.specs)
     stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
     return " ".join([f"--model {quote(deployment.model)}", *stated])
 
@@ -266,6 +249,11 @@ def _stage(spec: ObjectSpec) -> tuple[int | None, ...]:
 
 def _ranked(specs: Iterable[ObjectSpec]) -> bool:
     return any(spec.coordinate.shard.tp_rank is not None for spec in specs)
+
+
+def _sizes(specs: Iterable[ObjectSpec]) -> dict[str, int]:
+    """Return the size of each axis; 1 if no key states one."""
+    return {axis: _size(specs, axis) for axis in AXES}
 
 
 def _size(specs: Iterable[ObjectSpec], axis: str) -> int:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.formats.profile import Profile
+    from hicachectl.pages.selection import Selection
     from hicachectl.requests.chains import Hashing, Requests
     from hicachectl.requests.files import PromptTokenizer
 
@@ -82,13 +83,14 @@ def of_profile(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **dict.fromkeys(of_requests(options))}
 
 
-def refuse_choice(options: Mapping[str, Any]) -> None:
-    """Raise UsageError for --model beside a profile, which already names the model."""
+def refuse_choice(choice: Selection, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for a filter beside a profile, which already names the deployment."""
     from hicachectl.profiles.sources import states_source
 
-    if options["model"] and states_source(options):
+    if choice.names_deployment and states_source(options):
+        option = next(iter(choice.alone())).partition(" ")[0]
         raise UsageError(
-            "--model chooses a model from the contents of STORE; leave out --profile, "
+            f"{option} chooses a deployment from the contents of STORE; leave out --profile, "
             "--model-config and --server"
         )
 

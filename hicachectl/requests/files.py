@@ -21,6 +21,7 @@ from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.wording import failed
+from hicachectl.pages.page_lists import PageList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -71,47 +72,6 @@ class Chat:
     template_arguments: dict[str, Any]
     tools: Sequence[dict[str, Any]] = ()
     tool_choice: str | dict[str, Any] = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class PageList:
-    """Pages that a file names, in the file's order.
-
-    source: the file, for messages. groups: each page's group label (`ls` shows it as "group");
-    None: all groups. lengths: pages in each line; a line of several is a chain.
-    """
-
-    source: str
-    pages: list[str]
-    groups: list[str | None]
-    lengths: list[int]
-
-    @classmethod
-    def of_pages(cls, pages: Iterable[str], source: str = "pages") -> PageList:
-        """Return a list of pages, each in all its groups."""
-        listed = list(pages)
-        return cls(source, listed, [None] * len(listed), [1] * len(listed))
-
-    @property
-    def labelled(self) -> int:
-        """Number of rows with a group label."""
-        return sum(group is not None for group in self.groups)
-
-    @property
-    def is_chained(self) -> bool:
-        """Whether any line is a chain of several pages."""
-        return any(length > 1 for length in self.lengths)
-
-    def chains(self) -> Iterator[list[str]]:
-        """Yield the pages of each line."""
-        pages = iter(self.pages)
-        return (list(islice(pages, length)) for length in self.lengths)
-
-    def only_in_others(self, label: str) -> list[str]:
-        """Return the pages that rows name only in groups other than `label`."""
-        rows = list(zip(self.pages, self.groups, strict=True))
-        named = {page for page, group in rows if group in (None, label)}
-        return [page for page, _ in rows if page not in named]
 
 
 Prompt = str | Chat

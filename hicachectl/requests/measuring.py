@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 from hicachectl.formats.profile import PREFETCH_THRESHOLD
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.naming import deployment_document
-from hicachectl.pages.selection import EVERYTHING
+from hicachectl.pages.selection import EVERYTHING, Selection
 from hicachectl.pages.unmatched import explain_selection
 from hicachectl.profiles.acceptance import acceptance_of
 from hicachectl.profiles.identities import expected_identities
-from hicachectl.profiles.inference import PoolGuess, choose_deployment
+from hicachectl.profiles.inference import choose_deployment
 from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
 from hicachectl.requests.hit_rows import hit_remarks, hit_rows
 from hicachectl.requests.hits import find_hits, inventory_of_chains
@@ -57,7 +57,7 @@ class HitsRequest:
 
     requests: Requests
     profile: Profile | None = None
-    choice: PoolGuess = field(default_factory=PoolGuess)
+    choice: Selection = EVERYTHING
     threshold: int | None = None
 
 

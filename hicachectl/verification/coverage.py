@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.pages.selection import Selection
     from hicachectl.pages.tally import Tally
     from hicachectl.profiles.identities import Expected
 
@@ -41,14 +40,8 @@ _ALIKE = (
 )
 
 
-def nothing_selected(
-    selection: Selection, table: AffixTable, tally: Tally, objects_read: int
-) -> bool:
+def nothing_selected(tally: Tally, objects_read: int) -> bool:
     """Return whether no object was selected: nothing was checked."""
-    if selection.pool is not None:
-        readings = ((affix, r) for affix, one in enumerate(table.resolved) for r in one.readings)
-        if not any(r.pool == selection.pool and tally.objects[affix] for affix, r in readings):
-            return True
     return not (tally.groups or objects_read)
 
 

@@ -110,8 +110,6 @@ def choose_objects(
     own = reasons.has_own_digest(inventory)
     # Foreign objects have no group; a store may have digests of them.
     chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))
-    if request.selection.pool is not None:
-        chosen &= inventory.of_pool(request.selection.pool)
     if request.sample is not None:
         chosen &= np.append(request.sample.contains(groups.pages), False)[of_group]
     expected = inventory.table.expected_sizes

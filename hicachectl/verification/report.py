@@ -317,11 +317,9 @@ def report_of(
         for check in checks(request.checks)
         if check.scope is Scope.SUMS and check.needs.isdisjoint(store.unmet)
     )
-    found = combine_named(
-        [*(part.found for part in parts), name_findings(of_sums, pool=request.selection.pool)]
-    )
+    found = combine_named([*(part.found for part in parts), name_findings(of_sums)])
     impossible = impossible_checks(request.checks, store.unmet)
-    if nothing_selected(request.selection, table, tally, facts.objects_read):
+    if nothing_selected(tally, facts.objects_read):
         nothing = explain_parts((part.facts.listed, part.facts.explained) for part in parts)
         skipped = {"everything": nothing}
     else:

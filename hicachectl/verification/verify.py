@@ -164,7 +164,7 @@ def lister_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[s
 
 def select_groups(listed: Inventory, request: VerifyRequest) -> tuple[Inventory, PageGroups]:
     """Return the objects of the selected groups of a part, and the groups, in a fixed order."""
-    inventory = select(listed, replace(request.selection, pool=None))
+    inventory = select(listed, request.selection)
     return inventory, PageGroups(inventory)
 
 
@@ -233,7 +233,7 @@ def check_part(
     )
     found = _findings(given, reading, request, request.unmet(store), first=first)
     tally = tally_of(inventory, groups)
-    nothing = nothing_selected(request.selection, inventory.table, tally, reading.objects)
+    nothing = nothing_selected(tally, reading.objects)
     read_groups = groups.of_object[choice.plan.rows]
     facts = VerifyFacts(
         nbytes=column_sum(inventory.objects.column("nbytes")),
@@ -292,8 +292,7 @@ def _findings(
         [
             *((check.name, check.find(given)) for check in able),
             (READING, reading.findings(given.inventory)),
-        ],
-        pool=request.selection.pool,
+        ]
     )
     inventory, groups = given.inventory, given.groups
     return labelled(located(found, inventory, groups), inventory, groups)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import Profile, profile_from_mapping
-from hicachectl.move.planning import Criteria, plan_removal, plan_repair
+from hicachectl.move.planning import plan_removal, plan_repair
+from hicachectl.pages.selection import Selection
 from tests.move.repairs import scanned, structure_findings
 from tests.stores import page, put
 
@@ -68,7 +70,9 @@ def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int
             inventory, groups = scanned(store, PROFILES[given] if given else None)
             found = structure_findings(store, inventory, groups)
             plans = {
-                model: plan_removal(groups, Criteria(model=model).chosen(groups), "rm")
+                model: plan_removal(
+                    groups, np.flatnonzero(Selection(model=model).chosen(groups)), "rm"
+                )
                 for model in (WIDE, NARROW)
             }
             repair = plan_repair(found)

@@ -96,7 +96,7 @@ def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     settings = "not the same in every pool, suggests different layer counts or head counts"
     assert f"the ratio 3, {settings}" in by_pool["draft"]["detail"]
     draft = verify(invoke, store, "--pool", "draft", exit_code=4)
-    assert draft["counts"] == {"mixed-sizes": 1}
+    assert draft["counts"] == {"mixed-sizes": 2}
     assert verify(invoke, store, "--model", "n")["counts"] == {}
 
 

@@ -142,7 +142,10 @@ profile STORE                                           | 0 | tp = 2            
 EMPTY_INPUTS = rows("""
 report STORE --profile PROFILE --prompts EMPTY --tokenizer TOKENIZER -o OUT | 2 | no requests | 0
 rm STORE --pages EMPTY --yes                            | 0 | --pages: no page matches          | 0
-migrate STORE NEW --pages-from EMPTY --move --yes       | 0 | No page of SRC matches            | 0
+ls STORE --pages EMPTY                                  | 0 | --pages: no page matches          | 0
+verify STORE --pages EMPTY --profile PROFILE            | 0 | --pages: no page matches          | 0
+migrate STORE NEW --pages EMPTY --move --yes            | 0 | --pages: no page matches          | 0
+migrate STORE NEW --pages-from EMPTY --move --yes       | 0 | --pages: no page matches          | 0
 restore QUARANTINE STORE --pages EMPTY --yes            | 0 | no page that matches --pages      | 0
 """)
 

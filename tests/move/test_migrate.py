@@ -280,7 +280,7 @@ def test_rows_of_ls_name_the_group_to_copy(
     listed.write_text(json.dumps({"page": shared, "group": f"{MODEL} tp16"}))
     document = migrated(invoke, source, target, "--pages-from", listed)
     assert document["pages"] == document["skipped"] == 0
-    assert "--pages-from: 1 row without a matching group" in document["stderr"]
+    assert "--pages: 1 row without a matching group" in document["stderr"]
     listed.write_text(shared)
     migrated(invoke, source, target, "--pages-from", listed)
     assert set(contents(target)) == {n for n in contents(source) if n.startswith(shared)}

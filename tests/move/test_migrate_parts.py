@@ -26,8 +26,8 @@ from hicachectl.move.migration_outcome import MigrationFacts, MigrationOutcome, 
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.inventory import take_inventory
+from hicachectl.pages.page_lists import PageList
 from hicachectl.pages.selection import Selection
-from hicachectl.requests.files import PageList
 from tests.move.migrations import damaged_stores
 from tests.speed import slow
 from tests.stores import OLD, contents, page
@@ -187,9 +187,12 @@ REQUESTS = {
     "rehearsed": replace(PROFILED, dry_run=True),
     "large": replace(PROFILED, options=replace(SMALL, buffer_bytes=80 << 10)),
     "listed": MigrationRequest(
-        options=SMALL, pages=PageList("file", LISTED, [None, "no-such-group", "other"], [1, 1, 1])
+        options=SMALL,
+        selection=Selection(
+            pages=PageList("file", LISTED, [None, "no-such-group", "other"], [1, 1, 1])
+        ),
     ),
-    "unlisted": replace(PROFILED, pages=PageList("file", [page(7)], [None], [1])),
+    "unlisted": replace(PROFILED, selection=Selection(pages=PageList.of_pages([page(7)]))),
     "nothing": MigrationRequest(options=SMALL, selection=Selection(model="no/such")),
 }
 
@@ -205,6 +208,9 @@ def test_parts_do_what_one_run_does(tmp_path: Path, name: str, count: int) -> No
         known = "--model no/such: no page matches; models in the store: demo-hybrid-1b ("
         for outcome in (found, expected):
             assert outcome.remarks.pop(0).startswith(known)
+    if name == "unlisted":
+        for outcome in (found, expected):
+            assert outcome.remarks.pop(0).startswith("--pages: no page matches")
     assert told(found) == told(expected)
     assert contents(site.target) == contents(one.target)
     assert contents(site.source) == contents(one.source)

@@ -11,7 +11,8 @@ import pytest
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.pages.unmatched import explain_nothing
+from hicachectl.pages.selection import EVERYTHING
+from hicachectl.pages.unmatched import explain_selection
 from tests.move.repairs import default_quarantine, dsa_store, repaired, shorten
 from tests.move.repairs import kv as kv_name
 from tests.stores import DSA, page, put, put_pages
@@ -193,7 +194,8 @@ def test_migrate_names_what_matches_nothing(invoke: Invoke, store: Path, tmp_pat
     )
     listed = tmp_path / "pages"
     listed.write_text(page(77))
-    assert "--pages-from" in said(invoke, "migrate", store, new, "--pages-from", listed)
+    told = said(invoke, "migrate", store, new, "--pages-from", listed)
+    assert "--pages: no page matches" in told
 
 
 def test_prewarm_says_that_the_source_has_no_pages(invoke: Invoke, tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_a_directory_that_is_gone_after_the_listing_is_named(tmp_path: Path) -> 
         listed = take_inventory(store, None)
         place.rmdir()
         with pytest.raises(StoreUnavailable) as refusal:
-            explain_nothing(store, listed, {})
+            explain_selection(store, listed, EVERYTHING)
     assert str(refusal.value) == (
         f"{place}: cannot read the directory: No such file or directory; check that the file "
         "system is mounted"

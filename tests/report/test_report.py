@@ -392,7 +392,7 @@ def test_a_trace_needs_a_profile_and_makes_a_tree(
     assert "Give exactly one of --prompts, --token-ids, --pages and --trace" in several
 
 
-def test_a_model_is_chosen_for_requests_without_a_profile_only(
+def test_filters_choose_pages_and_without_a_profile_the_deployment_of_requests(
     invoke: Invoke, dsa: Path, dsa_profile: Path, tmp_path: Path
 ) -> None:
     listed, made = tmp_path / "chains.jsonl", tmp_path / "page.html"
@@ -400,9 +400,9 @@ def test_a_model_is_chosen_for_requests_without_a_profile_only(
     put_pages(dsa, range(3), "_other")
     asked = ("report", dsa, "--model", "other", "-o", made)
     said = invoke(*asked, "--pages", listed, "--profile", dsa_profile, exit_code=2).stderr
-    assert "--model chooses a model from the contents of STORE; leave out --profile" in said
-    said = invoke(*asked, exit_code=2).stderr
-    assert "--model chooses a model for requests, such as --token-ids" in said
+    assert "--model chooses a deployment from the contents of STORE; leave out --profile" in said
+    invoke(*asked)
+    assert "dsa" not in text_of(made)
     invoke(*asked, "--pages", listed, "--fail-on", "never")
     assert "Servers of other can restore 75 % of the requested pages." in text_of(made)
 

@@ -405,13 +405,14 @@ def test_an_absurd_rank_in_a_name_is_a_model(invoke: Invoke, hybrid: Path) -> No
     assert document["counts"] == {"orphan-sidecar": 1}
 
 
-def test_a_pool_filter_keeps_what_is_missing_of_the_pool(invoke: Invoke, dsa: Path) -> None:
+def test_a_pool_filter_chooses_whole_pages_that_have_the_pool(invoke: Invoke, dsa: Path) -> None:
     (dsa / f"{page(2)}.indexer_x-dsa.bin").unlink()
     (dsa / f"{page(3)}_x-dsa.bin").unlink()
     arguments = [dsa, "--profile", dsa.parent / "dsa.toml"]
     of_indexer = verify(invoke, *arguments, "--pool", "indexer", exit_code=4)
-    assert of_indexer["counts"] == {"missing-pool": 1, "orphan-sidecar": 1}
-    assert verify(invoke, *arguments, "--pool", "kv")["findings"] == []
+    assert of_indexer["counts"] == {"orphan-sidecar": 1}
+    of_kv = verify(invoke, *arguments, "--pool", "kv", exit_code=4)
+    assert of_kv["counts"] == {"missing-pool": 1}
 
 
 def test_what_was_not_judged_is_said(invoke: Invoke, hybrid: Path, tp2_profile: Path) -> None:

@@ -9,10 +9,10 @@ import click
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.filters import OF_PAGES, filter_options, selection_of
 from hicachectl.cli.options import (
     allow_leases_option,
     min_usable_option,
-    model_option,
     output_options,
     prefetch_threshold_option,
     profile_options,
@@ -20,7 +20,6 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.formats.objects import AXES
 from hicachectl.requests.chain_options import (
     asked_hashing,
     asked_requests,
@@ -53,10 +52,10 @@ Examples:
 )
 @store_argument
 @request_options
-@model_option
 @min_usable_option
 @prefetch_threshold_option
 @allow_leases_option
+@filter_options(beside_flags=True, without=OF_PAGES)
 @output_options
 @profile_options
 @click.pass_context
@@ -80,15 +79,14 @@ def command(
     are shown as "exists at tp 4". With --min-usable, the exit status is 4 if less is served.
 
     Without a profile, --page-size (and --speculative-algorithm for EAGLE) decides how tokens are
-    hashed, and --model, --tp, --pp, --cp and --dcp choose one of several deployments. Pages are
-    then compared with each other, so a pool missing everywhere goes unnoticed.
+    hashed, and the filters choose one of several deployments. Pages are then compared with each
+    other, so a pool missing everywhere goes unnoticed.
 
     hicachectl-hits(1) describes request files.
     """
-    _refuse_contradictions(options)
+    refuse_other_sources(options, _SOURCES)
     from hicachectl.cli.output import write_document
     from hicachectl.cli.text_tables import hits_for_people
-    from hicachectl.profiles.inference import PoolGuess
     from hicachectl.requests.gate import failed_text, passes, served_text
     from hicachectl.requests.measuring import HitsRequest, measure_hits
     from hicachectl.text.tables import table_lines
@@ -97,11 +95,13 @@ def command(
         opened(ctx, store, allow_leases=options["allow_leases"]) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
+        choice = selection_of(ctx, source, options)
+        refuse_choice(choice, options)
         profile = _profile(ctx, source, options)
         request = HitsRequest(
             requests=asked_requests(options, asked_hashing(profile, options)),
             profile=profile,
-            choice=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
+            choice=choice,
             threshold=options["prefetch_threshold"],
         )
         report = measure_hits(source, request, on_listed=advance)
@@ -130,11 +130,6 @@ def command(
             )
         remark(ctx, failed_text(report.document, least, next_step), failure=True)
         ctx.exit(FINDINGS)
-
-
-def _refuse_contradictions(options: dict[str, Any]) -> None:
-    refuse_other_sources(options, _SOURCES)
-    refuse_choice(options)
 
 
 def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profile | None:

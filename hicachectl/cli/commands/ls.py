@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command, own_option
+from hicachectl.cli.filters import filter_options, say_unjudged, selection_of
 from hicachectl.cli.options import (
-    NameList,
-    PointInTime,
     allow_leases_option,
-    filter_options,
     output_options,
     profile_options,
     store_argument,
 )
 from hicachectl.cli.precedence import contradiction_remark
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.text.vocabulary import SORT_COLUMNS, STATES
+from hicachectl.text.vocabulary import SORT_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,23 +50,13 @@ Examples:
     help="List only totals, by deployment, pool and object size, and the free space.",
 )
 @own_option(
-    "--state",
-    type=NameList(STATES),
-    help="Only pages in these states; see PAGE STATES in hicachectl(1).",
-)
-@own_option(
-    "--before",
-    type=PointInTime(),
-    help="Only pages last written before TIME (ISO 8601, or an age such as 7d).",
-)
-@own_option(
     "--sort-by",
     metavar="COLUMN",
     help="Sort by a column of --format json, or by size or age; -COLUMN sorts downwards.",
 )
 @own_option("--limit", type=click.IntRange(1), metavar="N", help="List only the first N lines.")
 @allow_leases_option
-@filter_options
+@filter_options(beside_flags=True)
 @output_options
 @profile_options
 @click.pass_context
@@ -78,7 +66,6 @@ def command(
     store: str,
     objects: bool,
     summary: bool,
-    state: tuple[str, ...] | None,
     sort_by: str | None,
     limit: int | None,
     output_format: str,
@@ -103,27 +90,21 @@ def command(
     name = "objects" if objects else "summary" if summary else "pages"
     column = _sort_column(sort_by, name)
     from hicachectl.cli.output import write_document
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import take_inventory
     from hicachectl.pages.listing import in_order
-    from hicachectl.pages.selection import Selection, select
+    from hicachectl.pages.selection import select
     from hicachectl.pages.unmatched import explain_selection
     from hicachectl.profiles.identities import markers_of
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import human_size
 
-    selection = Selection(
-        model=options["model"],
-        pool=options["pool"],
-        page=options["page"],
-        since=options["since"],
-        before=options["before"],
-        states=state or (),
-    )
     with (
         opened(ctx, store, allow_leases=options["allow_leases"]) as source,
         progress(ctx, "listing", " objects") as advance,
     ):
+        selection = selection_of(ctx, source, options)
         profile, collision = profile_to_look(options, source, warn=partial(remark, ctx))
         columns = [
             name for name in ("replicas", "locator") if objects and name in source.traits.columns
@@ -136,6 +117,8 @@ def command(
             on_batch=advance,
         )
         inventory = select(listed, selection)
+        if selection.states:
+            say_unjudged(ctx, selection, PageGroups(listed))
         markers = markers_of(source) if summary else []
         free = source.free_bytes() if summary else None
         for text in (*filter(None, [collision]), *source.remarks):

@@ -21,6 +21,7 @@ from hicachectl.cli.commands.parts import (
 from hicachectl.cli.completions import page_prefixes, store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.options import (
     DEFAULT_GRACE,
     FILE,
@@ -28,7 +29,6 @@ from hicachectl.cli.options import (
     allow_empty_option,
     buffer_option,
     bwlimit_option,
-    filter_options,
     jobs_option,
     lease_wait_option,
     lock_option,
@@ -39,7 +39,6 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.session import (
     bytes_progress,
-    moment_of,
     opened,
     progress,
     remark,
@@ -82,12 +81,7 @@ Examples:
 @in_section(FILTERS)(
     "--match", "page", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page."
 )
-@own_option(
-    "--pages-from",
-    type=FILE,
-    help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which stands "
-    "for one group of the page.",
-)
+@in_section(FILTERS)("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
 @own_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @own_option("--resume", is_flag=True, hidden=True, expose_value=False, help="Has no effect.")
 @own_option(
@@ -121,7 +115,7 @@ Examples:
 @buffer_option
 @bwlimit_option
 @lease_wait_option
-@filter_options
+@filter_options(beside_flags=True)
 @parts_options
 @output_options
 @profile_options
@@ -322,24 +316,16 @@ def _migrated(
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> MigrationRequest:
     from hicachectl.move.batches import CopyOptions
     from hicachectl.move.migration import MigrationRequest
-    from hicachectl.pages.selection import Selection
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.requests.files import read_page_list
 
+    changes = options["move"] and not options["dry_run"]
+    selection = selection_of(ctx, source, options, changes=changes)
     profile = profile_from_options(options, source, warn=partial(remark, ctx))
     return MigrationRequest(
         profile=profile,
         destination_profile=destination_profile(profile, options),
-        selection=Selection(
-            model=options["model"],
-            pool=options["pool"],
-            page=options["page"],
-            since=moment_of(
-                source, options["since"], changes=options["move"] and not options["dry_run"]
-            ),
-        ),
-        pages=None if options["pages_from"] is None else read_page_list(options["pages_from"]),
+        selection=selection,
         grace_seconds=options["grace"],
         if_exists=options["if_exists"],
         partial=options["include_partial"],

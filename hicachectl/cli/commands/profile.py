@@ -147,8 +147,9 @@ def _inferred(
     from hicachectl.backends.capabilities import Archive
     from hicachectl.formats.objects import AXES
     from hicachectl.pages.inventory import take_inventory
+    from hicachectl.pages.selection import Selection
     from hicachectl.profiles.identities import markers_of
-    from hicachectl.profiles.inference import PoolGuess, infer_profile, with_marked_facts
+    from hicachectl.profiles.inference import infer_profile, with_marked_facts
     from hicachectl.profiles.sources import profile_from_options
 
     sizes = {axis: options.pop(axis) for axis in AXES}
@@ -158,7 +159,7 @@ def _inferred(
         if recorded is not None and model is None and not any(sizes.values()):
             return recorded
         inventory = take_inventory(source, on_batch=advance)
-        profile = infer_profile(inventory, source.grammar, PoolGuess(model=model, **sizes))
+        profile = infer_profile(inventory, source.grammar, Selection(model=model, **sizes))
         profile, facts = with_marked_facts(profile, markers_of(source), source.grammar)
     marked = f", and what the markers state: {', '.join(facts)}" if facts else ""
     remark(

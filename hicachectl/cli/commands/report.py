@@ -13,6 +13,7 @@ from hicachectl.checks.registry import group_names, reading_groups
 from hicachectl.cli.command import CHECKS, in_section, own_option
 from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.options import (
     FILE,
@@ -26,7 +27,6 @@ from hicachectl.cli.options import (
     bwlimit_option,
     fail_on_option,
     grace_option,
-    model_option,
     prefetch_threshold_option,
     profile_options,
     request_options,
@@ -35,7 +35,6 @@ from hicachectl.cli.options import (
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark, remark_wait
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import failed
 from hicachectl.requests.chain_options import (
     asked_hashing,
@@ -50,6 +49,7 @@ from hicachectl.text.terminal import message_text
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
+    from hicachectl.pages.selection import Selection
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import PictureRequest
     from hicachectl.requests.measuring import HitsRequest
@@ -60,7 +60,7 @@ _HEAD = b"<!DOCTYPE html>"
 _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 # Of a command that mends findings: what only the report itself needs.
 _NOT_NEXT = {
-    "output", "marks", "checks", "fail_on", "page", "model", "tokenizer", "sample", "sample_slice",
+    "output", "marks", "checks", "fail_on", "page", "tokenizer", "sample", "sample_slice",
     "time_limit", "allow_empty", *_REQUESTS,
 }  # fmt: skip
 
@@ -126,7 +126,6 @@ Examples:
 )
 @own_option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
 @request_options
-@model_option
 @prefetch_threshold_option
 @_check(
     "--checks",
@@ -148,6 +147,7 @@ Examples:
 @buffer_option
 @bwlimit_option
 @allow_leases_option
+@filter_options(beside_flags=True, without=("page", "pages"))
 @profile_options
 @click.pass_context
 def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> None:
@@ -160,7 +160,9 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 
     report reads the listing of STORE and one page, and changes nothing. Only the checks names,
     groups and sizes run, unless --checks says otherwise; the file names the checks that did not
-    run. From a Mooncake store, it reads a page only with --page, since reads grant leases.
+    run. From a Mooncake store, it reads a page only with --page, since reads grant leases. With
+    filters, the file shows only the pages that match; without a profile, they also choose the
+    deployment that serves the requests.
 
     The exit status is 4 if there are findings at --fail-on or above, in the store or in the page
     shown in full; the file is written first.
@@ -215,11 +217,8 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
     if any(options[name] for name in _REQUESTS):
         refuse_other_sources(options, _REQUESTS)
-        refuse_choice(options)
     elif options["tokenizer"]:
         raise click.UsageError("--tokenizer needs --prompts")
-    elif options["model"]:
-        raise click.UsageError("--model chooses a model for requests, such as --token-ids")
     if options["sample_slice"] is not None and not options["sample"]:
         raise click.UsageError("--sample-slice needs --sample")
 
@@ -251,11 +250,15 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.sampling import Sample
 
+    selection = selection_of(ctx, store, options)
+    if any(options[name] for name in _REQUESTS):
+        refuse_choice(selection, options)
     profile, collision = _profile(ctx, store, options)
     verify = VerifyRequest(
         profile=profile,
         collision=collision,
         checks=options["checks"],
+        selection=selection,
         grace_seconds=options["grace"],
         sample=(
             Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None
@@ -270,7 +273,7 @@ def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> Pictu
             raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
     return PictureRequest(
         verify=verify,
-        hits=_hits(verify.real_profile, options),
+        hits=_hits(verify.real_profile, selection, options),
         page=options["page"],
     )
 
@@ -285,16 +288,17 @@ def _profile(
     return profile_to_look(stated, store, warn=partial(remark, ctx))
 
 
-def _hits(profile: Profile | None, options: dict[str, Any]) -> HitsRequest | None:
+def _hits(
+    profile: Profile | None, selection: Selection, options: dict[str, Any]
+) -> HitsRequest | None:
     """Return the requests to measure, if any."""
     if not any(options[name] for name in _REQUESTS):
         return None
-    from hicachectl.profiles.inference import PoolGuess
     from hicachectl.requests.measuring import HitsRequest
 
     return HitsRequest(
         requests=asked_requests(options, asked_hashing(profile, options)),
         profile=profile,
-        choice=PoolGuess(model=options["model"], **{axis: options[axis] for axis in AXES}),
+        choice=selection,
         threshold=options["prefetch_threshold"],
     )

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hicachectl.cli.command import Command, own_option, own_setting, removed_option
-from hicachectl.cli.completions import model_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.filters import filter_options, given_filters, say_unjudged, selection_of
 from hicachectl.cli.options import (
     DEFAULT_GRACE,
     FILE,
     Duration,
-    NameList,
-    PointInTime,
     Size,
     lease_wait_option,
     lock_option,
@@ -35,7 +33,7 @@ from hicachectl.cli.session import (
 )
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
-from hicachectl.text.vocabulary import LOCK, STATES
+from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +41,11 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.planning import Criteria, RepairPlan
+    from hicachectl.move.planning import RepairPlan
     from hicachectl.move.reports import GroupReport, Taken
     from hicachectl.pages.groups import BoolArray, PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
     from hicachectl.text.tables import Screen
 
@@ -82,7 +81,6 @@ class _Planned(NamedTuple):
     choice: _Choice
 
 
-_SELECTORS = ("model", "tag", "no_tag", "tp", "pp", "cp", "pages", "before", "state")
 _OF_PAGES = (
     "free", "trace", "keep_plan", "all_deployments", "profile_file", "grace", "and_unnamed",
 )  # fmt: skip
@@ -103,45 +101,9 @@ Examples:
 )
 @store_argument
 @own_option(
-    "--model",
-    metavar="NAME",
-    shell_complete=model_names,
-    help="Pages of this model, as org/name or org-name.",
-)
-@own_option(
-    "--tag",
-    absence="--no-tag",
-    metavar="TAG",
-    help="Pages with this Mooncake extra_backend_tag.",
-)
-@own_option("--no-tag", is_flag=True, help="Pages without a tag.")
-@own_option(
-    "--tp", type=click.IntRange(1), metavar="N", help="Pages of this TP size, as shown by ls."
-)
-@own_option(
-    "--pp", type=click.IntRange(1), metavar="N", help="Pages of this PP size, as shown by ls."
-)
-@own_option(
-    "--cp", type=click.IntRange(1), metavar="N", help="Pages of this CP size, as shown by ls."
-)
-@own_option(
-    "--pages",
-    type=FILE,
-    help="Pages in FILE. A line is a page hash, or a row of ls --format jsonl, which stands for "
-    "one group of the page.",
-)
-@own_option(
     "--all-deployments",
     is_flag=True,
     help="With --pages: remove a page given by its hash alone from all deployments.",
-)
-@own_option(
-    "--before",
-    type=PointInTime(),
-    help="Pages last written before TIME (ISO 8601, or an age such as 7d).",
-)
-@own_option(
-    "--state", type=NameList(STATES), help="Pages in these states; partial needs --profile."
 )
 @own_option(
     "--free",
@@ -199,6 +161,7 @@ Examples:
 )
 @own_option("--dry-run", is_flag=True, help="Show what would be removed; change nothing.")
 @own_option("--yes", is_flag=True, help="Do not ask before removing.")
+@filter_options()
 @lock_option
 @lease_wait_option
 @output_options
@@ -216,11 +179,12 @@ def command(
 ) -> None:
     """Remove pages from a store for good.
 
-    Give at least one filter: a name (--model, --tag or --no-tag), a size (--tp, --pp or --cp),
-    --pages, --before, --state or --free. Pages that match all filters are removed with all their
-    objects, the kv objects first, so servers never see half a page. Pages that servers write to
-    during the run stay. The exit status is 4 if something could not be removed, or if --free did
-    not reach its size.
+    Give at least one filter, or --free. Pages that match all filters are removed with all their
+    objects, the kv objects first, so servers never see half a page. hicachectl ls with the same
+    filters lists them. Pages stay that servers may still be writing (--grace), that servers write
+    to during the run, or whose keys are ambiguous, unless --state unknown or --pages names these.
+    --state partial needs --profile. The exit status is 4 if something could not be removed, or if
+    --free did not reach its size.
 
     --free removes pages, the least useful first, until their objects have SIZE. With --trace or
     --keep-plan, tails leave before the prefixes they hang on. --dry-run shows what is lost.
@@ -242,8 +206,7 @@ def command(
             )
             return
         with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
-            before = moment_of(source, options["before"], changes=not dry_run)
-            options |= {"before": before, "dry_run": dry_run}
+            options["dry_run"] = dry_run
             plan = _plan_temporaries if options["temporaries"] else _plan_pages
             removal = plan(ctx, source, options)
             started = time.monotonic()
@@ -269,7 +232,7 @@ def command(
 
 
 def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
-    given = _selectors(options)
+    given = given_filters(options)
     if options["temporaries"]:
         others = [*given, *(name for name in _OF_PAGES if on_command_line(ctx, name))]
         others = [name for name in others if name != "before"]
@@ -281,12 +244,9 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         return
     if not given and options["free"] is None:
         raise click.UsageError(
-            "Give a filter: --model, --tag, --no-tag, --tp, --pp, --cp, --pages, --before, "
-            "--state, --free or --temporaries; to wipe the whole store, use SGLang's "
-            "clear_hicache_storage_backend"
+            "Give a filter, such as --model, --before or --state, or give --free or --temporaries; "
+            "to wipe the whole store, use SGLang's clear_hicache_storage_backend"
         )
-    if options["tag"] is not None and options["no_tag"]:
-        raise click.UsageError("--tag cannot be combined with --no-tag; leave out one of them")
     _refuse_about_free(options)
     if options["all_deployments"] and options["pages"] is None:
         raise click.UsageError("--all-deployments needs --pages")
@@ -297,11 +257,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         )
     if options["despite_profile"] and "partial" not in (options["state"] or ()):
         raise click.UsageError("--despite-profile needs --state partial")
-
-
-def _selectors(options: dict[str, Any]) -> list[str]:
-    """Return the filters that are given, as parameters."""
-    return [name for name in _SELECTORS if options[name] is not None and options[name] is not False]
 
 
 def _refuse_about_free(options: dict[str, Any]) -> None:
@@ -326,11 +281,10 @@ def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any])
     from hicachectl.pages.byte_sums import column_sum
     from hicachectl.text.units import counted, human_size
 
-    _refuse_without_times(store, options)
+    dry_run = options["dry_run"]
+    before = moment_of(store, options["before"], changes=not dry_run)
     with progress(ctx, "listing", " objects") as advance:
-        stale = find_temporaries(
-            store, before=options["before"], dry_run=options["dry_run"], on_batch=advance
-        )
+        stale = find_temporaries(store, before=before, dry_run=dry_run, on_batch=advance)
     if not store.traits.lists_temporaries:
         remark(ctx, f"{store.url}: only file stores have temporary files")
     elif not len(stale):
@@ -399,10 +353,10 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
         needs_second_look,
     )
     from hicachectl.pages.inventory import take_inventory
-    from hicachectl.pages.unmatched import explain_nothing
+    from hicachectl.pages.unmatched import explain_selection
     from hicachectl.profiles.sources import profile_from_options
 
-    criteria = _criteria(store, options)
+    selection = selection_of(ctx, store, options, changes=not options["dry_run"])
     profile = profile_from_options({"profile_file": options["profile_file"]}, store)
     worth = _worth(options, profile)
     wanted = {"version"} if options["free"] is None else {"version", "atime_ns"}
@@ -424,7 +378,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     groups = PageGroups(inventory)
 
     def choose(in_flight: BoolArray) -> _Choice:
-        return _choose(store, inventory, groups, options, criteria, profile, worth, in_flight)
+        return _choose(store, inventory, groups, options, selection, profile, worth, in_flight)
 
     grace = options["grace"]
     in_flight = groups_in_flight(store, groups, listing, grace) & (groups.states != WHOLE)
@@ -437,9 +391,9 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
     if choice.freeing is not None:
         for text in choice.freeing.remarks:
             remark(ctx, text)
-    _remark_choice(ctx, inventory, groups, criteria, choice, options)
-    if not len(choice.plan.groups) and not choice.in_flight:
-        remark(ctx, explain_nothing(store, inventory, _alone(criteria, groups)))
+    _remark_choice(ctx, inventory, groups, selection, choice)
+    if not selection.chosen(groups).any():
+        remark(ctx, explain_selection(store, inventory, selection))
     return _Planned(inventory, groups, choice)
 
 
@@ -463,16 +417,18 @@ def _choose(
     inventory: Inventory,
     groups: PageGroups,
     options: dict[str, Any],
-    criteria: Criteria,
+    selection: Selection,
     profile: Profile | None,
     worth: Worth | None,
     in_flight: BoolArray,
 ) -> _Choice:
     """Choose the groups to remove. in_flight: [groups], which stay."""
+    import numpy as np
+
     from hicachectl.move.planning import plan_removal
     from hicachectl.prewarming.freeing import choose_groups
 
-    matching = criteria.chosen(groups, store.url)
+    matching = np.flatnonzero(_removable(store, groups, selection, options))
     chosen, freeing = matching[~in_flight[matching]], None
     if options["free"] is not None:
         freeing = choose_groups(
@@ -487,28 +443,50 @@ def _choose(
         )
         _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
         chosen = freeing.groups
-    plan = plan_removal(groups, chosen, _why(options))
+    plan = plan_removal(groups, chosen, _why(selection, options))
     return _Choice(plan, freeing, int(in_flight[matching].sum()))
+
+
+def _removable(
+    store: Store, groups: PageGroups, selection: Selection, options: dict[str, Any]
+) -> BoolArray:
+    """Return which selected groups may leave: [groups].
+
+    Groups of ambiguous keys stay unless the options name them. Raises UsageError if a page without
+    a group names groups of several deployments.
+    """
+    from dataclasses import replace
+
+    from hicachectl.pages.deployments import UNRESOLVED
+    from hicachectl.pages.page_lists import NamedGroups
+
+    chosen = selection.chosen(groups)
+    if selection.pages is not None:
+        if not options["all_deployments"]:
+            among = replace(selection, pages=None).chosen(groups)
+            NamedGroups(selection.pages, groups).refuse_several(among, store.url)
+    elif "unknown" not in selection.states:
+        chosen &= groups.deployment_ids != UNRESOLVED
+    return chosen
 
 
 def _remark_choice(
     ctx: click.Context,
     inventory: Inventory,
     groups: PageGroups,
-    criteria: Criteria,
+    selection: Selection,
     choice: _Choice,
-    options: dict[str, Any],
 ) -> None:
     """Say which groups are left although the options could mean them, and which are unclear."""
     from hicachectl.pages.ambiguity import ambiguity_remark
     from hicachectl.pages.group_table import UNKNOWN
+    from hicachectl.pages.page_lists import NamedGroups
     from hicachectl.pages.tally import object_counts
-    from hicachectl.requests.page_lists import NamedGroups
     from hicachectl.text.units import counted
 
     ambiguous = int((groups.states == UNKNOWN).sum())
     unclear = int((groups.states[choice.plan.groups] == UNKNOWN).sum())
-    if unclear or (ambiguous and criteria.filters):
+    if unclear or (ambiguous and not (selection.states or selection.pages)):
         verb, count = ("selected for removal", unclear) if unclear else ("left alone", ambiguous)
         text = ambiguity_remark(inventory.table, object_counts(inventory))
         remark(
@@ -516,18 +494,12 @@ def _remark_choice(
             f"{counted(count, 'page group')} with ambiguous keys {verb}: {text}",
             failure=not unclear,
         )
-    if criteria.pages is not None:
-        unmatched = criteria.pages.labelled - NamedGroups(criteria.pages, groups).matched
+    if selection.pages is not None:
+        unmatched = selection.pages.labelled - NamedGroups(selection.pages, groups).matched
         if unmatched:
             rows = counted(unmatched, "row")
-            remark(ctx, f"{options['pages']}: the store has no group for {rows}")
-    if unjudged := criteria.unjudged(groups):
-        remark(
-            ctx,
-            f"{counted(unjudged, 'page')} of other deployments than the profile's left alone: they "
-            "may be partial; give the profile of their servers",
-            failure=True,
-        )
+            remark(ctx, f"{selection.pages.source}: the store has no group for {rows}")
+    say_unjudged(ctx, selection, groups)
 
 
 def _worth(options: dict[str, Any], profile: Profile | None) -> Worth | None:
@@ -547,7 +519,7 @@ def _refuse_to_empty(
     from hicachectl.text.units import human_size
 
     none_left = len(freeing.groups) + in_flight == len(groups)
-    if not _selectors(options) and len(freeing.groups) and none_left:
+    if not given_filters(options) and len(freeing.groups) and none_left:
         raise UsageError(
             f"--free: {store.url} has only {human_size(freeing.facts['bytes'])} in pages, so "
             f"{human_size(options['free'])} would empty it; give a smaller SIZE, or a filter too"
@@ -580,64 +552,9 @@ def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> 
     return lacking > 0
 
 
-def _alone(criteria: Criteria, groups: PageGroups) -> dict[str, bool]:
-    """Return for each filter, as text, whether it alone matches a group.
-
-    --pages counts as matching if there are other filters.
-    """
-    from dataclasses import fields, replace
-
-    from hicachectl.pages.unmatched import option_text
-
-    given: dict[str, Any] = {
-        field.name: field.default
-        for field in fields(criteria)
-        if getattr(criteria, field.name) != field.default and field.name != "all_deployments"
-    }
-    texts = {}
-    for name in given:
-        if name == "pages":
-            texts["--pages"] = len(given) > 1
-            continue
-        others = {other: default for other, default in given.items() if other != name}
-        alone = replace(criteria, **others)
-        texts[option_text(name, getattr(criteria, name))] = len(alone.chosen(groups)) > 0
-    return texts
-
-
-def _criteria(store: Store, options: dict[str, Any]) -> Criteria:
-    from hicachectl.move.planning import Criteria
-    from hicachectl.requests.files import read_page_list
-
-    _refuse_without_times(store, options)
-    return Criteria(
-        model=options["model"],
-        tag="" if options["no_tag"] else options["tag"],
-        tp=options["tp"],
-        pp=options["pp"],
-        cp=options["cp"],
-        pages=None if options["pages"] is None else read_page_list(options["pages"]),
-        all_deployments=options["all_deployments"],
-        before=options["before"],
-        states=options["state"],
-    )
-
-
-def _refuse_without_times(store: Store, options: dict[str, Any]) -> None:
-    from hicachectl.formats.errors import UnsupportedByBackend
-
-    if options["before"] is not None and "mtime_ns" not in store.traits.columns:
-        raise UnsupportedByBackend(
-            f"--before: {store.url} keeps no timestamps; choose pages by --pages, --model or "
-            "--state"
-        )
-
-
-def _why(options: dict[str, Any]) -> str:
-    free = [] if options["free"] is None else ["free"]
-    return " ".join(
-        ["rm", *(f"--{name.replace('_', '-')}" for name in (*_selectors(options), *free))]
-    )
+def _why(selection: Selection, options: dict[str, Any]) -> str:
+    names = [text.partition(" ")[0] for text in selection.alone()]
+    return " ".join(["rm", *names, *([] if options["free"] is None else ["--free"])])
 
 
 def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:

@@ -39,6 +39,7 @@ from hicachectl.cli.commands.verify_repair import (
 )
 from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
@@ -52,7 +53,6 @@ from hicachectl.cli.options import (
     buffer_option,
     bwlimit_option,
     fail_on_option,
-    filter_options,
     findings_options,
     grace_option,
     lease_wait_option,
@@ -66,7 +66,6 @@ from hicachectl.cli.options import (
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import (
     bytes_progress,
-    moment_of,
     opened,
     progress,
     remark,
@@ -214,7 +213,7 @@ Examples:
 @allow_leases_option
 @lease_wait_option
 @parts_options
-@filter_options
+@filter_options(beside_flags=True)
 @findings_options
 @output_options
 @profile_options
@@ -466,7 +465,6 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.checks.catalogs import load_catalog, of_another_store
     from hicachectl.device.devices import parse_devices
     from hicachectl.formats.catalog import NO_ENTRIES
-    from hicachectl.pages.selection import Selection
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.sampling import Sample
@@ -479,6 +477,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         catalog = load_catalog(path)
         if text := of_another_store(path, catalog.store, store.url):
             remark(ctx, text)
+    selection = selection_of(ctx, store, options, changes=changes)
     profile, collision = profile_to_look(
         options, store, looks_only=_looks_only(options), warn=partial(remark, ctx)
     )
@@ -486,12 +485,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         profile=profile,
         collision=collision,
         checks=options["checks"],
-        selection=Selection(
-            model=options["model"],
-            pool=options["pool"],
-            page=options["page"],
-            since=moment_of(store, options["since"], changes=changes),
-        ),
+        selection=selection,
         grace_seconds=options["grace"],
         sample=(
             Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None

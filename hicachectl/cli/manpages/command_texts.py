@@ -53,12 +53,17 @@ _GROUPS = """
     group. The member group of a row of ls --format jsonl names the group by the values that its
     keys show, such as "Qwen-Qwen3-32B tp4". The name is ? if the keys can be read in several ways.
 
-    The options --pages of rm, restore and prewarm, and --pages-from of migrate, take such rows, and
-    then apply to these groups only. A page hash alone stands for all groups of its page. rm refuses
-    a hash that several deployments have, unless --all-deployments is given.
+    The option --pages takes such rows, and then applies to these groups only. A page hash alone
+    stands for all groups of its page. rm refuses a hash that several deployments have, unless
+    --all-deployments is given.
 
     Groups with the name ? are never removed or moved by a filter or because of a profile. Only rm
     --state unknown and rm --pages remove them.
+
+    ls with filters lists the groups among which the other commands choose with the same filters: rm
+    takes all but those in flight and those with the name ?, migrate those that its document does
+    not count as skipped or left_out, and verify --repair those with errors. A filter chooses whole
+    groups.
 """
 _UNFINISHED = """
     If a run is killed, run the same command again. The kv objects of some pages leave, durably,
@@ -149,7 +154,7 @@ BACKGROUND: dict[str, dict[str, str]] = {
 
             --state partial needs --profile, because only a profile states which objects a page has.
             Without one, a stray object makes whole pages look partial. Pages of other deployments
-            than the profile's are never partial for rm. --state orphan needs no profile: no server
+            than the profile's are never partial for it. --state orphan needs no profile: no server
             reads objects without their kv object.
         """,
         "GROUPS": _GROUPS,

@@ -485,6 +485,12 @@ DOCUMENTS = (
             Member("objects", INTEGER, "Objects copied."),
             Member("bytes", INTEGER, "Bytes copied."),
             Member("skipped", INTEGER, "Page groups that DST already had."),
+            Member(
+                "left_out",
+                INTEGER,
+                "Page groups that match the filters and are not copied, such as those that are not "
+                "whole; stderr says why.",
+            ),
             Member("gone", INTEGER, "Page groups that vanished from SRC."),
             Member("conflicts", INTEGER, "Page groups with other objects in DST."),
             Member("failed", INTEGER, "Page groups that failed."),
