@@ -8,6 +8,7 @@ import click
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.session import store_name
+from hicachectl.formats.objects import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -58,7 +59,7 @@ def mending_of(
         quarantine=quarantine or ("" if own is not None else "DIR"),
         model="" if profile is None else profile.key_model,
         stamped=bool(ctx.params.get("stamp")),
-        sizes={} if profile is None else {a: getattr(profile, a) for a in ("tp", "pp", "cp")},
+        sizes={} if profile is None else {axis: getattr(profile, axis) for axis in AXES},
     )
 
 

@@ -27,7 +27,7 @@ from hicachectl.cli.command import (
     in_section,
     own_option,
 )
-from hicachectl.cli.completions import store_names
+from hicachectl.cli.completions import model_names, store_names
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
@@ -550,6 +550,14 @@ request_options = stack(
         help="Directory with tokenizer.json.  [default: the directory of --model-config or "
         "--profile]",
     ),
+)
+
+model_option = _profile(
+    "--model",
+    variable=False,
+    metavar="NAME",
+    shell_complete=model_names,
+    help="Choose one of several models in STORE.",
 )
 
 prefetch_threshold_option = _server(

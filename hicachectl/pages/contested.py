@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
 
-_MANY = 3  # from this many objects on, a size is not damage
+_MANY = 3  # a size that so many objects have is not damage
 # Without a profile, a rank has another model's objects if it has as many more than its fellows.
 _MANY_MORE = 20
 _SHARE_MORE = 0.05
@@ -139,7 +139,8 @@ def _contests(
 ) -> Iterator[_Contest]:
     """Yield the affixes of anchors with objects that another model may have written.
 
-    readings: of each affix. sizes: number of objects by affix and size.
+    readings: readings of each affix.
+    sizes: number of objects by affix and size.
     """
     ranks: dict[object, dict[int, Coordinate]] = defaultdict(dict)
     anchors = [[r for r in of_affix if r.pool == ANCHOR_POOL] for of_affix in readings]

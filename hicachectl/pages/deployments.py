@@ -63,7 +63,7 @@ class Deployment:
 class SeenSize:
     """A size of a kind of object, with counts and write times.
 
-    oldest_ns, newest_ns: Unix nanoseconds; None if the store keeps no times.
+    oldest_ns, newest_ns: first and last write, Unix nanoseconds; None if the store keeps no times.
     """
 
     nbytes: int
@@ -77,9 +77,11 @@ class SeenSize:
 class SizeMix:
     """A kind of object with several common sizes.
 
-    coordinate: of one of the affixes. sizes: the common ones, most pages first. pages: number with
-    an object of the kind. stated: the size that a profile states, which is one of the sizes; the
-    others are not all older. UNKNOWN_SIZE without a profile.
+    coordinate: coordinate of the kind's first affix.
+    sizes: common sizes, most pages first.
+    pages: number of pages with an object of the kind.
+    stated: the size that a profile states, which is one of the sizes; the others are not all older.
+        UNKNOWN_SIZE without a profile.
     """
 
     affix_ids: tuple[int, ...]

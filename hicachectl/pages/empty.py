@@ -58,7 +58,7 @@ def _contents(store: Store, objects: pa.Table) -> str:
         (len(cleared), f"object {before}", f"objects {before}"),
     )
     said = " and ".join(f"{n} {one if n == 1 else many}" for n, one, many in kinds if n)
-    name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")  # as keys are written
+    name = os.fsencode(first[0]).decode("utf-8", "backslashreplace")
     return (
         f"{store.path} has no HiCacheFile objects, only {said}, the first named {name}; check the "
         "path"

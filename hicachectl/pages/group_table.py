@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-SlotArray = npt.NDArray[Any]  # of any integer type
+SlotArray = npt.NDArray[Any]  # any integer type
 
 ABSENT = -1  # value of an empty slot
 UNSIZED = -2  # value of a filled slot whose object has no known size

@@ -41,8 +41,8 @@ _ASKED_AT_ONCE = 8192
 class Inventory:
     """All objects of a store.
 
-    objects: columns key binary, nbytes and mtime_ns int64, and the requested columns, all in
-             many chunks: use `take`. The column cleared_ns is missing if no object was cleared.
+    objects: columns key binary, nbytes and mtime_ns int64, and the requested columns, all in many
+        chunks: use `take`. The column cleared_ns is missing if no object was cleared.
     affix_ids: [objects] int32, index into `table.affixes`, negative for a foreign object.
     partial: whether only some keys were looked up.
     """
@@ -79,7 +79,8 @@ class Inventory:
     def page_words(self, rows: npt.NDArray[np.bool_], word: int) -> npt.NDArray[np.uint64]:
         """Return a 64-bit word of the page hash of each object in rows.
 
-        rows: [objects] bool, without foreign objects. word: 0 to 3.
+        rows: [objects] bool, without foreign objects.
+        word: number of the word, 0 to 3.
         """
         starts = self.table.page_starts
         words = np.empty(np.count_nonzero(rows), dtype=np.uint64)
@@ -125,11 +126,12 @@ def take_inventory(
 ) -> Inventory:
     """Scan a store and parse its keys.
 
-    columns: of the scan, besides key, nbytes and mtime_ns. only_others: accept a store with pages
-    of other deployments only. needs_pages: raise EmptyStore for a store without any page.
+    columns: columns to list besides key, nbytes and mtime_ns.
+    only_others: accept a store with pages of other deployments only.
+    needs_pages: raise EmptyStore for a store without any page.
     on_contradiction: takes how the profile contradicts the store; None: raise ProfileError.
-    on_batch: takes the number of objects of each batch. Memory: about 120 bytes per object. Raises
-    StoreUnavailable.
+    on_batch: takes the number of objects of each batch.
+    Memory: about 120 bytes per object. Raises StoreUnavailable.
     """
     wanted = scan_columns(store, columns)
     return _inventory(

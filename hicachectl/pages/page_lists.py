@@ -26,8 +26,10 @@ _SHOWN_LABELS = 4
 class PageList:
     """Pages that a file names, in the file's order.
 
-    source: the file, for messages. groups: each page's group label (`ls` shows it as "group");
-    None: all groups. lengths: pages in each line; a line of several is a chain.
+    source: the file, for messages.
+    pages: page hashes.
+    groups: each page's group label (`ls` shows it as "group"); None: all groups.
+    lengths: pages in each line; a line of several is a chain.
     """
 
     source: str
@@ -127,7 +129,7 @@ class NamedGroups:
     def refuse_several(self, among: BoolArray, store: str) -> None:
         """Raise UsageError if a bare page names groups of several deployments.
 
-        among: [groups] whether other options select the group.
+        among: [groups] whether other filters select the group.
         """
         count = len(self.groups.labels)
         codes = np.unique(self._codes[self.by_page & among])

@@ -39,15 +39,16 @@ if TYPE_CHECKING:
     IntArray = npt.NDArray[np.int64]
 
 Share = dict[str, list[int]]  # row groups by file name
-_GROUP_ROWS = 131_072  # at most, of one part
+_GROUP_ROWS = 131_072  # most rows of a row group
 _WITNESSES = 64
 
 
 class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What cannot be derived from the profile.
 
-    columns: of the files, besides AFFIX_ID. resolved: coordinate and readings of each affix id.
-    sizes: of each deployment's specs.
+    columns: columns of the files, besides AFFIX_ID.
+    resolved: coordinate and readings of each affix id.
+    sizes: object sizes of each deployment's specs.
     """
 
     columns: list[str]
@@ -59,7 +60,10 @@ class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What all parts of a listing share. columns: of the objects."""
+    """What all parts of a listing share.
+
+    columns: columns of the objects.
+    """
 
     table: AffixTable
     columns: tuple[str, ...]
@@ -88,8 +92,10 @@ class Listing:
     ) -> Listing:
         """Return the listing that `to_mapping` wrote.
 
-        grammar, profile: as for `publish_listing`. source: names the mapping in messages. Raises
-        FormatError for another mapping.
+        grammar: grammar of the store's keys.
+        profile: profile of the listing.
+        source: names the mapping in messages.
+        Raises FormatError for another mapping.
         """
         form = convert(dict(mapping), _ListingForm, source)
         try:
@@ -123,7 +129,11 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A listing that was written. objects: their number. shares: what each part reads."""
+    """A listing that was written.
+
+    objects: number of objects.
+    shares: row groups that each part reads.
+    """
 
     listing: Listing
     objects: int
@@ -144,11 +154,12 @@ def publish_listing(
 ) -> Listed:
     """Scan a store, and write its objects to an empty folder, divided into parts.
 
-    parts: their number, or a function of the number of objects. columns, needs_pages, on_batch: as
-    for `take_inventory`. memory_rows: from this number of objects on, they are kept in files.
+    parts: number of parts, or a function of the number of objects.
+    columns, needs_pages, on_batch: see `take_inventory`.
+    memory_rows: objects in memory; more are kept in files.
     Memory: about 500 bytes per object of the larger of memory_rows and 1/256 of all objects; if two
-    models share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError, and
-    ProfileError if the profile contradicts the store.
+    models may share keys (`contested`), also 45 bytes per object. Raises StoreUnavailable, OSError,
+    and ProfileError if the profile contradicts the store.
     """
     wanted = scan_columns(store, columns)
     with Spool(scan_schema(wanted), folder, memory_rows) as spool:
@@ -183,7 +194,9 @@ def read_share(
 ) -> pa.Table:
     """Return the objects of one part, with their affix ids.
 
-    files: of the listing. schema: `Listing.schema`. next_step: ends the message for a damaged file.
+    files: files of the listing.
+    schema: `Listing.schema`.
+    next_step: ends the message for a damaged file.
     Raises FormatError for a damaged file, OSError, UntrustedError.
     """
     tables = [schema.empty_table()]
@@ -195,8 +208,9 @@ def read_share(
 
 
 def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
-    """Return the inventory of a part. objects: as from `read_share`.
+    """Return the inventory of a part.
 
+    objects: table that `read_share` returned.
     Raises FormatError if they are not objects of the table.
     """
     ids = objects.column(AFFIX_ID.name).to_numpy()
@@ -237,8 +251,11 @@ def publish_rows(
 ) -> list[TableFile]:
     """Write rows about objects to a listing's folder, divided as the listing is.
 
-    batches: have key and nbytes. shares: of the listing; the rows are added. prefix: of the file
-    names. on_batch, memory_rows: as for `publish_listing`. Raises OSError.
+    batches: rows with key and nbytes.
+    shares: shares of the listing, to which the rows are added.
+    prefix: start of the file names.
+    on_batch, memory_rows: see `publish_listing`.
+    Raises OSError.
     """
     with Spool(schema, folder, memory_rows) as spool:
         spool.fill(batches, on_batch)

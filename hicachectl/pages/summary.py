@@ -46,11 +46,13 @@ def summarise(
 ) -> tuple[pa.Table, dict[str, Any]]:
     """Return totals by deployment, pool and object size, and the total of all objects.
 
-    The rows have the columns of `ls --summary`, the total has those that add up.
-    markers: of the store; they state layouts. A pool of a deployment has a row for each of its four
-    most common sizes. Others share a row with object_nbytes null, as do unknown sizes. Foreign
-    objects have nulls for what only pages have. Bytes are null if any size is not known. A page
-    with objects in several rows counts once in the total.
+    The rows have the columns of `ls --summary`, the total has those that add up. A pool of a
+    deployment has a row for each of its four most common sizes. Others share a row with
+    object_nbytes null, as do unknown sizes. Foreign objects have nulls for what only pages have.
+    Bytes are null if any size is not known. A page with objects in several rows counts once in the
+    total.
+    markers: markers of the store, which state layouts.
+    pool: count only the objects of this pool.
     """
     if pool:
         inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))

@@ -42,11 +42,14 @@ class _TallyForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tally:
     """Counts of some objects and their page groups; `+` adds those of other pages.
 
-    objects, unsized: [affixes + 1] objects of each affix, and those without a listed size; the last
-    entry is for foreign keys. first_keys: the smallest key of each ambiguous affix. pages: distinct
-    pages. states: [deployments + 1, 4] groups by state; the last row is for groups of ambiguous
-    keys. nbytes: [deployments + 1] listed bytes. oldest_ns, newest_ns: [deployments + 1] first and
-    last write, Unix nanoseconds; NO_TIME if not known.
+    objects: [affixes + 1] objects of each affix; the last entry is for foreign keys.
+    unsized: [affixes + 1] objects without a listed size.
+    first_keys: the smallest key of each ambiguous affix.
+    pages: number of distinct pages.
+    states: [deployments + 1, 4] groups by state; the last row is for groups of ambiguous keys.
+    nbytes: [deployments + 1] listed bytes.
+    oldest_ns, newest_ns: [deployments + 1] first and last write, Unix nanoseconds; NO_TIME if not
+        known.
     """
 
     objects: IntArray

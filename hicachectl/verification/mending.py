@@ -8,14 +8,13 @@ from shlex import quote
 import msgspec
 
 from hicachectl.checks.codes import OPTIONS, STORE
+from hicachectl.formats.objects import AXES
 
 _REPAIR = ("--repair", "quarantine")
 _MODEL, _SIZE, _PROFILE = "MODEL", "SIZE", "FILE"
 _GIVEN = "--profile"
 # A label of `keys.labels` whose name is not escaped.
 _LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
-# `rm` has a filter for each of these sizes.
-_FILTERS = ("tp", "pp", "cp")
 
 
 class Mending(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +80,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
             return words
         named = [quote(label[1]) if word == _MODEL else word for word in words]
         found = re.findall(r"([a-z]+)([0-9]+)", label[2])
-        stated = {axis: int(size) for axis, size in found if axis in _FILTERS}
+        stated = {axis: int(size) for axis, size in found if axis in AXES}
         others = any(self.sizes.get(axis) != size for axis, size in stated.items())
         if _SIZE in words and others:
             at = named.index(_SIZE) - 1

@@ -86,7 +86,7 @@ verify STORE --repair-code x                      | --repair-code | 'x' | 'missi
 rm STORE                                          | --model | --temporaries
 rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
-rm TABLES --before 1d --yes --profile PROFILE     | --before | TABLES | timestamps | --pages
+rm TABLES --before 1d --yes --profile PROFILE     | --before | no timestamps | leave out --before
 -q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
 rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --free | --token-ids | --trace
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model

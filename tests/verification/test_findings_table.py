@@ -172,7 +172,7 @@ def test_options_that_the_run_had_are_not_repeated() -> None:
         ("a-b tp4 pp2 cp2", "--model a-b --tp 4 --pp 2 --cp 2"),
         ("a$b tp8", "--model 'a$b' --tp 8"),
         ("a-b tp4", "--model a-b --tp SIZE"),  # would choose the profile's, too
-        ("a-b tp4 dcp2", "--model a-b --tp SIZE"),
+        ("a-b tp4 dcp2", "--model a-b --tp 4 --dcp 2"),
         ("a-b", "--model a-b --tp SIZE"),
         ("a%20b tp8", "--model MODEL --tp SIZE"),
         ("?", "--model MODEL --tp SIZE"),
@@ -180,6 +180,6 @@ def test_options_that_the_run_had_are_not_repeated() -> None:
     ],
 )
 def test_a_removal_names_the_other_deployment(deployment: str | None, chosen: str) -> None:
-    mending = Mending(store="s:", model="own", sizes={"tp": 4, "pp": 1, "cp": 1})
+    mending = Mending(store="s:", model="own", sizes={"tp": 4, "pp": 1, "cp": 1, "dcp": 1})
     template = "hicachectl rm STORE --model MODEL --tp SIZE"
     assert mending.command(template, deployment) == f"hicachectl rm s: {chosen}"
