@@ -115,7 +115,7 @@ def selection_of(
     changes: whether the command changes the store; see `present_ns`.
     Raises UsageError for --tag beside --no-tag, and as reading of --pages does.
     """
-    from hicachectl.pages.selection import Selection
+    from hicachectl.pages.selection import Selection, no_times
     from hicachectl.requests.files import read_page_list
 
     own = {option.name for option in ctx.command.params if section_of(option) == FILTERS}
@@ -130,6 +130,8 @@ def selection_of(
         filters["tag"] = ""
     for name in ("since", "before"):
         filters[name] = moment_of(store, filters.get(name), changes=changes)
+        if filters[name] is not None and "mtime_ns" not in store.traits.columns:
+            raise no_times(f"--{name}")
     states, pages = filters.pop("state", None), filters.pop("pages", None)
     listed = None if pages is None else read_page_list(pages)
     return Selection(**filters, states=states or (), pages=listed)

@@ -96,7 +96,7 @@ class Selection:
             if moment is None:
                 continue
             if len(groups) and not groups.has_times:
-                raise UsageError(f"{option}: the store keeps no timestamps; leave out {option}")
+                raise no_times(option)
             older = groups.newest_ns < int(moment * 1e9)
             chosen &= (groups.newest_ns > 0) & (older if option == "--before" else ~older)
         if self.states:
@@ -134,6 +134,11 @@ def select(inventory: Inventory, selection: Selection) -> Inventory:
         return inventory
     groups = PageGroups(inventory)
     return inventory.only(groups.rows_in(selection.chosen(groups)))
+
+
+def no_times(option: str) -> UsageError:
+    """Return the refusal of an option about times for a store that keeps none."""
+    return UsageError(f"{option}: the store keeps no timestamps; leave out {option}")
 
 
 def unjudged_partial(groups: PageGroups) -> BoolArray:
