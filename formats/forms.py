@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import islice
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
@@ -21,6 +22,9 @@ _MAX_PROBLEMS = 20  # named in one message
 _UNIONS = (Union, UnionType)
 # msgspec raises UnicodeEncodeError for names and some texts with a lone surrogate.
 _REFUSALS = (msgspec.ValidationError, UnicodeEncodeError)
+# At the first use of a class, msgspec reads its fields. Other threads would see them half read, and
+# the process would end with SIGSEGV.
+_converting = threading.Lock()
 
 
 def convert(
@@ -32,7 +36,8 @@ def convert(
     the expected type and the value found.
     """
     try:
-        return msgspec.convert(document, form)
+        with _converting:
+            return msgspec.convert(document, form)
     except _REFUSALS as error:
         problems = list(islice(_problems(document, form, ""), _MAX_PROBLEMS)) or [str(error)]
         raise refusal(f"{source}: {'; '.join(problems)}") from None

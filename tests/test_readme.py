@@ -54,7 +54,8 @@ def commands() -> list[list[str]]:
     """Return the arguments of each `hicachectl …` in the README's blocks, without redirection."""
     found = []
     for block in readme_blocks():
-        for line in block.replace("\\\n", " ").splitlines():
+        as_read = block.replace("\\\n", " ").replace("$(date +%F)", "2026-11-27")
+        for line in as_read.splitlines():
             if line.startswith("hicachectl "):
                 arguments = shlex.split(line, comments=True)[1:]
                 found.append(list(itertools.takewhile(lambda text: text != ">", arguments)))

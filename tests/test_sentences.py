@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(hicachectl.__file__).parent
-PACKAGES = ("io", "prewarming", "requests", "text")
+PACKAGES = ("io", "parts", "prewarming", "requests", "text")
 _PREPOSITIONS = "of|as|by|from|whose|that|which"
 _ATTRIBUTE = re.compile(rf"(?:^|[\s(])([a-z_][a-z_0-9]*: (?:{_PREPOSITIONS})) ", re.MULTILINE)
 _TRAILING = re.compile(rf"# ?(?:{_PREPOSITIONS})\b")

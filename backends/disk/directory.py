@@ -366,37 +366,18 @@ class Directory:
         Uses link(2), which never replaces a file, also if processes of several hosts publish one
         name at once. Raises UnsupportedByBackend on a file system without links.
         """
-        descriptor = self.publish_locked(name, content, lock=False)
-        if descriptor is None:
-            return False
-        os.close(descriptor)
-        return True
-
-    def publish_locked(self, name: str, content: bytes, *, lock: bool = True) -> int | None:
-        """Publish a file that is locked (flock) before it has its name.
-
-        Return its descriptor, or None if the name exists. On a file system without locks, the file
-        is not locked. See `publish`.
-        """
         partial = temporary_name()
         descriptor = self.create(partial)
         try:
-            if lock:
-                lock_file(descriptor, optional=True)
             write_bytes(memoryview(content), descriptor)
             os.fsync(descriptor)
             ours = self._link(partial, name, descriptor)
             self.sync()
-        except BaseException:
-            os.close(descriptor)
-            raise
         finally:
+            os.close(descriptor)
             with suppress(OSError):
                 self.remove(partial)
-        if ours:
-            return descriptor
-        os.close(descriptor)
-        return None
+        return ours
 
     def _link(self, partial: str, name: str, descriptor: int) -> bool:
         here = self.descriptor

@@ -1,7 +1,8 @@
-"""What commands that mend findings take over from the command that found them."""
+"""Commands that messages give, made from the words of the command that was run."""
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -21,7 +22,7 @@ _WORDS = "hicachectl.words"  # in the context's meta: the arguments of the comma
 
 
 class RememberedWords(Command):
-    """A command that keeps its arguments as they are, for `mending_of`."""
+    """A command that keeps its arguments as they are, for `mending_of` and `with_value`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments, then parse them."""
@@ -40,18 +41,17 @@ def mending_of(
 ) -> Mending:
     """Return what commands that mend findings have in common with this one.
 
-    text: the STORE argument. profile: as given, not inferred. quarantine: as given. not_next: names
-    of options that only this command needs.
+    text: the STORE argument. profile: the given one, not an inferred one. quarantine: the given
+    one. not_next: names of options that only this command needs.
     """
     from hicachectl.backends.capabilities import SideFiles
     from hicachectl.verification.mending import Mending
 
     own = store.side_directory() if isinstance(store, SideFiles) else None
-    config = ctx.obj.config
     # A URL can have a password; NAME: of the config file has none.
     named = "://" not in text
     return Mending(
-        program=("hicachectl", *(() if config is None else ("--config", str(config)))),
+        program=_program(ctx),
         store=text if named else store_name(ctx, text),
         options=tuple(_next_words(ctx, not_next)),
         profiled=profile is not None,
@@ -61,6 +61,24 @@ def mending_of(
         stamped=bool(ctx.params.get("stamp")),
         sizes={} if profile is None else {axis: getattr(profile, axis) for axis in AXES},
     )
+
+
+def with_value(ctx: click.Context, option: str, value: str) -> str:
+    """Return the command with another value of an option, for a shell; secrets are masked."""
+    from hicachectl.backends.urls import without_secrets
+
+    words: list[str] = list(ctx.meta[_WORDS])
+    for number, word in enumerate(words):
+        if word == option and number + 1 < len(words):
+            words[number + 1] = value
+        elif word.startswith(f"{option}="):
+            words[number] = f"{option}={value}"
+    return without_secrets(shlex.join([*_program(ctx), str(ctx.info_name), *words]))
+
+
+def _program(ctx: click.Context) -> tuple[str, ...]:
+    config = ctx.obj.config
+    return ("hicachectl", *(() if config is None else ("--config", str(config))))
 
 
 def _next_words(ctx: click.Context, not_next: Collection[str]) -> Iterator[str]:

@@ -24,6 +24,7 @@ class Metric(NamedTuple):
     label: str = ""
 
 
+_LAST_RUN = Metric("Time when the last run ended; of a run in parts, when it listed the store.")
 # By command; the name of a gauge is hicachectl_COMMAND_NAME. Names that are members of the
 # command's document have its values.
 METRICS = {
@@ -42,9 +43,9 @@ METRICS = {
         "skipped": Metric("Checks, or parts of checks, that did not run.", "check"),
         "findings": Metric("Findings by code.", "code"),
         "last_success_timestamp_seconds": Metric(
-            "Time when a run last ended without failing findings; 0 if never."
+            "Time of the last run without failing findings, as in last_run; 0 if never."
         ),
-        "last_run_timestamp_seconds": Metric("Time when a run last ended."),
+        "last_run_timestamp_seconds": _LAST_RUN,
     },
     "prewarm": {
         "requested_pages": Metric("Requested pages."),
@@ -64,10 +65,11 @@ METRICS = {
         "seconds": Metric("Duration of the run in seconds."),
         "succeeded": Metric("1 if the last run succeeded, else 0."),
         "complete": Metric("1 if the last run was not cut short, else 0."),
-        "last_run_timestamp_seconds": Metric("Time when a run last ended."),
+        "last_run_timestamp_seconds": _LAST_RUN,
     },
 }
-_MAX_BYTES = 1 << 20  # of a replaced file; our files have about 10 KB
+# A replaced file may have this size; our files have about 10 KB.
+_MAX_BYTES = 1 << 20
 
 
 def write_metrics_of(
@@ -86,13 +88,13 @@ def write_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> 
     succeeded: whether the run ended without failing findings; if not, the time of the last success
     is taken from the replaced file. Raises UsageError if the file cannot be written.
     """
-    last = time.time() if succeeded else _last_success(path)
+    last = _time_of(report) if succeeded else _last_success(path)
     samples = _from_document("verify", report) | {
         "skipped": [({"check": name}, 1) for name in report["skipped_checks"]],
         "findings": [({"code": code}, count) for code, count in report["counts"].items()],
         "last_success_timestamp_seconds": [({}, last)],
     }
-    _write(path, "verify", report["store"], samples)
+    _write(path, "verify", report["store"], samples, _time_of(report))
 
 
 def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: bool) -> None:
@@ -101,7 +103,7 @@ def write_prewarm_metrics(path: Path, report: Mapping[str, Any], *, succeeded: b
     Raises UsageError if the file cannot be written.
     """
     samples = _from_document("prewarm", report) | {"succeeded": [({}, succeeded)]}
-    _write(path, "prewarm", report["destination"], samples)
+    _write(path, "prewarm", report["destination"], samples, _time_of(report))
 
 
 @contextmanager
@@ -133,9 +135,18 @@ def _from_document(command: str, report: Mapping[str, Any]) -> dict[str, Samples
     return {name: [({}, report[name])] for name in known}
 
 
-def _write(path: Path, command: str, store: str, samples: dict[str, Samples]) -> None:
-    """Write the gauges and the run's end time."""
-    samples = {**samples, "last_run_timestamp_seconds": [({}, time.time())]}
+def _time_of(report: Mapping[str, Any]) -> float:
+    """Return the time that a run's metrics tell, in Unix seconds.
+
+    A run in parts is as old as its listing, whenever it is merged.
+    """
+    listed: float | None = report.get("listed")
+    return time.time() if listed is None else listed
+
+
+def _write(path: Path, command: str, store: str, samples: dict[str, Samples], at: float) -> None:
+    """Write the gauges, and the time of the run."""
+    samples = {**samples, "last_run_timestamp_seconds": [({}, at)]}
     with whole_file(path, "w", permissions=0o644) as stream:  # the collector runs as another user
         for short, values in samples.items():
             name = f"hicachectl_{command}_{short}"

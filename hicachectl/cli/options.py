@@ -505,16 +505,25 @@ parts_options = stack(
     _parts(
         "--shard",
         metavar="I/N",
-        help="Do part I (from 0) of N of the run in --run; hicachectl merge joins the parts. /N "
-        "takes I from Kubernetes (JOB_COMPLETION_INDEX) or Slurm (SLURM_ARRAY_TASK_ID).",
+        help="Do part I (from 0) of N of the run in --run; part 0 lists for all, and hicachectl "
+        "merge joins the parts. /N takes I from Kubernetes (JOB_COMPLETION_INDEX) or Slurm "
+        "(SLURM_ARRAY_TASK_ID).",
     ),
     _parts(
         "--run",
         "run_directory",
         type=RunPath(),
         metavar="DIR",
-        help="Directory of a run with --shard or --ray; created if it is missing. All parts of "
-        "--shard share it. With --ray, only this host uses it, to continue an interrupted run.",
+        help="Directory of one run with --shard or --ray, such as /shared/$(date +%F); created if "
+        "it is missing. All parts of --shard share it. With --ray, only this host uses it, to "
+        "continue an interrupted run.",
+    ),
+    _parts(
+        "--wait",
+        type=Duration(),
+        default="1h",
+        show_default=True,
+        help="With --shard: wait so long for the listing of part 0.",
     ),
     _parts(
         "--ray",

@@ -111,7 +111,7 @@ class Workers:
                 if kind == _MESSAGE:
                     yield json.loads(content)
                 elif kind == _ERROR:
-                    raise _raised(*json.loads(content))
+                    raise raised(*json.loads(content), where="In a forked process")
                 else:
                     del busy[inbox]
 
@@ -197,17 +197,28 @@ def _live(
         work(lambda message: outbox.send_bytes(_MESSAGE + json.dumps(message).encode()))
         outbox.send_bytes(_END)
     except BaseException as error:
-        name, text = type(error).__name__, str(error)
-        if not isinstance(error, HicacheError):
-            name, text = "", traceback.format_exc()
         with suppress(OSError):  # if the parent has ended
-            outbox.send_bytes(_ERROR + json.dumps([name, text]).encode())
+            outbox.send_bytes(_ERROR + json.dumps(told(error)).encode())
     finally:
         os._exit(0)
 
 
-def _raised(name: str, text: str) -> Exception:
+def told(error: BaseException) -> tuple[str, str]:
+    """Return an exception for another process: the name of its class, and its text.
+
+    The class is the nearest in `formats.errors`. Of a bug, the name is "", and the text is the
+    traceback.
+    """
+    if not isinstance(error, HicacheError):
+        return "", "".join(traceback.format_exception(error))
+    classes = type(error).__mro__
+    name = next(cls.__name__ for cls in classes if cls.__module__ == errors.__name__)
+    return name, str(error)
+
+
+def raised(name: str, text: str, *, where: str) -> Exception:
+    """Return the exception of another process. where: names the process of a bug."""
     if name:
         error: HicacheError = getattr(errors, name, HicacheError)(text)
         return error
-    return RuntimeError(f"In a forked process:\n{text}")
+    return RuntimeError(f"{where}:\n{text}")

@@ -15,13 +15,16 @@ from msgspec import Meta, Struct
 from hicachectl.formats.errors import FormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from hicachectl.backends.disk.directory import Directory
 
+Share = dict[str, list[int]]  # row groups by file name
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 # A file name without a folder.
 FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
+
+_GROUP_ROWS = 131_072  # at most, of a row group
 
 # Bounds on the sizes that a file claims, checked before allocation.
 _MOST_ROW_BYTES = 4096  # average over rows, all columns
@@ -80,6 +83,64 @@ def write_table(
         raise
     directory.sync()
     return TableFile(name=name, nbytes=nbytes, rows=rows)
+
+
+def named_table(
+    directory: Directory, files: Iterable[TableFile], name: str, next_step: str
+) -> TableFile:
+    """Return the file of a name. Raises FormatError if the record does not name it."""
+    for file in files:
+        if file.name == name:
+            return file
+    raise FormatError(f"{directory.path}/{name}: the manifest does not list it; {next_step}")
+
+
+def pieces(table: pa.Table) -> Iterator[pa.Table]:
+    """Yield the rows of a table in pieces for `write_table`."""
+    for start in range(0, len(table), _GROUP_ROWS):
+        yield table.slice(start, _GROUP_ROWS)
+
+
+def write_divided(
+    directory: Directory,
+    name: str,
+    table: pa.Table,
+    ends: Sequence[int],
+    shares: Sequence[Share],
+    *,
+    dictionary: Collection[str] = (),
+) -> TableFile:
+    """Write a table that is divided among parts, those of each part in row groups of their own.
+
+    ends: [parts] end of each part's rows. shares: receive the row groups of each part. See
+    `write_table`.
+    """
+
+    def row_groups() -> Iterator[pa.Table]:
+        number = 0
+        for share, start, end in zip(shares, [0, *ends], ends, strict=False):
+            for piece in pieces(table.slice(start, end - start)):
+                share.setdefault(name, []).append(number)
+                number += 1
+                yield piece
+
+    return write_table(directory, name, row_groups(), table.schema, dictionary=dictionary)
+
+
+def read_share(
+    directory: Directory,
+    files: Iterable[TableFile],
+    share: Share,
+    schema: pa.Schema,
+    next_step: str,
+) -> pa.Table:
+    """Return the rows of a part. files: the files of one table. See `opened_table`."""
+    tables = [schema.empty_table()]
+    for file in files:
+        if groups := share.get(file.name):
+            with opened_table(directory, file, schema, next_step) as parquet:
+                tables.append(parquet.read_row_groups(groups).cast(schema))
+    return pa.concat_tables(tables)
 
 
 @contextmanager

@@ -23,28 +23,26 @@ from hicachectl.formats.keys.table import page_starts, page_words
 from hicachectl.formats.objects import Coordinate  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.profile import MAX_OBJECT_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.io.table_files import opened_table, write_table
+from hicachectl.io.table_files import write_divided
 from hicachectl.pages.deployments import AffixTable, SizeMix, make_table
 from hicachectl.pages.inventory import Inventory, scan_columns, take_inventory, understood
 from hicachectl.pages.spool import AFFIX_ID, MEMORY_ROWS, Spool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.profile import Profile
-    from hicachectl.io.table_files import TableFile
+    from hicachectl.io.table_files import Share, TableFile
 
     IntArray = npt.NDArray[np.int64]
 
-Share = dict[str, list[int]]  # row groups by file name
-_GROUP_ROWS = 131_072  # most rows of a row group
 _WITNESSES = 64
 
 
 class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What cannot be derived from the profile.
+    """JSON form of a listing: all that the profile does not give.
 
     columns: columns of the files, besides AFFIX_ID.
     resolved: coordinate and readings of each affix id.
@@ -60,10 +58,7 @@ class _ListingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What all parts of a listing share.
-
-    columns: columns of the objects.
-    """
+    """A listing without its objects. columns: names of the objects' columns."""
 
     table: AffixTable
     columns: tuple[str, ...]
@@ -129,14 +124,12 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A listing that was written.
+    """A listing that was written, divided into parts.
 
-    objects: number of objects.
-    shares: row groups that each part reads.
+    shares: row groups of each part.
     """
 
     listing: Listing
-    objects: int
     files: list[TableFile]
     shares: list[Share]
 
@@ -169,42 +162,18 @@ def publish_listing(
         count = parts(spool.rows) if callable(parts) else parts
         shares: list[Share] = [{} for _ in range(count)]
         starts = table.page_starts
-        files = [
-            write_table(
-                folder,
-                name := f"{number:02x}.parquet",
-                _row_groups(
-                    piece.objects.append_column(AFFIX_ID, pa.array(piece.affix_ids)),
-                    _words(piece.objects, np.where(piece.is_foreign, -1, starts[piece.affix_ids])),
-                    name,
-                    shares,
-                ),
-                listing.schema,
-                dictionary=("nbytes", AFFIX_ID.name),
-            )
-            for number, piece in enumerate(pieces)
-            if len(piece.affix_ids)
-        ]
+        files = []
+        for number, piece in enumerate(pieces):
+            if len(piece.affix_ids):
+                rows = piece.objects.append_column(AFFIX_ID, pa.array(piece.affix_ids))
+                places = np.where(piece.is_foreign, -1, starts[piece.affix_ids])
+                ordered, ends = _by_part(rows, places, count)
+                name, dictionary = f"{number:02x}.parquet", ("nbytes", AFFIX_ID.name)
+                files.append(
+                    write_divided(folder, name, ordered, ends, shares, dictionary=dictionary)
+                )
     pa.default_memory_pool().release_unused()
-    return Listed(listing, spool.rows, files, shares)
-
-
-def read_share(
-    folder: Directory, files: Sequence[TableFile], share: Share, schema: pa.Schema, next_step: str
-) -> pa.Table:
-    """Return the objects of one part, with their affix ids.
-
-    files: files of the listing.
-    schema: `Listing.schema`.
-    next_step: ends the message for a damaged file.
-    Raises FormatError for a damaged file, OSError, UntrustedError.
-    """
-    tables = [schema.empty_table()]
-    for file in files:
-        if groups := share.get(file.name):
-            with opened_table(folder, file, schema, next_step) as parquet:
-                tables.append(parquet.read_row_groups(groups).cast(schema))
-    return pa.concat_tables(tables)
+    return Listed(listing, files, shares)
 
 
 def inventory_of(objects: pa.Table, table: AffixTable) -> Inventory:
@@ -252,20 +221,33 @@ def publish_rows(
     """Write rows about objects to a listing's folder, divided as the listing is.
 
     batches: rows with key and nbytes.
-    shares: shares of the listing, to which the rows are added.
+    shares: receive the row groups of each part.
     prefix: start of the file names.
     on_batch, memory_rows: see `publish_listing`.
     Raises OSError.
     """
+    files = []
     with Spool(schema, folder, memory_rows) as spool:
         spool.fill(batches, on_batch)
         starts = page_starts(spool.affixes)
-        return [
-            write_table(folder, name, _row_groups(rows, words, name, shares), schema)
-            for number, (rows, ids) in enumerate(spool.pieces())
-            if len(rows)
-            for name, words in [(f"{prefix}{number:02x}.parquet", _words(rows, starts[ids]))]
-        ]
+        for number, (rows, ids) in enumerate(spool.pieces()):
+            if len(rows):
+                ordered, ends = _by_part(rows, starts[ids], len(shares))
+                name = f"{prefix}{number:02x}.parquet"
+                files.append(write_divided(folder, name, ordered, ends, shares))
+    return files
+
+
+def _by_part(rows: pa.Table, starts: IntArray, parts: int) -> tuple[pa.Table, list[int]]:
+    """Return rows in the order of their page hashes, and the end of each part's rows.
+
+    starts: [rows] byte offsets of the hashes in the keys; negative without a page, for part 0.
+    """
+    words = _words(rows, starts)
+    order = np.argsort(words, kind="stable")
+    bounds = [-(-part * 2**64 // parts) for part in range(1, parts)]
+    ends = np.searchsorted(words[order], np.array(bounds, dtype=np.uint64)).tolist()
+    return take_rows(rows, order).combine_chunks(), [*ends, len(order)]
 
 
 def _words(rows: pa.Table, starts: IntArray) -> npt.NDArray[np.uint64]:
@@ -280,22 +262,3 @@ def _words(rows: pa.Table, starts: IntArray) -> npt.NDArray[np.uint64]:
         paged = np.flatnonzero(starts[start:end] >= 0)
         words[start + paged] = page_words(keys, paged, starts[start + paged], 0)
     return words
-
-
-def _row_groups(
-    rows: pa.Table, words: npt.NDArray[np.uint64], name: str, shares: Sequence[Share]
-) -> Iterator[pa.Table]:
-    """Yield rows by page hash, those of each part in row groups of their own.
-
-    words: first word of each row's page hash. Adds the row groups to the shares.
-    """
-    order = np.argsort(words, kind="stable")
-    bounds = [-(-part * 2**64 // len(shares)) for part in range(1, len(shares))]
-    starts = np.searchsorted(words[order], np.array(bounds, dtype=np.uint64)).tolist()
-    ordered = take_rows(rows, order).combine_chunks()
-    number = 0
-    for share, start, end in zip(shares, [0, *starts], [*starts, len(order)], strict=True):
-        for first in range(start, end, _GROUP_ROWS):
-            share.setdefault(name, []).append(number)
-            number += 1
-            yield ordered.slice(first, min(_GROUP_ROWS, end - first))

@@ -14,14 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hicachectl.formats import errors
 from hicachectl.formats.errors import HicacheError
-from hicachectl.io.forking import end_with
-from hicachectl.parts.claims import ClaimLostError
+from hicachectl.io.forking import end_with, told
 from hicachectl.parts.job import PartInput
 from hicachectl.parts.manifest import parse_manifest
 from hicachectl.parts.messages import (
@@ -34,7 +31,6 @@ from hicachectl.parts.messages import (
     outcome_of,
     parse_order,
     pieces_of,
-    result_from,
     table_from,
 )
 
@@ -164,7 +160,8 @@ class Answering:
 
     def moved(self, new: int, total: int) -> None:
         """Report progress, at most twice a second."""
-        self.check()
+        if self.stopped:  # C code may have discarded the exception
+            raise _StoppedError
         with self._lock:
             self._new += new
             now = time.monotonic()
@@ -173,11 +170,6 @@ class Answering:
             new, self._new, self._sent = self._new, 0, now
         with suppress(BrokenPipeError):  # the parent is about to end this process
             self.send(Moved(new, total))
-
-    def check(self) -> None:
-        """Raise ClaimLostError if the parent has cancelled the stage."""
-        if self.stopped:
-            raise ClaimLostError("The part was cancelled")
 
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
         """Handle SIGTERM: end the main thread's work, once."""
@@ -201,8 +193,8 @@ def main(parent: int) -> None:
         answer(order, answering)
     except _StoppedError:
         os._exit(_TERMINATED)
-    except BaseException:
-        answering.send(Failed("", traceback.format_exc()))
+    except BaseException as error:
+        answering.send(Failed(*told(error)))
     # A normal exit could abort while threads of libraries run. The stores are closed here.
     os._exit(0)
 
@@ -211,12 +203,12 @@ def answer(order: Order, answering: Answering) -> None:
     """Do a stage in this process; answer with its result, or with an error that is no bug."""
     try:
         result = _done(order, answering)
-        if result is not None:
-            for piece in pieces_of(result):
-                answering.send(piece)
-        answering.send(Outcome() if result is None else outcome_of(result))
     except HicacheError as error:
-        answering.send(Failed(_error_name(error), str(error)))
+        answering.send(Failed(*told(error)))
+        return
+    for piece in () if result is None else pieces_of(result):
+        answering.send(piece)
+    answering.send(Outcome() if result is None else outcome_of(result))
 
 
 def _done(order: Order, answering: Answering) -> StageResult | None:
@@ -227,30 +219,17 @@ def _done(order: Order, answering: Answering) -> StageResult | None:
         if order.stage == "open":
             return None
         tables = {name: table_from(content) for name, content in order.tables.items()}
-        planned = {name: table_from(content) for name, content in order.planned.items()}
         given = PartInput(
             manifest=parse_manifest(order.manifest, "The driver's manifest"),
             part=order.part,
-            attempt=order.attempt,
             owner=order.owner,
-            earlier=order.earlier,
             tables={name: lambda table=table: table for name, table in tables.items()},  # type: ignore[misc]
-            plan=None if order.plan is None else result_from(order.plan, planned),
             divided=order.divided,
             parts_here=order.parts_here,
             seconds_of=lambda limit: max(limit - order.spent, 0),  # parts follow one another
             age=lambda: time.monotonic() - listed,
-            check=answering.check,
         )
-        if order.stage == "plan":
-            return job.plan(given, answering.moved)
         return job.work(given, answering.moved)
-
-
-def _error_name(error: HicacheError) -> str:
-    """Return the name of an error's nearest class in `formats.errors`."""
-    classes = type(error).__mro__
-    return next(cls.__name__ for cls in classes if cls.__module__ == errors.__name__)
 
 
 if __name__ == "__main__":

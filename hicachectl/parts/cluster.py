@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hicachectl import __version__
-from hicachectl.formats import errors
 from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
+from hicachectl.io.forking import raised
 from hicachectl.parts.child import STOP_SECONDS, in_child
 from hicachectl.parts.messages import Failed, Lost, Order, frame, parse_answer
 
@@ -34,7 +34,8 @@ _CANCEL_SECONDS = STOP_SECONDS + 15
 _ADDRESS = re.compile(r"auto|local|[^\s:/]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}")
 _INSTALL = "pip install 'hicachectl[ray]'"
 # RFC 9113, sections 3.4 and 6.5: both sides first send SETTINGS, here without any.
-_HTTP2_HEAD_BYTES = 9  # of a frame; the fourth byte is its type
+# The head of a frame; its fourth byte is the type.
+_HTTP2_HEAD_BYTES = 9
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _HTTP2_SETTINGS + bytes(5)
 # Items of a task that Ray produces before the driver takes the first.
@@ -42,7 +43,10 @@ _AHEAD = 4
 
 
 class LostError(Exception):
-    """An attempt at a part is lost; error: of the stage, if it had one."""
+    """An attempt at a part is lost.
+
+    error: the error of the stage; None if there was none.
+    """
 
     def __init__(self, reason: str, error: HicacheError | None = None) -> None:
         super().__init__(reason)
@@ -157,7 +161,7 @@ class Cluster:
     def refusals(self, nodes: Collection[Node], job: bytes) -> dict[Node, str]:
         """Return why nodes cannot work: another release, no answer, or the job does not open.
 
-        job: as in `Order`.
+        job: see `Order`.
         """
         mine = {
             "hicachectl": __version__,
@@ -309,9 +313,7 @@ def _refusal(answer: Answer) -> str:
 
 def _raised(name: str, text: str) -> Exception:
     """Return the exception for a failed stage. A lost store or device is the node's: retry."""
-    if not name:
-        return RuntimeError(f"On another node:\n{text}")
-    error: HicacheError = getattr(errors, name, HicacheError)(text)
+    error = raised(name, text, where="On another node")
     if isinstance(error, StoreUnavailable | DeviceError):
         return LostError(text, error)
     return error

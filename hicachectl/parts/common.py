@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.capabilities import Archive, Leases
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.profile import profile_to_mapping
+from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.published import Listing
-from hicachectl.parts.manifest import MANIFEST
+from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from hicachectl.parts.manifest import Manifest
 
 _DIGEST_DIGITS = 12
-LIST_AGAIN = "give another --run"  # next step if a published table is damaged
 
 
 def selection_identity(selection: Selection) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def share_of(limit: int | None, divided: int) -> int | None:
 def jobs_of_part(jobs: int | None, usual: int, given: PartInput, *read: Store) -> int | None:
     """Return the number of jobs of a part; None for the command's default.
 
-    jobs: as given by --jobs. usual: default number of one process. read: stores to be read. If
+    jobs: number given by --jobs. usual: default number of one process. read: stores to be read. If
     reads grant leases, the parts of a machine then lease about as many objects as one process.
     """
     shared = given.parts_here > 1 and any(isinstance(store, Leases) for store in read)
@@ -110,3 +110,12 @@ def options_of_part(options: CopyOptions, given: PartInput, *read: Store) -> Cop
         jobs=jobs_of_part(options.jobs, options.job_count, given, *read),
         bytes_per_second=share_of(options.bytes_per_second, given.divided),
     )
+
+
+def sweep_attempts(given: PartInput, *stores: Store) -> None:
+    """Remove the unfinished writes of all attempts at a part. Call it when its work is done.
+
+    Killed attempts left some. An attempt that is at work beside this one loses its own, but this
+    one's result comes first.
+    """
+    RunMark(given.owner, ended=(given.owner,)).put(*stores)

@@ -1,15 +1,14 @@
 """The run directory, which all processes of a divided run share.
 
-    run.json                     the manifest, published last: it publishes the listing and the plan
-    claim.K                      claims of the lister
-    listing-OWNER/               the published tables
-    parts/00007/claim.K          claims of a part; K numbers its attempts
-    parts/00007/plan.json        the changes that the part will make: the first one counts
-    parts/00007/result-K.json    of an attempt: the highest one counts
-    finish.claim.K               claims of the process that finishes the run
-    finish-G.json                the result of finishing; needs the results of all parts
+    run.json                        the manifest, published last: it publishes the listing
+    listing-LISTER/                 the published tables
+    parts/00007.json                the result of a part
+    parts/00007-ATTEMPT-….parquet   tables of a result
+    finish.json                     the result of finishing; needs the results of all parts
+    merged.json                     the run was merged
 
-Tables of a record lie beside it. Published files are never replaced.
+All .json files appear whole, by link(2), and are never replaced. If several processes write one,
+the first counts.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Directory, JointTrust, Trust
 from hicachectl.backends.disk.durable import NO_ROOM, make_directories
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.urls import parse_url
-from hicachectl.formats.errors import UntrustedError, UsageError
+from hicachectl.formats.errors import HicacheError, UntrustedError, UsageError
 from hicachectl.formats.wording import failed
-from hicachectl.parts.manifest import MANIFEST, MOST_BYTES, Manifest, dump, parse_manifest
+from hicachectl.io.stored_documents import MOST_BYTES
+from hicachectl.parts.manifest import MANIFEST, Manifest, dump, parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,14 +38,15 @@ _STORES = {"store", "source", "destination"}  # members of a run's identity
 _OTHER_RUN = "give another run directory"
 _LISTING = "listing-"
 # Entries before the manifest is published: ours, and what a mounted volume has by itself.
-_HARMLESS = re.compile(r"claim\.\d+|listing-[0-9a-f]{16}|\..*|lost\+found")
-_RESULT = re.compile(r"result-(\d{1,9})\.json")
+_HARMLESS = re.compile(r"listing-[0-9a-f]{16}|\..*|lost\+found")
+_RESULT = re.compile(r"([0-9]{5})\.json")
+_MERGED = "merged.json"
 
 
 class RunDirectory:
     """An open run directory; a context manager. Its own errors are UsageError, UntrustedError.
 
-    path: as the option names it.
+    path: path that the option names.
     """
 
     def __init__(self, path: Path, directory: Directory) -> None:
@@ -56,8 +58,9 @@ class RunDirectory:
     def create(cls, path: Path, permissions: Permissions, trust: Trust) -> Self:
         """Open a run directory for work; create it if it is missing.
 
-        permissions: of the store's listing; files in the directory get no wider ones. trust: in
-        its owner and those of its files. Raises UsageError if it has other files.
+        permissions: permissions of the store's listing; files in the directory get no wider ones.
+        trust: trusted owners of the directory and its files. Raises UsageError if it has other
+        files.
         """
         with usage_errors(path):
             made = make_directories(path)
@@ -80,7 +83,7 @@ class RunDirectory:
 
     @classmethod
     def existing(cls, path: Path) -> Self:
-        """Open a run directory for reading.
+        """Open a run directory for merging.
 
         Trusted are the users whom those of the run's stores trust that are directories here.
         """
@@ -104,16 +107,7 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def again(self) -> Directory:
-        """Open the directory once more."""
-        mine = self.directory
-        return Directory(os.dup(mine.descriptor), mine.path, mine.trust)
-
     # the manifest and its tables
-
-    def has_manifest(self) -> bool:
-        """Return whether a manifest is published. Raises OSError."""
-        return self.directory.has(MANIFEST)
 
     def manifest(self) -> Manifest | None:
         """Read the manifest; None if it is not published. Raises FormatError for a damaged one."""
@@ -129,21 +123,31 @@ class RunDirectory:
         with usage_errors(self.path):
             return Permissions.of_file(self.directory.entries()[MANIFEST])
 
-    def published_ns(self) -> int:
-        """Return when the manifest was written, by its file system's clock. Raises OSError."""
+    def since_published_ns(self) -> int:
+        """Return how long the manifest has been there, by its file system's clock. Raises OSError.
+
+        The clocks of hosts may differ; they have this clock in common.
+        """
         descriptor = self.directory.open_file(MANIFEST)
         try:
-            return os.fstat(descriptor).st_mtime_ns
+            published_ns = os.fstat(descriptor).st_mtime_ns
         finally:
             os.close(descriptor)
+        return max(0, file_system_ns(self.directory.descriptor) - published_ns)
 
-    def publish_manifest(self, manifest: Manifest) -> bool:
-        """Publish the manifest, unless there is one; return whether it is this one."""
-        return self.directory.publish(MANIFEST, dump(manifest))
+    def publish_manifest(self, manifest: Manifest) -> None:
+        """Publish the manifest, unless there is one."""
+        self.directory.publish(MANIFEST, dump(manifest))
 
-    def make_listing(self, owner: str) -> Directory:
-        """Create a directory for published tables."""
-        return self.directory.make_directory(_LISTING + owner)
+    def make_listing(self, lister: str) -> Directory:
+        """Create a directory for published tables.
+
+        Raises UnsupportedByBackend on a file system without links, which could publish nothing.
+        """
+        probe = f".hicachectl-{lister}.tmp"
+        self.directory.publish(probe, b"")
+        self.directory.remove(probe)
+        return self.directory.make_directory(_LISTING + lister)
 
     def listing(self, manifest: Manifest) -> Directory:
         """Open the directory of the published tables."""
@@ -154,38 +158,54 @@ class RunDirectory:
         """Remove the tables of listers that published no manifest.
 
         besides: name of the published directory. Call this only after the manifest was published:
-        until then, a lister that was taken over may still publish.
+        until then, another lister may still publish.
         """
         for name in self.directory.entries():
             if name.startswith(_LISTING) and name != besides:
                 with suppress(OSError, UntrustedError):  # others may be removing it too
                     _remove_tree(self.directory, name)
 
-    def remove_listing(self, owner: str) -> None:
-        """Remove the tables of a lister that cannot publish them."""
-        with suppress(OSError, UntrustedError):
-            _remove_tree(self.directory, _LISTING + owner)
+    def remove_unpublished(self, lister: str) -> None:
+        """Remove the tables of a lister unless its manifest was published."""
+        name = _LISTING + lister
+        with suppress(OSError, HicacheError):
+            manifest = self.manifest()
+            if manifest is None or manifest.folder != name:
+                _remove_tree(self.directory, name)
 
-    # parts
+    # results
 
-    def part_path(self, part: int) -> Path:
-        """Return the path of a part's directory, for messages."""
-        return self.path / PARTS / part_name(part)
+    def results(self, *, create: bool = False) -> Directory:
+        """Open the directory of the results. Raises FileNotFoundError if it is missing."""
+        if create:
+            return self.directory.make_directory(PARTS, exist_ok=True)
+        return self.directory.directory(PARTS)
 
-    def part(self, part: int, *, create: bool = False) -> Directory:
-        """Open a part's directory. Raises FileNotFoundError if it is missing."""
-        name = part_name(part)
-        if not create:
-            with self.directory.directory(PARTS) as parts:
-                return parts.directory(name)
-        with self.directory.make_directory(PARTS, exist_ok=True) as parts:
-            return parts.make_directory(name, exist_ok=True)
+    def parts_with_result(self) -> set[int]:
+        """Return the parts that have a result."""
+        with usage_errors(self.path):
+            try:
+                with self.results() as results:
+                    names = results.entries()
+            except FileNotFoundError:
+                return set()
+        return {int(match[1]) for match in map(_RESULT.fullmatch, names) if match}
+
+    def is_merged(self) -> bool:
+        """Return whether the run was merged."""
+        with usage_errors(self.path):
+            return self.directory.has(_MERGED)
+
+    def mark_merged(self) -> None:
+        """Record that the run was merged."""
+        with usage_errors(self.path):
+            self.directory.publish(_MERGED, b"{}\n")
 
     def _refuse_other_files(self) -> None:
         names = self.directory.entries()
         strange = next((name for name in names if not _HARMLESS.fullmatch(name)), None)
         # Looks for the manifest last: another process may be publishing it.
-        if strange is not None and not self.has_manifest():
+        if strange is not None and not self.directory.has(MANIFEST):
             raise UsageError(
                 f"{self.path}: has other files, such as {strange}; give --run an empty or a new "
                 "directory"
@@ -203,15 +223,9 @@ def _trusts(directory: Directory, path: Path) -> Iterator[Trust]:
                     yield Trust(store.stat(), writes=True)
 
 
-def part_name(part: int) -> str:
-    """Return the name of a part's directory."""
+def result_name(part: int) -> str:
+    """Return the name of a part's result, without `.json`."""
     return f"{part:05}"
-
-
-def attempts_with_result(directory: Directory) -> list[int]:
-    """Return the attempts at a part that have a result, in ascending order. Raises OSError."""
-    found = (_RESULT.fullmatch(name) for name in directory.entries())
-    return sorted(int(match[1]) for match in found if match)
 
 
 @contextmanager

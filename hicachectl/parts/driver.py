@@ -1,8 +1,8 @@
 """Divide a run among the nodes of a cluster.
 
-Only the driver uses the run directory. It lists, takes the claim of each part, sends the part's
-tables and plan to a node, and publishes the results. Nodes share only the stores. If a node or
-process is lost, its part becomes a new attempt on another node.
+Only the driver uses the run directory. It lists, sends the tables of each part to a node, and
+publishes the results. Nodes share only the stores. If a node or process is lost, its part is done
+again on another node.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from hicachectl.parts.messages import (
     Order,
     Outcome,
     Piece,
-    outcome_of,
     result_from,
     table_bytes,
     table_from,
 )
-from hicachectl.parts.results import merge_run
+from hicachectl.parts.results import mark_merged, merge_run
 from hicachectl.parts.running import begin, run_part
 from hicachectl.text.units import counted
 
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from hicachectl.parts.cluster import Node
     from hicachectl.parts.job import Job, Merged, PartCount, PartInput, Tables
     from hicachectl.parts.manifest import Manifest, Published
-    from hicachectl.parts.messages import Stage
     from hicachectl.parts.records import Record, StageResult
     from hicachectl.parts.running import Begun, Say
 
@@ -56,8 +54,10 @@ if TYPE_CHECKING:
     OpenJob = Callable[[], AbstractContextManager[Job]]
 
 ATTEMPTS = 3  # at a part, on different nodes if possible
-_MOST_OBJECTS = 100_000  # of a part; bounds what travels at once
-_FEW_OBJECTS = 1_000  # of a part; fewer are not worth a process, if each node has one
+# Objects of a part. The first bounds what travels at once. Fewer than the second are not worth a
+# process, if each node has one.
+_MOST_OBJECTS = 100_000
+_FEW_OBJECTS = 1_000
 _PARTS_PER_WORKER = 4  # so that one slow part delays the end little
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
@@ -126,7 +126,7 @@ class Driver:
 
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
         """List and plan, unless an earlier driver has. on_listed: see `running.begin`."""
-        self._begun = begin(self._run, self._job, self._count, on_listed=on_listed, say=self._say)
+        self._begun = begin(self._run, self._job, self._count, on_listed=on_listed)
 
     def work(self, on_progress: Callable[[int, int], None] = lambda new, total: None) -> None:
         """Do all parts; then disconnect.
@@ -143,6 +143,10 @@ class Driver:
     def merged(self) -> Merged:
         """Return the outcome of the run."""
         return merge_run(self._run)
+
+    def mark_merged(self) -> None:
+        """Record that the outcome was written."""
+        mark_merged(self._run)
 
     def _count(self, objects: int) -> int:
         """Return the number of parts for a number of objects."""
@@ -210,7 +214,8 @@ class _Nodes:
 class _Stages:
     """Stages of a job's parts, done on nodes.
 
-    workers: parts at once, which divides limits. parts_here: of them, the most on one node.
+    workers: number of parts at once, which divides limits.
+    parts_here: the largest number of these on one node.
     """
 
     def __init__(self, cluster: Cluster, open_job: OpenJob, workers: int) -> None:
@@ -228,28 +233,21 @@ class _Stages:
         self,
         node: Node,
         stopped: Callable[[], bool],
-        stage: Stage,
         given: PartInput,
         on_progress: Callable[[int, int], None],
     ) -> StageResult:
-        """Do a stage. Exceptions as in `Cluster.answers`."""
-        plan = given.plan
-        planned = {} if plan is None else plan.tables
+        """Do the work of a part. Exceptions as in `Cluster.answers`."""
         order = Order(
-            stage=stage,
+            stage="work",
             job=self._job,
             manifest=dump(given.manifest),
             part=given.part,
-            attempt=given.attempt,
             owner=given.owner,
-            earlier=given.earlier,
             divided=self.workers,
             parts_here=self.parts_here,
             age=given.age(),
             spent=time.monotonic() - self._began,
             tables={name: table_bytes(read()) for name, read in given.tables.items()},
-            plan=None if plan is None else outcome_of(plan),
-            planned={name: table_bytes(table) for name, table in planned.items()},
         )
         pieces: dict[str, list[pa.Table]] = defaultdict(list)
         outcome: Outcome | None = None
@@ -269,17 +267,16 @@ class _Stages:
 
 
 class _RemoteJob:
-    """A job whose parts are planned and done on a node; all else is done here."""
+    """A job whose parts are done on a node; all else is done here."""
 
     def __init__(
         self,
         local: Job,
-        stage: Callable[[Stage, PartInput, Callable[[int, int], None]], StageResult],
+        work: Callable[[PartInput, Callable[[int, int], None]], StageResult],
     ) -> None:
         self._local = local
-        self._stage = stage
+        self._work = work
         self.kind = local.kind
-        self.plans = local.plans
         self.identity = local.identity
         self.options = local.options
         self.permissions = local.permissions
@@ -293,11 +290,8 @@ class _RemoteJob:
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         return self._local.tables(folder, manifest, part)
 
-    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        return self._stage("plan", given, on_progress)
-
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        return self._stage("work", given, on_progress)
+        return self._work(given, on_progress)
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
@@ -325,7 +319,7 @@ class _Progress:
         if part in self._totals:
             self.moved(part, -self._done[part], self._totals[part])
 
-    def settled_before(self) -> None:
+    def done_before(self) -> None:
         self._parts -= 1
 
 
@@ -415,10 +409,9 @@ class _Work:
                 on_progress=lambda new, total: self._calls.put(
                     partial(progress.moved, part, new, total)
                 ),
-                say=self._say,
             )
             if outcome.earlier:
-                self._calls.put(progress.settled_before)
+                self._calls.put(progress.done_before)
         except LostError as loss:
             self._calls.put(partial(progress.lost, part))
             self._note_loss(part, node, loss)

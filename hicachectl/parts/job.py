@@ -36,32 +36,25 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class PartInput:
-    """Input of one attempt at a part.
+    """Input of one attempt at a part. Another attempt may be working at the same time.
 
-    owner:    16 hex digits that mark the unfinished writes of this attempt.
-    earlier:  owners of earlier attempts; their processes have ended, or lost the part.
-    tables:   the part's own tables, from `Job.tables`.
-    plan:     the kept plan of the part; None if the job's kind has no plans, or while planning.
-    divided:  the number by which limits of the whole run are divided.
-    parts_here: number of parts that this machine does at once, as far as is known.
-    seconds_of: takes a limit on the seconds of the whole run; returns those of this part.
-    age:      returns seconds since the listing began. The times of files in the run directory tell
-        how long ago another process listed; they have one clock.
-    check:    raises ClaimLostError if another process took over the part. Call it often.
+    owner: 16 hex digits that mark the unfinished writes of all attempts at the part.
+    tables: the part's own tables, from `Job.tables`.
+    divided: number by which limits of the whole run are divided.
+    parts_here: number of parts that this machine does at once, or 1 if that is not known.
+    seconds_of: function that takes a limit on the seconds of the whole run, and returns this
+        part's.
+    age: function that returns the seconds since the listing began, by the run directory's clock.
     """
 
     manifest: Manifest
     part: int
-    attempt: int
     owner: str
-    earlier: tuple[str, ...]
     tables: Tables
-    plan: StageResult | None
     divided: int
     parts_here: int
     seconds_of: Callable[[float], float]
     age: Callable[[], float]
-    check: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +88,10 @@ class Merged:
 class Kind:
     """A command that can be divided.
 
-    schemas:  of the tables of plans and results, by name.
-    merge:    takes results by part, without the missing ones, and the result of `finish`; opens no
-              store.
-    finishes: one process calls `finish` after the last part.
+    schemas: schemas of the results' tables, by name.
+    merge: function that takes results by part, without the missing ones, and the result of
+        `finish`; it opens no store.
+    finishes: whether the process of the last part calls `finish`.
     """
 
     command: str
@@ -110,17 +103,15 @@ class Kind:
 class Job(Protocol):
     """A command with its options and open stores.
 
-    plans: a part's plan is kept before its first change, so that a killed part ends like an
-    undisturbed one.
     identity: values that must be equal in all parts of a run, by the name in messages: `store`,
-    `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
-    options: all other decisions of the lister for all parts. permissions: who may read the
-    run directory. trust: in who may write it.
+        `destination` (URLs without secrets), and options such as `--checks`; compared as JSON.
+    options: all other decisions of the lister for all parts.
+    permissions: who may read the run directory.
+    trust: who may write the run directory.
     Methods raise HicacheError.
     """
 
     kind: Kind
-    plans: bool
     identity: dict[str, Any]
     options: dict[str, Any]
     permissions: Permissions
@@ -131,20 +122,14 @@ class Job(Protocol):
     ) -> Published:
         """List and plan for all parts; write the tables to a new folder.
 
-        on_listed: call it often with the number of new objects; it raises ClaimLostError.
+        on_listed: takes the number of new objects.
         """
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """Return the tables that a part works on."""
 
-    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Return the changes that a part will make, before the first change.
-
-        on_progress: takes new and total bytes read; it raises ClaimLostError.
-        """
-
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Do the work of a part. on_progress: as for `plan`, with bytes read or copied."""
+        """Do the work of a part. on_progress: takes new and total bytes read or copied."""
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]

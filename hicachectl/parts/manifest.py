@@ -1,4 +1,4 @@
-"""The manifest of a divided run: `run.json`, which publishes the listing and the plan.
+"""The manifest of a divided run: `run.json`, which publishes the listing.
 
 All parts of a run read it, so they agree on every decision about the whole store.
 """
@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from hicachectl import __version__
-from hicachectl.formats.documents import parse_json_object, shown
-from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.formats.forms import convert
+from hicachectl.formats.documents import shown
+from hicachectl.formats.errors import UsageError
+from hicachectl.io.stored_documents import MOST_BYTES, parse_document
 from hicachectl.io.table_files import Count, FileName, TableFile  # noqa: TC001 - msgspec reads them
+from hicachectl.text.units import minute
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 MANIFEST = "run.json"  # its name in the run directory
 FORM = 1
 MOST_PARTS = 10_000
-MOST_BYTES = 64 << 20
-_MOST_VALUES = 16_000_000
+LIST_AGAIN = "give another --run"  # next step if the manifest or a published table is damaged
 
 Owner = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Moment = Annotated[int, Meta(ge=-(2**62), le=2**62)]
@@ -37,12 +37,12 @@ class Published(Struct, kw_only=True):
     listing_ns: start of the listing, Unix nanoseconds.
     duration_ns: duration of the listing.
     table: affixes of the listing, as `pages` writes them.
-    files: all tables, in `folder`.
+    files: all tables, in `Manifest.folder`.
     shares: row groups by file name, for each part.
     facts: members that only the job knows.
     """
 
-    listing_ns: Moment = 0
+    listing_ns: Moment
     duration_ns: Count = 0
     table: dict[str, Any] = {}
     files: list[TableFile] = []
@@ -51,11 +51,15 @@ class Published(Struct, kw_only=True):
 
 
 class Manifest(Struct, kw_only=True):
-    """A run. run: random name. folder: directory of the published tables.
+    """A run.
 
-    version: of hicachectl. identity: what must be equal in all parts, by the name in messages:
-    the stores' URLs and options such as `--checks`. options: of the lister, with every default
-    resolved; all parts use these. spent_seconds: duration of listing and planning.
+    run: random name.
+    version: release of hicachectl.
+    identity: what must be equal in all parts, by the name in messages: the stores' URLs and options
+        such as `--checks`.
+    options: the lister's options, with every default resolved; all parts use these.
+    spent_seconds: duration of listing and planning.
+    folder: directory of the published tables.
     """
 
     form: int
@@ -73,13 +77,14 @@ class Manifest(Struct, kw_only=True):
         """Number of parts."""
         return len(self.published.shares)
 
-    def file(self, name: str) -> TableFile | None:
-        """Return a published table by its file name; None if there is none."""
-        return next((file for file in self.published.files if file.name == name), None)
+    @property
+    def listed(self) -> str:
+        """Time of the listing, in words."""
+        return f"{minute(self.published.listing_ns)} UTC"
 
 
 def dump(form: Struct) -> bytes:
-    """Return a manifest or a record as JSON text. Raises UsageError if readers would refuse it."""
+    """Return a manifest or a result as JSON text. Raises UsageError if readers would refuse it."""
     content = json.dumps(msgspec.to_builtins(form)).encode()
     if len(content) > MOST_BYTES:
         raise UsageError(
@@ -95,21 +100,18 @@ def parse_manifest(content: bytes, source: str) -> Manifest:
     source: the run directory. Raises FormatError for other content, UsageError for the manifest of
     another release.
     """
+
+    def refuse_release(document: Mapping[str, Any]) -> None:
+        for name, mine in (("form", FORM), ("version", __version__)):
+            if document.get(name) != mine:
+                theirs = shown(document.get(name))
+                raise UsageError(
+                    f"{source}: was begun by hicachectl of {name} {theirs}, but this one has "
+                    f"{mine!r}; finish the run with the same release, or give another --run"
+                )
+
     path = f"{source}/{MANIFEST}"
-    if len(content) > MOST_BYTES:
-        raise FormatError(f"{path}: larger than {MOST_BYTES} bytes; give another --run")
-    try:
-        document = parse_json_object(content, path, max_values=_MOST_VALUES)
-    except FormatError as error:
-        raise FormatError(f"{error}; give another --run") from None
-    for name, mine in (("form", FORM), ("version", __version__)):
-        if document.get(name) != mine:
-            theirs = shown(document.get(name))
-            raise UsageError(
-                f"{source}: was begun by hicachectl of {name} {theirs}, but this one has {mine!r}; "
-                "finish the run with the same release, or give another --run"
-            )
-    return convert(document, Manifest, path)
+    return parse_document(content, path, Manifest, LIST_AGAIN, check=refuse_release)
 
 
 def refuse_other(
@@ -117,7 +119,7 @@ def refuse_other(
 ) -> None:
     """Raise UsageError, with both values, if a run was begun with another command or options.
 
-    identity: as `Manifest.identity`.
+    identity: see `Manifest`.
     """
     mine = {"command": command, **identity}
     theirs = {"command": manifest.command, **manifest.identity}

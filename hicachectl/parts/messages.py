@@ -1,6 +1,6 @@
 """Messages between a driver and the processes on other nodes that do stages of its parts.
 
-A stage opens the job, plans a part or does its work. Each message is a frame: eight bytes with the
+A stage opens the job, or does the work of a part. Each message is a frame: eight bytes with the
 length (little-endian), then MessagePack. Tables are Arrow IPC streams.
 """
 
@@ -18,7 +18,7 @@ from hicachectl.parts.records import StageResult
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Stage = Literal["open", "plan", "work"]
+Stage = Literal["open", "work"]
 LENGTH_BYTES = 8
 _ROWS_AT_ONCE = 16_384
 
@@ -28,31 +28,28 @@ class Outcome(Struct, tag=True):
 
     facts: bytes = b"{}"
     settled: bool = True
-    planned: tuple[str, ...] = ()
 
 
 class Order(Struct, tag=True, kw_only=True):
-    """A stage to do; the other members are of `PartInput`, empty for the stage `open`.
+    """A stage to do. Members without a description are those of `PartInput`.
 
-    job: a pickled function that opens the job. It comes from the driver, as the code of a Ray task
-    does. manifest: JSON. age: seconds since the listing when the order was written.
-    spent: seconds since the driver began. planned: tables of the plan.
+    job: pickled function that opens the job. It comes from the driver, as the code of a Ray task
+        does.
+    manifest: the manifest as JSON.
+    age: seconds since the listing when the order was written.
+    spent: seconds since the driver began.
     """
 
     stage: Stage
     job: bytes
     manifest: bytes = b""
     part: int = 0
-    attempt: int = 0
     owner: str = ""
-    earlier: tuple[str, ...] = ()
     divided: int = 1
     parts_here: int = 1
     age: float = 0.0
     spent: float = 0.0
     tables: dict[str, bytes] = {}
-    plan: Outcome | None = None
-    planned: dict[str, bytes] = {}
 
 
 class Piece(Struct, tag=True):
@@ -120,7 +117,7 @@ def table_from(content: bytes) -> pa.Table:
 
 def outcome_of(result: StageResult) -> Outcome:
     """Return a result without its tables."""
-    return Outcome(json.dumps(result.facts).encode(), result.settled, result.planned)
+    return Outcome(json.dumps(result.facts).encode(), result.settled)
 
 
 def pieces_of(result: StageResult) -> Iterator[Piece]:
@@ -132,4 +129,4 @@ def pieces_of(result: StageResult) -> Iterator[Piece]:
 
 def result_from(outcome: Outcome, tables: dict[str, pa.Table]) -> StageResult:
     """Return a result with its tables."""
-    return StageResult(json.loads(outcome.facts), tables, outcome.settled, outcome.planned)
+    return StageResult(json.loads(outcome.facts), tables, outcome.settled)

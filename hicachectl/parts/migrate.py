@@ -17,23 +17,16 @@ from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.findings import LOCATED_SCHEMA as FOUND_SCHEMA
 from hicachectl.checks.live_tables import check_tables, saved_tables
-from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
-from hicachectl.io.table_files import Count, read_table, write_table
+from hicachectl.io.table_files import Count, named_table, read_share, read_table, write_table
 from hicachectl.move.migrate import carry_out, rehearse
 from hicachectl.move.migration import Migration
 from hicachectl.move.migration_choice import plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
 from hicachectl.move.run_mark import RunMark
-from hicachectl.pages.published import (
-    inventory_of,
-    publish_listing,
-    read_share,
-    refuse_unmounted,
-)
+from hicachectl.pages.published import inventory_of, publish_listing, refuse_unmounted
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.parts.common import (
-    LIST_AGAIN,
     listing_of,
     listing_time,
     options_of_part,
@@ -41,9 +34,10 @@ from hicachectl.parts.common import (
     published_selection,
     refuse_pack,
     selection_identity,
+    sweep_attempts,
 )
-from hicachectl.parts.job import Kind, Merged, PartInput
-from hicachectl.parts.manifest import MANIFEST, Manifest, Published
+from hicachectl.parts.job import Kind, Merged
+from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 
 if TYPE_CHECKING:
@@ -54,7 +48,7 @@ if TYPE_CHECKING:
     from hicachectl.move.batches import CopyOptions
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.pages.published import Listing
-    from hicachectl.parts.job import PartCount, Tables
+    from hicachectl.parts.job import PartCount, PartInput, Tables
     from hicachectl.text.tables import Screen
     from hicachectl.verification.report_text import Shown
 
@@ -110,7 +104,6 @@ class MigrateJob:
     """A migration between two open stores, in parts."""
 
     kind = KIND
-    plans = False
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
         """Check the request. Raises as `Migration`, and UsageError for a pack as destination."""
@@ -159,17 +152,11 @@ class MigrateJob:
         """See `Job`. All parts read all findings about the source's page tables."""
         schema = self._listing(manifest).schema
         files, share = manifest.published.files, manifest.published.shares[part]
-        found = manifest.file(_FOUND_FILE)
-        if found is None:
-            raise FormatError(f"{MANIFEST}: does not list {_FOUND_FILE}; {LIST_AGAIN}")
+        found = named_table(folder, files, _FOUND_FILE, LIST_AGAIN)
         return {
             _OBJECTS: lambda: read_share(folder, files, share, schema, LIST_AGAIN),
             _FOUND: lambda: read_table(folder, found, FOUND_SCHEMA, LIST_AGAIN),
         }
-
-    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Never called: a part keeps no plan."""
-        raise NotImplementedError
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """See `Job`."""
@@ -193,12 +180,11 @@ class MigrateJob:
             listing_time(given),
             asks=True,
         )
-        given.check()
         if request.dry_run:
             facts = rehearse(migration, plan)
         else:
-            mark = RunMark(given.owner, given.earlier)
-            facts = carry_out(migration, plan, mark, on_moved=on_progress)
+            facts = carry_out(migration, plan, RunMark(given.owner), on_moved=on_progress)
+            sweep_attempts(given, self._destination, *([source] if request.options.move else []))
         facts.seconds = time.monotonic() - began
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 

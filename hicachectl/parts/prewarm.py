@@ -16,14 +16,14 @@ from hicachectl.io.interrupts import persistent
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import refuse_unmounted
 from hicachectl.parts.common import (
-    LIST_AGAIN,
     listing_of,
     options_of_part,
     profile_identity,
     refuse_pack,
+    sweep_attempts,
 )
 from hicachectl.parts.job import Kind, Merged
-from hicachectl.parts.manifest import MANIFEST, Published
+from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Published
 from hicachectl.parts.records import StageResult
 from hicachectl.prewarming.finish import after, finish_facts, touch_pages
 from hicachectl.prewarming.outcome import DEADLINE, FinishFacts, PlanFacts, SliceFacts, outcome_of
@@ -104,7 +104,6 @@ class PrewarmJob:
     """A prewarm whose slices are copied by many processes."""
 
     kind = KIND
-    plans = False
 
     def __init__(
         self,
@@ -173,20 +172,16 @@ class PrewarmJob:
             folder, published.files, published.shares, part, self._listing(manifest), LIST_AGAIN
         )
 
-    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Never called: the lister plans for all parts."""
-        raise NotImplementedError
-
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Copy a slice; see `Job.work`."""
         request, destination = self._of_part(given), self._destination
         warming = Warming(self._source, destination, request)
-        RunMark(given.owner, given.earlier).put(destination)
+        RunMark(given.owner).put(destination)
         planned = Slice(
             self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
         )
         rest = planned.remaining(warming)
-        if not (request.allow_empty or given.attempt):
+        if not request.allow_empty:
             refuse_unmounted(self._source, rest.pages.inventory)
         deadline = request.deadline_seconds
         if deadline is not None:
@@ -196,14 +191,11 @@ class PrewarmJob:
         copying = SliceCopy(warming, rest.pages, deadline, best)
         with persistent():
             copying.run(on_progress)
+            sweep_attempts(given, destination)
         facts = copying.facts
         facts.failed += rest.failed
         facts.problems = [*rest.problems, *facts.problems]
-        if given.attempt:  # earlier attempts wrote these pages
-            facts.copied += rest.written
-            facts.bytes += rest.nbytes
-        else:
-            facts.there += rest.written
+        facts.there += rest.written
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 
     def finish(

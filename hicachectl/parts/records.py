@@ -1,4 +1,4 @@
-"""Records of a part: its plan, and the result of each attempt, with their tables.
+"""Results of parts, and of finishing a run, with their tables.
 
 Tables are written first, under names of their own. Then the record is published, so a record names
 only whole tables.
@@ -6,6 +6,7 @@ only whole tables.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,53 +14,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError
-from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import deferred
-from hicachectl.io.table_files import TableFile, read_table, write_table
+from hicachectl.io.stored_documents import read_document
+from hicachectl.io.table_files import TableFile, pieces, read_table, write_table
 from hicachectl.parts.directory import usage_errors
-from hicachectl.parts.manifest import FORM, MOST_BYTES, Owner, Seconds, dump
+from hicachectl.parts.manifest import FORM, Moment, Owner, Seconds, dump
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import pyarrow as pa
 
     from hicachectl.backends.disk.directory import Directory
 
-_MOST_VALUES = 16_000_000
-_ROWS_AT_ONCE = 131_072
-
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """Plan or result of a part.
+    """Result of a part, or of finishing a run.
 
-    facts: values for JSON: sums, flags and texts. tables: in the schemas of the job's kind.
-    planned: tables of the part's plan that are the result's, too; a plan has none.
-    settled: complete, and nothing failed, so that it need not be done again.
+    facts: values for JSON: sums, flags and texts.
+    tables: in the schemas of the job's kind.
+    settled: whether the work is complete and nothing failed.
     """
 
     facts: dict[str, Any]
     tables: dict[str, pa.Table] = field(default_factory=dict)
     settled: bool = True
-    planned: tuple[str, ...] = ()
 
 
 class RecordForm(Struct, kw_only=True):
-    """A record in JSON. part: -1 for the record of the whole run.
+    """A result in JSON.
 
-    tables: files beside the record, by table name; a result may name tables of its plan.
-    host: where the attempt ran. seconds: its duration.
+    part: number of the part; -1 for the record of the whole run.
+    host: where the work was done.
+    ended_ns: Unix time of its end, by that host's clock.
+    seconds: duration of the work.
+    tables: files beside the record, by table name.
     """
 
     form: Annotated[int, Meta(ge=FORM, le=FORM)]
     run: Owner
     part: int
-    attempt: int
-    owner: Owner
     host: str
+    ended_ns: Moment
     seconds: Seconds
     settled: bool
     facts: dict[str, Any]
@@ -78,7 +76,7 @@ class Record:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The values of the plan or result."""
+        """The values of the result."""
         return self.form.facts
 
     def table(self, name: str) -> pa.Table:
@@ -88,11 +86,6 @@ class Record:
             raise FormatError(f"{self.path}: has no table {name!r}; {self.next_step}")
         with usage_errors(Path(self.path)), self.opened() as directory:
             return read_table(directory, file, self.schemas[name], self.next_step)
-
-    def whole(self) -> StageResult:
-        """Read all tables."""
-        tables = {name: self.table(name) for name in self.form.tables if name in self.schemas}
-        return StageResult(self.form.facts, tables, self.form.settled)
 
 
 def save(
@@ -107,27 +100,25 @@ def save(
     name: without `.json`. Removes the tables of an unpublished record. Raises OSError,
     UntrustedError, UnsupportedByBackend.
     """
-    written: list[TableFile] = []
+    attempt = os.urandom(8).hex()  # two attempts at a part may write at once
     try:
         for table_name, table in tables.items():
-            file_name = f"{name}-{form.owner}-{table_name}.parquet"
-            pieces = _pieces(table)
-            file = write_table(directory, file_name, pieces, schemas[table_name])
-            written.append(file)
-            form.tables[table_name] = file
+            file_name = f"{name}-{attempt}-{table_name}.parquet"
+            schema = schemas[table_name]
+            form.tables[table_name] = write_table(directory, file_name, pieces(table), schema)
         with deferred():  # a signal must not hide whose record it is
             ours = directory.publish(f"{name}.json", dump(form))
     except BaseException:
         if not directory.has(f"{name}.json"):  # else the record may be ours
-            _remove(directory, written)
+            _remove(directory, form)
         raise
     if not ours:
-        _remove(directory, written)
+        _remove(directory, form)
     return ours
 
 
-def _remove(directory: Directory, files: list[TableFile]) -> None:
-    for file in files:
+def _remove(directory: Directory, form: RecordForm) -> None:
+    for file in form.tables.values():
         with suppress(OSError):
             directory.remove(file.name)
 
@@ -144,18 +135,5 @@ def load(
     opened: opens the directory again, for the tables. next_step: ends the message for a damaged
     record or table. Raises FormatError, OSError (FileNotFoundError if missing), UntrustedError.
     """
-    path = f"{directory.path}/{name}.json"
-    content = directory.read(f"{name}.json", MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise FormatError(f"{path}: larger than {MOST_BYTES} bytes; {next_step}")
-    try:
-        document = parse_json_object(content, path, max_values=_MOST_VALUES)
-        form = convert(document, RecordForm, path)
-    except FormatError as error:
-        raise FormatError(f"{error}; {next_step}") from None
-    return Record(form, path, next_step, opened, schemas)
-
-
-def _pieces(table: pa.Table) -> Iterator[pa.Table]:
-    for start in range(0, len(table), _ROWS_AT_ONCE):
-        yield table.slice(start, _ROWS_AT_ONCE)
+    form = read_document(directory, f"{name}.json", RecordForm, next_step)
+    return Record(form, f"{directory.path}/{name}.json", next_step, opened, schemas)

@@ -1,142 +1,88 @@
-"""Plans and results of the parts of a run, and the outcome of the whole run."""
+"""Results of the parts of a run, and the outcome of the whole run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.parts.directory import attempts_with_result, usage_errors
+from hicachectl.parts.directory import PARTS, result_name, usage_errors
 from hicachectl.parts.job import kind_of
-from hicachectl.parts.records import Record, RecordForm, StageResult, load, save
+from hicachectl.parts.records import Record, load
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
-    import pyarrow as pa
-
-    from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.job import Kind, Merged
     from hicachectl.parts.manifest import Manifest
     from hicachectl.text.tables import Screen
     from hicachectl.verification.report_text import Shown
 
-PLAN = "plan"
 FINISH = "finish"
 _MOST_SPANS = 20  # named in one message
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The open directory of a part, with its plan and results."""
-
-    run: RunDirectory
-    directory: Directory
-    part: int
-    manifest: Manifest
-    kind: Kind
-
-    @property
-    def path(self) -> Path:
-        """Return the directory's path, for messages."""
-        return self.run.part_path(self.part)
-
-    def load(self, name: str) -> Record:
-        """Read a record. Raises FormatError if it is damaged."""
-        next_step = f"remove {name}.json beside it and run part {self.part} again"
-        if name == PLAN:  # without it, the changes of an earlier attempt are unknown
-            next_step = "give another --run"
-        schemas, manifest = self.kind.schemas, self.manifest
-        with usage_errors(self.path):
-            record = load(
-                self.directory, name, schemas, lambda: self.run.part(self.part), next_step
-            )
-        if (record.form.run, record.form.part) != (manifest.run, self.part):
-            raise FormatError(f"{record.path}: belongs to another run or part; {next_step}")
-        return record
-
-    def result(self) -> Record | None:
-        """Return the result of the latest attempt that has one."""
-        with usage_errors(self.path):
-            attempts = attempts_with_result(self.directory)
-        return self.load(f"result-{attempts[-1]}") if attempts else None
-
-    def settled(self) -> Record | None:
-        """Return the part's result if it need not be done again."""
-        result = self.result()
-        return result if result is not None and result.form.settled else None
-
-    def plan(self) -> StageResult | None:
-        """Return the kept plan; None if there is none."""
-        with usage_errors(self.path):
-            kept = self.directory.has(f"{PLAN}.json")
-        return self.load(PLAN).whole() if kept else None
-
-    def keep(self, name: str, form: RecordForm, tables: Mapping[str, pa.Table]) -> bool:
-        """Publish a record, unless its name exists; return whether it is ours."""
-        with usage_errors(self.path):
-            return save(self.directory, name, form, tables, self.kind.schemas)
+def result_of(run: RunDirectory, manifest: Manifest, kind: Kind, part: int) -> Record:
+    """Read the result of a part. Raises FormatError if it is damaged."""
+    name = result_name(part)
+    next_step = f"remove {name}.json and run part {part} again"
+    with usage_errors(run.path / PARTS), run.results() as results:
+        record = load(results, name, kind.schemas, run.results, next_step)
+    if (record.form.run, record.form.part) != (manifest.run, part):
+        raise FormatError(f"{record.path}: belongs to another run or part; {next_step}")
+    return record
 
 
 def results_of(run: RunDirectory, manifest: Manifest, kind: Kind) -> dict[int, Record]:
-    """Return the latest result of each part that has one."""
-    found = {}
-    for part in range(manifest.parts):
-        with usage_errors(run.path):
-            try:
-                directory = run.part(part)
-            except FileNotFoundError:
-                continue
-        with directory:
-            result = Place(run, directory, part, manifest, kind).result()
-        if result is not None:
-            found[part] = result
-    return found
+    """Return the result of each part that has one."""
+    parts = sorted(run.parts_with_result() & set(range(manifest.parts)))
+    return {part: result_of(run, manifest, kind, part) for part in parts}
 
 
-def finish_name(run: RunDirectory, manifest: Manifest) -> str | None:
-    """Return the name of the record that finishes the present results; None if one is missing.
+def has_all_results(run: RunDirectory, manifest: Manifest) -> bool:
+    """Return whether all parts have results."""
+    return run.parts_with_result() >= set(range(manifest.parts))
 
-    A later result of any part gives another name.
-    """
-    total = 0
-    for part in reversed(range(manifest.parts)):  # schedulers start low parts first
-        try:
-            with run.part(part) as directory:
-                attempts = attempts_with_result(directory)
-        except FileNotFoundError:
-            return None
-        if not attempts:
-            return None
-        total += attempts[-1] + 1
-    return f"{FINISH}-{total}"
+
+def is_finished(run: RunDirectory, manifest: Manifest, kind: Kind) -> bool:
+    """Return whether nothing is left to do: all parts, and the finish if the command has one."""
+    if not has_all_results(run, manifest):
+        return False
+    with usage_errors(run.path):
+        return not kind.finishes or run.directory.has(f"{FINISH}.json")
 
 
 def merge_run(run: RunDirectory) -> Merged:
-    """Return the outcome of a whole run, from the results that are there.
+    """Return the outcome of a whole run, by the results so far.
 
     Raises UsageError if the run has no manifest, FormatError for a damaged result.
     """
     manifest = run.manifest()
     if manifest is None:
-        raise UsageError(f"{run.path}: has no run.json; run a part first, or check the path")
+        raise UsageError(f"{run.path}: has no run.json; run part 0 first, or check the path")
     kind = kind_of(manifest.command, str(run.path))
     results = results_of(run, manifest, kind)
-    with usage_errors(run.path):
-        name = finish_name(run, manifest) if kind.finishes else None
-        finished = None
-        if name is not None and run.directory.has(f"{name}.json"):
-            next_step = f"remove {name}.json and run any part again"
-            finished = load(run.directory, name, kind.schemas, run.again, next_step)
-    merged = replace(kind.merge(manifest, results, finished), command=kind.command)
     missing = [part for part in range(manifest.parts) if part not in results]
+    finish = None
+    with usage_errors(run.path):
+        if not missing and run.directory.has(f"{FINISH}.json"):
+            next_step = f"remove {FINISH}.json and run any part again"
+            finish = load(run.directory, FINISH, kind.schemas, run.results, next_step)
+    merged = replace(kind.merge(manifest, results, finish), command=kind.command)
     undone = [part for part, record in results.items() if not record.form.settled]
     if undone:
-        said = f"{run.path}: {_spans(undone)} of {manifest.parts}: not complete; run again"
+        said = (
+            f"{run.path}: {_spans(undone)} of {manifest.parts}: not complete; to complete the "
+            "work, run all parts with another --run"
+        )
         merged = _with_undone(merged, said)
-    document = {**merged.document, "parts": manifest.parts, "missing_parts": missing}
+    document = {
+        **merged.document,
+        "listed": manifest.published.listing_ns / 10**9,
+        "parts": manifest.parts,
+        "missing_parts": missing,
+    }
     if not missing:
         return replace(merged, document=document)
     document["complete"] = False
@@ -147,6 +93,26 @@ def merge_run(run: RunDirectory) -> Merged:
         yield f"Incomplete: {_spans(missing)} of {manifest.parts} without a result"
 
     return replace(_with_undone(merged, said), document=document, failed=True, lines=lines)
+
+
+def refuse_merged(run: RunDirectory) -> None:
+    """Raise UsageError if the run was merged before."""
+    manifest = run.manifest()
+    if manifest is not None and run.is_merged():
+        raise UsageError(
+            f"{run.path}: the run of {manifest.listed} was merged before; check that the parts "
+            f"have a new --run each time, or merge it again with: hicachectl merge {run.path} "
+            "--again"
+        )
+
+
+def mark_merged(run: RunDirectory) -> None:
+    """Record that the run was merged, if it is finished."""
+    manifest = run.manifest()
+    if manifest is not None:
+        kind = kind_of(manifest.command, str(run.path))
+        if is_finished(run, manifest, kind):
+            run.mark_merged()
 
 
 def _with_undone(merged: Merged, said: str) -> Merged:

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import socket
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicachectl import __version__
-from hicachectl.formats.errors import UsageError
+from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.io.interrupts import deferred
-from hicachectl.parts.claims import Claim, owners_before
-from hicachectl.parts.directory import usage_errors
+from hicachectl.parts.directory import PARTS, result_name, usage_errors
 from hicachectl.parts.job import PartInput
-from hicachectl.parts.manifest import FORM, Manifest, refuse_other
+from hicachectl.parts.manifest import FORM, MANIFEST, Manifest, refuse_other
 from hicachectl.parts.records import RecordForm, save
-from hicachectl.parts.results import FINISH, PLAN, Place, finish_name, results_of
+from hicachectl.parts.results import FINISH, has_all_results, is_finished, result_of, results_of
+from hicachectl.text.units import human_age
 
 if TYPE_CHECKING:
+    from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.job import Job, PartCount
     from hicachectl.parts.records import StageResult
 
 _OF_THE_RUN = -1  # in place of a part
+_LOOK_SECONDS = 1.0  # between two looks for the manifest, less at first
+_FIRST_LOOK_SECONDS = 0.05
+_SAY_SECONDS = 60.0
+_OWNER_DIGITS = 16
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PartOutcome:
-    """How a run of a part ended. earlier: the part was settled before, on `record.host`."""
+    """How a part ended. earlier: another attempt did the part, on `record.host`."""
 
     record: RecordForm
     earlier: bool
@@ -51,40 +58,56 @@ def begin(
     parts: PartCount,
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
-    say: Say = lambda text: None,
 ) -> Begun:
     """Return the manifest of a run; if there is none, list and plan for all parts.
 
-    on_listed: takes the number of new objects. say: takes remarks, such as for whom this process
-    waits. Raises UsageError if the run was begun with other options, FormatError for a damaged
-    manifest, and as `Job.publish`.
+    on_listed: takes the number of new objects. Raises UsageError if the run is finished, or was
+    begun with other options; FormatError for a damaged manifest; and as `Job.publish`.
     """
     since = time.monotonic()
     manifest = run.manifest()
     if manifest is None:
-        with usage_errors(run.path):
-            claim = Claim.take(
-                run.directory,
-                "claim",
-                done=run.has_manifest,
-                on_wait=lambda host: say(f"Waiting for the listing of {host}"),
-            )
-        if claim is not None:
-            with claim:
-                if not run.has_manifest():
-                    _publish(run, job, claim, parts, on_listed)
-        else:
-            since = time.monotonic()
+        _list(run, job, parts, on_listed)
         manifest = run.manifest()
         if manifest is None:
-            raise UsageError(f"{run.path}: run.json was removed; run the part again")
+            raise UsageError(f"{run.path}: {MANIFEST} was removed; run the part again")
+        with usage_errors(run.path):
+            run.remove_listings(besides=manifest.folder)
     else:
         since = time.monotonic()
-    mine = _identity(job, manifest.parts if callable(parts) else parts)
-    refuse_other(manifest, job.kind.command, mine, str(run.path))
-    with usage_errors(run.path):
-        run.remove_listings(besides=manifest.folder)
-    return Begun(manifest, since)
+    return _begun(run, job, parts, manifest, since)
+
+
+def join(
+    run: RunDirectory,
+    job: Job,
+    parts: int,
+    *,
+    wait_seconds: float,
+    lister: str,
+    say: Say = lambda text: None,
+) -> Begun:
+    """Return the manifest of a run; wait for part 0 to publish it.
+
+    lister: command line of part 0. say: takes what this process waits for, at once and each minute.
+    Raises StoreUnavailable if it is not published in time, and as `begin`.
+    """
+    began = time.monotonic()
+    next_said = 0.0
+    while (manifest := run.manifest()) is None:
+        waited = time.monotonic() - began
+        if waited >= wait_seconds:
+            raise StoreUnavailable(
+                f"{run.path}: part 0 has not published {MANIFEST} within "
+                f"{human_age(wait_seconds)}; run part 0: {lister}"
+            )
+        if waited >= next_said:
+            say(f"Waiting for part 0, which lists for all parts: {run.path} has no {MANIFEST}")
+            next_said += _SAY_SECONDS
+        # A short wait becomes little longer, and a long one asks the file system rarely.
+        pause = min(_LOOK_SECONDS, _FIRST_LOOK_SECONDS + waited / 10)
+        time.sleep(min(pause, wait_seconds - waited))
+    return _begun(run, job, parts, manifest, time.monotonic())
 
 
 def run_part(
@@ -94,83 +117,76 @@ def run_part(
     part: int,
     *,
     on_progress: Callable[[int, int], None] = lambda new, total: None,
-    say: Say = lambda text: None,
 ) -> PartOutcome:
-    """Do one part of a run, unless it is settled; after the last one, finish the run.
+    """Do one part of a run, unless it has a result; after the last one, finish the run.
 
-    on_progress: takes new and total bytes. say: takes remarks. Raises UsageError, FormatError,
-    ClaimLostError, and as the methods of the job.
+    on_progress: takes new and total bytes. Raises UsageError, FormatError, and as the methods of
+    the job.
     """
-    with usage_errors(run.part_path(part)):
-        directory = run.part(part, create=True)
-    with directory:
-        place = Place(run, directory, part, begun.manifest, job.kind)
-        outcome = _settle(place, job, begun, on_progress, say)
+    with usage_errors(run.path / PARTS):
+        results = run.results(create=True)
+    with results:
+        outcome = _attempt(run, results, job, begun, part, on_progress)
+    if outcome is None:
+        earlier = result_of(run, begun.manifest, job.kind, part)
+        outcome = PartOutcome(earlier.form, earlier=True)
     if job.kind.finishes:
-        _finish(run, job, begun.manifest, say)
+        _finish(run, job, begun.manifest)
     return outcome
 
 
-def _finish(run: RunDirectory, job: Job, manifest: Manifest, say: Say) -> None:
+def _finish(run: RunDirectory, job: Job, manifest: Manifest) -> None:
     """Call the job's `finish` if all parts have results and none has finished them yet."""
-    with usage_errors(run.path):
-        name = finish_name(run, manifest)
-        if name is None:
-            return
-        claim = Claim.take(
-            run.directory,
-            f"{FINISH}.claim",
-            done=lambda: run.directory.has(f"{name}.json"),
-            on_wait=lambda host: say(f"Waiting for {host}, which finishes the run"),
-        )
-    if claim is None:
+    if is_finished(run, manifest, job.kind) or not has_all_results(run, manifest):
         return
-    with claim:
-        began = time.monotonic()
-        with run.listing(manifest) as folder:
-            result = job.finish(folder, manifest, results_of(run, manifest, job.kind))
-        claim.check()
-        form = _form(manifest, _OF_THE_RUN, claim, result, began)
-        with usage_errors(run.path):  # keeps a record that appeared since the last look
-            save(run.directory, name, form, result.tables, job.kind.schemas)
-
-
-def _publish(
-    run: RunDirectory,
-    job: Job,
-    claim: Claim,
-    parts: PartCount,
-    on_listed: Callable[[int], None],
-) -> None:
-    """List and plan, and publish the manifest unless another process has."""
     began = time.monotonic()
+    with run.listing(manifest) as folder:
+        result = job.finish(folder, manifest, results_of(run, manifest, job.kind))
+    form = _form(manifest, _OF_THE_RUN, result, began)
+    with usage_errors(run.path):
+        save(run.directory, FINISH, form, result.tables, job.kind.schemas)
 
-    def listed(objects: int) -> None:
-        claim.check()
-        on_listed(objects)
 
+def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[int], None]) -> None:
+    """List and plan, and publish the manifest, unless another process publishes one first."""
+    began = time.monotonic()
+    lister = os.urandom(_OWNER_DIGITS // 2).hex()
     try:
-        with usage_errors(run.path), run.make_listing(claim.owner) as folder:
-            published = job.publish(folder, parts, listed)
+        with usage_errors(run.path), run.make_listing(lister) as folder:
+            published = job.publish(folder, parts, on_listed)
             manifest = Manifest(
                 form=FORM,
                 version=__version__,
-                run=claim.owner,
+                run=lister,
                 command=job.kind.command,
                 identity=_identity(job, len(published.shares)),
                 options=job.options,
                 spent_seconds=time.monotonic() - began,
-                folder=f"listing-{claim.owner}",
+                folder=f"listing-{lister}",
                 published=published,
             )
-            claim.check()
             with deferred():  # a signal must not hide whose manifest it is
                 run.publish_manifest(manifest)
-    except BaseException:
-        with suppress(OSError):
-            if not run.has_manifest():  # else it may be ours
-                run.remove_listing(claim.owner)
-        raise
+    except HicacheError:
+        if run.manifest() is None:  # else the other process has removed the tables of this one
+            raise
+    finally:
+        run.remove_unpublished(lister)
+
+
+def _begun(
+    run: RunDirectory, job: Job, parts: PartCount, manifest: Manifest, since: float
+) -> Begun:
+    """Return the begun run. Raises UsageError if it is another one, or finished."""
+    mine = _identity(job, manifest.parts if callable(parts) else parts)
+    refuse_other(manifest, job.kind.command, mine, str(run.path))
+    if is_finished(run, manifest, job.kind):
+        raise UsageError(
+            f"{run.path}: the run of {manifest.listed} is finished; give a new --run, such as "
+            f"--run {run.path.parent}/$(date +%F), or print this one with: hicachectl merge "
+            f"{run.path}"
+        )
+    return Begun(manifest, since)
 
 
 def _identity(job: Job, parts: int) -> dict[str, Any]:
@@ -179,105 +195,47 @@ def _identity(job: Job, parts: int) -> dict[str, Any]:
     return identity
 
 
-def _settle(
-    place: Place, job: Job, begun: Begun, on_progress: Callable[[int, int], None], say: Say
-) -> PartOutcome:
-    """Do a part unless it is settled; wait for another process that is doing it."""
-    with usage_errors(place.path):
-        claim = Claim.take(
-            place.directory,
-            "claim",
-            done=lambda: place.settled() is not None,
-            on_wait=lambda host: say(f"Waiting for {host}, which works on part {place.part}"),
-        )
-    with claim or nullcontext():
-        settled = place.settled()  # maybe only since the last look
-        if settled is not None:
-            return PartOutcome(settled.form, earlier=True)
-        if claim is None:
-            raise UsageError(f"{place.path}: its result was removed; run the part again")
-        return PartOutcome(_attempt(place, job, begun, claim, on_progress), earlier=False)
-
-
 def _attempt(
-    place: Place,
+    run: RunDirectory,
+    results: Directory,
     job: Job,
     begun: Begun,
-    claim: Claim,
+    part: int,
     on_progress: Callable[[int, int], None],
-) -> RecordForm:
-    """Plan, work and publish the result of one attempt."""
+) -> PartOutcome | None:
+    """Do a part and publish its result; return None if another attempt has published one."""
     began = time.monotonic()
-    manifest, attempt = begun.manifest, claim.attempt
-
-    def progressed(new: int, total: int) -> None:
-        claim.check()
-        on_progress(new, total)
-
-    with usage_errors(place.path):
-        earlier = owners_before(place.directory, "claim", attempt)
-        since_published = claim.taken_ns - place.run.published_ns()
-    before = manifest.spent_seconds + max(since_published, 0) / 10**9
-    with place.run.listing(manifest) as folder:
+    manifest, name = begun.manifest, result_name(part)
+    with usage_errors(run.path / PARTS):
+        if results.has(f"{name}.json"):
+            return None
+        before = manifest.spent_seconds + run.since_published_ns() / 10**9
+    mark = hashlib.sha256(f"{manifest.run} {part}".encode()).hexdigest()[:_OWNER_DIGITS]
+    with run.listing(manifest) as folder:
         given = PartInput(
             manifest=manifest,
-            part=place.part,
-            attempt=attempt,
-            owner=claim.owner,
-            earlier=earlier,
-            tables=job.tables(folder, manifest, place.part),
-            plan=None,
+            part=part,
+            owner=mark,
+            tables=job.tables(folder, manifest, part),
             divided=manifest.parts,
             parts_here=1,
             seconds_of=lambda limit: limit / manifest.parts,
             age=lambda: max(before + time.monotonic() - began, time.monotonic() - begun.since),
-            check=claim.check,
         )
-        if job.plans:
-            plan = _kept_plan(place, job, given, claim, began, progressed)
-            given = replace(given, plan=plan)
-        result = job.work(given, progressed)
-    claim.check()
-    form = _form(manifest, place.part, claim, result, began)
-    if result.planned:
-        of_plan = place.load(PLAN).form.tables
-        form.tables.update((name, of_plan[name]) for name in result.planned)
-    place.keep(f"result-{attempt}", form, result.tables)
-    return form
+        result = job.work(given, on_progress)
+    form = _form(manifest, part, result, began)
+    with usage_errors(run.path / PARTS):
+        ours = save(results, name, form, result.tables, job.kind.schemas)
+    return PartOutcome(form, earlier=False) if ours else None
 
 
-def _kept_plan(
-    place: Place,
-    job: Job,
-    given: PartInput,
-    claim: Claim,
-    began: float,
-    on_progress: Callable[[int, int], None],
-) -> StageResult:
-    """Return the part's plan: the first one that was kept, or a new one."""
-    kept = place.plan()
-    if kept is None:
-        plan = job.plan(given, on_progress)
-        claim.check()
-        form = _form(given.manifest, given.part, claim, plan, began)
-        if place.keep(PLAN, form, plan.tables):
-            return plan
-        kept = place.plan()
-        if kept is None:
-            raise UsageError(f"{place.path}: its plan was removed; give another --run")
-    return kept
-
-
-def _form(
-    manifest: Manifest, part: int, claim: Claim, result: StageResult, began: float
-) -> RecordForm:
+def _form(manifest: Manifest, part: int, result: StageResult, began: float) -> RecordForm:
     return RecordForm(
         form=FORM,
         run=manifest.run,
         part=part,
-        attempt=claim.attempt,
-        owner=claim.owner,
-        host=claim.host,
+        host=socket.gethostname(),
+        ended_ns=time.time_ns(),
         seconds=time.monotonic() - began,
         settled=result.settled,
         facts=result.facts,

@@ -20,7 +20,11 @@ _FORM = re.compile(r"([0-9]{0,9})/([0-9]{1,9})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a run. number: from 0. count: of all parts."""
+    """A part of a run.
+
+    number: number of the part; the first is 0.
+    count: number of all parts.
+    """
 
     number: int
     count: int

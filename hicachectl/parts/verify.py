@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, NO_NUMBER, combine, packed
+from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, combine, packed
 from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.checks.registry import GROUPS
 from hicachectl.checks.running import located
@@ -23,19 +22,17 @@ from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.profile import profile_from_mapping, profile_to_mapping
-from hicachectl.move.planning import RepairPlan
+from hicachectl.io.table_files import read_share
 from hicachectl.move.repair import left_remarks, plan_of, repair
 from hicachectl.pages.published import (
     inventory_of,
     publish_listing,
     publish_rows,
-    read_share,
     refuse_unmounted,
 )
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.tally import Tally
 from hicachectl.parts.common import (
-    LIST_AGAIN,
     jobs_of_part,
     listing_of,
     listing_time,
@@ -45,7 +42,7 @@ from hicachectl.parts.common import (
     share_of,
 )
 from hicachectl.parts.job import Kind, Merged, PartInput
-from hicachectl.parts.manifest import MANIFEST, Manifest, Published
+from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
 from hicachectl.verification.mending import Mending
@@ -64,23 +61,21 @@ from hicachectl.verification.verify import (
     check_part,
     lister_findings,
     lister_remarks,
-    select_groups,
     start_run,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.formats.catalog import Catalog
-    from hicachectl.io.table_files import TableFile
+    from hicachectl.io.table_files import Share, TableFile
     from hicachectl.move.repair import RepairOptions
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.pages.published import Share
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.parts.records import RecordForm
     from hicachectl.text.tables import Screen
@@ -92,11 +87,13 @@ _OBJECTS = "objects"
 _FOUND = "found"
 _CATALOG = "catalog"
 _CATALOG_PREFIX = "catalog-"
-_REPAIR = "repair"
 
 
 class _Options(msgspec.Struct, kw_only=True):
-    """Options of the lister, as the report needs them. dry_run: None without a repair."""
+    """Options of the lister that the report needs.
+
+    dry_run: whether the repair changes nothing; None without a repair.
+    """
 
     profile: dict[str, Any] | None
     checks: tuple[str, ...]
@@ -144,9 +141,9 @@ class _CatalogFacts(msgspec.Struct, kw_only=True):
 class _Facts(msgspec.Struct, kw_only=True):
     """Facts that the lister publishes.
 
-    catalog: the compared one, without its entries. records: identity
-    fields of the catalog that the run records; None if it records none. found: findings about the
-    listing, rows of NAMED_SCHEMA.
+    catalog: the compared catalog, without its entries.
+    records: identity fields of the catalog that the run records; None if it records none.
+    found: findings about the listing, rows of NAMED_SCHEMA.
     """
 
     grammar: str
@@ -225,9 +222,7 @@ def _refused(refusal: Refusal) -> str:
     return f"Part {refusal.part}: nothing was repaired: {doubted(refusal)}"
 
 
-KIND = Kind(
-    "verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA, _REPAIR: LOCATED_SCHEMA}, merge
-)
+KIND = Kind("verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}, merge)
 
 
 class VerifyJob:
@@ -250,7 +245,7 @@ class VerifyJob:
         """Take the options of the command.
 
         request: with `NO_ENTRIES` for a catalog. catalog: its file, which only the lister reads.
-        sample_slice: as given by --sample-slice. stamp: part 0 stamps the store.
+        sample_slice: value of --sample-slice. stamp: part 0 stamps the store.
         mending: for the table of `merge`.
         """
         self._store = store
@@ -258,7 +253,6 @@ class VerifyJob:
         self._catalog = catalog
         self._stamp = stamp
         self._repair = repair
-        self.plans = repair is not None
         self.trust = trust_of(store, writes=True)
         self.permissions = permissions_of(store, listing=True)
         self.options: dict[str, Any] = msgspec.to_builtins(
@@ -344,31 +338,12 @@ class VerifyJob:
             _CATALOG: lambda: read_share(folder, files[True], share, CATALOG_SCHEMA, LIST_AGAIN),
         }
 
-    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Check a part, and choose the groups to repair."""
-        assert self._repair is not None
-        checked = self._check(given, on_progress)
-        tables = (
-            located(table, checked.inventory, checked.groups)
-            for table in self._table_findings(given)
-        )
-        found = combine([checked.findings, *tables], LOCATED_SCHEMA)
-        plan = plan_of(checked, found, self._repair)
-        said = left_remarks(plan, stamps=self._stamp)
-        checked = checked.remarked(*(f"Part {given.part}: {text}" for text in said))
-        if plan.refused is not None:
-            refusal = msgspec.structs.replace(plan.refused, part=given.part)
-            checked = replace(checked, result=checked.result.refused(refusal))
-            checked = checked.remarked(_refused(refusal))
-        result = _stage_result(checked)
-        result.tables[_REPAIR] = plan.reasons
-        return result
-
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        """Check a part; if it was planned, remove the planned groups."""
-        if given.plan is None:
-            return _stage_result(self._check(given, on_progress))
-        return self._remove(given, given.plan)
+        """Check a part, and repair it if requested."""
+        checked = self._check(given, on_progress)
+        if self._repair is not None:
+            checked = self._repaired(given, checked, self._repair)
+        return _stage_result(checked)
 
     def _check(self, given: PartInput, on_read: Callable[[int, int], None]) -> PartCheck:
         store, manifest = self._store, given.manifest
@@ -397,52 +372,37 @@ class VerifyJob:
             return []
         return check_tables(store, saved_tables(store), grace_seconds=request.grace_seconds)[0]
 
-    def _remove(self, given: PartInput, kept: StageResult) -> StageResult:
-        assert self._repair is not None
+    def _repaired(self, given: PartInput, checked: PartCheck, options: RepairOptions) -> PartCheck:
+        """Repair a checked part; return it with what was done."""
         began = time.monotonic()
-        form = convert(kept.facts, _ResultForm, "plan.json: facts")
-        found = tuple(name for name in kept.tables if name != _REPAIR)
-        if form.facts.refused:
-            return StageResult(msgspec.to_builtins(form), settled=True, planned=found)
-        inventory, groups = select_groups(self._listed(given), self._part_request(given))
-        reasons = kept.tables[_REPAIR]
-        for name, least, count in (
-            ("group", 0, len(groups)),
-            ("row", NO_NUMBER, len(inventory.objects)),
-        ):
-            numbers = reasons.column(name).to_numpy()
-            if len(numbers) and not least <= numbers.min() <= numbers.max() < count:
-                raise FormatError(
-                    f"Plan of part {given.part}: names {name}s {numbers.min()} to {numbers.max()}, "
-                    f"but the listing has only {count}; {LIST_AGAIN}"
-                )
-        plan = RepairPlan(
-            groups=np.unique(reasons.column("group").to_numpy()).astype(np.int64),
-            outright=np.zeros(0, dtype=np.int64),
-            reasons=reasons,
+        tables = (
+            located(table, checked.inventory, checked.groups)
+            for table in self._table_findings(given)
         )
-        said: list[str] = []
+        found = combine([checked.findings, *tables], LOCATED_SCHEMA)
+        plan = plan_of(checked, found, options)
+        said = list(left_remarks(plan, stamps=self._stamp))
+        if plan.refused is not None:
+            refusal = msgspec.structs.replace(plan.refused, part=given.part)
+            checked = replace(checked, result=checked.result.refused(refusal))
+            return checked.remarked(*_of_part(given, said), _refused(refusal))
         done = repair(
             self._store,
-            inventory,
-            groups,
+            checked.inventory,
+            checked.groups,
             plan,
-            self._repair,
+            options,
             first=given.part == 0,
             buffer_bytes=self._request.buffer_bytes,
             say=said.append,
-            on_progress=lambda groups: given.check(),
         )
-        form.facts = msgspec.structs.replace(
-            form.facts,
-            seconds=form.facts.seconds + time.monotonic() - began,
-            remarks=(*form.facts.remarks, *(f"Part {given.part}: {text}" for text in said)),
-            repaired=done.groups,
+        result = checked.result.repaired(
+            groups=done.groups,
             quarantined=done.quarantined,
-            unrepaired=done.failed,
+            failed=done.failed,
+            seconds=time.monotonic() - began,
         )
-        # Settled even if --time-limit cut the check: another attempt would use the same plan.
-        return StageResult(msgspec.to_builtins(form), settled=not done.failed, planned=found)
+        return replace(checked, result=result).remarked(*_of_part(given, said))
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
@@ -472,7 +432,12 @@ def _stage_result(checked: PartCheck) -> StageResult:
     tables = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
     if checked.catalog is not None:
         tables[_CATALOG] = checked.catalog.entries
-    return StageResult(msgspec.to_builtins(form), tables, settled=result.facts.complete)
+    settled = result.facts.complete and not result.facts.unrepaired
+    return StageResult(msgspec.to_builtins(form), tables, settled=settled)
+
+
+def _of_part(given: PartInput, texts: Iterable[str]) -> Iterator[str]:
+    return (f"Part {given.part}: {text}" for text in texts)
 
 
 def _repair_identity(repair: RepairOptions | None) -> dict[str, Any]:

@@ -15,11 +15,18 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.io.table_files import read_table, write_table
+from hicachectl.io.table_files import (
+    named_table,
+    pieces,
+    read_share,
+    read_table,
+    write_divided,
+    write_table,
+)
 from hicachectl.move.batches import Action
 from hicachectl.move.survey import conflicts, decide, survey_source
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.published import Listing, inventory_of, read_share
+from hicachectl.pages.published import Listed, Listing, inventory_of
 from hicachectl.pages.spool import AFFIX_ID
 from hicachectl.prewarming.page_plan import WantedPages
 from hicachectl.prewarming.slice_copy import WATCHED
@@ -31,15 +38,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.io.table_files import TableFile
+    from hicachectl.io.table_files import Share, TableFile
     from hicachectl.move.results import Problem
     from hicachectl.move.survey import Survey
     from hicachectl.pages.inventory import IntArray
-    from hicachectl.pages.published import Share
     from hicachectl.prewarming.page_plan import PagePlan
     from hicachectl.prewarming.warming import Warming
 
-_GROUP_ROWS = 131_072
 # Wanted pages, best first. copied: whether the page is to be copied. cost: bytes that it adds.
 _PAGES = pa.schema(
     [
@@ -64,15 +69,6 @@ _CHAINS = pa.schema(
 )
 _PAGES_FILE, _OBJECTS_FILE = "pages.parquet", "objects.parquet"
 _NAMES_FILE, _CHAINS_FILE = "names.parquet", "chains.parquet"
-
-
-@dataclass(frozen=True, slots=True)
-class SlicedPlan:
-    """A plan that was written. shares: row groups by file name, for each slice."""
-
-    listing: Listing
-    files: list[TableFile]
-    shares: list[Share]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +104,6 @@ class Slice:
         return Remaining(
             pages=pages,
             written=len(pages.rows(Action.SKIP)),
-            nbytes=int(self.pages.column("cost").to_numpy().sum())
-            - int(survey.lacking.sums[planned].sum()),
             failed=len(conflicting),
             problems=conflicts(survey, conflicting),
         )
@@ -127,20 +121,20 @@ class Slice:
 class Remaining:
     """The rest of a slice.
 
-    written, nbytes: pages and bytes that the destination got since the plan was made.
-    failed: number of pages that cannot be copied any more. problems: the first of them.
+    written: number of pages that the destination got since the plan was made.
+    failed: number of pages that cannot be copied any more.
+    problems: the first of these pages.
     """
 
     pages: WantedPages
     written: int
-    nbytes: int
     failed: int
     problems: list[Problem]
 
 
 def write_plan(
     folder: Directory, plan: PagePlan, requests: Requests | None, parts: int | Callable[[int], int]
-) -> SlicedPlan:
+) -> Listed:
     """Write a plan and its requests to an empty folder.
 
     parts: number of slices, or a function of the number of objects. Raises OSError.
@@ -167,7 +161,7 @@ def write_plan(
     objects = _planned_objects(pages, rows).select(listing.schema.names).cast(listing.schema)
     object_ends = np.searchsorted(positions, ends).tolist()
     files = [
-        write_table(folder, name, _pieces(table, table_ends, name, shares), table.schema)
+        write_divided(folder, name, table, table_ends, shares)
         for name, table, table_ends in (
             (_PAGES_FILE, wanted, ends.tolist()),
             (_OBJECTS_FILE, objects, object_ends),
@@ -175,7 +169,7 @@ def write_plan(
     ]
     if requests is not None:
         files += _write_chains(folder, plan, requests.within_reach())
-    return SlicedPlan(listing, files, shares)
+    return Listed(listing, files, shares)
 
 
 def slice_tables(
@@ -190,8 +184,8 @@ def slice_tables(
 
     `pages` and `objects` are those of a `Slice`; `best` has the first pages of the whole plan.
     """
-    pages = _named(folder, files, _PAGES_FILE, next_step)
-    objects = _named(folder, files, _OBJECTS_FILE, next_step)
+    pages = named_table(folder, files, _PAGES_FILE, next_step)
+    objects = named_table(folder, files, _OBJECTS_FILE, next_step)
     schema = listing.schema
     return {
         "pages": lambda: read_share(folder, [pages], shares[part], _PAGES, next_step),
@@ -204,8 +198,8 @@ def read_plan(
     folder: Directory, files: Sequence[TableFile], listing: Listing, next_step: str
 ) -> Slice:
     """Read all slices as one. Raises FormatError for a damaged file."""
-    pages = _named(folder, files, _PAGES_FILE, next_step)
-    objects = _named(folder, files, _OBJECTS_FILE, next_step)
+    pages = named_table(folder, files, _PAGES_FILE, next_step)
+    objects = named_table(folder, files, _OBJECTS_FILE, next_step)
     return Slice(
         listing,
         read_table(folder, pages, _PAGES, next_step),
@@ -220,9 +214,9 @@ def read_chains(
 
     Raises FormatError for a damaged file.
     """
-    of_names = _named(folder, files, _NAMES_FILE, next_step)
+    of_names = named_table(folder, files, _NAMES_FILE, next_step)
     names = read_table(folder, of_names, _NAMES, next_step)
-    of_chains = _named(folder, files, _CHAINS_FILE, next_step)
+    of_chains = named_table(folder, files, _CHAINS_FILE, next_step)
     table = read_table(folder, of_chains, _CHAINS, next_step)
     raw = _raw(names.column("page").combine_chunks())
     chain, blocks = (table.column(name).to_numpy() for name in ("chain", "name"))
@@ -241,13 +235,6 @@ def _raw(pages: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:
     """Return the bytes of pages: [n, 32] uint8."""
     content = np.frombuffer(pages.buffers()[1], np.uint8) if len(pages) else np.zeros(0, np.uint8)
     return content.reshape(-1, HASH_BYTES)[pages.offset : pages.offset + len(pages)]
-
-
-def _named(folder: Directory, files: Sequence[TableFile], name: str, next_step: str) -> TableFile:
-    for file in files:
-        if file.name == name:
-            return file
-    raise FormatError(f"{folder.path}/{name}: the manifest does not list it; {next_step}")
 
 
 def slice_ends(cost: IntArray, count: int) -> IntArray:
@@ -293,18 +280,6 @@ def _planned_objects(pages: WantedPages, rows: IntArray) -> pa.Table:
     return objects.append_column(AFFIX_ID, pa.array(pages.inventory.affix_ids[rows]))
 
 
-def _pieces(
-    table: pa.Table, ends: Sequence[int], name: str, shares: list[Share]
-) -> Iterator[pa.Table]:
-    """Yield the rows of each slice in row groups of their own; add these to the shares."""
-    number = 0
-    for share, start, end in zip(shares, [0, *ends], ends, strict=False):
-        for first in range(start, end, _GROUP_ROWS):
-            share.setdefault(name, []).append(number)
-            number += 1
-            yield table.slice(first, min(_GROUP_ROWS, end - first))
-
-
 def _write_chains(folder: Directory, plan: PagePlan, requests: Requests) -> Iterator[TableFile]:
     names = requests.page_names
     fixed = pa.FixedSizeBinaryArray.from_buffers(
@@ -317,6 +292,4 @@ def _write_chains(folder: Directory, plan: PagePlan, requests: Requests) -> Iter
         (_NAMES_FILE, pa.table([fixed, restorable], schema=_NAMES)),
         (_CHAINS_FILE, places),
     ):
-        rows = range(0, len(table), _GROUP_ROWS)
-        pieces = (table.slice(start, _GROUP_ROWS) for start in rows)
-        yield write_table(folder, name, pieces, table.schema)
+        yield write_table(folder, name, pieces(table), table.schema)

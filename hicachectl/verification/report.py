@@ -169,10 +169,16 @@ class PartResult:
     tally: Tally
     found: pa.Table
 
-    def repaired(self, *, groups: int, quarantined: int, failed: bool) -> PartResult:
-        """Return the result with the counts of a repair."""
+    def repaired(
+        self, *, groups: int, quarantined: int, failed: bool, seconds: float = 0.0
+    ) -> PartResult:
+        """Return the result with the counts of a repair. seconds: its duration."""
         facts = msgspec.structs.replace(
-            self.facts, repaired=groups, quarantined=quarantined, unrepaired=failed
+            self.facts,
+            repaired=groups,
+            quarantined=quarantined,
+            unrepaired=failed,
+            seconds=self.facts.seconds + seconds,
         )
         return replace(self, facts=facts)
 

@@ -141,16 +141,16 @@ verify STORE --profile PROFILE --checks names,groups,sizes
 verify STORE --profile PROFILE --repair quarantine --yes
 verify STORE --model nobody/nothing
 verify STORE --profile PROFILE --stamp --weights-version 2
-verify STORE --shard 1/2 --run RUN
+verify STORE --shard 0/2 --run RUN
 report STORE -o PAGE
 migrate STORE DST
 migrate STORE DST --dry-run
 migrate STORE DST --model nobody/nothing
-migrate STORE DST --profile PROFILE --shard 1/2 --run RUN
+migrate STORE DST --profile PROFILE --shard 0/2 --run RUN
 prewarm DST --from STORE --profile PROFILE --all
 prewarm DST --from STORE --profile PROFILE --token-ids ASKED
 prewarm DST --from STORE --profile PROFILE --token-ids ASKED --dry-run
-prewarm DST --from STORE --profile PROFILE --all --shard 1/2 --run RUN
+prewarm DST --from STORE --profile PROFILE --all --shard 0/2 --run RUN
 """
 # Command lines that look, remove, or go on with a move.
 OTHERS = """
@@ -241,7 +241,7 @@ def test_a_run_in_parts_goes_on_when_the_store_is_mounted(
     words["STORE"].mkdir()
     part = ("verify", words["STORE"], "--run", words["RUN"], "--shard")
     for number in range(2):
-        invoke(*part, f"{number}/2", exit_code=3)
+        invoke(*part, f"{number}/2", "--wait", "0s", exit_code=3)
     words["STORE"].rmdir()
     demo_store(words["STORE"])
     for number in range(2):

@@ -76,7 +76,7 @@ def test_a_run_that_did_everything_says_nothing(
     assert quietly(CLEAN[name]) == ("", "")
     if name == "part":
         assert quietly("merge RUN") == ("", "")
-        assert invoke("merge", place["RUN"]).stdout
+        assert invoke("merge", place["RUN"], "--again").stdout
     if name == "migrate":
         assert list(place["NEW"].glob("*.bin"))
 
@@ -164,27 +164,28 @@ def test_a_divided_run_names_the_parts_that_are_missing(
     quietly: Callable[..., Outcome], place: Place
 ) -> None:
     part = "verify STORE --profile PROFILE --catalog CATALOG --update-catalog --run RUN --shard"
-    assert quietly(f"{part} 1/2") == ("", "")
+    assert quietly(f"{part} 0/2") == ("", "")
     merged = quietly("merge RUN --catalog CATALOG", exit_code=4)
     missing, unwritten = merged.stderr.splitlines()[::-1]
-    assert "part 0 of 2: no result; run the missing parts" in missing
+    assert "part 1 of 2: no result; run the missing parts" in missing
     assert "not written, because parts of the run are missing" in unwritten
-    assert merged.stdout.endswith("Incomplete: part 0 of 2 without a result\n")
+    assert merged.stdout.endswith("Incomplete: part 1 of 2 without a result\n")
     metrics = place["OUT"]
     quietly(f"merge RUN --metrics-file {metrics} --format json -o CATALOG", exit_code=4)
     assert json.loads(place["CATALOG"].read_text())["complete"] is False
     assert 'hicachectl_verify_complete{store="' in metrics.read_text()
     assert "} 0\n" in metrics.read_text().split("hicachectl_verify_complete{", 1)[1]
 
-    assert quietly(f"{part} 0/2") == ("", "")
+    assert quietly(f"{part} 1/2") == ("", "")
     unrecorded = quietly("merge RUN").stderr
-    assert "digests, which are not written; write them with --catalog FILE" in unrecorded
+    said = "digests, which are not written; write them with: hicachectl merge RUN --again --catalog"
+    assert said.replace("RUN", str(place["RUN"])) in unrecorded
 
 
 def test_a_part_that_is_not_complete_says_so(quietly: Callable[..., Outcome]) -> None:
     part = "verify STORE --profile PROFILE --time-limit 0s --run RUN --shard 0/1"
-    assert "Part 0 of 1 is not complete; run it again" in quietly(part).stderr
-    assert "part 0 of 1: not complete; run again" in quietly("merge RUN").stderr
+    assert "Part 0 of 1 is not complete; to complete the work" in quietly(part).stderr
+    assert "part 0 of 1: not complete; to complete the work" in quietly("merge RUN").stderr
 
 
 def test_a_failure_has_its_reason(

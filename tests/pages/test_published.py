@@ -21,7 +21,9 @@ from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.errors import FormatError, ProfileError
 from hicachectl.formats.profile import parse_profile
-from hicachectl.pages import published, spool
+from hicachectl.io import table_files
+from hicachectl.io.table_files import read_share
+from hicachectl.pages import spool
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import page_rows
@@ -31,7 +33,6 @@ from hicachectl.pages.published import (
     inventory_of,
     publish_listing,
     publish_rows,
-    read_share,
 )
 from hicachectl.pages.tally import Tally, tally_of
 from tests.move.migrations import demo_store
@@ -115,7 +116,7 @@ def assert_parts_are_the_whole(
     whole = take_inventory(store, profile)
     listed, listing, inventories = publish(store, profile, folder, parts, memory_rows)
     assert replace(listing.table, codec=whole.table.codec) == whole.table
-    assert listed.objects == len(whole.objects)
+    assert sum(file.rows for file in listed.files) == len(whole.objects)
     names = {name for one in inventories for name in one.objects.column_names}
     assert names == set(whole.objects.column_names)
     found = [row for inventory in inventories for row in rows_of(inventory)]
@@ -361,7 +362,7 @@ def test_each_part_reads_only_its_row_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large parts have several row groups, and no row group has objects of two parts."""
-    monkeypatch.setattr(published, "_GROUP_ROWS", 20)
+    monkeypatch.setattr(table_files, "_GROUP_ROWS", 20)
     store = Objects({f"{page(n)}_m.bin".encode(): (8, 1) for n in range(400)})
     for memory_rows in (IN_MEMORY, 50):
         (folder := tmp_path / str(memory_rows)).mkdir()

@@ -1,17 +1,27 @@
 """Run the command line as on another host: `python -m tests.parts.disturbed [NAME=VALUE …] -- …`.
 
-Settings: those of `claimant.settle`, and listing (seconds that a listing takes longer).
+Settings: those of `settle`, and listing (seconds that a listing takes longer).
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from typing import Any
 
 from hicachectl.__main__ import run
 from hicachectl.backends.file.store import FileStore
-from tests.parts.claimant import settle
+
+
+def settle(values: dict[str, str]) -> None:
+    """Change this process's host and clock. values: host, and ahead (seconds of the right time)."""
+    if "ahead" in values:
+        real, real_ns, ahead = time.time, time.time_ns, float(values["ahead"])
+        time.time = lambda: real() + ahead
+        time.time_ns = lambda: real_ns() + int(ahead * 1e9)
+    if "host" in values:
+        socket.gethostname = lambda: values["host"]
 
 
 def _slow_listings(seconds: float) -> None:

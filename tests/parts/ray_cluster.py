@@ -55,7 +55,9 @@ class RayCluster(Closing):
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                if b"hicachectl.parts.child" in words and self._folder.encode() in words[-2]:
+                settings = (process / "environ").read_bytes().split(b"\0")
+                is_ours = f"TMPDIR={self._folder}".encode() in settings
+                if is_ours and b"hicachectl.parts.child" in words:
                     found.append(int(process.name))
         return found
 

@@ -12,7 +12,7 @@ import pytest
 from hicachectl.parts.directory import RunDirectory
 from hicachectl.parts.job import MODULES
 from hicachectl.parts.results import merge_run
-from hicachectl.parts.running import begin, run_part
+from hicachectl.parts.running import begin, join, run_part
 from tests.parts.toy import ToyJob
 
 if TYPE_CHECKING:
@@ -38,11 +38,19 @@ class ToyRun:
         self.destination.mkdir()
 
     def part(self, part: int, parts: int, **settings: Any) -> PartOutcome:
-        """Do a part in this process."""
+        """Do a part in this process; part 0 must come first."""
         job = ToyJob(self.store, self.destination, **settings)
         with RunDirectory.create(self.path, job.permissions, job.trust) as run:
-            begun = begin(run, job, parts)
+            if part:
+                begun = join(run, job, parts, wait_seconds=0, lister="toy 0/N")
+            else:
+                begun = begin(run, job, parts)
             return run_part(run, job, begun, part)
+
+    def all(self, parts: int) -> None:
+        """Do all parts in this process."""
+        for part in range(parts):
+            self.part(part, parts)
 
     def start(self, part: int, parts: int, **settings: Any) -> subprocess.Popen[str]:
         """Do a part in a process of its own."""
@@ -56,7 +64,7 @@ class ToyRun:
         )
 
     def merged(self) -> Merged:
-        """Merge the run."""
+        """Merge the run, as often as this is called."""
         with RunDirectory.existing(self.path) as run:
             return merge_run(run)
 
@@ -86,13 +94,14 @@ class CommandRun:
         return self.invoke(*self.arguments(part, parts, *more), exit_code=exit_code).stderr
 
     def all(self, parts: int, order: Iterable[int] | None = None) -> None:
-        """Do parts, by default all of them."""
-        for part in range(parts) if order is None else order:
+        """Do parts; by default part 0, then the others from the last one on."""
+        for part in [0, *range(parts - 1, 0, -1)] if order is None else order:
             self.part(part, parts)
 
     def merged(self, *more: object, exit_code: int = 0) -> Outcome:
-        """Merge the run as JSON."""
-        return self.invoke("merge", self.path, "--format", "json", *more, exit_code=exit_code)
+        """Merge the run as JSON, as often as this is called."""
+        options = ("--again", "--format", "json", *more)
+        return self.invoke("merge", self.path, *options, exit_code=exit_code)
 
 
 def names_in(directory: Path) -> list[str]:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tests.conftest import Invoke
 
 AGAIN = "give another --run"
-RESULT = "remove result-0.json beside it and run part 0 again"
+RESULT = "remove 00000.json and run part 0 again"
 HUGE = (64 << 20) + 1
-FIRST, PLAN = "parts/00000/result-0.json", "parts/00000/plan.json"
+FIRST = "parts/00000.json"
 
 
 class Begun(NamedTuple):
@@ -44,12 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Begun]:
     store = demo_store(folder / "store")
     profile = ("--profile", profile_file(folder / "profile.toml"))
     asked = prompts(folder / "asked.jsonl", 8)
-    damaged = demo_store(folder / "damaged")
-    for nbytes, path in enumerate(sorted(damaged.glob("*.bin"))[::3]):
-        os.truncate(path, nbytes)
-    repair = ("--grace", "0s", "--fail-on", "never", "--repair", "delete", "--yes")
     commands = {
-        "repair": ("verify", damaged, *profile, *repair),
         "verify": ("verify", store, *profile, "--grace", "0s"),
         "migrate": ("migrate", store, folder / "migrated", *profile, "--grace", "0s"),
         "prewarm": ("prewarm", folder / "warm", "--from", store, *profile, "--token-ids", asked),
@@ -116,22 +111,6 @@ def column(name: str, value: object) -> Callable[[pa.Table], pa.Table]:
     return fill
 
 
-def without_result(path: Path) -> None:
-    """Let part 0 be done again by its plan, which has lost its table."""
-    (path / FIRST).unlink()
-    edited(PLAN, lambda plan: plan["tables"].clear())(path)
-
-
-def with_other_groups(path: Path) -> None:
-    """Let part 0 be done again by its plan, which names other groups."""
-    (path / FIRST).unlink()
-    (place,) = path.glob("parts/00000/plan-*-repair.parquet")
-    table = column("group", 99)(pq.read_table(place))
-    pq.write_table(table, place)
-    size = place.stat().st_size
-    edited(PLAN, lambda plan: plan["tables"]["repair"].update(nbytes=size))(path)
-
-
 def strange_mix(document: Any) -> None:
     table = document["published"]["table"]
     coordinate = table["resolved"][0][0]
@@ -158,31 +137,29 @@ MERGED: list[tuple[str, Callable[[Path], None], str]] = [
         "is a run of 'ls', which has no parts; give another run",
     ),
 ]
-CONTINUED: list[tuple[str, int, Callable[[Path], None], str]] = [
+CONTINUED: list[tuple[str, Callable[[Path], None], str]] = [
     (
-        "verify", 1, edited("run.json", strange_mix),
+        "verify", edited("run.json", strange_mix),
         f"run.json: has sizes of affixes that it does not have; {AGAIN}",
     ),
     (
-        "verify", 1, rewritten("00.parquet", column("affix_id", 99)),
+        "verify", rewritten("00.parquet", column("affix_id", 99)),
         f"The listing of the part has affixes 99 to 99, but the run has only 4; {AGAIN}",
     ),
-    ("migrate", 1, unlisted("found.parquet"), f"run.json: does not list found.parquet; {AGAIN}"),
     (
-        "repair", 0, with_other_groups,
-        f"Plan of part 0: names groups 99 to 99, but the listing has only 3; {AGAIN}",
+        "migrate", unlisted("found.parquet"),
+        f"found.parquet: the manifest does not list it; {AGAIN}",
     ),
-    ("migrate", 0, without_result, f"Plan of part 0: has no table 'groups'; {AGAIN}"),
     (
-        "prewarm", 1, unlisted("pages.parquet"),
+        "prewarm", unlisted("pages.parquet"),
         f"pages.parquet: the manifest does not list it; {AGAIN}",
     ),
     (
-        "prewarm", 1, rewritten("pages.parquet", column("page", "0" * 64)),
+        "prewarm", rewritten("pages.parquet", column("page", "0" * 64)),
         f"A slice of the plan has pages without objects; {AGAIN}",
     ),
     (
-        "prewarm", 1, rewritten("chains.parquet", column("name", 99)),
+        "prewarm", rewritten("chains.parquet", column("name", 99)),
         f"chains.parquet: names no pages; {AGAIN}",
     ),
 ]  # fmt: skip
@@ -210,19 +187,18 @@ def test_a_merge_names_the_altered_file(
 
 
 @pytest.mark.parametrize(
-    ("command", "part", "damage", "said"), CONTINUED, ids=[case[3] for case in CONTINUED]
+    ("command", "damage", "said"), CONTINUED, ids=[case[2] for case in CONTINUED]
 )
 def test_a_part_names_the_altered_file(
     invoke: Invoke,
     runs: dict[str, Begun],
     tmp_path: Path,
     command: str,
-    part: int,
     damage: Callable[[Path], None],
     said: str,
 ) -> None:
     path = copied(runs[command], tmp_path, damage)
-    shard = ("--shard", f"{part}/2", "--run", path)
+    shard = ("--shard", "1/2", "--run", path)
     (message,) = invoke("-q", *runs[command].command, *shard, exit_code=2).stderr.splitlines()
     assert said in message
 

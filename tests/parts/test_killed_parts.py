@@ -1,7 +1,7 @@
-"""Parts in processes that SIGKILL ends at random times end like an undisturbed run.
+"""Parts in processes that SIGKILL ends at random times are completed when they are run again.
 
-The processes are those of two hosts: with other homes, with clocks two hours apart, and without a
-lock in common, so that each host finds out by its own clock that a part of the other has died.
+The processes are those of two hosts: with other homes, and with clocks two hours apart. At times
+two of them do the same part at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 KILLS = 5  # of each command
 PARTS = 4
-AT_ONCE = 3  # processes
-STALE_S = 1.5  # after which another host takes a claim over
+AT_ONCE = PARTS  # processes, so that part 0 is among them
 MOST_S = 120
 HOSTS: tuple[dict[str, Any], ...] = (
     {"host": "a", "ahead": 3600},
@@ -48,15 +47,15 @@ class Processes:
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self._folder = folder
         self._chance = chance
-        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._running: list[tuple[int, subprocess.Popen[str]]] = []
 
     def start(self, part: int, command: list[object]) -> None:
         """Start a part on any host."""
         number = self._chance.randrange(len(HOSTS))
         home = self._folder / f"home-{number}"
         home.mkdir(exist_ok=True)
-        settings = {**HOSTS[number], "stale": STALE_S, "listing": 0.2}
-        self._running[part] = subprocess.Popen(
+        settings = {**HOSTS[number], "listing": 0.2}
+        process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.parts.disturbed"),
                 *(f"{name}={value}" for name, value in settings.items()),
@@ -67,10 +66,12 @@ class Processes:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._running.append((part, process))
 
     def finish(self, command: list[object], kills: int) -> int:
         """Do all parts, and kill processes meanwhile; return the number of kills."""
         todo = self._chance.sample(range(PARTS), PARTS)
+        todo.append(self._chance.randrange(PARTS))  # a second attempt
         done = 0
         deadline = time.monotonic() + MOST_S
         next_kill = time.monotonic() + self._chance.uniform(0.3, 1.5)
@@ -79,28 +80,25 @@ class Processes:
             while todo and len(self._running) < AT_ONCE:
                 self.start(todo.pop(0), command)
             time.sleep(0.01)
-            for part, process in list(self._running.items()):
+            for part, process in list(self._running):
                 if process.poll() is None:
                     continue
                 _, said = process.communicate()
-                del self._running[part]
-                # A part whose claim was taken over says so; the taker does it.
-                assert process.returncode == 0 or "taken over" in said, said
-                if process.returncode:
-                    todo.append(part)
+                self._running.remove((part, process))
+                assert process.returncode == 0 or "is finished; give a new --run" in said, said
             if done < kills and self._running and time.monotonic() > next_kill:
-                part = self._chance.choice(sorted(self._running))
-                process = self._running.pop(part)
+                part, process = self._chance.choice(self._running)
+                self._running.remove((part, process))
                 process.kill()
                 process.communicate()
-                todo.append(part)
+                todo.insert(0, part)  # if it is part 0, the others wait for it
                 done += 1
                 next_kill = time.monotonic() + self._chance.uniform(0.1, 1.5)
         return done
 
     def end(self) -> None:
         """Kill what still runs."""
-        for process in self._running.values():
+        for _, process in self._running:
             process.kill()
             process.communicate()
 
@@ -174,8 +172,10 @@ def check_migrate(
         command = ["migrate", own_source, own_target, *given, "--bwlimit", "600KiB"]
         done += killed_run(own / "run", command, min(4, kills - done))
         merged = invoke("merge", own / "run", "--format", "json", exit_code=4).document
-        for name in ("pages", "objects", "conflicts", "failed", "complete"):
+        for name in ("conflicts", "failed", "complete"):
             assert merged[name] == wanted.document[name], name
+        for name in ("pages", "objects"):  # a killed attempt does not say what it did
+            assert merged[name] <= wanted.document[name], name
         assert contents(own_target) == contents(whole)
         assert contents(own_source) == contents(whole_source)
 

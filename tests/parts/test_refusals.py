@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,21 +14,21 @@ import pytest
 
 from hicachectl.cli.commands.parts import chosen_shard, do_part, opened_destination
 from hicachectl.cli.group import COMMANDS, CommandEntry
+from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.options import lock_option, output_options, parts_options
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.parts import manifest
 from hicachectl.parts.directory import RunDirectory
-from hicachectl.parts.results import Place
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import demo_store
 from tests.parts.runs import ToyRun, names_in, toy_run  # noqa: F401 - a fixture
-from tests.parts.toy import ToyJob
+from tests.parts.toy import LISTED_NS, ToyJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@click.command("toy")
+@click.command("toy", cls=RememberedWords)
 @click.argument("store", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--factor", default=1)
@@ -40,7 +41,7 @@ def toy_command(ctx: click.Context, /, store: str, destination: str, **options: 
     shard = chosen_shard(ctx, options, whole_only=("lock", "output", "output_format"))
     if shard is not None:
         job = ToyJob(Path(store), Path(destination), factor=options["factor"])
-        do_part(ctx, options["run_directory"], shard, job)
+        do_part(ctx, options, shard, job)
 
 
 # Options of the whole run that merge has.
@@ -58,29 +59,51 @@ def toy_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("toy_commands")
 def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) -> None:  # noqa: F811
-    """A part prints one line on stderr and exits with 0; merge prints the document."""
+    """A part prints one line on stderr and exits with 0; merge prints the document once."""
     run = ["toy", toy_run.store, toy_run.destination, "--run", toy_run.path]
-    done = invoke(*run, "--shard", "1/2")
+    done = invoke(*run, "--shard", "0/2")
     assert done.stdout == ""
     assert done.stderr == (
-        f"hicachectl: Part 1 of 2 is done; when all are, join them with: hicachectl merge "
+        f"hicachectl: Part 0 of 2 is done; when all are, join them with: hicachectl merge "
         f"{toy_run.path}\n"
     )
     partly = invoke("merge", toy_run.path, "--format", "json", exit_code=4)
-    assert partly.document["missing_parts"] == [0]
+    assert partly.document["missing_parts"] == [1]
     assert partly.stderr == (
-        f"hicachectl: {toy_run.path}: part 0 of 2: no result; run the missing parts\n"
+        f"hicachectl: {toy_run.path}: part 1 of 2: no result; run the missing parts\n"
     )
-    invoke(*run, "--shard", "0/2")
-    assert "Part 0 of 2 was done before, on" in invoke(*run, "--shard", "0/2").stderr
-    assert invoke("merge", toy_run.path, "--format", "json").document["copied"] == 12
-    assert invoke("merge", toy_run.path).stdout == "12 copied\n"
-    assert len(invoke("merge", toy_run.path, "--format", "jsonl").rows) == 12
+    assert "Part 0 of 2 was done at 20" in invoke(*run, "--shard", "0/2").stderr
+    invoke(*run, "--shard", "1/2")
+    again = invoke(*run, "--shard", "1/2", exit_code=2).stderr
+    assert "the run of 2023-11-14 22:13 UTC is finished; give a new --run, such as" in again
+    merged = invoke("merge", toy_run.path, "--format", "json").document
+    assert (merged["copied"], merged["listed"]) == (12, LISTED_NS / 1e9)
+    refused = invoke("merge", toy_run.path, exit_code=2)
+    assert refused.stdout == ""
+    assert "was merged before; check that the parts have a new --run each time" in refused.stderr
+    assert invoke("merge", toy_run.path, "--again").stdout == "12 copied\n"
+    assert len(invoke("merge", toy_run.path, "--again", "--format", "jsonl").rows) == 12
     metrics = toy_run.folder / "metrics"
-    refused = invoke("merge", toy_run.path, "--metrics-file", metrics, exit_code=2)
+    refused = invoke("merge", toy_run.path, "--again", "--metrics-file", metrics, exit_code=2)
     said = "hicachectl: --metrics-file: toy writes no metrics; leave it out"
     assert refused.stderr.splitlines()[-1] == said
     assert not metrics.exists()
+
+
+@pytest.mark.usefixtures("toy_commands")
+@pytest.mark.parametrize("words", [["--shard", "1/2"], ["--shard=1/2"]])
+def test_a_part_that_waits_in_vain_gives_the_command_of_part_0(
+    invoke: Invoke,
+    toy_run: ToyRun,  # noqa: F811
+    words: list[str],
+) -> None:
+    command = ["toy", toy_run.store, toy_run.destination, "--run", toy_run.path]
+    said = invoke(*command, *words, "--wait", "0s", exit_code=3).stderr
+    of_part_0 = [word.replace("1/2", "0/2") for word in words]
+    first = shlex.join(["hicachectl", *map(str, command), *of_part_0, "--wait", "0s"])
+    assert said.endswith(f": part 0 has not published run.json within 0s; run part 0: {first}\n")
+    invoke(*command, "--shard", "0/2")
+    invoke(*command, *words, "--wait", "0s")
 
 
 @pytest.mark.usefixtures("toy_commands")
@@ -88,6 +111,7 @@ def test_parts_and_merge_on_the_command_line(invoke: Invoke, toy_run: ToyRun) ->
     ("options", "said"),
     [
         (["--run", "RUN"], "--run needs --shard"),
+        (["--wait", "5m"], "--wait needs --shard"),
         (["--shard", "0/2"], "--shard needs --run DIR"),
         (["--shard", "0/2", "--run", "RUN", "--lock", "L"], "leave it out, since two processes"),
         (["--shard", "0/2", "--run", "RUN", "-o", "F"], "; give --output to hicachectl merge"),
@@ -195,12 +219,13 @@ def test_other_releases_commands_and_forms(
     said: str,
 ) -> None:
     toy_run.part(0, 2)
+    before = names_in(toy_run.path / "parts")
     path = toy_run.path / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {member: value}))
     with pytest.raises(HicacheError, match=said) as refusal:
         toy_run.part(1, 2)
     assert "\n" not in str(refusal.value)
-    assert not (toy_run.path / "parts/00001").exists()
+    assert names_in(toy_run.path / "parts") == before
 
 
 def test_a_directory_with_other_files_is_refused(toy_run: ToyRun) -> None:  # noqa: F811
@@ -214,23 +239,15 @@ def test_a_directory_with_other_files_is_refused(toy_run: ToyRun) -> None:  # no
     assert toy_run.part(0, 1).record.settled
 
 
-def test_records_that_another_process_removes_at_once_are_named(
+def test_a_manifest_that_another_process_removes_at_once_is_named(
     toy_run: ToyRun,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    part = toy_run.path / "parts" / "00000"
-    results = iter([object(), None])
-    for owner, method, as_if_removed, said in (
-        (RunDirectory, "publish_manifest", lambda *_: True,
-         f"{toy_run.path}: run.json was removed; run the part again"),
-        (Place, "keep", lambda *_: False, f"{part}: its plan was removed; give another --run"),
-        (Place, "settled", lambda _: next(results),
-         f"{part}: its result was removed; run the part again"),
-    ):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, as_if_removed)
-            with pytest.raises(UsageError, match=f"^{said}$"):
-                toy_run.part(0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "publish_manifest", lambda *_: None)
+        said = f"^{toy_run.path}: run.json was removed; run the part again$"
+        with pytest.raises(UsageError, match=said):
+            toy_run.part(0, 2)
     assert toy_run.part(0, 2).record.settled
 
 

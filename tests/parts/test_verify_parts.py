@@ -54,7 +54,7 @@ def comparable(document: dict[str, Any]) -> dict[str, Any]:
     return kept | {"findings": sorted(document["findings"], key=repr)}
 
 
-_OF_ONE = {"seconds", "parts", "missing_parts", "dry_run"}
+_OF_ONE = {"seconds", "listed", "parts", "missing_parts", "dry_run"}
 
 
 def verified(invoke: Invoke, run: Path, store: Path, *options: object) -> CommandRun:
@@ -75,7 +75,7 @@ def test_merged_parts_say_what_one_process_says(
     options += ["--sample", "60%", "--sample-slice", "0"] if parts == 1 else []
     whole = invoke("verify", damaged, *options, "--format", "json", exit_code=4)
     run = verified(invoke, tmp_path / "run", damaged, *options)
-    run.all(parts, [*reversed(range(parts)), 0])
+    run.all(parts)
     merged = run.merged(exit_code=4).document
     assert comparable(merged) == comparable(whole.document)
     assert merged["counts"]["truncated" if profile else "ambiguous-key"]
@@ -87,10 +87,10 @@ def test_a_missing_part_makes_the_result_incomplete(
 ) -> None:
     """merge names missing parts, and ends with 4 also where findings fail nothing."""
     run = verified(invoke, tmp_path / "run", damaged, "--fail-on", "never")
-    run.part(1, 3)
-    merged = run.merged(exit_code=4).document
-    assert (merged["complete"], merged["missing_parts"]) == (False, [0, 2])
     run.part(0, 3)
+    merged = run.merged(exit_code=4).document
+    assert (merged["complete"], merged["missing_parts"]) == (False, [1, 2])
+    run.part(1, 3)
     run.part(2, 3)
     assert run.merged().document["complete"]
 
@@ -120,41 +120,61 @@ def test_merge_writes_metrics(invoke: Invoke, damaged: Path, tmp_path: Path) -> 
     merged = run.merged("--metrics-file", tmp_path / "m.prom", exit_code=4).document
     lines = (tmp_path / "m.prom").read_text().splitlines()
     labels = f'store="file://{damaged}"'
+    assert f"hicachectl_verify_last_run_timestamp_seconds{{{labels}}} {merged['listed']}" in lines
     assert f"hicachectl_verify_objects{{{labels}}} {merged['objects']}" in lines
     assert f"hicachectl_verify_last_success_timestamp_seconds{{{labels}}} 0.0" in lines
 
 
 @pytest.mark.slow
-def test_many_processes_at_once_have_one_listing_and_one_result(
+def test_processes_at_once_have_one_listing_and_one_result(
     invoke: Invoke, damaged: Path, tmp_path: Path
 ) -> None:
-    """Two processes for each part begin together: one lists, and one does each part."""
+    """Three parts begin together: part 0 lists, and the others wait for it."""
     run = tmp_path / "run"
     code = "from hicachectl.__main__ import main; main()"
     arguments = ["verify", damaged, "--grace", "2h", "--run", run]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments), "--shard", f"{part}/2"],
+            [sys.executable, "-c", code, *map(str, arguments), "--shard", f"{part}/3"],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        for part in (0, 1, 0, 1)
+        for part in (2, 1, 0)
     ]
     said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, said
-    assert sorted(text.count("was done before") for text in said) == [0, 0, 1, 1]
+    assert [process.returncode for process in processes] == [0] * 3, said
     assert len(list(run.glob("listing-*"))) == 1
-    assert len(list(run.glob("parts/*/result-*.json"))) == 2
+    assert len(list(run.glob("parts/*.json"))) == 3
     whole = invoke("verify", damaged, "--grace", "2h", "--format", "json", exit_code=4).document
     merged = verified(invoke, run, damaged).merged(exit_code=4).document
     assert comparable(merged) == comparable(whole)
 
 
+def test_the_second_night_is_told_that_the_run_is_finished(
+    invoke: Invoke, own: Path, tmp_path: Path
+) -> None:
+    """A schedule that uses a directory twice fails; it writes no document and no metrics again."""
+    run = verified(invoke, tmp_path / "run", own, "--fail-on", "never")
+    metrics = tmp_path / "m.prom"
+    run.all(2)
+    invoke("merge", run.path, "--metrics-file", metrics)
+    first = metrics.read_text()
+    for path in objects(own, "_0_2.bin")[:5]:
+        os.truncate(path, 100)
+    for part in range(2):
+        assert "is finished; give a new --run, such as --run" in run.part(part, 2, exit_code=2)
+    refused = invoke("merge", run.path, "--metrics-file", metrics, exit_code=2)
+    assert (refused.stdout, metrics.read_text()) == ("", first)
+    assert "was merged before" in refused.stderr
+    invoke("merge", run.path, "--again", "--metrics-file", metrics)
+    assert metrics.read_text() == first
+
+
 def test_the_lister_decides_for_all_parts(
     invoke: Invoke, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--since, the slice of a sample and the time of the listing are those of the first part."""
+    """--since, the slice of a sample and the time of the listing are those of part 0."""
     now = time.time()
     for number, path in enumerate(objects(own, "")):
         os.utime(path, (now, now - number % 30 * 3600 - 60))
@@ -199,7 +219,7 @@ def test_other_options_are_refused(
     refused = run.part(1, 2, *given, exit_code=2)
     assert said in refused.splitlines()[-1]
     assert "was begun with" in refused.splitlines()[-1]
-    assert not (tmp_path / "run/parts/00001").exists()
+    assert not (tmp_path / "run/parts/00001.json").exists()
 
 
 @pytest.mark.parametrize("scheduler", ["kubernetes", "slurm"])
@@ -293,24 +313,24 @@ def test_merge_writes_nothing_into_the_run(invoke: Invoke, damaged: Path, tmp_pa
     assert run.merged("--catalog", tmp_path / "c.parquet").document["complete"]
 
 
-def test_a_part_that_the_time_limit_cut_is_done_again(
+def test_a_part_that_the_time_limit_cut_is_not_complete(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The part and merge call it not complete; a rerun with more time gives the whole result."""
+    """The part and merge say so; run again, the part ends as it ended."""
     options = ("--profile", profile_file(tmp_path / "p.toml"), "--grace", "2h")
-    whole = invoke("verify", damaged, *options, "--format", "json", exit_code=4).document
     limits = ("--time-limit", "1h", "--bwlimit", "1GiB")
     run = verified(invoke, tmp_path / "run", damaged, *options, *limits)
-    run.part(1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(Pace, "wait", lambda *given, **named: False)  # as after the limit
-        assert "Part 0 of 2 is not complete; run it again" in run.part(0, 2)
+        said = run.part(0, 2)
+    assert "Part 0 of 2 is not complete; to complete the work, run all parts with another" in said
+    again = run.part(0, 2)
+    assert "Part 0 of 2 was done at 20" in again
+    assert "and is not complete; to complete the work" in again
+    run.part(1, 2)
     cut = run.merged(exit_code=4)
     assert (cut.document["complete"], cut.document["stopped_by"]) == (False, "deadline")
-    assert "part 0 of 2: not complete; run again" in cut.stderr
-    assert "Part 0 of 2 is done" in run.part(0, 2)
-    assert "was done before" in run.part(0, 2)
-    assert comparable(run.merged(exit_code=4).document) == comparable(whole)
+    assert "part 0 of 2: not complete; to complete the work" in cut.stderr
 
 
 @pytest.mark.parametrize(("column", "value"), [("severity", "bogus"), ("code", None)])
@@ -320,7 +340,7 @@ def test_other_findings_are_refused(
     """Findings that no release writes end merge with one line that names the result."""
     run = verified(invoke, tmp_path / "run", damaged)
     run.all(1)
-    record = run.path / "parts/00000/result-0.json"
+    record = run.path / "parts/00000.json"
     document = json.loads(record.read_text())
     file = document["tables"]["found"]
     path = record.parent / file["name"]
@@ -331,18 +351,18 @@ def test_other_findings_are_refused(
         json.dumps(document | {"tables": {"found": file | {"nbytes": path.stat().st_size}}})
     )
     said = invoke("merge", run.path, exit_code=2).stderr
-    assert "result-0.json: has findings without a known severity or a code; remove" in said
+    assert "00000.json: has findings without a known severity or a code; remove 00000" in said
 
 
 def test_a_truncated_result_is_named(invoke: Invoke, damaged: Path, tmp_path: Path) -> None:
     """A result that is not whole is refused with the file to remove."""
     run = verified(invoke, tmp_path / "run", damaged)
     run.all(2)
-    (table,) = (tmp_path / "run/parts/00001").glob("*-found.parquet")
+    (table,) = (tmp_path / "run/parts").glob("00001-*-found.parquet")
     table.write_bytes(table.read_bytes()[:-9])
     refused = invoke("merge", tmp_path / "run", exit_code=2).stderr
     assert table.name in refused
-    assert "remove result-0.json beside it and run part 1 again" in refused
+    assert "remove 00001.json and run part 1 again" in refused
 
 
 def remains(store: Path) -> dict[str, bytes]:
@@ -372,8 +392,6 @@ def test_a_repair_in_parts_is_that_of_one_process(
 
     run = verified(invoke, tmp_path / "run", store, *options, "--yes")
     run.all(parts)
-    run.part(0, parts)
-    assert len([*run.path.rglob("*-found.parquet")]) == parts  # of plans, which results name
     merged = run.merged(exit_code=4).document
     whole["store"] = merged["store"]
     assert comparable(merged) == comparable(whole)
@@ -387,23 +405,24 @@ def test_a_repair_in_parts_is_that_of_one_process(
         assert remains(store) == before
 
 
-def test_a_part_that_left_a_page_is_done_again(
+def test_a_part_that_left_a_page_is_not_complete(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that cannot be removed makes the part not complete; its rerun removes the page."""
+    """A page that cannot be removed makes the part not complete; the next run removes the page."""
     store, profile = dsa_store(tmp_path / "store", 12), profile_file(tmp_path / "p.toml", DSA)
     shorten(store / indexer(3))
     options = ("--profile", profile, "--checks", "sizes", "--repair", "delete", "--yes")
     run = verified(invoke, tmp_path / "run", store, *options, "--fail-on", "never")
     with monkeypatch.context() as patch:
         stick(patch, kv(3))
-        assert "Part 0 of 1 is not complete; run it again" in run.part(0, 1)
+        assert "Part 0 of 1 is not complete; to complete the work" in run.part(0, 1)
     assert (store / kv(3)).exists()
     assert run.merged(exit_code=4).document["repaired"] == 0
+    run = verified(invoke, tmp_path / "second", store, *options, "--fail-on", "never")
     assert "Part 0 of 1 is done" in run.part(0, 1)
     assert not (store / kv(3)).exists()
     assert not (store / indexer(3)).exists()
-    assert run.merged().document["repaired"] == 1
+    assert run.merged().document["complete"]
 
 
 def test_a_time_limit_is_divided_among_the_parts(
@@ -443,10 +462,10 @@ def test_a_part_judges_its_own_pages_and_merge_names_it(
     run = verified(invoke, tmp_path / "run", store, *options, way, "--fail-on", "never")
     said = run.invoke("-q", *run.arguments(0, 2)).stderr
     assert "Part 0: nothing was repaired: " in said
+    assert "Part 0: nothing was repaired: " in run.part(0, 2)  # it ends as it ended
     assert "nothing was repaired" not in run.part(1, 2)
     gone = {number for number in bad if not (store / kv(number)).exists()}
     assert gone == (set() if dry_run else {higher[0]})
-    assert "Part 0: nothing was repaired: " in run.part(0, 2)  # it ends as it ended
     merged = run.merged("--metrics-file", tmp_path / "m.prom", exit_code=2)
     assert "part 0 repaired nothing: " in merged.stderr
     assert "--despite-profile repairs" in merged.stderr
@@ -467,7 +486,7 @@ def test_a_part_judges_its_own_pages_and_merge_names_it(
 def test_a_repair_shows_progress_while_it_reads(
     invoke: Invoke, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planning a repair reads all objects, and reports their bytes."""
+    """A repair reads all objects, and reports their bytes."""
     moved: list[tuple[int, int]] = []
 
     @contextmanager
@@ -486,7 +505,10 @@ def test_a_repair_shows_progress_while_it_reads(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["quarantine", "delete"])
 def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: str) -> None:
-    """Killed at any step and run again, a part ends like an undisturbed one."""
+    """Killed at any step and run again, a part leaves what an undisturbed one leaves.
+
+    It counts what it did itself.
+    """
     profile = profile_file(tmp_path / "p.toml", DSA)
 
     def command(name: str) -> tuple[object, ...]:
@@ -498,24 +520,33 @@ def test_a_killed_repair_is_completed_by_the_next_attempt(tmp_path: Path, mode: 
         shard = ("--shard", "0/1", "--run", tmp_path / f"run-{name}")
         return "verify", store, *checks, "--repair", mode, "--yes", *shard
 
-    def result(name: str, runner: Runner) -> tuple[dict[str, bytes], dict[str, Any]]:
+    def repaired(name: str, runner: Runner) -> int:
         merge = ("merge", tmp_path / f"run-{name}", "--format", "json")
         document = runner.run(*merge, home=tmp_path).document
-        kept = {key: document[key] for key in ("repaired", "quarantined", "counts", "pages")}
-        return remains(tmp_path / name), kept
+        assert document["pages"] == 12
+        assert document["complete"]
+        groups: int = document["repaired"]
+        return groups
 
     with Runner(tmp_path) as runner:
         steps = runner.run(*command("undisturbed"), home=tmp_path).steps
-        wanted = result("undisturbed", runner)
-        assert wanted[1]["repaired"] == 4
+        assert repaired("undisturbed", runner) == 4
         chance = random.Random(steps)
         for at in sorted({*chance.sample(range(1, steps), 4), steps - 1}):
             name = f"killed-{at}"
             again = command(name)
+            before = remains(tmp_path / name)
             killed = runner.run(*again, home=tmp_path, kill=("steps", at))
             assert killed.killed, (at, killed)
-            assert runner.run(*again, home=tmp_path).code == 0
-            assert result(name, runner) == wanted, (at, steps)
+            if not (tmp_path / f"run-{name}/parts/00000.json").exists():
+                assert runner.run(*again, home=tmp_path).code == 0
+            assert repaired(name, runner) <= 4
+            store = tmp_path / name
+            assert remains(store) == remains(tmp_path / "undisturbed"), (at, steps)
+            if mode == "quarantine":
+                quarantine = store / ".hicachectl/quarantine"
+                runner.run("restore", quarantine, store, "--yes", home=tmp_path)
+                assert remains(store) == before, (at, steps)
 
 
 @pytest.mark.parametrize(

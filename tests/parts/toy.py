@@ -22,7 +22,7 @@ from hicachectl.io.table_files import opened_table, write_table
 from hicachectl.parts.job import Kind, Merged, PartInput, Tables
 from hicachectl.parts.manifest import Manifest, Published
 from hicachectl.parts.records import Record, StageResult
-from tests.parts.claimant import settle
+from tests.parts.disturbed import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NUMBERS = pa.schema([pa.field("number", pa.int64(), nullable=False)])
 AGAIN = "run it again"
+LISTED_NS = 1_700_000_000 * 10**9  # 2023-11-14 22:13 UTC
 
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
@@ -52,18 +53,20 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     return Merged(document, copied, "numbers", [], False, lines)
 
 
-KIND = Kind("toy", {"copied": NUMBERS, "planned": NUMBERS}, merge, finishes=True)
+KIND = Kind("toy", {"copied": NUMBERS}, merge, finishes=True)
 
 
 class ToyJob:
     """Copies the numbers of a file, slowly if asked.
 
-    seconds: of work for each number. full: the number from which the destination seems full.
-    aborts: the part whose process ends like a crash. Each process notes its id and its parent's.
+    seconds: duration of the work for each number.
+    full: the number from which the destination seems full.
+    aborts: the part whose process ends like a crash.
+    meanwhile: is called before the end of each listing and of each part, with its name.
+    Each process notes its id and its parent's.
     """
 
     kind = KIND
-    plans = True
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class ToyJob:
         full: int | None = None,
         aborts: int | None = None,
         factor: int = 1,
+        meanwhile: Callable[[str], object] = lambda name: None,
         permissions: Permissions | None = None,
     ) -> None:
         self._store = store
@@ -83,6 +87,7 @@ class ToyJob:
         self._listing_seconds = listing_seconds
         self._full = full
         self._aborts = aborts
+        self._meanwhile = meanwhile
         self.identity: dict[str, Any] = {
             "store": str(store),
             "destination": str(destination),
@@ -101,10 +106,12 @@ class ToyJob:
         for _ in numbers:
             time.sleep(self._listing_seconds)
             on_listed(1)
+        self._meanwhile("listing")
         count = parts(len(numbers)) if callable(parts) else parts
         pieces = [pa.table({"number": numbers[part::count]}, NUMBERS) for part in range(count)]
         file = write_table(folder, "00.parquet", pieces, NUMBERS)
-        return Published(files=[file], shares=[{file.name: [part]} for part in range(count)])
+        shares = [{file.name: [part]} for part in range(count)]
+        return Published(listing_ns=LISTED_NS, files=[file], shares=shares)
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         file = manifest.published.files[0]
@@ -112,29 +119,23 @@ class ToyJob:
             own = parquet.read_row_groups(manifest.published.shares[part][file.name])
         return {"numbers": lambda: own}
 
-    def plan(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        numbers = given.tables["numbers"]()
-        there = [not (self._destination / str(n)).exists() for n in numbers["number"].to_pylist()]
-        return StageResult({}, {"planned": numbers.filter(pa.array(there, pa.bool_()))})
-
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        assert given.plan is not None
         with (self._store.parent / "processes").open("a") as processes:
             processes.write(f"{os.getpid()} {os.getppid()}\n")
         if given.part == self._aborts:
             os.abort()
-        planned = given.plan.tables["planned"]
+        numbers = given.tables["numbers"]()["number"].to_pylist()
         done = []
-        for number in planned["number"].to_pylist():
+        for number in numbers:
             if self._full is not None and number >= self._full:
                 continue
             (self._destination / str(number)).write_text(given.owner)
             time.sleep(self._seconds)
-            on_progress(1, len(planned))
+            on_progress(1, len(numbers))
             done.append(number)
+        self._meanwhile("part")
         copied = pa.table({"number": done}, NUMBERS)
-        return StageResult({"earlier": list(given.earlier)}, {"copied": copied},
-                           settled=len(done) == len(planned))  # fmt: skip
+        return StageResult({}, {"copied": copied}, settled=len(done) == len(numbers))
 
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
@@ -156,7 +157,7 @@ def _main(store: str, destination: str, run: str, shard: str, *settings: str) ->
     from hicachectl.__main__ import _say
     from hicachectl.formats.errors import HicacheError
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.running import begin, run_part
+    from hicachectl.parts.running import begin, join, run_part
     from hicachectl.parts.shards import parse_shard
 
     values = dict(setting.split("=") for setting in settings)
@@ -170,8 +171,14 @@ def _main(store: str, destination: str, run: str, shard: str, *settings: str) ->
     try:
         with RunDirectory.create(Path(run), job.permissions, job.trust) as opened:
             chosen = parse_shard(shard)
-            begun = begin(opened, job, chosen.count, say=_say)
-            outcome = run_part(opened, job, begun, chosen.number, say=_say)
+            if chosen.number:
+                wait = float(values.get("wait", 60))
+                begun = join(
+                    opened, job, chosen.count, wait_seconds=wait, lister="toy 0/N", say=_say
+                )
+            else:
+                begun = begin(opened, job, chosen.count)
+            outcome = run_part(opened, job, begun, chosen.number)
     except HicacheError as error:
         _say(str(error))
         sys.exit(2)

@@ -137,7 +137,7 @@ def test_merge_prints_the_same_groups_and_commands(invoke: Invoke, store: Path) 
     merged = invoke("merge", run, exit_code=4).stdout
     whole = invoke("verify", store, *profile(store), exit_code=4).stdout
     assert merged.split("\n\n")[:2] == whole.split("\n\n")[:2]
-    limited = invoke("merge", run, "--limit", "1", exit_code=4).stdout
+    limited = invoke("merge", run, "--again", "--limit", "1", exit_code=4).stdout
     assert "and 3 groups with 3 findings" in limited
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -27,13 +29,14 @@ if TYPE_CHECKING:
     cls=Command,
     epilog="""\b
 Examples:
-  hicachectl merge /shared/nightly
-  hicachectl merge /shared/nightly --format json -o nightly.json
-  hicachectl merge /shared/nightly --catalog prod.parquet
-  hicachectl merge /shared/nightly --metrics-file /var/lib/node/hicache.prom
+  hicachectl merge /shared/$(date +%F)
+  hicachectl merge /shared/2026-11-23 --again --format json -o nightly.json
+  hicachectl merge /shared/2026-11-23 --again --catalog prod.parquet
+  hicachectl merge /shared/$(date +%F) --metrics-file /var/lib/node/hicache.prom
 """,
 )
 @argument("run", metavar="RUN", type=RunPath())
+@own_option("--again", is_flag=True, help="Also join a run that was joined before.")
 @own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
@@ -46,6 +49,7 @@ def command(
     ctx: click.Context,
     /,
     run: Path,
+    again: bool,
     catalog: Path | None,
     allow_shrink: bool,
     metrics_file: Path | None,
@@ -57,22 +61,34 @@ def command(
     """Join the parts of a run.
 
     RUN is the directory of --run. The result and the exit status are those of the command in one
-    process. No store is opened. If a part has no result, stderr and the table name it, the document
-    and the metrics have complete false, and the exit status is 4.
+    process; the metrics have the time of the listing. No store is opened. If a part has no result,
+    stderr and the table name it, the document and the metrics have complete false, and the exit
+    status is 4.
+
+    A whole run is joined once, so that a schedule which uses a directory twice notices: a second
+    merge ends with 2. --again joins it again.
     """
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.results import merge_run
+    from hicachectl.parts.results import mark_merged, merge_run, refuse_merged
 
     refuse_without_table(ctx, output_format)
     refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
     with RunDirectory.existing(run) as opened:
+        if not again:
+            refuse_merged(opened)
         merged = merge_run(opened)
+        written = True
         if catalog is not None:
             permissions = opened.permissions()
-            merged = write_catalog(ctx, merged, catalog, permissions, allow_shrink=allow_shrink)
+            written = write_catalog(ctx, merged, catalog, permissions, allow_shrink=allow_shrink)
         elif merged.write_catalog is not None:
-            text = "The run recorded digests, which are not written; write them with --catalog FILE"
+            command = f"hicachectl merge {quote(str(run))} --again --catalog FILE"
+            text = f"The run recorded digests, which are not written; write them with: {command}"
             remark(ctx, text, failure=True)
+        if not written:
+            merged = replace(merged, failed=True)
+        elif not again:
+            mark_merged(opened)
         write_merged(
             ctx,
             merged,

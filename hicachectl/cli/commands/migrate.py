@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import FILTERS, Command, argument, in_section, own_option
+from hicachectl.cli.command import FILTERS, argument, in_section, own_option
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -22,6 +22,7 @@ from hicachectl.cli.completions import page_prefixes, store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, selection_of
+from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.options import (
     DEFAULT_GRACE,
     FILE,
@@ -64,7 +65,7 @@ _WHOLE_ONLY = ("lock", "output", "output_format")
 
 @click.command(
     "migrate",
-    cls=Command,
+    cls=RememberedWords,
     epilog="""\b
 Examples:
   hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml
@@ -72,7 +73,7 @@ Examples:
   hicachectl migrate /mnt/hicache /mnt/new --profile prod.toml --to-tp 8
   hicachectl migrate prod: new: --profile prod.toml --to-model Qwen/Qwen3-32B-v2 --dry-run
   hicachectl migrate prod: new: --profile prod.toml --move --yes --bwlimit 200MiB
-  hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/copy
+  hicachectl migrate prod: new: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)
   hicachectl migrate prod: new: --profile prod.toml --ray auto --run /var/lib/copy
 """,
 )
@@ -148,8 +149,9 @@ def command(
     reads only the objects that did not arrive.
 
     --shard divides the work among processes, also on several hosts: each copies the pages of its
-    part. After a kill or exit status 4, run the part again with the same options. DST cannot be a
-    pack then. Nothing is printed on stdout; see hicachectl-merge(1).
+    part. After a kill, run the part again with the same options. After exit status 4, another run
+    (--run) copies the rest. DST cannot be a pack then. Nothing is printed on stdout; see
+    hicachectl-merge(1).
 
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.
@@ -222,7 +224,7 @@ def _part(
         if not _agreed(origin, target, options):
             return
         say_divided(ctx, shard.count, options, "bwlimit")
-        record = do_part(ctx, options["run_directory"], shard, job)
+        record = do_part(ctx, options, shard, job)
         if not record.settled:  # else `merge` has all that there is to say
             facts = convert(record.facts, MigrationFacts, "The result")
             outcome = outcome_of(

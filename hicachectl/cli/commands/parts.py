@@ -1,4 +1,4 @@
-"""The options --shard, --run, --ray and --workers of commands that can be divided."""
+"""The options --shard, --run, --wait, --ray and --workers of commands that can be divided."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 
 from hicachectl.cli.environment import long_name
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.mending import with_value
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import bytes_progress, opened_store, progress, remark
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
 
+_AGAIN = "to complete the work, run all parts with another --run"
 # Next step for parameters that a part cannot have; for all others, the option of `merge`.
 _INSTEAD = {
     "dry_run": "leave out --shard",
-    "lock": "leave it out, since two processes never do the same part at once",
+    "lock": "leave it out, since two processes may do the same part at once",
 }
 
 
@@ -46,6 +48,8 @@ def chosen_shard(
 
     text, directory = options["shard"], options["run_directory"]
     if text is None:
+        if on_command_line(ctx, "wait"):
+            raise click.UsageError("--wait needs --shard")
         if directory is not None and options["ray"] is None:
             raise click.UsageError("--run needs --shard or --ray")
         return None
@@ -92,7 +96,8 @@ def _given(ctx: click.Context, names: Collection[str]) -> Iterator[tuple[str, st
 def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
     """Raise UsageError if a file to write is in a run directory.
 
-    run: None for a temporary one. files: by their option; None for an option that is not given.
+    run: None for a temporary one. files: the files with their options; None for an option that is
+    not given.
     """
     for option, path in files.items():
         if run is not None and path is not None and run.resolve() in path.resolve().parents:
@@ -105,32 +110,42 @@ def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
 def say_divided(ctx: click.Context, count: int, options: Mapping[str, Any], *limits: str) -> None:
     """Say which given limits of the whole run each part gets an equal share of.
 
-    count: of parts at once. limits: names of parameters.
+    count: number of parts at once. limits: names of parameters.
     """
     given = [f"--{name.replace('_', '-')}" for name in limits if options[name] is not None]
     if given and count > 1:
         remark(ctx, f"Of {' and '.join(given)}, each of the {count} parts takes an equal share")
 
 
-def do_part(ctx: click.Context, path: Path, shard: Shard, job: Job) -> RecordForm:
+def do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: Job) -> RecordForm:
     """Do a part of a run, and say on stderr how it ended; its findings are those of `merge`."""
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.running import begin, run_part
+    from hicachectl.parts.running import begin, join, run_part
+    from hicachectl.text.units import minute
 
-    say = partial(remark, ctx)
+    say, path = partial(remark, ctx), options["run_directory"]
     with RunDirectory.create(path, job.permissions, job.trust) as run:
-        with progress(ctx, "listing", " objects") as on_listed:
-            begun = begin(run, job, shard.count, on_listed=on_listed, say=say)
+        if shard.number == 0:
+            with progress(ctx, "listing", " objects") as on_listed:
+                begun = begin(run, job, shard.count, on_listed=on_listed)
+        else:
+            lister = with_value(ctx, "--shard", f"0/{shard.count}")
+            wait = options["wait"]
+            begun = join(run, job, shard.count, wait_seconds=wait, lister=lister, say=say)
         with bytes_progress(ctx, f"part {shard.number}") as on_progress:
-            outcome = run_part(run, job, begun, shard.number, on_progress=on_progress, say=say)
-    name = f"Part {shard.number} of {shard.count}"
+            outcome = run_part(run, job, begun, shard.number, on_progress=on_progress)
+    name, record = f"Part {shard.number} of {shard.count}", outcome.record
     if outcome.earlier:
-        say(f"{name} was done before, on {outcome.record.host}")
-    elif outcome.record.settled:
+        name = f"{name} was done at {minute(record.ended_ns)} UTC, on {record.host}"
+        if record.settled:
+            say(name)
+        else:
+            remark(ctx, f"{name}, and is not complete; {_AGAIN}", failure=True)
+    elif record.settled:
         say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
-        remark(ctx, f"{name} is not complete; run it again", failure=True)
-    return outcome.record
+        remark(ctx, f"{name} is not complete; {_AGAIN}", failure=True)
+    return record
 
 
 def do_on_cluster(
@@ -173,14 +188,16 @@ def do_on_cluster(
                     "The next run starts over; give --run DIR to continue one")  # fmt: skip
             raise
         merged = driver.merged()
-        if options.get("update_catalog"):
-            merged = write_catalog(
-                ctx,
-                merged,
-                options["catalog"],
-                job.permissions,
-                allow_shrink=options["allow_shrink"],
-            )
+        if options.get("update_catalog") and not write_catalog(
+            ctx,
+            merged,
+            options["catalog"],
+            job.permissions,
+            allow_shrink=options["allow_shrink"],
+        ):
+            merged = replace(merged, failed=True)
+        else:
+            driver.mark_merged()
         write_merged(
             ctx,
             merged,
@@ -198,7 +215,7 @@ def opened_source(
 ) -> Iterator[Store]:
     """Open a source on a node, and pass it the profile of the command.
 
-    looks_only: see `Profiled.use_profile`. options: of `opened_store`.
+    looks_only: see `Profiled.use_profile`. options: see `opened_store`.
     """
     from hicachectl.profiles.sources import agree_on_profile
 
@@ -209,7 +226,7 @@ def opened_source(
 
 @contextmanager
 def opened_destination(url: str, **options: Any) -> Iterator[Store]:
-    """Open a destination on a node. options: of `opened_store`.
+    """Open a destination on a node. options: see `opened_store`.
 
     Raises StoreUnavailable if it did not exist there. The driver has created it, so this node lacks
     its file system, and copies would be lost.
@@ -278,19 +295,20 @@ def write_catalog(
     readable_by: Permissions,
     *,
     allow_shrink: bool,
-) -> Merged:
-    """Write the catalog of a divided run, unless a part is missing; return the outcome.
+) -> bool:
+    """Write the catalog of a divided run, unless a part is missing; return whether it was written.
 
-    allow_shrink: see `save_catalog`; the outcome is a failure if the catalog is refused. Raises
-    UsageError if the run recorded no digests.
+    allow_shrink: see `save_catalog`, which may refuse. Raises UsageError if the run recorded no
+    digests.
     """
     if merged.write_catalog is None:
         raise UsageError(
             "--catalog: the run recorded no digests; give its parts --catalog and --update-catalog"
         )
     if merged.document["missing_parts"]:
-        remark(ctx, f"{path}: not written, because parts of the run are missing", failure=True)
-    elif why := merged.write_catalog(path, readable_by, allow_shrink):
+        why = f"{path}: not written, because parts of the run are missing"
+    else:
+        why = merged.write_catalog(path, readable_by, allow_shrink)
+    if why:
         remark(ctx, why, failure=True)
-        return replace(merged, failed=True)
-    return merged
+    return not why

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import MOONCAKE, OUTPUT, Command, argument, in_section, own_option
+from hicachectl.cli.command import MOONCAKE, OUTPUT, argument, in_section, own_option
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     do_on_cluster,
@@ -23,6 +23,7 @@ from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, wri
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import locked
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     FILE,
@@ -79,7 +80,7 @@ _output = in_section(OUTPUT)
 
 @click.command(
     "prewarm",
-    cls=Command,
+    cls=RememberedWords,
     epilog="""\b
 Examples:
   hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \\
@@ -90,7 +91,7 @@ Examples:
   hicachectl prewarm prod: --profile prod.toml --token-ids hot.jsonl \\
       --through-server http://127.0.0.1:30000
   hicachectl prewarm prod: --from /mnt/archive --profile prod.toml --trace day.jsonl \\
-      --deadline 10m --shard /64 --run /shared/warm
+      --deadline 10m --shard /64 --run /shared/$(date +%F)
 """,
 )
 @argument("destination", metavar="[DST]", required=False, shell_complete=store_names)
@@ -416,9 +417,7 @@ def _do_divided(
         )
         if shard is not None:
             say_divided(ctx, shard.count, options, "bwlimit")
-            _say_unfinished(
-                ctx, source, destination, do_part(ctx, options["run_directory"], shard, job)
-            )
+            _say_unfinished(ctx, source, destination, do_part(ctx, options, shard, job))
             return
         do_on_cluster(
             ctx,

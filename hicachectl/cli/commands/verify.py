@@ -99,9 +99,9 @@ _WHOLE_ONLY = (
 # Of a command that mends findings: what only the run itself needs, and what the command states.
 _NOT_NEXT = {
     "output_format", "output", "metrics_file", "fail_on", "limit", "all_findings", "shard",
-    "run_directory", "ray", "workers", "stamp", "update_catalog", "repair", "repair_codes",
-    "quarantine", "writers_stopped", "despite_profile", "yes", "dry_run", "allow_empty",
-    "allow_shrink",
+    "run_directory", "wait", "ray", "workers", "stamp", "update_catalog", "repair",
+    "repair_codes", "quarantine", "writers_stopped", "despite_profile", "yes", "dry_run",
+    "allow_empty", "allow_shrink",
 }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ Examples:
   hicachectl verify prod: --profile prod.toml --repair quarantine --dry-run
   hicachectl verify prod: --profile prod.toml --device cuda
   hicachectl verify prod: --fail-on error --metrics-file /var/lib/node/hicache.prom
-  hicachectl verify prod: --profile prod.toml --shard 0/8 --run /shared/nightly
+  hicachectl verify prod: --profile prod.toml --shard 0/8 --run /shared/$(date +%F)
   hicachectl verify prod: --profile prod.toml --ray auto
 """,
 )
@@ -285,7 +285,7 @@ def command(
         if shard is not None:
             say_divided(ctx, shard.count, options, "bwlimit", "time_limit")
             job = _divided(source, request, options, mending)(source)
-            _say_refused(ctx, do_part(ctx, options["run_directory"], shard, job))
+            _say_refused(ctx, do_part(ctx, options, shard, job))
             return
         if on_cluster:
             make = _divided(source, request, options, mending)

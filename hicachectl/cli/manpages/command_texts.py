@@ -72,17 +72,24 @@ _UNFINISHED = """
 """
 _PARTS = """
     With --shard I/N, many processes on any number of hosts work on one store. All share the
-    directory of --run, and all get the same options. The first process lists the store and writes
-    the listing to the directory, divided by page hash. So all objects of a page are in one part.
-    Objects without a page, stamps and the tables of 3FS are in part 0. Options such as --since 2h
-    mean the same time for all parts: that of the first process.
+    directory of --run, and all get the same options. Part 0 lists the store and writes the listing
+    to the directory, divided by page hash. So all objects of a page are in one part. Objects
+    without a page, stamps and the tables of 3FS are in part 0. Options such as --since 2h mean the
+    same time for all parts: that of part 0. Start part 0 first, or with the others: these wait for
+    its listing, say so each minute, and end with 3 after --wait.
 
-    A part exits with 0 once its result is in the directory. A part that was killed is run again. If
-    two processes do the same part, one of them waits, and takes over if the other stops for a
-    minute. Limits such as --bwlimit and --time-limit are for the whole run: each part takes an
-    equal share. A part that --time-limit cut is not complete; run again, it starts over, except
-    with --repair, which keeps its plan. Each part has its own threads (--jobs). The directory must
-    be on a file system with hard links that all hosts see, such as NFS.
+    A part has one result. It exits once its result is in the directory, and run again it says when
+    it was done and exits in the same way. A part that was killed has none, and is run again. It
+    then does its work again, and counts what it did itself. Two attempts at a part may overlap: the
+    first result counts. A part that --time-limit cut is not complete; another run does the rest.
+
+    A directory is one run. A finished run is refused by each part (exit status 2), so give another
+    directory each time, such as /shared/$(date +%F). hicachectl merge joins a whole run once, or
+    with --again. Its document has the time of the listing (listed), as do the metrics.
+
+    Limits such as --bwlimit and --time-limit are for the whole run: each part takes an equal share.
+    Each part has its own threads (--jobs). The directory must be on a file system with hard links
+    that all hosts see, such as NFS.
 """
 _CLUSTER = """
     With --ray, this host lists the store, divides the listing, and sends each part to a node of a
@@ -387,8 +394,8 @@ BACKGROUND: dict[str, dict[str, str]] = {
             A pack has digests of its own. verify compares each of its objects, with or without a
             profile or a catalog.
 
-            With --shard, the first process copies the catalog into the directory of --run, and each
-            part reads its own share. hicachectl merge --catalog FILE writes the new catalog.
+            With --shard, part 0 copies the catalog into the directory of --run, and each part reads
+            its own share. hicachectl merge --catalog FILE writes the new catalog.
 
             A catalog that would have fewer than half as many entries as before is not written, and
             the exit status is 4: the store may be mounted in part, or another one in its place.
@@ -442,11 +449,10 @@ BACKGROUND: dict[str, dict[str, str]] = {
             Several repairs may run at once: the one that takes the kv object of a page takes the
             page, and the others leave it.
 
-            With --shard, each part keeps the list of its page groups before it removes the first,
-            and has a run of its own in the quarantine. A part that is killed and run again removes
-            what is left, and counts only that. Parts cannot ask, so they need --yes or --dry-run.
-            Each part judges its own pages: hicachectl merge names the parts that repaired nothing,
-            and ends with 2.
+            With --shard, each part has a run of its own in the quarantine. A part that was killed
+            and is run again checks its pages again, repairs the rest, and counts only that. Parts
+            cannot ask, so they need --yes or --dry-run. Each part judges its own pages: hicachectl
+            merge names the parts that repaired nothing, and ends with 2.
         """,
         "INTERRUPTED REPAIRS": _UNFINISHED,
         "PARTS": _PARTS,
@@ -540,9 +546,9 @@ BACKGROUND: dict[str, dict[str, str]] = {
         """,
         "PARTS": """
             With --shard I/N, many processes on any number of hosts warm one store. All share the
-            directory of --run, and all get the same options. The first process reads the requests,
-            compares both stores, and writes the plan to the directory. The other processes do not
-            read the request file.
+            directory of --run, a new one for each run, and all get the same options. Part 0 reads
+            the requests, compares both stores, and writes the plan to the directory. The other
+            processes do not read the request file; they wait for the plan, at most --wait.
 
             The plan is divided into N slices of equal bytes, in its order of value: part 0 has the
             most valuable pages. Start low parts first, as Kubernetes and Slurm do. A part does not
@@ -556,10 +562,10 @@ BACKGROUND: dict[str, dict[str, str]] = {
             of those copied.
 
             A part exits with 0 once its result is in the directory, and with 4 if pages failed or
-            DST is full. A part that was killed, or exits with 4, is run again, and copies only what
-            DST still lacks. hicachectl merge gives the document and the exit status of the whole
-            run. A pack cannot be the destination. Servers of --through-server load prefixes that
-            are whole in DST, so run that option afterwards.
+            DST is full. A part that was killed is run again, and copies only what DST still lacks;
+            after status 4, so does another run. hicachectl merge gives the document and the exit
+            status of the whole run. A pack cannot be the destination. Servers of --through-server
+            load prefixes that are whole in DST, so run that option afterwards.
         """,
         "USABLE TOKENS": """
             usable_tokens and --min-usable refer to one deployment, which the result

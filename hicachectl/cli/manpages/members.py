@@ -74,6 +74,7 @@ _COMPLETE = Member("complete", BOOLEAN, "False if something ended the run early.
 _LOCKED = Member("stopped_by", TEXT, "lock: another process holds the lock.", "nothing")
 _DRY_RUN = Member("dry_run", BOOLEAN, "With --dry-run: the counts are what would be done.")
 _PARTS = (
+    Member("listed", NUMBER, "Time of the run's listing, in Unix seconds.", when="merge, --ray"),
     Member("parts", INTEGER, "Parts of the run.", when="merge, --ray"),
     Member("missing_parts", INTEGERS, "Parts without a result, by number.", when="merge, --ray"),
 )
