@@ -67,7 +67,8 @@ def _problems(value: Any, form: Any, path: str) -> Iterator[str]:
                 yield from _problems(item, get_args(arm)[0], f"{path}[{index}]")
             return
     try:  # msgspec encodes texts before comparing; lone surrogates cannot be encoded
-        msgspec.convert(storable(value) if isinstance(value, str) else value, form)
+        with _converting:
+            msgspec.convert(storable(value) if isinstance(value, str) else value, form)
     except _REFUSALS as error:
         yield f"{path}: {_expectation(error)}, found {shown(value)}".removeprefix(": ")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -114,3 +116,31 @@ def test_nothing_else_than_the_refusal_is_raised() -> None:
         for name in msgspec.structs.asdict(Outer("a")):
             with pytest.raises(ProfileError):
                 convert({name: value}, Outer, "FILE", refusal=ProfileError)
+
+
+FIRST_USES = """
+import sys, threading, msgspec
+from hicachectl.formats.forms import convert
+
+sys.setswitchinterval(1e-6)
+document = {"one": {f"n{i}": 1 for i in range(30)}}
+for _ in range(100):
+    inner = msgspec.defstruct("Inner", [(name, int) for name in document["one"]])
+    form = msgspec.defstruct("Form", [("one", inner)])
+    together = threading.Barrier(4)
+
+    def use():
+        together.wait()
+        convert(document, form, "FILE")
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_use_a_class_for_the_first_time_together() -> None:
+    """msgspec alone ends the process with SIGSEGV."""
+    subprocess.run([sys.executable, "-c", FIRST_USES], check=True)
