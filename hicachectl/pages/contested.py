@@ -21,6 +21,7 @@ from hicachectl.formats.keys.resolve import (
     rank_set,
 )
 from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import make_table
 from hicachectl.pages.page_order import page_ranks
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
 
-_MANY = 3  # a size that so many objects have is not damage
 # Without a profile, a rank has another model's objects if it has as many more than its fellows.
 _MANY_MORE = 20
 _SHARE_MORE = 0.05
@@ -72,7 +72,7 @@ class _Contest(NamedTuple):
         if not self.is_rank:
             return unfit | ~is_lone
         lone = Counter(sizes[unfit & is_lone].tolist())
-        narrow = [size for size, count in lone.items() if count >= _MANY]
+        narrow = [size for size, count in lone.items() if count >= SEVERAL]
         return unfit & (is_lone | np.isin(sizes, narrow)) | (is_lone & self.has_more)
 
 
@@ -193,4 +193,4 @@ def _near(models: set[str], readings: Readings) -> list[int]:
 def _common(counts: Counter[int]) -> set[int]:
     """Return the sizes that are no damage. counts: number of objects by size."""
     total = counts.total()
-    return {size for size, count in counts.items() if count >= _MANY or 2 * count > total}
+    return {size for size, count in counts.items() if count >= SEVERAL or 2 * count > total}

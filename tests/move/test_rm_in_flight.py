@@ -134,42 +134,6 @@ def test_a_page_that_is_being_written_stays(
     assert not (store / indexer(YOUNG)).exists()
 
 
-def test_pages_after_a_removed_one_stay_while_they_are_written(
-    invoke: Invoke, tmp_path: Path, profile: Path
-) -> None:
-    store, tokens = tmp_path / "store", list(range(100, 112))
-    first, second, third = page_hashes_hex(tokens, 4)
-    store.mkdir()
-    for name in (first, second):
-        put(store, f"{name}_x-dsa.bin", KV_BYTES)
-        put(store, f"{name}.indexer_x-dsa.bin", INDEXER_BYTES)
-    put(store, f"{third}.indexer_x-dsa.bin", INDEXER_BYTES, time.time())
-    options = (
-        "--pages", _listed(tmp_path / "pages", first), "--profile", profile, "--token-ids",
-        _listed(tmp_path / "prompts", json.dumps(tokens)),
-    )  # fmt: skip
-    assert removed(invoke, store, *options)["pages"] == 2
-    assert set(contents(store)) == {f"{third}.indexer_x-dsa.bin"}
-
-
-def test_pages_after_a_repaired_one_stay_while_they_are_written(
-    invoke: Invoke, tmp_path: Path, profile: Path
-) -> None:
-    store, tokens = tmp_path / "store", list(range(100, 112))
-    first, second, third = page_hashes_hex(tokens, 4)
-    store.mkdir()
-    put(store, f"{first}_x-dsa.bin", KV_BYTES)
-    put(store, f"{second}_x-dsa.bin", KV_BYTES)
-    put(store, f"{second}.indexer_x-dsa.bin", INDEXER_BYTES)
-    put(store, f"{third}.indexer_x-dsa.bin", INDEXER_BYTES, time.time())
-    prompts = _listed(tmp_path / "prompts", json.dumps(tokens))
-    options = ("--profile", profile, "--checks", "groups,sizes", "--token-ids", prompts)
-    invoke(
-        "verify", store, *options, "--repair", "delete", "--despite-profile", "--yes", exit_code=4
-    )
-    assert set(contents(store)) == {f"{third}.indexer_x-dsa.bin"}
-
-
 def test_whole_pages_have_no_grace(invoke: Invoke, store: Path) -> None:
     put(store, kv(YOUNG), KV_BYTES, time.time())
     assert removed(invoke, store, "--model", "x-dsa")["pages"] == PAGES + 1
