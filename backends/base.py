@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.urls import Config, StoreUrl
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 

@@ -22,16 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from hicachectl.backends.base import (
-        BoolArray,
-        IntArray,
-        ReadResult,
-        Result,
-        Rows,
-        Status,
-        StatusArray,
-    )
+    from hicachectl.backends.base import ReadResult, Result, Rows, Status, StatusArray
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker

@@ -21,7 +21,8 @@ from hicachectl.formats.errors import FormatError, UnsupportedByBackend
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-IntArray = npt.NDArray[np.int64]
+    from hicachectl.formats.arrays import IntArray
+
 
 DEFAULT_TENANT = "default"
 TENANT_END = (

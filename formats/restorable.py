@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BoolArray = npt.NDArray[np.bool_]
-IntArray = npt.NDArray[np.int64]
+    from hicachectl.formats.arrays import BoolArray, IntArray
+
 
 ALL_PAGES = 0  # window of a pool that every page of a prefix needs
 

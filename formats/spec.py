@@ -42,9 +42,9 @@ from hicachectl.formats.wording import not_one_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.keys.base import Affix
 
-IntArray = npt.NDArray[np.int64]
 
 _FILE_STORE = "use a file store"
 _ZERO_COPY_LAYOUTS = PAGE_FIRST_LAYOUTS  # HiCacheHF3FS.register_mem_pool_host

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hicachectl.backends.base import BoolArray, Result, Rows, Status, keys_of
+from hicachectl.backends.base import Result, Rows, Status, keys_of
 from hicachectl.backends.capabilities import SideFiles, Trailed
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.files import check_key
@@ -34,6 +34,7 @@ from hicachectl.formats.wording import failed, not_one_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed
@@ -28,8 +27,8 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    IntArray = npt.NDArray[np.int64]
-    BoolArray = npt.NDArray[np.bool_]
+    from hicachectl.formats.arrays import BoolArray, IntArray
+
     Run = tuple[int, int]  # adjacent pages: first index, and the index after the last
 
 # Errors that concern the whole file system, not one page.

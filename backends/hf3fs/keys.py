@@ -16,7 +16,8 @@ import pyarrow as pa
 from hicachectl.backends.base import keys_of
 
 if TYPE_CHECKING:
-    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.base import Rows
+    from hicachectl.formats.arrays import IntArray
 
 TableName = tuple[int, str]  # rank and namespace
 Affix = tuple[bytes, bytes]  # the key before and after its page hash

@@ -22,8 +22,8 @@ from hicachectl.formats.forms import decode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicachectl.backends.base import BoolArray
     from hicachectl.backends.http import Reply
+    from hicachectl.formats.arrays import BoolArray
 
 TIMEOUT_S = 15.0  # for a whole reply
 # The server handles one request at a time; this many keys take 5 ms.

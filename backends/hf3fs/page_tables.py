@@ -11,9 +11,10 @@ from hicachectl.backends.capabilities import Confirm
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicachectl.backends.base import BoolArray, Rows
+    from hicachectl.backends.base import Rows
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.formats.arrays import BoolArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pyarrow as pa
 from hicachectl.backends.hf3fs.tables import UNKNOWN
 
 if TYPE_CHECKING:
-    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 _SHARED_ROWS = 16384
 _VERSION_BYTES = 8

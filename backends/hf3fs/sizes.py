@@ -12,8 +12,8 @@ from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hicachectl.backends.base import IntArray
     from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
 
 _LONGEST = 1 << 20  # bytes of the longest key; binary_slice needs an end

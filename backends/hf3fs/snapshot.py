@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import IO, NoReturn
 
-    IntArray = npt.NDArray[np.int64]
+    from hicachectl.formats.arrays import IntArray
+
 
 # The server keeps free pages in a Python list; this many would take 160 GB.
 MAX_PAGES = 1 << 32

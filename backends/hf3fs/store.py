@@ -19,8 +19,6 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import (
-    BoolArray,
-    IntArray,
     Limits,
     ReadResult,
     Result,
@@ -67,6 +65,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.hf3fs.snapshot import PageTable
     from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
 
 _HIGHEST = np.iinfo(np.int64).max

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.base import BoolArray, IntArray, Rows, take_rows
+from hicachectl.backends.base import Rows, take_rows
 from hicachectl.backends.hf3fs.keys import TableName, TableRows, rows_by_table
 from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot, read_snapshot
 from hicachectl.formats.errors import StoreUnavailable, UsageError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 UNKNOWN = -1  # no page index
 

@@ -25,12 +25,10 @@ from hicachectl.backends.hf3fs.files import open_data_file
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.hf3fs.files import FilePages
+    from hicachectl.formats.arrays import IntArray
 
-    IntArray = npt.NDArray[np.int64]
 
 RING_ENTRIES = 64
 WAIT_SECONDS = 5.0  # maximum wait for the next page; SGLang's client_timeout

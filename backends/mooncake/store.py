@@ -18,8 +18,6 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import (
-    BoolArray,
-    IntArray,
     Limits,
     ReadResult,
     Result,
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
     Codes = npt.NDArray[np.int64]
 

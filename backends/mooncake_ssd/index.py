@@ -39,8 +39,9 @@ from hicachectl.formats.wording import reason_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.base import Rows
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.mooncake_ssd import OffsetMeta
 
 DATA_FILE, META_FILE = "kv_cache.data", "kv_cache.meta"

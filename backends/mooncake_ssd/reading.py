@@ -14,8 +14,9 @@ from hicachectl.formats.mooncake_ssd import has_crc, record_problem
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.base import Rows
     from hicachectl.backends.mooncake_ssd.index import DataFile, Index
+    from hicachectl.formats.arrays import IntArray
 
 VERSION_FIELDS = ("inode", "mtime", "offset", "sequence")
 _UINT64 = (1 << 64) - 1

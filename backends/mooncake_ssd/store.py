@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import (
-    IntArray,
     Limits,
     ReadResult,
     Result,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.mooncake_ssd.index import Index, Place
     from hicachectl.backends.urls import StoreUrl
+    from hicachectl.formats.arrays import IntArray
 
 SCAN_ROWS = 16384
 # By whether records have digests.

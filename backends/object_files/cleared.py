@@ -16,8 +16,8 @@ from hicachectl.backends.object_files.sizes import HASH_BYTES, MOST_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicachectl.backends.base import IntArray
     from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.formats.arrays import IntArray
 
 _CTIME = 2  # field of a version
 

@@ -7,7 +7,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.base import IntArray, Result, Rows, Status, keys_of, mtimes_of
+from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
 from hicachectl.backends.disk.copying import WRITE_BYTES, copy_bytes
 from hicachectl.backends.disk.files import check_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.trailers import TrailerChecks
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.backends.object_files.writing import FileWriter, Temporary
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer
 
 _Tail = bytes | Verdict  # what follows a copy's bytes, or why there is no copy

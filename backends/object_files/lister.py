@@ -24,9 +24,10 @@ from hicachectl.formats.errors import UntrustedError
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
 
-    from hicachectl.backends.base import BoolArray, Rows
+    from hicachectl.backends.base import Rows
     from hicachectl.backends.object_files.sizes import MarkedSizes
     from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.formats.arrays import BoolArray
 
 
 _AHEAD_NS = 60 * 10**9  # clocks differ by less

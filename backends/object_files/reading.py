@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.base import (
-    IntArray,
-    ReadResult,
-    Rows,
-    Status,
-    keys_of,
-)
+from hicachectl.backends.base import ReadResult, Rows, Status, keys_of
 from hicachectl.backends.capabilities import trailer_schema
 from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead, version_fields
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
@@ -33,6 +27,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.sizes import MarkedSizes
     from hicachectl.backends.object_files.trailers import TrailerChecks
     from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block

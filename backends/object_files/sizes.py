@@ -17,10 +17,11 @@ from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
-    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.base import Rows
     from hicachectl.backends.object_files.faults import Faults
     from hicachectl.backends.object_files.markers import Marker
     from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.identity import Identity
 
 HASH_BYTES = 64  # hex digits of a page hash, at the start of a key

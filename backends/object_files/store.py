@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hicachectl.backends.base import (
-    BoolArray,
-    IntArray,
     Limits,
     ReadResult,
     Result,
@@ -55,6 +53,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.capabilities import Loss
     from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

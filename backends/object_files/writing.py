@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicachectl.backends.base import (
-    BoolArray,
-    IntArray,
-    Result,
-    Rows,
-    Status,
-    keys_of,
-    mtimes_of,
-)
+from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
 from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, move_noreplace
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key, version_of
@@ -41,6 +33,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.sizes import MarkedSizes
     from hicachectl.backends.object_files.trailers import NewTrailers
     from hicachectl.backends.object_files.tree import ObjectTree
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 # The 16 bytes of a temporary name: 8 of the owner, 4 of the process, 4 of a counter.
 _OWNER_BYTES, _TOKEN_BYTES = 8, 12

@@ -17,8 +17,6 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from hicachectl.backends.base import (
-    BoolArray,
-    IntArray,
     Limits,
     ReadResult,
     Result,
@@ -57,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator
 
     from hicachectl.backends.pack.file import PackContents, PackEntries
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.pack.records import Metadata
     from hicachectl.formats.profile import Profile
 

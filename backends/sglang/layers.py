@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import PageStore, Pieces, ServedPool
+    from hicachectl.formats.arrays import BoolArray
 
-    BoolArray = npt.NDArray[np.bool_]
 
 logger = logging.getLogger("hicachectl.sglang")
 

@@ -15,9 +15,10 @@ from hicachectl.formats.keys.parts import HeldPool, page_objects
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import Store
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import ServedPool
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
 
 _KEYS = pa.schema([SCAN_FIELDS["key"]])

@@ -10,7 +10,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    IntArray = npt.NDArray[np.int64]
+    from hicachectl.formats.arrays import IntArray
 
 
 class ByteRows:

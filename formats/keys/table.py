@@ -19,9 +19,9 @@ from hicachectl.formats.keys.rows import ByteRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.keys.base import Affix
 
-    IntArray = npt.NDArray[np.int64]
 
 FOREIGN = -1  # affix id of a key without a page hash
 PAGE_LENGTH = 64

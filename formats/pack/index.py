@@ -10,7 +10,6 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -43,10 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from io import RawIOBase
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.objects import Coordinate
 
-IntArray = npt.NDArray[np.int64]
 
 # Content and location of a record.
 ENTRY_FIELDS = (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.disk.permissions import Permissions
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import IntArray
 
 
 # Outcomes of comparing an object with its entry; UNKNOWN without an entry.

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.kinds.dsv4 import Numbers, RowForm
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.values import BoolArray, Bytes
+    from hicachectl.kernels.values import Bytes
 
 _UE8M0_NAN = 0xFF
 

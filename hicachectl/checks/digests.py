@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import IntArray
 
 _DIFFER = "bytes differ from the recorded digest, but the store shows no rewrite since then"
 

@@ -16,7 +16,8 @@ from hicachectl.pages.listing import object_rows
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.pages.inventory import Inventory
 
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]

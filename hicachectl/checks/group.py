@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.objects import Shard
     from hicachectl.pages.groups import Missing, PageGroups
-    from hicachectl.pages.inventory import IntArray
 
 _CODES = ("missing-pool", "missing-part", "missing-rank")
 _POOL, _PART, _RANK = range(len(_CODES))

@@ -24,11 +24,12 @@ from hicachectl.kernels.layout import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.layouts import Column, TensorLayout
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.layout import Floats, IntArray
-    from hicachectl.kernels.values import BoolArray, Bytes
+    from hicachectl.kernels.layout import Floats
+    from hicachectl.kernels.values import Bytes
 
     _Places = tuple[IntArray, IntArray]
 

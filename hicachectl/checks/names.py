@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput, CheckSums
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.pages.inventory import Inventory
 
 
 def check_names(given: CheckInput) -> Iterator[pa.Table]:

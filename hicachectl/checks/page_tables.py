@@ -17,13 +17,10 @@ from hicachectl.pages.listing import key_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy.typing as npt
-
     from hicachectl.backends.hf3fs.page_tables import DataFile, TableState
     from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
-    BoolArray = npt.NDArray[np.bool_]
-    IntArray = npt.NDArray[np.int64]
 
 # Number of leaked pages, or of ranks, that a finding lists.
 _NAMED_PAGES = 8

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from hicachectl.checks.registry import CheckInput
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
 
 
 def listing_findings(given: CheckInput, unmet: Collection[Need] = ()) -> Iterator[pa.Table]:

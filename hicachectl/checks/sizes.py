@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput, CheckSums
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
 
 # Ratios of the sizes of each pool.
 _Ratios = defaultdict[str, set[Fraction]]

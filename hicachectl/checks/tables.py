@@ -21,11 +21,11 @@ from hicachectl.kernels.values import RowTable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.kinds.pool import Pool
     from hicachectl.formats.layouts import TensorLayout
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.values import IntArray
 
 # Longer rows (recurrent states) are cut along the next axis.
 _ROW_BYTES = 64 << 10

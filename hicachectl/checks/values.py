@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.compressed import CompressedRows
     from hicachectl.checks.registry import FindIssues
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.layouts import Column
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.kernels.values import BoolArray, Bytes, IntArray
+    from hicachectl.kernels.values import Bytes
 
     Floats = npt.NDArray[np.float32]
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.backends.base import BoolArray
     from hicachectl.checks.registry import ValueCheck, ValueIssue
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
     from hicachectl.device.providers import Provider
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
 

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
     from hicachectl.device.plans import PoolForm
     from hicachectl.device.runs import DeviceRun
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.kernels.layout import OrderLook
 
-    BoolArray = npt.NDArray[np.bool_]
-    IntArray = npt.NDArray[np.int64]
     Correlations = tuple[torch.Tensor, torch.Tensor]  # [pages, sets] float32, bool
 
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.lanes import Lane
     from hicachectl.device.providers import Provider
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
 
-    BoolArray = npt.NDArray[np.bool_]
 
 T = TypeVar("T")
 

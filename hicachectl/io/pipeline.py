@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.backends.base import IntArray, ReadResult, Store
+    from hicachectl.backends.base import ReadResult, Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.io.pacing import Pace
 
 DEFAULT_BUFFER_BYTES = 1 << 30

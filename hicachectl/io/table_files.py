@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pyarrow as pa
 from msgspec import Meta, Struct
 
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import FormatError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
 
 Share = dict[str, list[int]]  # row groups by file name
-Count = Annotated[int, Meta(ge=0, le=2**62)]
 # A file name without a folder.
 FileName = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z][0-9A-Za-z_.-]{0,199}\Z")]
 

@@ -31,8 +31,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    BoolArray = npt.NDArray[np.bool_]
-    IntArray = npt.NDArray[np.int64]
+    from hicachectl.formats.arrays import BoolArray, IntArray
+
     Floats = npt.NDArray[np.float32]
     # page indices, row indices, channels to read -> log magnitudes [pages, tensors, rows,
     # channels], which the caller may change

@@ -10,17 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hicachectl.formats.layouts import TENSOR_DTYPE_BYTES, Column
 
+if TYPE_CHECKING:
+    from hicachectl.formats.arrays import BoolArray, IntArray
+
 Bytes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[np.unsignedinteger[Any]]  # unsigned integers of an item's width
-BoolArray = npt.NDArray[np.bool_]
-IntArray = npt.NDArray[np.int64]
 
 BAD_ITEMS = ("nan", "inf", "bad-scale")
 

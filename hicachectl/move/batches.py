@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.backends.base import IntArray
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.move.order import GroupObjects
 

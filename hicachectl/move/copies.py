@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from hicachectl.backends.base import BoolArray, IntArray, Limits, Store
+    from hicachectl.backends.base import Limits, Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 MEMORY_BYTES = 512 << 20  # address space, used as needed
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.move.batches import CopyOptions
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.inventory import IntArray
 
 # Groups left incomplete by an earlier run come first.
 _ORDER = (Action.COMPLETE, Action.COPY, Action.COMPARE, Action.CLEAR, Action.REPLACE)

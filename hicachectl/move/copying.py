@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.batches import CopyOptions
 
 _HEAD_BYTES = 1024  # for an object's key and index row; usually enough

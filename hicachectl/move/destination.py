@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.profile import Profile
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Objects, Survey
-    from hicachectl.pages.groups import BoolArray
-    from hicachectl.pages.inventory import IntArray
 
 _ASKED_AT_ONCE = 8192
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from hicachectl.checks.codes import Code
     from hicachectl.checks.registry import CheckInput
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.verify import Judged
 
 _NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree

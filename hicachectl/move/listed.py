@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.planning import RepairPlan
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory

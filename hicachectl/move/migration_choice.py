@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.move.migration import Migration
     from hicachectl.move.survey import Survey
     from hicachectl.move.work import PageWork
-    from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.in_flight import ListingTime
     from hicachectl.pages.inventory import Inventory
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.wording import OTHER_BYTES
-from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.unmatched import explain_parts
 from hicachectl.text.units import counted, human_size

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.results import MoveResult
 
 _ROUNDS = 5  # attempts of one withdrawal

@@ -26,13 +26,10 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Collection, Iterator, Sequence
 
-    import numpy.typing as npt
-
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
-    BoolArray = npt.NDArray[np.bool_]
-    IntArray = npt.NDArray[np.int64]
 
 MAX_BATCH = 128  # SGLang's STORAGE_BATCH_SIZE
 PAUSE_S = 0.02  # least pause after a call

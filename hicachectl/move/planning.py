@@ -16,8 +16,8 @@ from hicachectl.checks.findings import NO_NUMBER, reasons, severity_ranks
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.verification.report import Refusal
 
 BY_CHOICE = "removed"  # the code of groups that leave without a finding

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.spec import ObjectSpec
 

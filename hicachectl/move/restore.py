@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.move.copies import Copier
     from hicachectl.pages.inventory import Inventory

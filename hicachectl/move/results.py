@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from hicachectl.backends.base import BoolArray, IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
 
 
 class GroupStatus(IntEnum):

@@ -16,11 +16,10 @@ from hicachectl.formats.transfer import TransferUnit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.formats.transfer import TransferPlan
     from hicachectl.pages.deployments import Deployment
-    from hicachectl.pages.groups import BoolArray
-    from hicachectl.pages.inventory import IntArray
 
 
 @dataclass(frozen=True, eq=False)

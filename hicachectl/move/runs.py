@@ -24,7 +24,8 @@ from hicachectl.move.work import PageWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.batches import CopyOptions
     from hicachectl.move.survey import Survey
     from hicachectl.move.work import PageBatch

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.routes import Route
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
 
 IfExists = Literal["skip", "verify", "overwrite"]
 Objects = tuple["IntArray", "IntArray", "IntArray"]  # group, target and bytes of each object

@@ -26,8 +26,9 @@ from hicachectl.text.units import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicachectl.backends.base import IntArray, Store
+    from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from hicachectl.move.batches import TrailerMode
     from hicachectl.move.store_pair import StorePair
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
 
 _ASKED_AT_ONCE = 8192

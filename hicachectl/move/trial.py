@@ -28,7 +28,8 @@ from hicachectl.text.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from hicachectl.backends.base import BoolArray, IntArray, Result, Store
+    from hicachectl.backends.base import Result, Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.move.survey import Survey

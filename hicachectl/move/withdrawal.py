@@ -44,8 +44,9 @@ from hicachectl.pages.group_table import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicachectl.backends.base import BoolArray, IntArray, Store
+    from hicachectl.backends.base import Store
     from hicachectl.backends.capabilities import Mover
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.copies import Copier
     from hicachectl.move.planning import RepairPlan
     from hicachectl.pages.groups import PageGroups

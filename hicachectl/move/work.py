@@ -18,12 +18,11 @@ from hicachectl.pages.group_table import ABSENT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.transfer import TransferUnit
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.groups import BoolArray
-    from hicachectl.pages.inventory import IntArray
 
 _FIRST_BYTES = 8 << 20
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.objects import Coordinate
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.inventory import IntArray
 
 
 def ambiguous_affixes(table: AffixTable, objects: IntArray) -> dict[int, str]:

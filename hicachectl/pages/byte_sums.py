@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 if TYPE_CHECKING:
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import IntArray
 
 MOST_BYTES = 2**61  # two such sums add up in 64 bits; records of runs take no larger number
 

@@ -16,7 +16,8 @@ from hicachectl.formats.spec import UNKNOWN_SIZE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-IntArray = npt.NDArray[np.int64]
+    from hicachectl.formats.arrays import IntArray
+
 
 # So many objects, or pages, of one kind are no damage.
 SEVERAL = 3

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.objects import Coordinate
     from hicachectl.pages.census import Census
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.page_order import IntArray, Objects
+    from hicachectl.pages.page_order import Objects
 
-    BoolArray = npt.NDArray[np.bool_]
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]
 

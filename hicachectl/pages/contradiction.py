@@ -11,8 +11,9 @@ from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import UNRESOLVED, AffixTable, Deployment
 
 if TYPE_CHECKING:
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.pages.census import Census, IntArray
+    from hicachectl.pages.census import Census
 
 # Objects of a wrong size on fewer pages may be damaged. On more pages, if nearly all have one size
 # and none has the right size, another deployment wrote them.

@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.resolve import (
@@ -30,11 +29,11 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, ObjectSpec, object_specs
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.keys.base import Affix, KeyCodec
     from hicachectl.formats.objects import Sizes
     from hicachectl.formats.profile import Profile
 
-IntArray = npt.NDArray[np.int64]
 
 UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 

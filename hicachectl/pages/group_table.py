@@ -14,10 +14,9 @@ from hicachectl.formats.spec import object_sets
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.spec import ObjectSpec
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 SlotArray = npt.NDArray[Any]  # any integer type
 
 ABSENT = -1  # value of an empty slot

@@ -21,14 +21,13 @@ from hicachectl.pages.page_order import page_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.deployments import Deployment
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
 
 UNKNOWN_BYTES = -1
 
 _MOST_UNUSED = 4  # possible codes per object; above this, codes are sorted
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

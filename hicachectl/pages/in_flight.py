@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
-    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.formats.arrays import BoolArray
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
 # This host's clock and a file server's may differ by this much.

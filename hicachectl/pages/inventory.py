@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.int32]
 
 _ASKED_AT_ONCE = 8192

@@ -17,8 +17,8 @@ from hicachectl.formats.keys.labels import label_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.pages.groups import PageGroups
 _SHOWN_LABELS = 4
 
 

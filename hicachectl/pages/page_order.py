@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    from hicachectl.formats.arrays import IntArray
 
 _WORDS = 4  # a page hash has four words of 64 bits
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.io.table_files import Share, TableFile
 
-    IntArray = npt.NDArray[np.int64]
 
 _WITNESSES = 64
 

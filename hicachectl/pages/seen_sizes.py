@@ -17,8 +17,9 @@ from hicachectl.pages.deployments import UNRESOLVED, AffixTable, SeenSize, SizeM
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.spec import ObjectSpec
-    from hicachectl.pages.census import Census, IntArray
+    from hicachectl.pages.census import Census
     from hicachectl.pages.page_order import Objects
 
 # A size on a smaller share of the pages may be damage; on a larger one, some servers write it.

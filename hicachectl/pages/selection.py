@@ -11,13 +11,14 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.pages.group_table import PARTIAL
-from hicachectl.pages.groups import BoolArray, PageGroups
+from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.page_lists import NamedGroups, PageList
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.marker import Marker
     from hicachectl.pages.deployments import Deployment
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
 
 _SIZES = tuple(f"{axis}_size" for axis in AXES)
 _KIND = pa.schema(

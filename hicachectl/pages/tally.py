@@ -9,18 +9,19 @@ import msgspec
 import numpy as np
 import pyarrow.compute as pc
 
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
-from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.byte_sums import MOST_BYTES, byte_sums
 from hicachectl.pages.census import Census
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
 
 NO_TIME = 0  # write time in a store that keeps no times
 _LATEST = np.iinfo(np.int64).max

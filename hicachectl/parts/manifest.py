@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from hicachectl import __version__
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import UsageError
 from hicachectl.io.stored_documents import MOST_BYTES, parse_document
-from hicachectl.io.table_files import Count, FileName, TableFile  # noqa: TC001 - msgspec reads them
+from hicachectl.io.table_files import FileName, TableFile  # noqa: TC001 - msgspec reads them
 from hicachectl.text.units import minute
 
 if TYPE_CHECKING:

@@ -19,11 +19,10 @@ from hicachectl.move.work import PageWork, too_large
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Survey
     from hicachectl.pages.group_table import GroupTable
-    from hicachectl.pages.groups import BoolArray
-    from hicachectl.pages.inventory import IntArray
     from hicachectl.requests.hits import Hits
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.inventory import IntArray
     from hicachectl.prewarming.page_plan import PrewarmRequest, WantedPages
 
 ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for the last listing

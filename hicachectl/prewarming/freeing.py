@@ -32,15 +32,12 @@ from hicachectl.text.units import counted, human_age, human_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy.typing as npt
-
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.chains import Requests
-
-    IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

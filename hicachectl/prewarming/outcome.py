@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.naming import deployment_text
 from hicachectl.requests.gate import failed_text, passes, served_share, served_text
@@ -19,7 +19,8 @@ from hicachectl.text.vocabulary import BUDGET, LOCK
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import IntArray
+
 
 DEADLINE = "deadline"
 FULL = "destination full"

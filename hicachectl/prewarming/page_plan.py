@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.acceptance import Acceptance
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits

@@ -14,7 +14,7 @@ from hicachectl.profiles.server import fetch_server
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.through_server import Prefix
     from hicachectl.requests.files import Request

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.chains import Requests
 
-    IntArray = npt.NDArray[np.int64]
     Rank = Callable[[Requests], IntArray]
 
 

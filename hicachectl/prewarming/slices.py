@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.disk.directory import Directory
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.io.table_files import Share, TableFile
     from hicachectl.move.results import Problem
     from hicachectl.move.survey import Survey
-    from hicachectl.pages.inventory import IntArray
     from hicachectl.prewarming.page_plan import PagePlan
     from hicachectl.prewarming.warming import Warming
 

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
 
 # Of an object: its trailer is as expected, missing, or of another identity or rank.

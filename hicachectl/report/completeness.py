@@ -11,7 +11,8 @@ from hicachectl.formats.keys.columns import shard_fields
 from hicachectl.report.names import deployment_name, pool_text, rank_text
 
 if TYPE_CHECKING:
-    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.formats.arrays import BoolArray
+    from hicachectl.pages.groups import PageGroups
 
 _RANKS = 32  # shown
 _POOLS = 40

@@ -17,7 +17,7 @@ from hicachectl.text.terminal import escape_controls
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicachectl.pages.inventory import IntArray
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.requests.forest import Forest
     from hicachectl.requests.hits import Hits
     from hicachectl.requests.measuring import HitsReport

@@ -13,7 +13,8 @@ from hicachectl.report.names import AMBIGUOUS, FOREIGN, deployment_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.pages.inventory import Inventory
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 # Seconds of a bin, with their name.

@@ -25,11 +25,11 @@ from hicachectl.requests.forest import grow_forest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.requests.files import Request
     from hicachectl.requests.forest import Forest
 
-    IntArray = npt.NDArray[np.int64]
     Names = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 
 MAX_REFERENCES = 2**31 - 1

@@ -17,13 +17,11 @@ from hicachectl.text.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
-
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.hits import Hits
 
-    IntArray = npt.NDArray[np.int64]
 
 _SHOWN = 4
 

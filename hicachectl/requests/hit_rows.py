@@ -23,10 +23,11 @@ from hicachectl.text.units import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
     from hicachectl.requests.elsewhere import Elsewhere
-    from hicachectl.requests.hits import BoolArray, Hits
+    from hicachectl.requests.hits import Hits
 
 BELOW_THRESHOLD = "below_threshold"  # a reason, as SGLang's metrics name it
 

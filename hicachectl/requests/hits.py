@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.group_table import GroupTable, SlotBlock
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from hicachectl.profiles.acceptance import Acceptance
     from hicachectl.requests.chains import Requests
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 # Values of a slot that is not ABSENT. MISFIT: an object of another size. UNTRAILED, FOREIGN: an
 # object without a trailer, or of another identity or rank, where servers compare trailers.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.inventory import IntArray
     from hicachectl.requests.chains import Requests
     from hicachectl.requests.hits import Hits
 

@@ -19,8 +19,9 @@ from hicachectl.checks.catalogs import (
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.catalog import Catalog
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading import ReadingResult
     from hicachectl.verification.request import VerifyRequest
 

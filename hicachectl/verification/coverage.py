@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.inventory import IntArray
     from hicachectl.pages.tally import Tally
     from hicachectl.profiles.identities import Expected
 

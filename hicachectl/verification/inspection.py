@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.inventory import IntArray
     from hicachectl.verification.reading import ReadingResult
 
 _NAMED_CANDIDATES = 4

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.device.checker import DeviceChecker
-    from hicachectl.pages.groups import BoolArray, PageGroups
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.pages.groups import PageGroups
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading import ReadingResult
     from hicachectl.verification.request import VerifyRequest
 

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.checks.registry import ValueIssue
     from hicachectl.checks.values import ValueChecker
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading_plan import ReadingPlan, Window
 
 # Objects in one query for their existence.

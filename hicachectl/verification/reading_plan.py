@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.checker import DeviceChecker
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Task
-    from hicachectl.pages.inventory import IntArray, Inventory
+    from hicachectl.pages.inventory import Inventory
 
     Window = tuple[int, int]
 

@@ -21,7 +21,7 @@ from hicachectl.checks.registry import (
     checks,
     reading_groups,
 )
-from hicachectl.io.table_files import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.byte_sums import MOST_BYTES
 from hicachectl.pages.unmatched import explain_parts
 from hicachectl.profiles.identities import expected_identities

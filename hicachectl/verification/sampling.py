@@ -16,7 +16,8 @@ from hicachectl.formats.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from hicachectl.pages.groups import BoolArray
+    from hicachectl.formats.arrays import BoolArray
+
 
 _SECONDS_A_DAY = 86_400
 

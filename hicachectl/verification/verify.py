@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.hf3fs.page_tables import TableState
     from hicachectl.checks.registry import Need
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.catalog import Catalog
-    from hicachectl.pages.groups import BoolArray
     from hicachectl.pages.inventory import Inventory
     from hicachectl.verification.reading import ReadingResult
     from hicachectl.verification.reading_plan import ReadingPlan

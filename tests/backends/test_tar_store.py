@@ -36,7 +36,8 @@ from tests.stores import OLD, contents
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator, Mapping
 
-    from hicachectl.backends.base import IntArray, Rows
+    from hicachectl.backends.base import Rows
+    from hicachectl.formats.arrays import IntArray
     from tests.conftest import Invoke
 
 Members = dict[bytes, tarfile.TarInfo]

@@ -37,7 +37,8 @@ from tests.kvgen import KvGenerator
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hicachectl.backends.base import IntArray
+    from hicachectl.formats.arrays import IntArray
+
 
 T = TypeVar("T")
 

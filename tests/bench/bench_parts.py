@@ -44,7 +44,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.arena import Arena, place
-from hicachectl.backends.base import BoolArray, Rows, Store, open_store, scan_schema
+from hicachectl.backends.base import Rows, Store, open_store, scan_schema
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.testing import rows_of
@@ -62,6 +62,8 @@ from tests.mooncake_cluster import Cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator
+
+    from hicachectl.formats.arrays import BoolArray
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("names", "groups", "sizes")

@@ -21,7 +21,8 @@ from hicachectl.move.results import GroupStatus, MoveResult
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hicachectl.backends.base import IntArray
+    from hicachectl.formats.arrays import IntArray
+
 
 GROUPS, SIZE = 4, 3
 WHOLE = SIZE

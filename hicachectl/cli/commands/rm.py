@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
     from hicachectl.move.planning import RepairPlan
     from hicachectl.move.reports import GroupReport, Taken
-    from hicachectl.pages.groups import BoolArray, PageGroups
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
