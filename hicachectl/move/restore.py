@@ -46,7 +46,7 @@ from hicachectl.pages.byte_sums import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.pages.page_lists import NamedGroups
+from hicachectl.pages.selection import EVERYTHING, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,10 +58,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.move.copies import Copier
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.pages.page_lists import PageList
-
-    # Groups of a run -> whether each is wanted, [groups].
-    Wanted = Callable[[PageGroups], BoolArray]
 
 _BATCH_OBJECTS = 1024
 _EPOCH_MARGIN_NS = 10_000_000  # file systems count time in steps of up to 10 ms
@@ -85,36 +81,16 @@ _COLUMNS = pa.schema(
 )
 
 
-def all_groups(groups: PageGroups) -> BoolArray:
-    """Choose every group."""
-    return np.ones(len(groups), dtype=np.bool_)
-
-
-def starting_with(prefix: str) -> Wanted:
-    """Choose the groups of pages whose hash starts with a prefix."""
-
-    def wanted(groups: PageGroups) -> BoolArray:
-        found: BoolArray = pc.starts_with(groups.pages, prefix).to_numpy(zero_copy_only=False)
-        return found
-
-    return wanted
-
-
-def listed_groups(listed: PageList) -> Wanted:
-    """Choose groups in a page list; a row without a label names all groups of its page."""
-    return lambda groups: NamedGroups(listed, groups).chosen
-
-
 def restore_groups(
     store: Store,
     quarantine: Path,
     *,
     profile: Profile | None = None,
-    wanted: Wanted = all_groups,
+    selection: Selection = EVERYTHING,
     dry_run: bool = False,
     on_progress: Callable[[int], None] = lambda groups: None,
 ) -> GroupReport:
-    """Restore the wanted groups of a quarantine, and remove them from their runs.
+    """Restore the selected groups of a quarantine, and remove them from their runs.
 
     A group is a conflict and stays in its run if the store has another object under one of its
     keys; an object with equal bytes counts as put back. The newest run comes first: if a removal
@@ -137,7 +113,7 @@ def restore_groups(
                 if isinstance(run, Run):
                     _refuse_unusable(store, run)
         refuse_other_owner(store, profile, claims=not dry_run)
-        restore = _Restore(store, profile, wanted, on_progress, dry_run=dry_run)
+        restore = _Restore(store, profile, selection, on_progress, dry_run=dry_run)
         for name in reversed(names):
             with opened_run(directory, name, writes=not dry_run) as run:
                 if isinstance(run, str):
@@ -165,7 +141,7 @@ class _Restore:
         self,
         store: Store,
         profile: Profile | None,
-        wanted: Wanted,
+        selection: Selection,
         on_progress: Callable[[int], None],
         *,
         dry_run: bool,
@@ -173,7 +149,7 @@ class _Restore:
         self.left: list[str] = []
         self._store = store
         self._profile = profile
-        self._wanted = wanted
+        self._selection = selection
         self._on_progress = on_progress
         self._dry_run = dry_run
         self._tables = [_COLUMNS.empty_table()]
@@ -181,7 +157,7 @@ class _Restore:
         self._busy = self._lost = 0
 
     def take(self, quarantine: Directory, run: Run, *, own: bool) -> None:
-        """Restore the wanted groups of a run, and remove the run if nothing is left in it.
+        """Restore the selected groups of a run, and remove the run if nothing is left in it.
 
         own: the quarantine lies in the store's directory, so that it is the store's own, even if
         the directory was moved.
@@ -199,7 +175,7 @@ class _Restore:
             return
         with held, copier(self._store, held) as memory:
             one = _OneRun(self._store, run, held, memory, self._profile, dry_run=self._dry_run)
-            chosen = np.flatnonzero(self._wanted(one.groups))
+            chosen = np.flatnonzero(self._selection.chosen(one.groups))
             if len(chosen) and not own and run.form.store != without_secrets(self._store.url):
                 self._origins.append(run.form.store)
             for batch in _batches(one.groups, chosen):

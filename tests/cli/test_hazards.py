@@ -146,7 +146,7 @@ ls STORE --pages EMPTY                                  | 0 | --pages: no page m
 verify STORE --pages EMPTY --profile PROFILE            | 0 | --pages: no page matches          | 0
 migrate STORE NEW --pages EMPTY --move --yes            | 0 | --pages: no page matches          | 0
 migrate STORE NEW --pages-from EMPTY --move --yes       | 0 | --pages: no page matches          | 0
-restore QUARANTINE STORE --pages EMPTY --yes            | 0 | no page that matches --pages      | 0
+restore QUARANTINE STORE --pages EMPTY --yes            | 0 | no page that matches the filters  | 0
 """)
 
 COMMANDS = {" ".join(words): command for words, command in every_command()}

@@ -141,7 +141,7 @@ NOT_DONE = {
     "prewarm NEW --from STORE --profile PROFILE --all --format table --deadline 0s": (
         "0 pages copied, 0 B; "
     ),
-    "restore QUARANTINE STORE --pages abc --yes": "QUARANTINE: no page that matches --pages abc",
+    "restore QUARANTINE STORE --page abc --yes": "QUARANTINE: no page that matches the filters",
 }
 
 

@@ -134,7 +134,7 @@ def test_only_the_pages_asked_for(invoke: Invoke, store: Path, tmp_path: Path) -
     before = contents(store)
     repaired(store)
     quarantine = default_quarantine(store)
-    assert restored(invoke, quarantine, store, "--yes", "--pages", page(1)[:9])["pages"] == 1
+    assert restored(invoke, quarantine, store, "--yes", "--page", page(1)[:9])["pages"] == 1
     assert (store / kv(1)).exists()
     assert not (store / kv(3)).exists()
     assert set(quarantined(quarantine)) == {kv(3), indexer(3)}

@@ -214,10 +214,10 @@ def test_restore_says_that_there_is_nothing_to_restore(invoke: Invoke, tmp_path:
     shorten(source / kv_name(1))
     repaired(source)
     quarantine = default_quarantine(source)
-    told = said(invoke, "restore", quarantine, source, "--pages", "0123456789", "--yes")
-    assert f"{quarantine}: no page that matches --pages 0123456789" in told
+    told = said(invoke, "restore", quarantine, source, "--page", "0123456789", "--yes")
+    assert f"{quarantine}: no page that matches the filters" in told
     with answering("n"):
-        told = said(invoke, "restore", quarantine, source, "--pages", "0123456789")
+        told = said(invoke, "restore", quarantine, source, "--page", "0123456789")
     assert "Put" not in told
     invoke("restore", quarantine, source, "--yes")
     told = said(invoke, "restore", quarantine, source, "--yes")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +13,7 @@ from hicachectl.cli.command import Command, argument, own_option, own_setting
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.exit_codes import FINDINGS
+from hicachectl.cli.filters import filter_options, given_filters, selection_of
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
 from hicachectl.cli.session import opened, progress, quarantine_directory, remark, store_name
 from hicachectl.formats.wording import lock_held
@@ -21,9 +21,9 @@ from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from hicachectl.move.reports import GroupReport
-    from hicachectl.move.restore import Wanted
     from hicachectl.text.tables import Screen
 
 _SHOWN = 20  # pages in a table
@@ -35,18 +35,12 @@ _SHOWN = 20  # pages in a table
     epilog="""\b
 Examples:
   hicachectl restore /tmp/hicache/.hicachectl/quarantine /tmp/hicache --dry-run
-  hicachectl restore /var/quarantine prod: --pages 4ebfa8a1f3c3 --yes
+  hicachectl restore /var/quarantine prod: --page 4ebfa8a1f3c3 --yes
   hicachectl restore /var/quarantine hf3fs:///mnt/3fs/hicache --profile prod.toml
 """,
 )
 @argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @store_argument
-@own_option(
-    "--pages",
-    metavar="FILE|PREFIX",
-    help="Only pages whose hash starts with PREFIX, or pages in FILE. A line of FILE is a page "
-    "hash, or a row of ls --format jsonl, which stands for one group of the page.",
-)
 @own_setting(
     "--profile",
     "profile_file",
@@ -56,6 +50,7 @@ Examples:
 )
 @own_option("--dry-run", is_flag=True, help="Show what would be restored; change nothing.")
 @own_option("--yes", is_flag=True, help="Do not ask before restoring.")
+@filter_options()
 @lock_option
 @output_options
 @click.pass_context
@@ -64,13 +59,12 @@ def command(
     /,
     quarantine: str,
     store: str,
-    pages: str | None,
-    profile_file: Path | None,
     dry_run: bool,
     yes: bool,
     lock: Path | None,
     output_format: str,
     output: Path | None,
+    **options: Any,
 ) -> None:
     """Put quarantined pages back into a store.
 
@@ -92,7 +86,8 @@ def command(
     from hicachectl.text.units import counted
 
     require_consent(yes=yes, dry_run=dry_run)
-    wanted = _wanted(pages)
+    _refuse_prefix(options["pages"])
+    filters = given_filters(options)
     directory = quarantine_directory(ctx, quarantine)
     undone = []
     with locked(lock) as is_ours:
@@ -102,8 +97,14 @@ def command(
         else:
             with opened(ctx, store) as source:
                 started, name = time.monotonic(), source.url
-                profile = profile_from_options({"profile_file": profile_file}, source)
-                restore = partial(restore_groups, source, directory, profile=profile, wanted=wanted)
+                profile = profile_from_options({"profile_file": options["profile_file"]}, source)
+                restore = partial(
+                    restore_groups,
+                    source,
+                    directory,
+                    profile=profile,
+                    selection=selection_of(ctx, source, options, changes=not dry_run),
+                )
                 if not (yes or dry_run):
                     found = restore(dry_run=True)
                     asks = len(found.rows) > 0
@@ -132,10 +133,10 @@ def command(
     for origin in outcome.origins:
         remark(ctx, f"The pages were taken from {origin}, not from {name}")
     if is_ours and not len(outcome.rows) and not outcome.busy:
-        if pages is None:
-            remark(ctx, f"{directory}: no quarantined page")
+        if filters:
+            undone.append(f"{directory}: no page that matches the filters")
         else:
-            undone.append(f"{directory}: no page that matches --pages {pages}")
+            remark(ctx, f"{directory}: no quarantined page")
     if outcome.busy:
         busy = counted(outcome.busy, "quarantined run")
         undone.append(
@@ -161,15 +162,10 @@ def command(
         ctx.exit(FINDINGS)
 
 
-def _wanted(pages: str | None) -> Wanted:
-    from hicachectl.move.restore import all_groups, listed_groups, starting_with
-    from hicachectl.requests.files import read_page_list
-
-    if pages is None:
-        return all_groups
-    if re.fullmatch(r"[0-9a-fA-F]{1,64}", pages) and not Path(pages).exists():
-        return starting_with(pages.lower())
-    return listed_groups(read_page_list(Path(pages)))
+def _refuse_prefix(pages: Path | None) -> None:
+    """Raise UsageError for a prefix of page hashes, which --pages took in earlier releases."""
+    if pages is not None and re.fullmatch(r"[0-9a-fA-F]{1,64}", str(pages)) and not pages.exists():
+        raise click.UsageError(f"--pages {pages}: there is no such file; give --page {pages}")
 
 
 def _question(found: GroupReport, store: str) -> str:
