@@ -11,7 +11,7 @@ from hicachectl.checks.findings import LOCATED_SCHEMA, combine
 from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.running import listing_findings, located
 from hicachectl.move.batches import Action
-from hicachectl.move.copy_plan import SurveyPlan
+from hicachectl.move.copy_plan import CopyPlan, oldest_first
 from hicachectl.move.destination import has_whole
 from hicachectl.move.migration_outcome import MigrationFacts
 from hicachectl.move.planning import plan_repair
@@ -57,7 +57,7 @@ class MigrationPlan:
 
     inventory: Inventory
     groups: PageGroups
-    plans: list[SurveyPlan]
+    plans: list[CopyPlan]
     facts: MigrationFacts
     objects: int
     nbytes: int
@@ -69,7 +69,7 @@ class MigrationPlan:
     def works(self) -> Iterator[PageWork]:
         """Yield the work of all groups."""
         for plan in self.plans:
-            yield from plan.works(self.groups.newest_ns[plan.survey.groups])
+            yield from plan.works()
 
 
 def plan_groups(
@@ -107,7 +107,8 @@ def plan_groups(
     for survey in surveys:
         actions = decide(survey, choice.chosen[survey.groups], request.compares)
         actions[choice.rests[survey.groups]] = Action.CLEAR
-        plan = SurveyPlan(survey, actions)
+        order = oldest_first(survey, groups.newest_ns[survey.groups])
+        plan = CopyPlan(inventory, groups, survey, order, actions)
         large, problems = plan.leave_too_large(request.options)
         facts.failed += large
         facts.conflicts += plan.count(Action.CONFLICT)

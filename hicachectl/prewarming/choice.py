@@ -12,14 +12,16 @@ import pyarrow.compute as pc
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import fits
 from hicachectl.move.batches import WRITING, Action
+from hicachectl.move.copy_plan import large_groups
 from hicachectl.move.results import Problem
 from hicachectl.move.survey import compare, decide, made_of
-from hicachectl.move.work import PageWork, too_large
+from hicachectl.move.work import PageWork
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.move.batches import CopyOptions
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Survey
     from hicachectl.pages.group_table import GroupTable
@@ -99,9 +101,7 @@ class PageChoice:
         self.actions = decide(self.survey, chosen, "skip")
 
 
-def leave_too_large(
-    survey: Survey, *, verify: bool, buffer_bytes: int
-) -> tuple[Survey, list[Problem]]:
+def leave_too_large(survey: Survey, options: CopyOptions) -> tuple[Survey, list[Problem]]:
     """Leave out groups that do not fit into the buffer; return a problem for each.
 
     Groups that the destination has stay wanted, unless their bytes must be compared.
@@ -109,15 +109,12 @@ def leave_too_large(
     some, lacks, _ = compare(survey.wanted, survey.existing)
     compared = some & ~lacks & survey.unproven
     action = Action.COMPLETE if ((some & lacks) | compared).any() else Action.COPY
-    work = PageWork(survey, np.arange(len(survey.groups)), action)
-    nbytes = work.bytes_in_memory(verify=verify)
-    large = (nbytes > buffer_bytes) & (lacks | compared)
-    kept = (~large[block.owners] for block in survey.wanted.blocks)
-    pages = survey.pages.filter(pa.array(large)).to_pylist()
-    return replace(survey, wanted=survey.wanted.where(kept)), [
-        too_large(page, need, buffer_bytes)
-        for page, need in zip(pages, nbytes[large].tolist(), strict=True)
-    ]
+    work = PageWork(survey, np.flatnonzero(lacks | compared), action)
+    large, problems = large_groups(work, options)
+    left = np.zeros(len(survey.groups), dtype=np.bool_)
+    left[work.items[large]] = True
+    kept = (~left[block.owners] for block in survey.wanted.blocks)
+    return replace(survey, wanted=survey.wanted.where(kept)), problems
 
 
 def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.move.copy_plan import CopyPlan
     from hicachectl.move.survey import Survey
-    from hicachectl.prewarming.page_plan import PrewarmRequest, WantedPages
+    from hicachectl.prewarming.page_plan import PrewarmRequest
 
 ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for the last listing
 
@@ -61,7 +62,7 @@ def touch_pages(
 def finish_facts(
     destination: Store,
     request: PrewarmRequest,
-    pages: WantedPages,
+    pages: CopyPlan,
     names: pa.StringArray,
     *,
     without: pa.StringArray | None = None,
@@ -114,7 +115,7 @@ def finish_facts(
 
 def _whole_pages(
     destination: Store,
-    pages: WantedPages,
+    pages: CopyPlan,
     without: pa.StringArray | None,
     on_batch: Callable[[int], None],
 ) -> int:

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.batches import WRITING, Action, CopyOptions
+from hicachectl.move.copy_plan import CopyPlan
 from hicachectl.move.survey import decide
-from hicachectl.move.work import PageWork
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.prewarming.choice import PageChoice
 from hicachectl.prewarming.outcome import PlanFacts
@@ -20,7 +20,7 @@ from hicachectl.prewarming.ranking import rank_by_value
 from hicachectl.requests.hits import find_hits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy.typing as npt
 
@@ -77,61 +77,6 @@ class PrewarmRequest:
         return self.destination_profile or self.profile
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WantedPages:
-    """Pages of a source wanted in the destination.
-
-    order: survey rows of the pages, best first.
-    actions: [n] Action of each row of the survey.
-    """
-
-    inventory: Inventory
-    groups: PageGroups
-    survey: Survey
-    order: IntArray
-    actions: npt.NDArray[np.int8]
-
-    def rows(self, *wanted: Action) -> IntArray:
-        """Return the survey rows with these actions, best first."""
-        rows: IntArray = self.order[np.isin(self.actions[self.order], wanted)]
-        return rows
-
-    @property
-    def items(self) -> IntArray:
-        """Survey rows of the pages to copy, best first."""
-        return self.rows(*WRITING)
-
-    @property
-    def cost(self) -> IntArray:
-        """Bytes that each item adds to the destination."""
-        return self.survey.lacking.sums[self.items]
-
-    @property
-    def names(self) -> pa.StringArray:
-        """Hashes of the items."""
-        return self.survey.pages.take(pa.array(self.items))
-
-    @property
-    def partly_there(self) -> int:
-        """Number of items of which the destination has some objects."""
-        return len(self.rows(Action.COMPLETE))
-
-    @property
-    def compared(self) -> IntArray:
-        """Survey rows of the pages that the destination has, if their bytes are the copies'."""
-        return self.rows(Action.COMPARE)
-
-    def works(self) -> Iterator[PageWork]:
-        """Yield the copies, best first, then the comparisons.
-
-        COMPLETE also copies pages without any object in the destination.
-        """
-        action = Action.COMPLETE if self.partly_there else Action.COPY
-        yield PageWork(self.survey, self.items, action)
-        if len(self.compared):
-            yield PageWork(self.survey, self.compared, Action.COMPARE)
-
-
 @dataclass(slots=True)
 class PagePlan:
     """Pages to copy, best first.
@@ -141,7 +86,7 @@ class PagePlan:
     names: pages that servers could restore from the source.
     """
 
-    pages: WantedPages
+    pages: CopyPlan
     parents: pa.StringArray
     depths: IntArray
     names: pa.StringArray
@@ -151,7 +96,7 @@ class PagePlan:
         """Return the pages to copy, best first."""
         return pa.table(
             {
-                "page": self.pages.names,
+                "page": self.pages.survey.pages.take(pa.array(self.pages.items)),
                 "parent": self.parents,
                 "depth": pa.array(self.depths),
                 "bytes": pa.array(self.pages.cost),
@@ -185,7 +130,7 @@ def plan_chains(
     places = choice.names_of(items)
     parents = forest.parents[places]
     plan = PagePlan(
-        pages=WantedPages(
+        pages=CopyPlan(
             inventory=inventory,
             groups=groups,
             survey=choice.survey,
@@ -244,7 +189,7 @@ def plan_pages(
     beyond = items[~_within_budget(survey.lacking.sums[items], request)]
     actions[beyond] = Action.NOTHING
     order = order[actions[order] != Action.NOTHING]
-    pages = WantedPages(inventory, groups, survey, order, actions)
+    pages = CopyPlan(inventory, groups, survey, order, actions)
     kept = len(pages.items)
     names = survey.pages.filter(pa.array(whole))
     return PagePlan(

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicachectl.io.interrupts import persistent
+from hicachectl.move.batches import Action
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.naming import profile_document
 from hicachectl.prewarming.finish import after, finish_facts, touch_pages
@@ -47,7 +48,7 @@ def prewarm(
     if not request.dry_run:
         return _executed(warming, plan, started, on_copied)
     facts = SliceFacts(
-        there=len(plan.pages.compared),
+        there=plan.pages.count(Action.COMPARE),
         copied=len(plan.pages.items),
         bytes=int(plan.pages.cost.sum()),
         remarks=list(source.remarks),

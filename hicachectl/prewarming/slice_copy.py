@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from hicachectl.move.batches import Action
 from hicachectl.move.results import GroupStatus
 from hicachectl.move.runs import CopyRun
 from hicachectl.prewarming.outcome import DEADLINE, EVICTS, FULL, SliceFacts
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
+    from hicachectl.move.copy_plan import CopyPlan
     from hicachectl.move.results import MoveResult
     from hicachectl.move.survey import Survey
     from hicachectl.move.work import PageBatch
-    from hicachectl.prewarming.page_plan import WantedPages
     from hicachectl.prewarming.warming import Warming
 
 WATCHED = 256  # first written objects: the most valuable, and the first to be evicted
@@ -33,7 +34,7 @@ class SliceCopy:
     def __init__(
         self,
         warming: Warming,
-        pages: WantedPages,
+        pages: CopyPlan,
         deadline: float | None,
         best: pa.StringArray | None = None,
     ) -> None:
@@ -66,7 +67,7 @@ class SliceCopy:
             if self._watch.lost():
                 self._copying.stop()
 
-        self._copying.copy(self._pages.works(), on_done=on_done)
+        self._copying.copy(self._pages.works_together(), on_done=on_done)
         if len(self._pages.order) > len(self._pages.items):
             # The result also counts pages that other processes wrote.
             self._warming.destination.flush()
@@ -92,7 +93,7 @@ class SliceCopy:
             there=result.count(GroupStatus.SAME),
             copied=result.count(GroupStatus.DONE),
             bytes=result.nbytes,
-            not_pinned=self._pages.partly_there if self._warming.options.pin else 0,
+            not_pinned=self._pages.count(Action.COMPLETE) if self._warming.options.pin else 0,
             gone=result.count(GroupStatus.GONE),
             failed=failed + result.count(GroupStatus.CONFLICT),
             settled=not failed and reason != FULL,

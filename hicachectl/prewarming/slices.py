@@ -24,11 +24,11 @@ from hicachectl.io.table_files import (
     write_table,
 )
 from hicachectl.move.batches import Action
-from hicachectl.move.survey import conflicts, decide, survey_source
+from hicachectl.move.copy_plan import CopyPlan
+from hicachectl.move.survey import decide, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listed, Listing, inventory_of
 from hicachectl.pages.spool import AFFIX_ID
-from hicachectl.prewarming.page_plan import WantedPages
 from hicachectl.prewarming.slice_copy import WATCHED
 from hicachectl.requests.chains import Requests, hex_pages
 
@@ -82,13 +82,13 @@ class Slice:
     pages: pa.Table
     objects: pa.Table
 
-    def wanted(self, warming: Warming) -> WantedPages:
+    def wanted(self, warming: Warming) -> CopyPlan:
         """Return the pages, without what the destination has of them, and nothing to copy."""
         inventory = inventory_of(self.objects, self.listing.table)
         groups = PageGroups(inventory)
         (survey,) = survey_source(inventory, groups, warming.stores.routes(inventory.table)[:1])
         actions = np.zeros(len(survey.groups), dtype=np.int8)
-        return WantedPages(inventory, groups, survey, self._rows_of(survey), actions)
+        return CopyPlan(inventory, groups, survey, self._rows_of(survey), actions)
 
     def remaining(self, warming: Warming) -> Remaining:
         """Return what is still to be copied; asks the destination for each object."""
@@ -99,13 +99,12 @@ class Slice:
         planned = wanted[self.pages.column("copied").to_numpy()]
         chosen = np.zeros(len(survey.groups), dtype=np.bool_)
         chosen[planned] = True
-        pages = WantedPages(inventory, groups, survey, wanted, decide(survey, chosen, "skip"))
-        conflicting = pages.rows(Action.CONFLICT)
+        pages = CopyPlan(inventory, groups, survey, wanted, decide(survey, chosen, "skip"))
         return Remaining(
             pages=pages,
-            written=len(pages.rows(Action.SKIP)),
-            failed=len(conflicting),
-            problems=conflicts(survey, conflicting),
+            written=pages.count(Action.SKIP),
+            failed=pages.count(Action.CONFLICT),
+            problems=pages.conflicts(),
         )
 
     def _rows_of(self, survey: Survey) -> IntArray:
@@ -126,7 +125,7 @@ class Remaining:
     problems: the first of these pages.
     """
 
-    pages: WantedPages
+    pages: CopyPlan
     written: int
     failed: int
     problems: list[Problem]
@@ -146,7 +145,7 @@ def write_plan(
     cost[pages.items] = pages.cost
     copied = np.zeros(len(cost), dtype=np.bool_)
     copied[pages.items] = True
-    copied[pages.compared] = True
+    copied[pages.rows(Action.COMPARE)] = True
     ends = slice_ends(cost[pages.order], count)
     shares: list[Share] = [{} for _ in range(count)]
     wanted = pa.table(
@@ -248,7 +247,7 @@ def slice_ends(cost: IntArray, count: int) -> IntArray:
     return np.append(np.searchsorted(before, bounds), len(cost)).astype(np.int64)
 
 
-def _objects(pages: WantedPages) -> tuple[IntArray, IntArray]:
+def _objects(pages: CopyPlan) -> tuple[IntArray, IntArray]:
     """Return the rows of the inventory that the wanted targets are made of, best page first.
 
     Also the position of each row's page among the wanted pages.
@@ -270,7 +269,7 @@ def _objects(pages: WantedPages) -> tuple[IntArray, IntArray]:
     return positions[order], rows[order]
 
 
-def _planned_objects(pages: WantedPages, rows: IntArray) -> pa.Table:
+def _planned_objects(pages: CopyPlan, rows: IntArray) -> pa.Table:
     """Return objects of the inventory, with the sizes of the survey and with affix ids."""
     objects = pages.inventory.take(rows).combine_chunks()
     sizes = pages.survey.sizes[rows]

@@ -12,7 +12,6 @@ from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.move.batches import Action
 from hicachectl.move.results import MOST_PROBLEMS
 from hicachectl.move.store_pair import StorePair
-from hicachectl.move.survey import conflicts
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
@@ -91,9 +90,7 @@ def plan_prewarm(
     groups = PageGroups(inventory)
     survey = warming.survey(inventory, groups, on_batch=on_listed)
     survey, misfits = leave_misfits(survey, whole_groups=request.requests is None)
-    survey, large = leave_too_large(
-        survey, verify=warming.options.verify, buffer_bytes=warming.options.buffer_bytes
-    )
+    survey, large = leave_too_large(survey, warming.options)
     if request.requests is None:
         plan = plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
         missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
@@ -103,16 +100,15 @@ def plan_prewarm(
         elsewhere = find_elsewhere(inventory, hits)
         missed = miss_remarks(source, inventory, hits, elsewhere)
     pages = plan.pages
-    conflicting = pages.rows(Action.CONFLICT)
     left_out = [
         *_asked_for(misfits, _pages_to_fit(plan, request)),
         *_asked_for(large, plan.names),
     ]
-    problems = [*conflicts(pages.survey, conflicting), *left_out]
-    plan.facts.failed = len(conflicting) + len(left_out)
+    problems = [*pages.conflicts(), *left_out]
+    plan.facts.failed = pages.count(Action.CONFLICT) + len(left_out)
     plan.facts.problems = problems[:MOST_PROBLEMS]
     if request.options.pin and not request.dry_run:
-        plan.facts.not_pinned = plan.facts.there + len(pages.compared)
+        plan.facts.not_pinned = plan.facts.there + pages.count(Action.COMPARE)
     plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark]), *missed]
     return plan
 
