@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(hicachectl.__file__).parent
-PACKAGES = ("io", "parts", "prewarming", "requests", "text")
+PACKAGES = (
+    "api.py",
+    "checks",
+    "io",
+    "move",
+    "pages",
+    "parts",
+    "prewarming",
+    "requests",
+    "text",
+    "verification",
+)
 _PREPOSITIONS = "of|as|by|from|whose|that|which"
 _ATTRIBUTE = re.compile(rf"(?:^|[\s(])([a-z_][a-z_0-9]*: (?:{_PREPOSITIONS})) ", re.MULTILINE)
 _TRAILING = re.compile(rf"# ?(?:{_PREPOSITIONS})\b")

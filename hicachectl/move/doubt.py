@@ -68,7 +68,7 @@ def doubt(checked: Listed, reasons: pa.Table, judged: Judged | None = None) -> R
     """Return why a repair must not believe the profile; None if it may.
 
     reasons: findings that the repair would act on, of a `RepairPlan`.
-    judged: which objects the checks judged; None if the checks judged the listing alone.
+    judged: objects that the checks judged; None if the checks judged the listing alone.
 
     The profile is doubted if at least half of the newest tenth of the judged pages (at least 8
     pages), and at least a tenth of all judged pages, have the same finding of those that a wrong

@@ -43,10 +43,12 @@ _ASKED_AT_ONCE = 8192
 class TrailerPlan:
     """Which trailers copied objects get.
 
-    expected: identities of the source's objects. identities: of new trailers, by affix; empty to
-    write none. keeps: copies have the trailers of their sources. bare: objects without a trailer
-    are copied, also from a store with trailers. always: no object may lack its trailer afterwards.
-    remark: for the user, or "".
+    expected: identities of the source's objects.
+    identities: identities in new trailers, keyed by affix; empty to write no trailers.
+    keeps: copies have the trailers of their sources.
+    bare: objects without a trailer are copied, also from a store with trailers.
+    always: no object may lack its trailer afterwards.
+    remark: message for the user, or "".
     """
 
     source: Store

@@ -29,7 +29,7 @@ def profile_document(profile: Profile) -> dict[str, Any]:
 def deployment_document(deployment: Deployment, page_size: int | None = None) -> dict[str, Any]:
     """Return a deployment in JSON types; None for what neither a profile nor the keys state.
 
-    page_size: that requests were hashed with, if keys do not state it.
+    page_size: tokens of the pages that requests were hashed into, if keys do not state it.
     """
     profile = deployment.profile
     if profile is not None and not profile.inferred:
@@ -93,8 +93,9 @@ def _ranks_text(deployment: Deployment, own: Deployment) -> str:
 
 
 def same_model(deployment: Deployment, own: Deployment, scheme: str) -> bool:
-    """Return whether a deployment has one's own model. scheme: of the keys.
+    """Return whether a deployment has the model of `own`.
 
+    scheme: scheme of the keys.
     Without a profile, the tag of Mooncake keys is a part of the model's name.
     """
     theirs, ours = deployment.model, own.model

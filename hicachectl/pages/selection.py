@@ -74,7 +74,10 @@ class Selection:
         return any(value is not None for value in asked)
 
     def fits(self, deployment: Deployment, sizes: Mapping[str, int] | None = None) -> bool:
-        """Return whether a deployment fits. sizes: by axis; None: those that `ls` shows."""
+        """Return whether a deployment fits.
+
+        sizes: size of each axis; None for those that `ls` shows.
+        """
         if self.model is not None and deployment.model != self.model.replace("/", "-"):
             return False
         if sizes is None:

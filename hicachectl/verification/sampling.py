@@ -40,7 +40,7 @@ class Sample:
     def of(cls, percent: float, number: int | None = None) -> Sample:
         """Return the slice for a share in percent.
 
-        number: which slice; default: the day number, so that slices take turns.
+        number: number of the slice; default: the day number, so that slices take turns.
         Raises UsageError unless 0 < percent <= 100.
         """
         if not 0 < percent <= 100:
