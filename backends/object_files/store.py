@@ -163,14 +163,17 @@ class ObjectFiles(
         """See `FileTimes`."""
         if self._clock_ns is None:
             roots = self.objects.roots
+            refusals: list[OSError] = []
             try:
-                times = list(_times(roots))
-                if len(times) < len(roots):
-                    times += _times(directory for _, directory in self.objects.directories([]))
+                times = list(_times(roots, refusals))
+                if refusals:
+                    below = (directory for _, directory in self.objects.directories([]))
+                    times += _times(below, refusals)
             except OSError as error:
                 raise unavailable(self.path, error) from error
-            # Where this user may write to no directory, nothing can be removed by a wrong clock.
-            self._clock_ns = min(times, default=time.time_ns()) - time.monotonic_ns()
+            if not times:
+                raise not_writable(self.path, refusals[0])
+            self._clock_ns = min(times) - time.monotonic_ns()
         return self._clock_ns + time.monotonic_ns()
 
     def keep_private(self, permissions: Permissions, *, listing: bool = False) -> None:
@@ -363,11 +366,15 @@ def _versions_of(rows: Rows) -> list[bytes | None]:
     return versions
 
 
-def _times(directories: Iterable[int]) -> Iterator[int]:
-    """Yield the time of each directory's file system, except where this user may not write."""
+def _times(directories: Iterable[int], refusals: list[OSError]) -> Iterator[int]:
+    """Yield the time of each directory's file system.
+
+    refusals: gets the errors of directories to which this user may not write.
+    """
     for directory in directories:
         try:
             yield file_system_ns(directory)
         except OSError as error:
             if error.errno not in _NOT_WRITABLE:
                 raise
+            refusals.append(error)

@@ -101,17 +101,23 @@ def restore_groups(
     with the weights.
 
     Raises, before any change: ProfileError if the store has pages of another deployment that its
-    keys do not name, UsageError if the quarantine is missing or has a run of another kind of store,
-    FormatError if what describes a run is damaged, UntrustedError if an entry is a link or its
-    owner is not trusted. Raises StoreUnavailable.
+    keys do not name, UsageError if the quarantine is missing, has a run of another kind of store
+    or only runs of an earlier form, FormatError if what describes a run is damaged, UntrustedError
+    if an entry is a link or its owner is not trusted. Raises StoreUnavailable.
     """
     place = Quarantine(quarantine, store)
     with place.opened(writes=not dry_run) as directory:
         names = run_folders(directory, place.only)
+        runs, earlier = 0, ""
         for name in names:
             with opened_run(directory, name, writes=False) as run:
                 if isinstance(run, Run):
+                    runs += 1
                     _refuse_unusable(store, run)
+                elif run is not None:
+                    earlier = run
+        if earlier and not runs:
+            raise UsageError(earlier_remark(earlier))
         refuse_other_owner(store, profile, claims=not dry_run)
         restore = _Restore(store, profile, selection, on_progress, dry_run=dry_run)
         for name in reversed(names):

@@ -208,7 +208,9 @@ def test_a_record_of_a_quarantine_may_be_hostile(content: str, tmp_path: Path) -
     run = store / ".hicachectl" / "quarantine" / "20260101T000000Z-abcdef"
     run.mkdir(parents=True)
     put_pages(store, range(2), "_m_0_1")
-    path = run / "000000.json"
+    side = run / ".hicachectl"
+    side.mkdir()
+    path = side / "run.json"
     path.write_text(content)
     found = attacked("restore", run.parent, store, "--dry-run")
     assert found.status in (2, 3)

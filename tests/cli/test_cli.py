@@ -136,11 +136,13 @@ def test_a_profile_that_is_no_profile(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_options_that_need_another_say_so(invoke: Invoke, tmp_path: Path) -> None:
-    assert "--model-config" in one_line(invoke, "ls", tmp_path, "--tp", 2, exit_code=2)
+    """Without a model config or a server, --tp is a filter."""
+    layout = ("--layout", "page_first")
+    assert "--model-config" in one_line(invoke, "ls", tmp_path, *layout, exit_code=2)
     profile = tmp_path / "p.toml"
     profile.write_text("")
-    line = one_line(invoke, "ls", tmp_path, "--tp", 2, "--profile", profile, exit_code=2)
-    assert "--tp" in line
+    line = one_line(invoke, "ls", tmp_path, *layout, "--profile", profile, exit_code=2)
+    assert "--layout" in line
 
 
 def test_a_prefix_of_several_pages_names_some(invoke: Invoke, tmp_path: Path) -> None:
