@@ -175,7 +175,9 @@ def test_a_page_that_is_completed_within_the_grace_is_no_finding(
         waits.append(seconds)
         cluster.put(key, value)
 
-    monkeypatch.setattr(in_flight, "time", SimpleNamespace(sleep=complete))
+    monkeypatch.setattr(
+        in_flight, "time", SimpleNamespace(sleep=complete, monotonic=time.monotonic)
+    )
     document = verified(
         invoke, cluster.url, "--profile", profile, "--grace", "1h", "--checks", "groups"
     )
@@ -191,7 +193,9 @@ def test_a_page_that_is_completed_within_the_grace_is_not_removed(
     key = keys_of_page(cluster)[0]
     value, before = cluster.client().get(key), set(cluster.list_keys())
     cluster.remove(key)
-    complete = SimpleNamespace(sleep=lambda seconds: cluster.put(key, value))
+    complete = SimpleNamespace(
+        sleep=lambda seconds: cluster.put(key, value), monotonic=time.monotonic
+    )
     monkeypatch.setattr(in_flight, "time", complete)
     states = ("--state", "partial,orphan", "--profile", profile)
     arguments = (cluster.url, *states, "--grace", "1h", "--yes", "--format", "json")
