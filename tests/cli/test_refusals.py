@@ -88,7 +88,7 @@ rm STORE --model x                                | --yes or --dry-run
 rm STORE --pages TEXT --yes                       | TEXT | line 1 | hicachectl ls --format jsonl
 rm TABLES --before 1d --yes --profile PROFILE     | --before | no timestamps | leave out --before
 -q rm TABLES --free 1 --yes                       | --free | TABLES | timestamps | --keep-plan
-rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --free | --token-ids | --trace
+rm STORE --free 1 --token-ids IDS --profile PROFILE --yes | --token-ids | --free | --trace
 rm STORE --temporaries --model x --yes            | --temporaries | leave out --model
 show STORE zz                                     | 'zz' | hexadecimal
 show STORE ab                                     | STORE | 'ab' | hicachectl ls

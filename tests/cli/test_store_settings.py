@@ -39,8 +39,8 @@ def test_the_profile_holds_for_every_command_unless_one_is_given(
     bad = tmp_path / "bad.toml"
     bad.write_text("model = 3")
     assert "bad.toml" in invoke(*call, "ls", "prod:", "--profile", bad, exit_code=2).stderr
-    said = invoke(*call, "ls", "prod:", "--tp", 4, exit_code=2).stderr
-    assert "--tp needs --model-config or --server" in said
+    said = invoke(*call, "ls", "prod:", "--layout", "page_first", exit_code=2).stderr
+    assert "--layout needs --model-config or --server" in said
 
 
 def test_a_variable_beats_the_config(
