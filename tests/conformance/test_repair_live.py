@@ -24,6 +24,7 @@ from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from tests.conformance.store_cases import CASES
+from tests.move.quarantines import quarantined
 from tests.move.repairs import plan_for
 
 if TYPE_CHECKING:
@@ -239,11 +240,7 @@ def check_quarantine(
     store: Path, manifest: Manifest, before: dict[str, bytes], damaged: Damaged
 ) -> None:
     """Check that the quarantine has every object of the bad groups, with its bytes."""
-    held = {}
-    for record in (store / ".hicachectl" / "quarantine").glob("*/*.json"):
-        for group in json.loads(record.read_text())["groups"]:
-            for entry in group["objects"]:
-                path = record.with_suffix("") / str(entry["file"])
-                held[entry["key"]] = path.read_bytes()
+    found = quarantined(store / ".hicachectl" / "quarantine")
+    held = {name: content for name, (content, _) in found.items()}
     wanted = {e["file"] for e in manifest["objects"] if e["page"] in damaged}
     assert held == {name: before[name] for name in wanted}
