@@ -169,23 +169,21 @@ def test_repair_removes_a_page_beside_whose_kv_only_a_cleared_sidecar_lies(
     assert PAGES[3] not in listed(invoke, store, "--profile", profile)
 
 
-def test_restore_takes_the_place_of_a_cleared_object(
+def test_restore_puts_back_no_page_from_before_a_clear(
     invoke: Invoke, tmp_path: Path, profile: Path
 ) -> None:
-    """Its bytes are those that were quarantined; nothing of the old object stays."""
+    """The page stays in its run, and the store as it is."""
     store = tmp_path / "store"
     served_store(store, INDEXED, range(3))
     (store / f"{PAGES[0]}{INDEXER}").unlink()
-    before = (store / f"{PAGES[0]}{KV}").read_bytes()
     repair = ("--repair", "quarantine", "--yes", "--grace", "0s", "--fail-on", "never")
     invoke("verify", store, "--profile", profile, *repair)
     (store / f"{PAGES[0]}{KV}").write_bytes(b"of a server, later")
     clear(store)
-    restored = invoke(
-        "restore", store / ".hicachectl/quarantine", store, "--yes", "--format", "json"
-    )
-    assert restored.document["pages"] == 1, restored.document
-    assert (store / f"{PAGES[0]}{KV}").read_bytes() == before
+    command = ("restore", store / ".hicachectl/quarantine", store, "--yes", "--format", "json")
+    restored = invoke(*command, exit_code=4)
+    assert (restored.document["pages"], restored.document["failed"]) == (0, 1)
+    assert (store / f"{PAGES[0]}{KV}").read_bytes() == b"of a server, later"
     assert not list(store.glob(".hicachectl-*"))
 
 
