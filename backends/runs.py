@@ -41,7 +41,7 @@ class RunForm(Struct, frozen=True, kw_only=True):
 
     run: name of the folder.
     store: URL of the store, without secrets.
-    scheme: how the folder opens: as files of either store, or as the pack in it.
+    scheme: `file` or `nixl` if the run has files, `pack` if it has one pack.
     grammar: key grammar of the store.
     begin: time of the store at which the removal began, Unix seconds.
     version: version of hicachectl that made the run.

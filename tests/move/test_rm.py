@@ -370,7 +370,7 @@ def test_a_restore_changes_nothing_before_the_answer(invoke: Invoke, tmp_path: P
     shorten(store / kv(0))
     repaired(store)
     quarantine = default_quarantine(store)
-    (quarantine / "20260101T000000Z-abcdef").mkdir()  # of a repair killed at its begin
+    (quarantine / "20260101T000000Z-abcdef").mkdir()  # a repair was killed at its begin
     before = tree(store)
     with answering("n"):
         invoke("restore", quarantine, store)
