@@ -72,10 +72,15 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(groups, tuple(filters), listed, draw(st.frozensets(st.integers(0, PAGES - 1))))
 
 
-def write(case: Case, directory: Path) -> None:
-    for number in range(PAGES, PAGES + 3):  # a profile that fits no page is refused
+def write_whole(directory: Path) -> None:
+    """Write pages that fit the profile: a store that has none of them is refused."""
+    for number in range(PAGES, PAGES + 3):
         for stem, nbytes in STEMS[OWN].items():
             put(directory, f"{page(number)}{stem}.bin", nbytes)
+
+
+def write(case: Case, directory: Path) -> None:
+    write_whole(directory)
     for (number, model), (stems, is_damaged, days) in case.groups.items():
         for at, stem in enumerate(stems):
             nbytes = STEMS[model][stem] - (1 if is_damaged and at == 0 else 0)
@@ -113,6 +118,7 @@ def test_other_commands_choose_among_what_ls_lists(case: Case) -> None:
         store.mkdir()
         target.mkdir()
         write(case, store)
+        write_whole(target)
         for number in case.copied:
             for stem in case.groups.get((number, OWN), ((), False, 0))[0]:
                 shutil.copy2(store / f"{page(number)}{stem}.bin", target)
