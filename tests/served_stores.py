@@ -27,7 +27,7 @@ from tests.kvgen import KvGenerator
 from tests.stores import DSA, OLD, page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -135,14 +135,19 @@ def served_store(
                     objects = KvGenerator(spec, profile, _SEED).objects(numbers)
                     for number, value in zip(numbers, objects, strict=True):
                         rank.write(pool, page(number), value.tobytes())
-    age(directory)
-    return [page(number) for number in numbers]
+    written = [page(number) for number in numbers]
+    age(directory, written)
+    return written
 
 
-def age(directory: Path) -> None:
-    """Give all objects old times, so that none is in flight."""
+def age(directory: Path, pages: Collection[str] | None = None) -> None:
+    """Give objects of these pages, or of all, old times, so that none is in flight.
+
+    Setting a file's times renews its ctime, which would bring back what a server has cleared.
+    """
     for path in directory.rglob("*.bin"):
-        os.utime(path, (OLD, OLD))
+        if pages is None or path.name[:64] in pages:
+            os.utime(path, (OLD, OLD))
 
 
 def forget_ranks(directory: Path) -> None:
