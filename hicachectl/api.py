@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.urls import Config
-    from hicachectl.move.migration_outcome import MigrationOutcome
-    from hicachectl.prewarming.outcome import PrewarmOutcome
-    from hicachectl.verification.report import VerifyReport
+    from hicachectl.results import Result
 
 __all__ = [
     "CollidingKeys",
@@ -222,7 +220,7 @@ def verify(
     on_listed: Callable[[int], None] = lambda objects: None,
     on_read: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
-) -> VerifyReport:
+) -> Result:
     """Check a store, and change nothing.
 
     request: without a profile, that of a pack counts; else objects are compared with each other.
@@ -243,7 +241,7 @@ def verify(
             raise UsageError(f"checks: {check} cannot run: {why}; or leave out {check}")
     checked = check_store(store, request, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
     described = describe_store(store, request)
-    return report_of([checked.result], described, checked.inventory.table, request)
+    return report_of([checked.result], described, checked.inventory.table, request).result()
 
 
 @_takes(HitsRequest)
@@ -271,7 +269,7 @@ def migrate(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
-) -> MigrationOutcome:
+) -> Result:
     """Copy or move pages to another store, layout or topology.
 
     Callbacks and errors: see `move.migrate.migrate`.
@@ -291,7 +289,7 @@ def prewarm(
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
     on_copied: Callable[[int, int], None] = lambda nbytes, total: None,
-) -> PrewarmOutcome:
+) -> Result:
     """Copy the pages that serve requests best and that the destination lacks, the best first.
 
     Callbacks and errors: see `prewarm.prewarm.prewarm`. After KeyboardInterrupt, pages that were
@@ -306,7 +304,7 @@ def prewarm(
     outcome = warmed(source, destination, request, on_listed=on_listed, on_copied=on_copied)
     if outcome.interruption is not None:
         raise outcome.interruption
-    return outcome
+    return outcome.result(dry_run=request.dry_run)
 
 
 @_takes(PrewarmRequest)
@@ -322,6 +320,4 @@ def plan(
     Errors: see `prewarm`.
     """
     request = replace(request, dry_run=True)
-    outcome = prewarm(source, destination, request, on_listed=on_listed)
-    assert outcome.plan is not None
-    return outcome.plan
+    return prewarm(source, destination, request, on_listed=on_listed).rows

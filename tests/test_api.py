@@ -88,8 +88,8 @@ def test_verify_returns_what_the_command_writes(source: Path, profile: Path) -> 
     written, _ = by_command("verify", str(source), "--profile", str(profile))
     assert report.document["counts"]
     mine = without_seconds(report.document)
-    mine["findings"] = report.findings.to_pylist()
-    assert {**mine, "findings": len(report.findings)} == {
+    mine["findings"] = report.rows.to_pylist()
+    assert {**mine, "findings": len(report.rows)} == {
         **written,
         "findings": len(written["findings"]),  # type: ignore[arg-type]
     }
@@ -203,7 +203,7 @@ def test_migrate_and_prewarm_arrive_whole(source: Path, profile: Path, tmp_path:
                 options=hicachectl.CopyOptions(verify=True),
             ),
         )
-        assert outcome.all_well
+        assert not outcome.failed
         assert outcome.document["pages"] == PAGES
         report = hicachectl.verify(copy, hicachectl.VerifyRequest(profile=new))
         assert (report.document["pages"], report.document["counts"]) == (PAGES, {})

@@ -121,12 +121,12 @@ def metrics_if_empty(command: str, path: Path | None, store: str) -> Iterator[No
 
 
 def _nothing_done(command: str, store: str) -> dict[str, Any]:
-    from hicachectl.prewarming import outcome
-    from hicachectl.verification import report
+    from hicachectl.prewarming.outcome import nothing_copied
+    from hicachectl.verification.report import VerifyReport
 
     if command == "verify":
-        return {**report.not_begun(store), "skipped_checks": ["everything"]}
-    return outcome.not_begun(None, store).document
+        return VerifyReport.empty(store).document
+    return nothing_copied(None, store).document | {"complete": False}
 
 
 def _from_document(command: str, report: Mapping[str, Any]) -> dict[str, Samples]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
@@ -19,18 +19,20 @@ import pyarrow.compute as pc
 
 from hicachectl import __version__
 from hicachectl.backends.disk.durable import whole_file
+from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.session import remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lost_stdout
+from hicachectl.results import Shown, undone_line
 from hicachectl.text.jsontext import json_rows, json_text, json_values
 from hicachectl.text.tables import NO_SCREEN, Screen, printable, table_lines
-from hicachectl.text.units import counted
-from hicachectl.text.vocabulary import BUDGET
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import click
+
+    from hicachectl.results import Result
 
 SCHEMA_VERSION = 1
 _BINARY_FORMATS = ("parquet", "arrow")
@@ -103,51 +105,45 @@ def write_document(
 
 def write_result(
     ctx: click.Context,
-    document: Mapping[str, Any],
-    *,
-    remarks: Iterable[str] = (),
-    undone: Collection[str] = (),
-    failed: bool = False,
-    dry_run: bool = False,
-    rows: pa.Table,
-    name: str,
+    result: Result,
     output_format: str,
     output: Path | None,
-    text: Callable[[Screen], Iterator[str]],
+    *,
+    shown: Shown = Shown(),  # noqa: B008 - frozen
+    metrics_file: Path | None = None,
 ) -> None:
-    """Write what a run did: its remarks, and the report as `write_document` does.
+    """Write the metrics, the messages and the document of a result, and end as it says.
 
     With --quiet, remarks are left out, and so is the table of a run that ends with 0 and was no dry
     run. The table says what was not done; without it, a line does.
 
-    undone: remarks on what was not done, which --quiet keeps. They can be among the others.
-    failed: whether the exit status is not 0.
+    metrics_file: None writes no metrics. Raises UsageError for a command without metrics.
     """
-    for said in dict.fromkeys([*remarks, *undone]):
-        remark(ctx, said, failure=said in undone)
-    if ctx.obj.quiet and not (failed or dry_run):
-        if not undone and (line := undone_line(document)):
-            remark(ctx, line, failure=True)
-        if output_format == "table" and output is None:
-            return
-    write_document(
-        document, rows=rows, name=name, output_format=output_format, output=output, text=text
-    )
+    if metrics_file is not None:
+        from hicachectl.cli.metrics import write_metrics_of
 
-
-def undone_line(document: Mapping[str, Any]) -> str:
-    """Return what a run did not do, as its document states it; "" if nothing.
-
-    A run that has used up its budget did what was asked.
-    """
-    reason, in_flight = document.get("stopped_by"), document.get("in_flight")
-    parts = [f"stopped: {reason}"] if reason not in (None, BUDGET) else []
-    if in_flight:
-        parts.append(f"{counted(in_flight, 'page')} in flight, not judged")
-    if not parts:
-        return ""
-    places = (document.get(name) for name in ("store", "destination", "quarantine"))
-    return f"{next(filter(None, places))}: not complete: {', '.join(parts)}; run again later"
+        name = result.command or str(ctx.command.name)
+        write_metrics_of(name, metrics_file, result.document, succeeded=result.succeeded)
+    for said in dict.fromkeys([*result.remarks, *result.undone]):
+        remark(ctx, said, failure=said in result.undone)
+    quiet = ctx.obj.quiet and result.succeeded and not result.dry_run
+    if quiet and not result.undone and (line := undone_line(result.document)):
+        remark(ctx, line, failure=True)
+    if not (quiet and output_format == "table" and output is None):
+        write_document(
+            result.document,
+            rows=result.rows,
+            name=result.rows_name,
+            output_format=output_format,
+            output=output,
+            text=lambda screen: result.lines(result.document, screen, shown),
+        )
+    if result.dry_run:
+        remark(ctx, "Dry run: nothing was changed")
+    if result.ending is not None:
+        raise result.ending
+    if result.failed:
+        ctx.exit(FINDINGS)
 
 
 def document_text(document: Mapping[str, Any]) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
+import msgspec
 
 from hicachectl.checks.live_tables import check_tables, saved_tables
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.batches import COMPARING, WRITING, Action
 from hicachectl.move.migration import MOVE, OVERWRITE, Migration
 from hicachectl.move.migration_choice import plan_groups
-from hicachectl.move.migration_outcome import FULL, lack_of_room, not_begun, outcome_of
+from hicachectl.move.migration_outcome import MigrationFacts, lack_of_room, result_of
 from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.run_mark import RequestHeldError, held_mark
 from hicachectl.move.runs import CopyRun
 from hicachectl.pages.inventory import take_inventory
+from hicachectl.text.vocabulary import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.move.migration_choice import MigrationPlan
-    from hicachectl.move.migration_outcome import MigrationFacts, MigrationOutcome
     from hicachectl.move.results import MoveResult
     from hicachectl.move.run_mark import RunMark
     from hicachectl.move.work import PageBatch
+    from hicachectl.results import Result
 
 
 def migrate(
@@ -39,7 +41,7 @@ def migrate(
     on_begun: Callable[[], None] = lambda: None,
     on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
     on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
-) -> MigrationOutcome:
+) -> Result:
     """Copy page groups from one store to another.
 
     on_begun: called before the first write.
@@ -70,18 +72,20 @@ def migrate(
             with held_mark(migration.identity) as mark:
                 facts = carry_out(migration, plan, mark, on_begun=on_begun, on_moved=on_moved)
         except RequestHeldError as held:
-            return not_begun(source.url, destination.url, str(held))
+            nothing = result_of([MigrationFacts()], source.url, destination.url)
+            return nothing.stopped_by_lock(str(held))
     facts.seconds = time.monotonic() - started
-    outcome = outcome_of(
+    result = result_of(
         [facts],
         source.url,
         destination.url,
         labelled=request.labelled,
         dry_run=request.dry_run,
     )
-    if not facts.settled:
-        outcome.say_unsettled()
-    return outcome
+    if facts.settled:
+        return result
+    said = "Not complete; run the same command again"
+    return replace(result, remarks=[*result.remarks, said], undone=[*result.undone, said])
 
 
 def rehearse(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
@@ -90,7 +94,7 @@ def rehearse(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
     result.counts[GroupStatus.DONE] = plan.count(*WRITING)
     result.counts[GroupStatus.SAME] = plan.count(*COMPARING)
     free = migration.destination.free_bytes()
-    return replace(_facts(migration, plan, result), free_bytes=free)
+    return msgspec.structs.replace(_facts(migration, plan, result), free_bytes=free)
 
 
 def carry_out(
@@ -143,7 +147,7 @@ def carry_out(
 def _facts(migration: Migration, plan: MigrationPlan, result: RunResult) -> MigrationFacts:
     """Return the facts of a run: those of the plan and its result."""
     facts = plan.facts
-    return replace(
+    return msgspec.structs.replace(
         facts,
         pages=result.count(GroupStatus.DONE),
         objects=result.objects,

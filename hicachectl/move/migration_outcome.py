@@ -1,9 +1,8 @@
-"""Outcome of a migration: sums over its parts, in one document and in words."""
+"""Result of a migration: sums over its parts, in one document and in words."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,14 +12,16 @@ from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.wording import OTHER_BYTES
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.unmatched import explain_parts
+from hicachectl.results import Result
 from hicachectl.text.units import counted, human_size
-from hicachectl.text.vocabulary import LOCK
+from hicachectl.text.vocabulary import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-FULL = "destination full"
-_NOT_COMPLETE = "Not complete; run the same command again"
+    from hicachectl.results import Shown
+    from hicachectl.text.tables import Screen
+
 _COUNTS = (
     "pages",
     "objects",
@@ -85,87 +86,15 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     problems: list[Problem] = msgspec.field(default_factory=list)
 
 
-@dataclass(slots=True)
-class MigrationOutcome:
-    """Outcome of a migration or dry run.
-
-    document: the command's JSON.
-    problems: conflicts and failures.
-    remarks: other messages.
-    undone: those of the remarks that say what was not copied.
-    """
-
-    document: dict[str, Any]
-    problems: list[Problem]
-    remarks: list[str]
-    undone: list[str] = field(default_factory=list)
-
-    @property
-    def all_well(self) -> bool:
-        """Whether no group failed or conflicted, and the destination had room."""
-        document = self.document
-        troubled = document["failed"] or document["conflicts"]
-        return not troubled and document["stopped_by"] != FULL
-
-    @property
-    def messages(self) -> Iterator[str]:
-        """Yield the remarks, the first problems, and how to continue."""
-        yield from self.remarks
-        yield from self._troubles()
-
-    @property
-    def not_done(self) -> list[str]:
-        """The messages on what was not copied."""
-        return [*self.undone, *self._troubles()]
-
-    def _troubles(self) -> Iterator[str]:
-        document = self.document
-        yield from problem_lines(self.problems, document["failed"] + document["conflicts"])
-
-    def rows(self) -> pa.Table:
-        """Return the problems of the document, one a row."""
-        return pa.Table.from_pylist(self.document["problems"], schema=_ROWS)
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the `table` format."""
-        document = self.document
-        verb = "to copy" if "estimated_seconds" in document else "copied"
-        parts = [
-            f"{counted(document['pages'], 'page')} {verb}, "
-            f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
-        ]
-        parts += [f"{document[name]} {text}" for name, text in _WORDS.items() if document[name]]
-        if document["stopped_by"]:
-            parts.append(f"stopped: {document['stopped_by']}")
-        yield "; ".join(parts)
-
-    def say_unsettled(self) -> None:
-        """Add that the same command goes on with the work."""
-        self.remarks.append(_NOT_COMPLETE)
-        self.undone.append(_NOT_COMPLETE)
-
-
-def not_begun(source: str, destination: str, why: str) -> MigrationOutcome:
-    """Return the outcome of a migration whose lock another process holds.
-
-    source, destination: URLs of the stores.
-    why: the message.
-    """
-    document: dict[str, Any] = {"source": source, "destination": destination}
-    document |= dict.fromkeys(_COUNTS, 0)
-    document |= {"left_out": 0, "seconds": 0.0, "resumed": 0, "complete": False, "stopped_by": LOCK}
-    return MigrationOutcome({**document, "problems": []}, [], [why], [why])
-
-
-def outcome_of(
+def result_of(
     parts: Sequence[MigrationFacts],
     source: str,
     destination: str,
     *,
-    labelled: int,
-    dry_run: bool,
-) -> MigrationOutcome:
-    """Return the outcome of a migration between two URLs from the facts of its parts.
+    labelled: int = 0,
+    dry_run: bool = False,
+) -> Result:
+    """Return the result of a migration between two URLs from the facts of its parts.
 
     labelled: number of rows of a page list that name a group.
     """
@@ -182,13 +111,36 @@ def outcome_of(
     }
     if dry_run:
         document["estimated_seconds"] = None
-    said = dict.fromkeys(remark for part in parts for remark in part.remarks)
+    troubled = document["failed"] + document["conflicts"]
+    said = [remark for part in parts for remark in part.remarks]
     undone = list(_not_copied(parts, source, destination, labelled))
-    remarks = list(dict.fromkeys([*undone, *said]))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
     if dry_run and free:
-        remarks += filter(None, [lack_of_room(destination, document["bytes"], min(free))])
-    return MigrationOutcome(document, problems, remarks, undone)
+        said += filter(None, [lack_of_room(destination, document["bytes"], min(free))])
+    troubles = list(problem_lines(problems, troubled))
+    return Result(
+        document=document,
+        rows=pa.Table.from_pylist(document["problems"], schema=_ROWS),
+        rows_name="problems",
+        lines=_lines,
+        remarks=list(dict.fromkeys([*undone, *said, *troubles])),
+        undone=[*undone, *troubles],
+        failed=bool(troubled) or document["stopped_by"] == FULL,
+        dry_run=dry_run,
+    )
+
+
+def _lines(document: dict[str, Any], _screen: Screen, _shown: Shown) -> Iterator[str]:
+    """Yield the line of the `table` format."""
+    verb = "to copy" if "estimated_seconds" in document else "copied"
+    parts = [
+        f"{counted(document['pages'], 'page')} {verb}, "
+        f"{counted(document['objects'], 'object')}, {human_size(document['bytes'])}"
+    ]
+    parts += [f"{document[name]} {text}" for name, text in _WORDS.items() if document[name]]
+    if document["stopped_by"]:
+        parts.append(f"stopped: {document['stopped_by']}")
+    yield "; ".join(parts)
 
 
 def lack_of_room(destination: str, nbytes: int, free: int) -> str:

@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.cluster import Node
-    from hicachectl.parts.job import Job, Merged, PartCount, PartInput, Tables
+    from hicachectl.parts.job import Job, PartCount, PartInput, Tables
     from hicachectl.parts.manifest import Manifest, Published
     from hicachectl.parts.records import Record, StageResult
     from hicachectl.parts.running import Begun, Say
+    from hicachectl.results import Result
 
     # Opens the stores of a job on a node; picklable.
     OpenJob = Callable[[], AbstractContextManager[Job]]
@@ -140,8 +141,8 @@ class Driver:
         finally:
             self._cluster_stack.close()
 
-    def merged(self) -> Merged:
-        """Return the outcome of the run."""
+    def merged(self) -> Result:
+        """Return the result of the run."""
         return merge_run(self._run)
 
     def mark_merged(self) -> None:

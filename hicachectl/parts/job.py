@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hicachectl.formats.errors import FormatError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pyarrow as pa
 
     from hicachectl.backends.disk.directory import Directory, Trust
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.parts.manifest import Manifest, Published
-    from hicachectl.parts.records import Record, StageResult
-    from hicachectl.text.tables import Screen
-    from hicachectl.verification.report_text import Shown
+    from hicachectl.parts.records import Record, RecordForm, StageResult
+    from hicachectl.results import Result
 
 Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
 
@@ -58,45 +55,22 @@ class PartInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """Outcome of a whole run.
-
-    document: the command's, with the member `rows_name` for rows. failed: exit status 4. refused:
-    exit status 2, with this message, which says what the run refused to do.
-    undone: those of the remarks that say what was not done. dry_run: whether nothing was changed.
-    lines: returns the lines of the `table` format; takes the terminal, and what to show
-        of findings.
-    write_catalog: writes the recorded digests to a file as `save_catalog` does, and returns as it
-    does; takes the path, readable_by and allow_shrink; None if the run recorded none.
-    command: set by `merge_run`.
-    """
-
-    document: dict[str, Any]
-    rows: pa.Table
-    rows_name: str
-    remarks: list[str]
-    failed: bool
-    lines: Callable[[Screen, Shown], Iterator[str]]
-    write_catalog: Callable[[Path, Permissions, bool], str] | None = None
-    undone: Sequence[str] = ()
-    dry_run: bool = False
-    command: str = ""
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Kind:
     """A command that can be divided.
 
     schemas: schemas of the results' tables, by name.
-    merge: function that takes results by part, without the missing ones, and the result of
-        `finish`; it opens no store.
+    merge: function that returns the result of the whole run. It takes results by part, without the
+        missing ones, and the result of `finish`; it opens no store.
+    said: function that returns messages on what a part did not do.
+    parts_fail: whether a part that is not settled ends with exit status 4. Else only `merge` does.
     finishes: whether the process of the last part calls `finish`.
     """
 
     command: str
     schemas: Mapping[str, pa.Schema]
-    merge: Callable[[Manifest, Mapping[int, Record], Record | None], Merged]
+    merge: Callable[[Manifest, Mapping[int, Record], Record | None], Result]
+    said: Callable[[Manifest, RecordForm], Iterable[str]]
+    parts_fail: bool = True
     finishes: bool = False
 
 

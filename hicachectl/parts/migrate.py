@@ -23,7 +23,7 @@ from hicachectl.io.table_files import named_table, read_share, read_table, write
 from hicachectl.move.migrate import carry_out, rehearse
 from hicachectl.move.migration import Migration
 from hicachectl.move.migration_choice import plan_groups
-from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
+from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import inventory_of, publish_listing, refuse_unmounted
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
@@ -37,12 +37,14 @@ from hicachectl.parts.common import (
     selection_identity,
     sweep_attempts,
 )
-from hicachectl.parts.job import Kind, Merged
+from hicachectl.parts.job import Kind
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
-from hicachectl.parts.records import Record, StageResult
+from hicachectl.parts.records import StageResult
+from hicachectl.results import Shown
+from hicachectl.text.tables import NO_SCREEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, PartInput, Tables
-    from hicachectl.text.tables import Screen
-    from hicachectl.verification.report_text import Shown
+    from hicachectl.parts.records import Record, RecordForm
+    from hicachectl.results import Result
 
 _OBJECTS = "objects"
 _FOUND = "found"
@@ -69,36 +71,34 @@ class _Options(msgspec.Struct, kw_only=True):
     labelled: Count
 
 
-def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
     """Return the sum of the parts."""
-    options = convert(manifest.options, _Options, MANIFEST)
     facts = [MigrationFacts(seconds=manifest.spent_seconds)]
     for _, record in sorted(results.items()):
         facts.append(convert(record.facts, MigrationFacts, f"{record.path}: facts"))
-    outcome = outcome_of(
+    return _result(manifest, facts, convert(manifest.options, _Options, MANIFEST).labelled)
+
+
+def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+    """Yield what a part that is not settled has done, and what it has not."""
+    if not record.settled:
+        facts = convert(record.facts, MigrationFacts, "The result")
+        result = _result(manifest, [facts], facts.matched)
+        yield from result.remarks
+        yield from result.lines(result.document, NO_SCREEN, Shown())
+
+
+def _result(manifest: Manifest, facts: Sequence[MigrationFacts], labelled: int) -> Result:
+    return result_of(
         facts,
         str(manifest.identity.get("source")),
         str(manifest.identity.get("destination")),
-        labelled=options.labelled,
-        dry_run=options.dry_run,
-    )
-
-    def lines(screen: Screen, shown: Shown) -> Iterator[str]:
-        return outcome.lines()
-
-    return Merged(
-        document=outcome.document,
-        rows=outcome.rows(),
-        rows_name="problems",
-        remarks=list(outcome.messages),
-        failed=not outcome.all_well,
-        lines=lines,
-        undone=outcome.not_done,
-        dry_run=options.dry_run,
+        labelled=labelled,
+        dry_run=convert(manifest.options, _Options, MANIFEST).dry_run,
     )
 
 
-KIND = Kind("migrate", {}, merge)
+KIND = Kind("migrate", {}, merge, said)
 
 
 class MigrateJob:

@@ -22,27 +22,27 @@ from hicachectl.parts.common import (
     refuse_pack,
     sweep_attempts,
 )
-from hicachectl.parts.job import Kind, Merged
+from hicachectl.parts.job import Kind
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Published
 from hicachectl.parts.records import StageResult
 from hicachectl.prewarming.finish import after, finish_facts, touch_pages
-from hicachectl.prewarming.outcome import DEADLINE, FinishFacts, PlanFacts, SliceFacts, outcome_of
+from hicachectl.prewarming.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
 from hicachectl.prewarming.slice_copy import SliceCopy
 from hicachectl.prewarming.slices import Slice, read_chains, read_plan, slice_tables, write_plan
 from hicachectl.prewarming.warming import Warming, plan_prewarm
-from hicachectl.text.vocabulary import BUDGET
+from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, PartInput, Tables
     from hicachectl.parts.manifest import Manifest
-    from hicachectl.parts.records import Record
-    from hicachectl.prewarming.outcome import PrewarmOutcome
+    from hicachectl.parts.records import Record, RecordForm
     from hicachectl.prewarming.page_plan import PrewarmRequest
+    from hicachectl.results import Result
 
 
 class _Options(msgspec.Struct, kw_only=True):
@@ -53,7 +53,7 @@ class _Options(msgspec.Struct, kw_only=True):
     min_usable: float | None
 
 
-def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
     """Return the outcome of the parts."""
     plan = convert(manifest.published.facts, PlanFacts, MANIFEST)
     options = convert(manifest.options, _Options, MANIFEST)
@@ -77,27 +77,24 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     )
     if finish is None:
         outcome.document["complete"] = False
-    failed = finish is None or outcome.failed(options.min_usable)
-    summary, gate = outcome.summary(), _gate(outcome, finish, options)
-    cut = failed or outcome.document["stopped_by"] not in (None, BUDGET)
-    unfinished = restorable.remarks if finish is None else []
-    return Merged(
-        document=outcome.document,
-        rows=outcome.rows(),
-        rows_name="plan",
-        remarks=[*outcome.messages, summary, *gate],
-        failed=failed,
-        lines=lambda screen, shown: outcome.lines(),
-        undone=[*unfinished, *outcome.troubles, *([summary] if cut else []), *gate],
-    )
+    result = outcome.result(min_usable=options.min_usable, unfinished=finish is None)
+    return result if finish is not None else result.with_undone(*restorable.remarks)
 
 
-def _gate(outcome: PrewarmOutcome, finish: Record | None, options: _Options) -> list[str]:
-    """Return why --min-usable fails; nothing before the usable tokens are counted."""
-    return [] if finish is None else outcome.gate(options.min_usable)
+def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+    """Yield what a slice that is not settled has not done; `merge` says the rest."""
+    if not record.settled:
+        options = convert(manifest.options, _Options, MANIFEST)
+        facts = convert(record.facts, SliceFacts, "The result")
+        outcome = outcome_of(
+            PlanFacts(), [facts], FinishFacts(), options.source, options.destination, 0.0
+        )
+        yield from outcome.messages
+        if facts.stopped_by:
+            yield f"Stopped: {facts.stopped_by}"
 
 
-KIND = Kind("prewarm", {}, merge, finishes=True)
+KIND = Kind("prewarm", {}, merge, said, finishes=True)
 
 
 class PrewarmJob:

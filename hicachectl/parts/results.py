@@ -1,4 +1,4 @@
-"""Results of the parts of a run, and the outcome of the whole run."""
+"""Results of the parts of a run, and the result of the whole run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hicachectl.parts.records import Record, load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import Any
 
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.job import Kind, Merged
+    from hicachectl.parts.job import Kind
     from hicachectl.parts.manifest import Manifest
+    from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
-    from hicachectl.verification.report_text import Shown
 
 FINISH = "finish"
 _MOST_SPANS = 20  # named in one message
@@ -53,8 +54,8 @@ def is_finished(run: RunDirectory, manifest: Manifest, kind: Kind) -> bool:
         return not kind.finishes or run.directory.has(f"{FINISH}.json")
 
 
-def merge_run(run: RunDirectory) -> Merged:
-    """Return the outcome of a whole run, by the results so far.
+def merge_run(run: RunDirectory) -> Result:
+    """Return the result of a whole run, by the results of its parts so far.
 
     Raises UsageError if the run has no manifest, FormatError for a damaged result.
     """
@@ -76,23 +77,26 @@ def merge_run(run: RunDirectory) -> Merged:
             f"{run.path}: {_spans(undone)} of {manifest.parts}: not complete; to complete the "
             "work, run all parts with another --run"
         )
-        merged = _with_undone(merged, said)
+        merged = merged.with_undone(said)
     document = {
         **merged.document,
         "listed": manifest.published.listing_ns / 10**9,
         "parts": manifest.parts,
         "missing_parts": missing,
     }
-    if not missing:
-        return replace(merged, document=document)
-    document["complete"] = False
-    said = f"{run.path}: {_spans(missing)} of {manifest.parts}: no result; run the missing parts"
+    incomplete = ""
+    if missing:
+        incomplete = f"{_spans(missing)} of {manifest.parts}"
+        document["complete"] = False
+        said = f"{run.path}: {incomplete}: no result; run the missing parts"
+        merged = replace(merged.with_undone(said), failed=True)
 
-    def lines(screen: Screen, shown: Shown) -> Iterator[str]:
-        yield from merged.lines(screen, shown)
-        yield f"Incomplete: {_spans(missing)} of {manifest.parts} without a result"
+    def lines(_document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
+        yield from merged.lines(merged.document, screen, shown)
+        if incomplete:
+            yield f"Incomplete: {incomplete} without a result"
 
-    return replace(_with_undone(merged, said), document=document, failed=True, lines=lines)
+    return replace(merged, document=document, lines=lines)
 
 
 def refuse_merged(run: RunDirectory) -> None:
@@ -113,10 +117,6 @@ def mark_merged(run: RunDirectory) -> None:
         kind = kind_of(manifest.command, str(run.path))
         if is_finished(run, manifest, kind):
             run.mark_merged()
-
-
-def _with_undone(merged: Merged, said: str) -> Merged:
-    return replace(merged, remarks=[said, *merged.remarks], undone=[said, *merged.undone])
 
 
 def _spans(parts: Sequence[int]) -> str:

@@ -41,7 +41,7 @@ from hicachectl.parts.common import (
     selection_identity,
     share_of,
 )
-from hicachectl.parts.job import Kind, Merged, PartInput
+from hicachectl.parts.job import Kind, PartInput
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
@@ -54,7 +54,6 @@ from hicachectl.verification.report import (
     doubted,
     report_of,
 )
-from hicachectl.verification.report_text import report_lines
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.sampling import Sample  # noqa: TC001 - msgspec reads it
 from hicachectl.verification.verify import (
@@ -78,9 +77,8 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.parts.records import RecordForm
-    from hicachectl.text.tables import Screen
+    from hicachectl.results import Result
     from hicachectl.verification.report import Refusal
-    from hicachectl.verification.report_text import Shown
     from hicachectl.verification.verify import PartCheck
 
 _OBJECTS = "objects"
@@ -161,7 +159,7 @@ class _ResultForm(msgspec.Struct, kw_only=True):
     tally: dict[str, Any]
 
 
-def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
     """Return the report of the parts."""
     options = convert(manifest.options, _Options, MANIFEST)
     facts = convert(manifest.published.facts, _Facts, MANIFEST)
@@ -182,11 +180,11 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         *(_part_result(record, table) for _, record in sorted(results.items())),
     ]
     report = report_of(parts, facts.store, table, request)
-    if options.dry_run is not None:
-        report.add_repair(dry_run=options.dry_run)
-
-    def lines(screen: Screen, shown: Shown) -> Iterator[str]:
-        return report_lines(report, options.mending, shown, screen)
+    result = report.result(
+        fail_on=options.fail_on, dry_run=options.dry_run, mending=options.mending
+    )
+    if facts.records is None:
+        return result
 
     def write(path: Path, readable_by: Permissions, allow_shrink: bool) -> str:
         return save_catalog(
@@ -198,31 +196,21 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
             allow_shrink=allow_shrink,
         )
 
-    return Merged(
-        document=report.document,
-        rows=report.findings,
-        rows_name="findings",
-        remarks=list(report.remarks),
-        failed=report.fails(options.fail_on),
-        refused=report.refusal,
-        lines=lines,
-        write_catalog=None if facts.records is None else write,
-        undone=report.undone,
-        dry_run=bool(options.dry_run),
-    )
+    return replace(result, write_catalog=write)
 
 
-def refusals_of(record: RecordForm) -> list[str]:
-    """Return why the repair of a part was refused; nothing if it was not."""
+def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+    """Yield why the repair of a part was refused; `merge` ends with the status of the refusal."""
     form = convert(record.facts, _ResultForm, "result: facts")
-    return [_refused(refusal) for refusal in form.facts.refused]
+    yield from map(_refused, form.facts.refused)
 
 
 def _refused(refusal: Refusal) -> str:
     return f"Part {refusal.part}: nothing was repaired: {doubted(refusal)}"
 
 
-KIND = Kind("verify", {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}, merge)
+_SCHEMAS = {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}
+KIND = Kind("verify", _SCHEMAS, merge, said, parts_fail=False)
 
 
 class VerifyJob:

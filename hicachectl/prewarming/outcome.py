@@ -10,20 +10,23 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.naming import deployment_text
 from hicachectl.requests.gate import failed_text, passes, served_share, served_text
+from hicachectl.results import Result
 from hicachectl.text.units import counted, human_size
-from hicachectl.text.vocabulary import BUDGET, LOCK
+from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.prewarming.through_server import ThroughServer
+    from hicachectl.results import Shown
+    from hicachectl.text.tables import Screen
 
-
-DEADLINE = "deadline"
-FULL = "destination full"
+_PLAN = "plan"
 EVICTS = "destination evicts"
 # Next step if a gate failed because the copy ended early.
 _NEXT_STEPS = {
@@ -123,24 +126,66 @@ class PrewarmOutcome:
         reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
         self.document |= {"complete": False, "stopped_by": reason}
 
+    def add_pulls(self, servers: Iterable[ThroughServer], page_size: int, seconds: float) -> None:
+        """Add what live servers pulled. seconds: duration of the run with the pulls."""
+        document = self.document
+        document["pulled"] = [server.document(page_size) for server in servers]
+        document["seconds"] = round(seconds, 3)
+        if any(not server["complete"] and not server["error"] for server in document["pulled"]):
+            document["stopped_by"] = document["stopped_by"] or DEADLINE
+        document["complete"] &= all(server["complete"] for server in document["pulled"])
+
     @property
     def messages(self) -> list[str]:
         """The remarks and the first problems."""
-        return [*self.remarks, *self.troubles]
+        return [*self.remarks, *problem_lines(self.problems, self.document["failed"])]
+
+    def result(
+        self, *, min_usable: float | None = None, dry_run: bool = False, unfinished: bool = False
+    ) -> Result:
+        """Return the result of the command.
+
+        min_usable: least share of usable tokens.
+        unfinished: the usable tokens are not counted yet; the remarks say why.
+        """
+        document = self.document
+        troubles = list(problem_lines(self.problems, document["failed"]))
+        gate = [] if unfinished else self._gate(min_usable, dry_run=dry_run)
+        failed = bool(gate) or unfinished or (self._has_failures and not dry_run)
+        summary = self._summary(dry_run=dry_run)
+        cut = failed or document["stopped_by"] not in (None, BUDGET)
+        rows = pa.Table.from_pylist([_row(document)])
+        if dry_run and self.plan is not None:
+            document, rows = {**document, _PLAN: None}, self.plan
+        return Result(
+            document=document,
+            rows=rows,
+            rows_name=_PLAN,
+            lines=_lines,
+            remarks=[*self.messages, summary, *gate],
+            undone=[*troubles, *([summary] if cut else []), *gate],
+            failed=failed,
+            ending=self._ending,
+            dry_run=dry_run,
+        )
 
     @property
-    def troubles(self) -> list[str]:
-        """The first problems."""
-        return list(problem_lines(self.problems, self.document["failed"]))
-
-    def failed(self, min_usable: float | None) -> bool:
-        """Return whether pages or servers failed, or less than this share of tokens is usable."""
+    def _has_failures(self) -> bool:
+        """Whether pages or servers failed, or the destination was full."""
         document = self.document
+        servers = document.get("pulled", ())
         failed = bool(document["failed"]) or document["stopped_by"] == FULL
-        failed |= any(server["failed"] or server["error"] for server in document.get("pulled", ()))
-        return failed or not passes(document, min_usable)
+        return failed or any(server["failed"] or server["error"] for server in servers)
 
-    def gate(self, min_usable: float | None, *, dry_run: bool = False) -> list[str]:
+    @property
+    def _ending(self) -> BaseException | None:
+        """The exception to raise after the report: a signal, or servers that were lost."""
+        if self.interruption is not None:
+            return self.interruption
+        lost = [server["error"] for server in self.document.get("pulled", ()) if server["error"]]
+        return StoreUnavailable("; ".join(lost)) if lost else None
+
+    def _gate(self, min_usable: float | None, *, dry_run: bool) -> list[str]:
         """Return the message that less than this share of tokens is usable, if so.
 
         A dry run is not judged by its share, which is that of before the copy, but it fails too if
@@ -153,7 +198,7 @@ class PrewarmOutcome:
         step = _NEXT_STEPS.get(self.document["stopped_by"], _OTHER_STEP)
         return [failed_text(self.document, min_usable, f"{step}, or give a lower share")]
 
-    def summary(self, *, dry_run: bool = False) -> str:
+    def _summary(self, *, dry_run: bool) -> str:
         """Return the outcome in one line."""
         document = self.document
         parts = [
@@ -167,22 +212,20 @@ class PrewarmOutcome:
             parts.append(f"stopped: {document['stopped_by']}")
         return "; ".join(parts)
 
-    def rows(self) -> pa.Table:
-        """Return the document as a table of one row."""
-        return pa.Table.from_pylist([self._row()])
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the `table` format."""
-        for name, value in self._row().items():
-            if value is not None:
-                yield f"{name.replace('_', ' ')}: {value}"
+def _lines(document: dict[str, Any], _screen: Screen, _shown: Shown) -> Iterator[str]:
+    """Yield the lines of the `table` format."""
+    for name, value in _row(document).items():
+        if value is not None:
+            yield f"{name.replace('_', ' ')}: {value}"
 
-    def _row(self) -> dict[str, Any]:
-        deployment = self.document["deployment"]
-        row = {**self.document, "deployment": deployment and deployment_text(deployment)}
-        for name in ("problems", "pulled"):
-            row.pop(name, None)
-        return row
+
+def _row(document: dict[str, Any]) -> dict[str, Any]:
+    deployment = document["deployment"]
+    row = {**document, "deployment": deployment and deployment_text(deployment)}
+    for name in ("problems", "pulled", _PLAN):
+        row.pop(name, None)
+    return row
 
 
 def outcome_of(
@@ -232,8 +275,6 @@ def outcome_of(
     return PrewarmOutcome(document, problems, list(dict.fromkeys([*remarks, *plan.remarks])))
 
 
-def not_begun(source: str | None, destination: str) -> PrewarmOutcome:
-    """Return the outcome of a run that another process's lock prevented. Takes two URLs."""
-    outcome = outcome_of(PlanFacts(), [], FinishFacts(), source, destination, 0.0)
-    outcome.document |= {"complete": False, "stopped_by": LOCK}
-    return outcome
+def nothing_copied(source: str | None, destination: str) -> PrewarmOutcome:
+    """Return the outcome of a run that has copied nothing. source, destination: URLs."""
+    return outcome_of(PlanFacts(), [], FinishFacts(), source, destination, 0.0)

@@ -12,7 +12,8 @@ import pyarrow as pa
 from hicachectl.move.batches import Action
 from hicachectl.move.results import GroupStatus
 from hicachectl.move.runs import CopyRun
-from hicachectl.prewarming.outcome import DEADLINE, EVICTS, FULL, SliceFacts
+from hicachectl.prewarming.outcome import EVICTS, SliceFacts
+from hicachectl.text.vocabulary import DEADLINE, FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -103,7 +103,7 @@ class Picture:
 
     def worst(self) -> str:
         """Return the worst severity of a finding, of the page in full too; "" without one."""
-        tables = [self.verified.findings, *([self.page.findings] if self.page else [])]
+        tables = [self.verified.placed, *([self.page.findings] if self.page else [])]
         ranks = np.concatenate([severity_ranks(table) for table in tables])
         return SEVERITIES[ranks.max()] if len(ranks) else ""
 

@@ -11,7 +11,13 @@ import msgspec
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import DESPITE, SEVERITIES
-from hicachectl.checks.findings import SCHEMA, combine_named, name_findings, severity_ranks
+from hicachectl.checks.findings import (
+    PLACED_SCHEMA,
+    SCHEMA,
+    combine_named,
+    name_findings,
+    severity_ranks,
+)
 from hicachectl.checks.registry import (
     DIGESTS,
     VALUES,
@@ -22,11 +28,13 @@ from hicachectl.checks.registry import (
     reading_groups,
 )
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.formats.errors import UsageError
 from hicachectl.pages.byte_sums import MOST_BYTES
 from hicachectl.pages.unmatched import explain_parts
 from hicachectl.profiles.identities import expected_identities
+from hicachectl.results import Result
 from hicachectl.text.units import minute
-from hicachectl.text.vocabulary import LOCK, NEVER
+from hicachectl.text.vocabulary import DEADLINE, NEVER
 from hicachectl.verification.coverage import (
     digest_gaps,
     impossible_checks,
@@ -36,16 +44,20 @@ from hicachectl.verification.coverage import (
     reading_gaps,
     unjudged,
 )
+from hicachectl.verification.mending import Mending
 from hicachectl.verification.reading import known_specs
+from hicachectl.verification.report_text import report_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.tally import Tally
+    from hicachectl.results import Shown
+    from hicachectl.text.tables import Screen
     from hicachectl.verification.request import VerifyRequest
 
 
@@ -226,7 +238,7 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Result of a verification; `document` has the members of the JSON contract.
+    """Report of a verification; `document` has the members of the JSON contract.
 
     placed: findings of `checks.findings.PLACED_SCHEMA`.
     undone: those of the remarks that name checks that could have run but did not.
@@ -236,65 +248,86 @@ class VerifyReport:
 
     document: dict[str, Any]
     placed: pa.Table
-    remarks: tuple[str, ...]
-    undone: tuple[str, ...]
-    unrepaired: bool
+    remarks: tuple[str, ...] = ()
+    undone: tuple[str, ...] = ()
+    unrepaired: bool = False
     refused: tuple[Refusal, ...] = ()
 
-    @property
-    def findings(self) -> pa.Table:
-        """The rows of the document."""
-        return self.placed.select(SCHEMA.names)
+    @classmethod
+    def empty(cls, store: str) -> VerifyReport:
+        """Return the report of a verification that has judged nothing. store: its URL."""
+        document: dict[str, Any] = {
+            "store": store,
+            "profile": None,
+            "objects": 0,
+            "pages": 0,
+            "bytes": 0,
+            "seconds": 0.0,
+            "complete": False,
+            "stopped_by": None,
+            "gone": 0,
+            "in_flight": 0,
+            "sampled": 0,
+            "objects_read": 0,
+            "bytes_read": 0,
+            "unranked": 0,
+            "device": None,
+            "repaired": 0,
+            "quarantined": 0,
+            "checks": [],
+            "skipped_checks": ["everything"],
+            "findings": None,
+            "counts": {},
+        }
+        return cls(document=document, placed=PLACED_SCHEMA.empty_table())
+
+    def fails(self, fail_on: str) -> bool:
+        """Return whether a repair failed, or a finding is at least this severe (or "never")."""
+        if fail_on == NEVER or self.unrepaired:
+            return self.unrepaired
+        return bool((severity_ranks(self.placed) >= SEVERITIES.index(fail_on)).any())
+
+    def result(
+        self,
+        *,
+        fail_on: str = "warning",
+        dry_run: bool | None = None,
+        mending: Mending = Mending(),  # noqa: B008 - frozen
+    ) -> Result:
+        """Return the result of the command.
+
+        dry_run: whether the repair changed nothing; None without a repair.
+        mending: what the commands that mend findings have in common.
+        """
+        document = self.document
+        if dry_run is not None:
+            rows = [refusal.document for refusal in self.refused]
+            document = {**document, "dry_run": dry_run, "repair_refused": rows}
+
+        def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
+            return report_lines(document, self.placed, mending, shown, screen)
+
+        return Result(
+            document=document,
+            rows=self.placed.select(SCHEMA.names),
+            rows_name="findings",
+            lines=lines,
+            remarks=self.remarks,
+            undone=self.undone,
+            failed=self.fails(fail_on),
+            ending=UsageError(self._refusal) if self.refused else None,
+            dry_run=bool(dry_run),
+        )
 
     @property
-    def refusal(self) -> str:
-        """What was not repaired, and why, with the next step; empty if no repair was refused."""
-        if not self.refused:
-            return ""
+    def _refusal(self) -> str:
+        """What was not repaired, and why, with the next step."""
         what = "nothing was repaired"
         parts = [str(refusal.part) for refusal in self.refused if refusal.part is not None]
         if parts:
             what = f"part{'s' * (len(parts) > 1)} {', '.join(parts)} repaired nothing"
         worst = max(self.refused, key=lambda refusal: refusal.affected)
         return f"{self.document['store']}: {what}: {doubted(worst)}"
-
-    def add_repair(self, *, dry_run: bool) -> None:
-        """Add the members of a run with a repair to the document."""
-        self.document["dry_run"] = dry_run
-        self.document["repair_refused"] = [refusal.document for refusal in self.refused]
-
-    def fails(self, fail_on: str) -> bool:
-        """Return whether a repair failed, or a finding is at least this severe (or "never")."""
-        if fail_on == NEVER or self.unrepaired:
-            return self.unrepaired
-        return bool((severity_ranks(self.findings) >= SEVERITIES.index(fail_on)).any())
-
-
-def not_begun(store: str) -> dict[str, Any]:
-    """Return the document of a verification that a lock prevented."""
-    return {
-        "store": store,
-        "profile": None,
-        "objects": 0,
-        "pages": 0,
-        "bytes": 0,
-        "seconds": 0.0,
-        "complete": False,
-        "stopped_by": LOCK,
-        "gone": 0,
-        "in_flight": 0,
-        "sampled": 0,
-        "objects_read": 0,
-        "bytes_read": 0,
-        "unranked": 0,
-        "device": None,
-        "repaired": 0,
-        "quarantined": 0,
-        "checks": [],
-        "skipped_checks": [],
-        "findings": None,
-        "counts": {},
-    }
 
 
 def describe_store(store: Store, request: VerifyRequest) -> StoreDescription:
@@ -342,7 +375,7 @@ def report_of(
     ]
     counts = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
     profile = request.real_profile
-    document = not_begun(store.url) | {
+    document = VerifyReport.empty(store.url).document | {
         "profile": "inferred" if profile is None else profile.model,
         "objects": int(tally.objects.sum()),
         "pages": tally.pages,
@@ -350,7 +383,7 @@ def report_of(
         **{name: getattr(facts, name) for name in _COUNTS},
         "seconds": round(facts.seconds, 3),
         "complete": facts.complete,
-        "stopped_by": None if facts.complete else "deadline",
+        "stopped_by": None if facts.complete else DEADLINE,
         "device": ",".join(facts.devices) or "cpu",
         "checks": ran,
         "skipped_checks": list(skipped),

@@ -18,13 +18,14 @@ from hicachectl.formats.keys.labels import label_text
 from hicachectl.text.tables import table_lines
 from hicachectl.text.terminal import escape_controls, shortened
 from hicachectl.text.units import counted, human_age, human_size
+from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
     from hicachectl.verification.mending import Mending
-    from hicachectl.verification.report import VerifyReport
 
 
 _HOUR, _DAY = 3600, 86400
@@ -107,37 +108,25 @@ def _age(youngest: int, oldest: int) -> str:
     return "-".join(ends)
 
 
-DEFAULT_LIMIT = 20
 # A terminal shows at least this many characters of a key.
 _LEAST_KEY = 24
 # A terminal shows at most this many lines of an example.
 _MOST_LINES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """Extent of the table.
-
-    limit: most groups of findings.
-    every: a line for each finding in place of groups.
-    """
-
-    limit: int = DEFAULT_LIMIT
-    every: bool = False
-
-
 def report_lines(
-    report: VerifyReport, mending: Mending, shown: Shown, screen: Screen
+    document: dict[str, Any], placed: pa.Table, mending: Mending, shown: Shown, screen: Screen
 ) -> Iterator[str]:
-    """Yield the lines of the `table` format: the findings, what mends them, then the sums."""
-    document = report.document
-    if len(report.placed) and shown.every:
-        columns = report.placed.select(["severity", "code", "key", "detail"])
-        yield from table_lines(columns, screen)
-    elif len(report.placed):
-        groups = group_findings(report.placed, time.time())
+    """Yield the lines of the `table` format: the findings, what mends them, then the sums.
+
+    placed: findings of `checks.findings.PLACED_SCHEMA`.
+    """
+    if len(placed) and shown.every:
+        yield from table_lines(placed.select(["severity", "code", "key", "detail"]), screen)
+    elif len(placed):
+        groups = group_findings(placed, time.time())
         yield from _group_lines(groups, shown.limit, screen)
-        done = document.get("dry_run") is False and not report.refused
+        done = document.get("dry_run") is False and not document["repair_refused"]
         yield from _mending_lines(groups, mending, done=done)
     yield sum_line(document)
 
@@ -152,7 +141,9 @@ def sum_line(document: dict[str, Any]) -> str:
         part = document["sampled"] < document["pages"]
         share = f" ({document['sampled']} of {pages})" if part else ""
         read = f", {human_size(document['bytes_read'])} read{share}"
-    cut = "" if document["complete"] else ", time limit reached"
+    cut = {None: "", DEADLINE: ", time limit reached"}.get(
+        document["stopped_by"], f", stopped: {document['stopped_by']}"
+    )
     fixed = f"; {counted(document['repaired'], 'page')} repaired" if document["repaired"] else ""
     return (
         f"{counted(document['objects'], 'object')}, {pages}{in_flight}{gone}, "

@@ -79,7 +79,7 @@ def ours(source: Path, url: str, profile: Profile, options: CopyOptions) -> floa
     try:
         with open_store(str(source)) as one, open_store(url) as other:
             outcome = migrate(one, other, MigrationRequest(profile=profile, options=options))
-        assert outcome.all_well, outcome.document
+        assert not outcome.failed, outcome.document
         assert outcome.document["pages"]
     finally:
         CopyRun.copy = copy  # type: ignore[method-assign]

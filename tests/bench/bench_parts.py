@@ -55,7 +55,7 @@ from hicachectl.parts.driver import Driver
 from hicachectl.parts.results import merge_run
 from hicachectl.parts.running import begin, run_part
 from hicachectl.parts.verify import VerifyJob
-from hicachectl.verification.report_text import Shown
+from hicachectl.results import Shown
 from hicachectl.verification.request import VerifyRequest
 from tests.bench import bench_hf3fs_snapshot, bench_ls, bench_mooncake_ls
 from tests.mooncake_cluster import Cluster
@@ -251,7 +251,7 @@ def drive(url: str, run: Path) -> None:
                 name=merged.rows_name,
                 output_format="json",
                 output=run / "document.json",
-                text=lambda screen: merged.lines(screen, Shown()),
+                text=lambda screen: merged.lines(merged.document, screen, Shown()),
             )
             note("document")
     print(json.dumps(costs))

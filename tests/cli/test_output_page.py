@@ -27,9 +27,8 @@ from hicachectl.cli.manpages.members import (
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.profile import parse_profile
 from hicachectl.move import purge, reports
-from hicachectl.move.migration_outcome import FULL
 from hicachectl.prewarming import outcome
-from hicachectl.text.vocabulary import BUDGET, LOCK
+from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL, LOCK
 from tests.backends.http_scripts import serving
 from tests.move.migrations import damaged_stores, demo_store, profile_file
 from tests.move.repairs import dsa_store, indexer
@@ -346,10 +345,10 @@ def test_a_document_has_the_members_of_the_page(
         (
             "prewarm",
             "stopped_by",
-            (BUDGET, outcome.DEADLINE, outcome.FULL, outcome.EVICTS, LOCK),
+            (BUDGET, DEADLINE, FULL, outcome.EVICTS, LOCK),
         ),
         ("migrate", "stopped_by", (FULL, LOCK)),
-        ("verify", "stopped_by", ("deadline", LOCK)),
+        ("verify", "stopped_by", (DEADLINE, LOCK)),
     ],
 )  # fmt: skip
 def test_the_page_has_the_words_of_a_member(

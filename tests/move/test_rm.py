@@ -124,7 +124,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing(invoke: Invoke, store: Path
         document.pop("seconds")
     assert rehearsed == {name: done[name] for name in rehearsed}
     assert (
-        "Dry run: nothing was removed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
+        "Dry run: nothing was changed" in invoke("rm", store, "--model", "x-a", "--dry-run").stderr
     )
 
 

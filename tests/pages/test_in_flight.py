@@ -67,7 +67,7 @@ def judgements(directory: Path, target: Path, jumps: list[float]) -> dict[str, b
             else:
                 picture = take_picture(store, PictureRequest(verify=REQUEST, page=page(0)))
                 assert picture.page is not None
-                found = picture.verified.findings
+                found = picture.verified.placed
                 if command == "report page":
                     found = picture.page.findings
                 shown = {share.rank: share.expected for share in picture.completeness[0].shares}

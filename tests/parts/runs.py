@@ -18,8 +18,8 @@ from tests.parts.toy import ToyJob
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicachectl.parts.job import Merged
     from hicachectl.parts.running import PartOutcome
+    from hicachectl.results import Result
     from tests.conftest import Invoke, Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ class ToyRun:
             text=True,
         )
 
-    def merged(self) -> Merged:
+    def merged(self) -> Result:
         """Merge the run, as often as this is called."""
         with RunDirectory.existing(self.path) as run:
             return merge_run(run)

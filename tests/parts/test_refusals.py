@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
-from hicachectl.cli.commands.parts import chosen_shard, do_part, opened_destination
+from hicachectl.cli.commands.parts import chosen_shard, opened_destination, run_divided
 from hicachectl.cli.group import COMMANDS, CommandEntry
 from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.options import lock_option, output_options, parts_options
@@ -41,7 +41,7 @@ def toy_command(ctx: click.Context, /, store: str, destination: str, **options: 
     shard = chosen_shard(ctx, options, whole_only=("lock", "output", "output_format"))
     if shard is not None:
         job = ToyJob(Path(store), Path(destination), factor=options["factor"])
-        do_part(ctx, options, shard, job)
+        run_divided(ctx, options, shard, job, ToyJob, [])
 
 
 # Options of the whole run that merge has.

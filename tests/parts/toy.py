@@ -19,9 +19,10 @@ from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.table_files import opened_table, write_table
-from hicachectl.parts.job import Kind, Merged, PartInput, Tables
+from hicachectl.parts.job import Kind, PartInput, Tables
 from hicachectl.parts.manifest import Manifest, Published
-from hicachectl.parts.records import Record, StageResult
+from hicachectl.parts.records import Record, RecordForm, StageResult
+from hicachectl.results import Result
 from tests.parts.disturbed import settle
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ AGAIN = "run it again"
 LISTED_NS = 1_700_000_000 * 10**9  # 2023-11-14 22:13 UTC
 
 
-def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Merged:
+def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
     """Sum the copied numbers."""
     tables = [result.table("copied") for result in results.values()]
     copied = pa.concat_tables(tables or [NUMBERS.empty_table()])
 
-    def lines(screen: Screen, shown: object) -> Iterator[str]:
+    def lines(document: dict[str, Any], screen: Screen, shown: object) -> Iterator[str]:
         yield f"{len(copied)} copied"
 
     document = {
@@ -50,10 +51,15 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
         "finished": None if finish is None else finish.facts["largest"],
         "numbers": copied,
     }
-    return Merged(document, copied, "numbers", [], False, lines)
+    return Result(document=document, rows=copied, rows_name="numbers", lines=lines)
 
 
-KIND = Kind("toy", {"copied": NUMBERS}, merge, finishes=True)
+def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
+    """Say nothing."""
+    return iter(())
+
+
+KIND = Kind("toy", {"copied": NUMBERS}, merge, said, parts_fail=False, finishes=True)
 
 
 class ToyJob:

@@ -257,7 +257,7 @@ def test_pages_in_another_layout_are_not_already_there(
     assert (again.document["already_there"], again.document["copied_pages"]) == (
         done["copied_pages"], 0,
     )  # fmt: skip
-    assert not again.failed(None)
+    assert not again.result().failed
     for path in target.iterdir():
         shutil.copyfile(source / path.name, path)
     before = {path.name: path.read_bytes() for path in target.iterdir()}

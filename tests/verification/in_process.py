@@ -31,4 +31,4 @@ def verify_store(store: Store, request: VerifyRequest, **callbacks: Any) -> Veri
     checked = check_store(store, request, **callbacks)
     described = describe_store(store, request)
     report = report_of([checked.result], described, checked.inventory.table, request)
-    return Verified(report.document, report.findings, report.remarks, checked.catalog)
+    return Verified(report.document, report.result().rows, report.remarks, checked.catalog)

@@ -77,7 +77,7 @@ def compared(directory: Path, request: VerifyRequest, count: int) -> dict[str, A
         del row["last_verified_ns"], row["first_seen_ns"]
     return {
         "document": {name: value for name, value in report.document.items() if name != "seconds"},
-        "findings": sorted(report.findings.to_pylist(), key=repr),
+        "findings": sorted(report.placed.to_pylist(), key=repr),
         # Counts in the explanation are the first empty part's.
         "remarks": sorted(text.split(";")[0] for text in report.remarks),
         "catalog": sorted(entries, key=repr),
@@ -130,7 +130,7 @@ def test_the_smallest_ambiguous_key_is_named_by_any_number_of_parts(store: Path)
     ambiguous(store)
     keys = set()
     for count in (1, 2, 7):
-        found = reported(store, VerifyRequest(checks=("names",)), count)[0].findings.to_pylist()
+        found = reported(store, VerifyRequest(checks=("names",)), count)[0].placed.to_pylist()
         keys.add(tuple(sorted(row["key"] for row in found if row["code"] == "ambiguous-key")))
     (named,) = keys
     assert named

@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.asked import (
+    asked_hashing,
+    asked_requests,
+    of_profile,
+    refuse_choice,
+    refuse_other_sources,
+)
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import OF_PAGES, filter_options, selection_of
@@ -20,13 +27,6 @@ from hicachectl.cli.options import (
     store_argument,
 )
 from hicachectl.cli.session import opened, progress, remark
-from hicachectl.requests.chain_options import (
-    asked_hashing,
-    asked_requests,
-    of_profile,
-    refuse_choice,
-    refuse_other_sources,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hicachectl.cli.command import Command, argument, own_option
-from hicachectl.cli.commands.parts import refuse_inside, write_catalog, write_merged
+from hicachectl.cli.commands.parts import refuse_inside, write_catalog
 from hicachectl.cli.options import (
     FILE,
     RunPath,
@@ -68,33 +68,28 @@ def command(
     A whole run is joined once, so that a schedule which uses a directory twice notices: a second
     merge ends with 2. --again joins it again.
     """
+    from hicachectl.cli.output import write_result
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import mark_merged, merge_run, refuse_merged
+    from hicachectl.results import DEFAULT_LIMIT, Shown
 
     refuse_without_table(ctx, output_format)
     refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
     with RunDirectory.existing(run) as opened:
         if not again:
             refuse_merged(opened)
-        merged = merge_run(opened)
+        result = merge_run(opened)
         written = True
         if catalog is not None:
             permissions = opened.permissions()
-            written = write_catalog(ctx, merged, catalog, permissions, allow_shrink=allow_shrink)
-        elif merged.write_catalog is not None:
+            written = write_catalog(ctx, result, catalog, permissions, allow_shrink=allow_shrink)
+        elif result.write_catalog is not None:
             command = f"hicachectl merge {quote(str(run))} --again --catalog FILE"
             text = f"The run recorded digests, which are not written; write them with: {command}"
             remark(ctx, text, failure=True)
         if not written:
-            merged = replace(merged, failed=True)
+            result = replace(result, failed=True)
         elif not again:
             mark_merged(opened)
-        write_merged(
-            ctx,
-            merged,
-            metrics_file,
-            output_format,
-            output,
-            limit=limit,
-            all_findings=all_findings,
-        )
+    shown = Shown(limit or DEFAULT_LIMIT, all_findings)
+    write_result(ctx, result, output_format, output, shown=shown, metrics_file=metrics_file)

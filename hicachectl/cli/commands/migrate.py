@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +10,12 @@ import click
 from hicachectl.cli.command import FILTERS, argument, in_section, own_option
 from hicachectl.cli.commands.parts import (
     chosen_shard,
-    do_on_cluster,
-    do_part,
     is_on_cluster,
-    opened_destination,
-    opened_source,
-    say_divided,
+    reopened_stores,
+    run_divided,
 )
 from hicachectl.cli.completions import page_prefixes, store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
-from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.options import (
@@ -45,19 +40,17 @@ from hicachectl.cli.session import (
     remark,
     remark_wait,
     store_name,
-    whole_url,
 )
 from hicachectl.formats.wording import lock_held
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.move.migration import MigrationRequest
-    from hicachectl.move.migration_outcome import MigrationOutcome
     from hicachectl.parts.shards import Shard
+    from hicachectl.results import Result
 
 _UNDIVIDED = ("move",)
 _WHOLE_ONLY = ("lock", "output", "output_format")
@@ -162,120 +155,49 @@ def command(
     on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
-    if shard is not None:
-        with raised_once():
-            _part(ctx, source, destination, options, shard)
-        return
     with raised_once(), locked(options["lock"]) as is_ours:
         if not is_ours:
-            from hicachectl.move.migration_outcome import not_begun
+            from hicachectl.move.migration_outcome import MigrationFacts, result_of
 
-            outcome: MigrationOutcome | None = not_begun(
-                store_name(ctx, source),
-                store_name(ctx, destination),
-                lock_held(options["lock"]),
+            nothing = result_of(
+                [MigrationFacts()], store_name(ctx, source), store_name(ctx, destination)
             )
-        elif on_cluster:
-            _on_cluster(ctx, source, destination, options, output_format, output)
-            return
+            result: Result | None = nothing.stopped_by_lock(lock_held(options["lock"]))
         else:
-            outcome = _between(ctx, source, destination, options)
-    if outcome is None:
-        return
-    write_result(
-        ctx,
-        outcome.document,
-        remarks=outcome.messages,
-        undone=outcome.not_done,
-        failed=not outcome.all_well,
-        dry_run=options["dry_run"],
-        rows=outcome.rows(),
-        name="problems",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: outcome.lines(),
-    )
-    if not outcome.all_well:
-        ctx.exit(FINDINGS)
+            divided = on_cluster or shard is not None
+            result = _migrated(ctx, source, destination, options, shard, divided=divided)
+    if result is not None:
+        write_result(ctx, result, output_format, output)
 
 
-def _between(
-    ctx: click.Context, source: str, destination: str, options: dict[str, Any]
-) -> MigrationOutcome | None:
-    """Open both stores and migrate; None if the operator declined --move."""
-    with _opened(ctx, source, destination, options) as (origin, target):
-        request = _request(ctx, origin, options)
-        if not _agreed(origin, target, options):
-            return None
-        return _migrated(ctx, origin, target, request)
-
-
-def _part(
-    ctx: click.Context, source: str, destination: str, options: dict[str, Any], shard: Shard
-) -> None:
-    """Open both stores and do a part; say what an incomplete part has done."""
-    from hicachectl.formats.forms import convert
-    from hicachectl.move.migration_outcome import MigrationFacts, outcome_of
-    from hicachectl.parts.migrate import MigrateJob
-
-    with _opened(ctx, source, destination, options) as (origin, target):
-        request = _request(ctx, origin, options)
-        job = MigrateJob(origin, target, request)
-        if not _agreed(origin, target, options):
-            return
-        say_divided(ctx, shard.count, options, "bwlimit")
-        record = do_part(ctx, options, shard, job)
-        if not record.settled:  # else `merge` has all that there is to say
-            facts = convert(record.facts, MigrationFacts, "The result")
-            outcome = outcome_of(
-                [facts], origin.url, target.url, labelled=facts.matched, dry_run=request.dry_run
-            )
-            for text in (*outcome.messages, *outcome.lines()):
-                remark(ctx, text, failure=True)
-            ctx.exit(FINDINGS)
-
-
-def _on_cluster(
+def _migrated(
     ctx: click.Context,
     source: str,
     destination: str,
     options: dict[str, Any],
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Open both stores and migrate with the nodes of a cluster."""
-    from hicachectl.parts.migrate import MigrateJob
-
-    wait = options["lease_wait"]
-    with _opened(ctx, source, destination, options) as stores:
-        request = _request(ctx, stores[0], options)
-        make = partial(MigrateJob, request=request)
-        do_on_cluster(
-            ctx,
-            options,
-            make(*stores),
-            make,
-            [
-                partial(opened_source, whole_url(ctx, source), request.profile, lease_wait=wait),
-                partial(opened_destination, whole_url(ctx, destination), lease_wait=wait),
-            ],
-            limits=["bwlimit"],
-            output_format=output_format,
-            output=output,
-        )
-
-
-@contextmanager
-def _opened(
-    ctx: click.Context, source: str, destination: str, options: dict[str, Any]
-) -> Iterator[tuple[Store, Store]]:
-    """Open both stores."""
+    shard: Shard | None,
+    *,
+    divided: bool,
+) -> Result | None:
+    """Open both stores and migrate; None if the operator declined --move, or for a part."""
     wait = options["lease_wait"]
     with (
         opened(ctx, source, lease_wait=wait) as origin,
         opened(ctx, destination, lease_wait=wait, create=True) as target,
     ):
-        yield origin, target
+        request = _request(ctx, origin, options)
+        if not divided:
+            return (
+                _at_once(ctx, origin, target, request) if _agreed(origin, target, options) else None
+            )
+        from hicachectl.parts.migrate import MigrateJob
+
+        make = partial(MigrateJob, request=request)
+        job = make(origin, target)
+        if not _agreed(origin, target, options):
+            return None
+        reopened = reopened_stores(ctx, source, destination, request.profile, wait)
+        return run_divided(ctx, options, shard, job, make, reopened, "bwlimit")
 
 
 def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:
@@ -287,9 +209,8 @@ def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:
     )
 
 
-def _migrated(
-    ctx: click.Context, source: Store, target: Store, request: MigrationRequest
-) -> MigrationOutcome:
+def _at_once(ctx: click.Context, source: Store, target: Store, request: MigrationRequest) -> Result:
+    """Migrate in this process."""
     from hicachectl.formats.errors import StoreUnavailable
     from hicachectl.move.migrate import migrate
 

@@ -14,7 +14,7 @@ from hicachectl.cli.environment import long_name
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import with_value
 from hicachectl.cli.precedence import on_command_line
-from hicachectl.cli.session import bytes_progress, opened_store, progress, remark
+from hicachectl.cli.session import bytes_progress, opened_store, progress, remark, whole_url
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.formats.profile import Profile
-    from hicachectl.parts.job import Job, Merged
-    from hicachectl.parts.records import RecordForm
+    from hicachectl.parts.job import Job
     from hicachectl.parts.shards import Shard
+    from hicachectl.results import Result
 
 _AGAIN = "to complete the work, run all parts with another --run"
 # Next step for parameters that a part cannot have; for all others, the option of `merge`.
@@ -117,7 +117,30 @@ def say_divided(ctx: click.Context, count: int, options: Mapping[str, Any], *lim
         remark(ctx, f"Of {' and '.join(given)}, each of the {count} parts takes an equal share")
 
 
-def do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: Job) -> RecordForm:
+def run_divided(
+    ctx: click.Context,
+    options: Mapping[str, Any],
+    shard: Shard | None,
+    job: Job,
+    make: Callable[..., Job],
+    reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
+    *limits: str,
+) -> Result | None:
+    """Do a part of a run; without a shard, do all parts on a cluster, and return their result.
+
+    job: the job of this process.
+    make: function that returns an equal job on a node, from its stores.
+    reopened: functions that open these stores on a node; they and `make` are picklable.
+    limits: names of the parameters that limit the whole run.
+    """
+    if shard is None:
+        return _on_cluster(ctx, options, job, partial(opened_job, make, reopened), limits)
+    say_divided(ctx, shard.count, options, *limits)
+    _do_part(ctx, options, shard, job)
+    return None
+
+
+def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: Job) -> None:
     """Do a part of a run, and say on stderr how it ended; its findings are those of `merge`."""
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.running import begin, join, run_part
@@ -145,35 +168,29 @@ def do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: J
         say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
         remark(ctx, f"{name} is not complete; {_AGAIN}", failure=True)
-    return record
+    for text in job.kind.said(begun.manifest, record):
+        remark(ctx, text, failure=True)
+    if job.kind.parts_fail and not record.settled:
+        ctx.exit(FINDINGS)
 
 
-def do_on_cluster(
+def _on_cluster(
     ctx: click.Context,
     options: Mapping[str, Any],
     job: Job,
-    make: Callable[..., Job],
-    reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
-    *,
+    open_job: Callable[[], AbstractContextManager[Job]],
     limits: Sequence[str],
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Divide a run among the nodes of a cluster; write the document and exit as one process does.
-
-    make: returns an equal job on a node, from its stores, which `reopened` open; all picklable.
-    limits: see `say_divided`.
-    """
+) -> Result:
+    """Divide a run among the nodes of a cluster; return the result of the whole run."""
     from hicachectl.parts.driver import Driver
 
-    say = partial(remark, ctx)
-    path = options["run_directory"]
+    say, path = partial(remark, ctx), options["run_directory"]
     catalog = options.get("catalog") if options.get("update_catalog") else None
-    metrics = options.get("metrics_file")
-    refuse_inside(path, {"--catalog": catalog, "--metrics-file": metrics, "--output": output})
-    opened_again = partial(opened_job, make, reopened)
+    files = {"--metrics-file": "metrics_file", "--output": "output"}
+    written = {option: ctx.params.get(name) for option, name in files.items()}
+    refuse_inside(path, {**written, "--catalog": catalog})
     with Driver(
-        options["ray"], job, opened_again, workers=options["workers"], path=path, say=say
+        options["ray"], job, open_job, workers=options["workers"], path=path, say=say
     ) as driver:
         say_divided(ctx, driver.workers, options, *limits)
         try:
@@ -187,26 +204,13 @@ def do_on_cluster(
                 say("Continue with the same command" if path else
                     "The next run starts over; give --run DIR to continue one")  # fmt: skip
             raise
-        merged = driver.merged()
-        if options.get("update_catalog") and not write_catalog(
-            ctx,
-            merged,
-            options["catalog"],
-            job.permissions,
-            allow_shrink=options["allow_shrink"],
+        result = driver.merged()
+        if catalog is not None and not write_catalog(
+            ctx, result, catalog, job.permissions, allow_shrink=options["allow_shrink"]
         ):
-            merged = replace(merged, failed=True)
-        else:
-            driver.mark_merged()
-        write_merged(
-            ctx,
-            merged,
-            options.get("metrics_file"),
-            output_format,
-            output,
-            limit=options.get("limit"),
-            all_findings=options.get("all_findings", False),
-        )
+            return replace(result, failed=True)
+        driver.mark_merged()
+        return result
 
 
 @contextmanager
@@ -237,6 +241,16 @@ def opened_destination(url: str, **options: Any) -> Iterator[Store]:
         yield store
 
 
+def reopened_stores(
+    ctx: click.Context, source: str, destination: str, profile: Profile | None, lease_wait: float
+) -> list[Callable[[], AbstractContextManager[Store]]]:
+    """Return functions that open the source and the destination of a copy on a node."""
+    return [
+        partial(opened_source, whole_url(ctx, source), profile, lease_wait=lease_wait),
+        partial(opened_destination, whole_url(ctx, destination), lease_wait=lease_wait),
+    ]
+
+
 @contextmanager
 def opened_job(
     make: Callable[..., Job], reopened: Sequence[Callable[[], AbstractContextManager[Store]]]
@@ -246,51 +260,9 @@ def opened_job(
         yield make(*(stack.enter_context(opened()) for opened in reopened))
 
 
-def write_merged(
-    ctx: click.Context,
-    merged: Merged,
-    metrics_file: Path | None,
-    output_format: str,
-    output: Path | None,
-    *,
-    limit: int | None = None,
-    all_findings: bool = False,
-) -> None:
-    """Write the metrics and the document of a divided run; exit with its status if it failed.
-
-    limit, all_findings: see `findings_options`. Raises UsageError if parts of the run refused their
-    work.
-    """
-    from hicachectl.cli.metrics import write_metrics_of
-    from hicachectl.cli.output import write_result
-    from hicachectl.verification.report_text import DEFAULT_LIMIT, Shown
-
-    shown = Shown(limit or DEFAULT_LIMIT, all_findings)
-    if metrics_file is not None:
-        succeeded = not (merged.failed or merged.refused)
-        write_metrics_of(merged.command, metrics_file, merged.document, succeeded=succeeded)
-    write_result(
-        ctx,
-        merged.document,
-        remarks=merged.remarks,
-        undone=merged.undone,
-        failed=merged.failed or bool(merged.refused),
-        dry_run=merged.dry_run,
-        rows=merged.rows,
-        name=merged.rows_name,
-        output_format=output_format,
-        output=output,
-        text=lambda screen: merged.lines(screen, shown),
-    )
-    if merged.refused:
-        raise UsageError(merged.refused)
-    if merged.failed:
-        ctx.exit(FINDINGS)
-
-
 def write_catalog(
     ctx: click.Context,
-    merged: Merged,
+    result: Result,
     path: Path,
     readable_by: Permissions,
     *,
@@ -301,14 +273,14 @@ def write_catalog(
     allow_shrink: see `save_catalog`, which may refuse. Raises UsageError if the run recorded no
     digests.
     """
-    if merged.write_catalog is None:
+    if result.write_catalog is None:
         raise UsageError(
             "--catalog: the run recorded no digests; give its parts --catalog and --update-catalog"
         )
-    if merged.document["missing_parts"]:
+    if result.document["missing_parts"]:
         why = f"{path}: not written, because parts of the run are missing"
     else:
-        why = merged.write_catalog(path, readable_by, allow_shrink)
+        why = result.write_catalog(path, readable_by, allow_shrink)
     if why:
         remark(ctx, why, failure=True)
     return not why

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hicachectl.cli.asked import asked_file, asked_in, refuse_other_sources
 from hicachectl.cli.command import MOONCAKE, OUTPUT, argument, in_section, own_option
 from hicachectl.cli.commands.parts import (
     chosen_shard,
-    do_on_cluster,
-    do_part,
     is_on_cluster,
-    opened_destination,
-    opened_source,
-    say_divided,
+    reopened_stores,
+    run_divided,
 )
-from hicachectl.cli.commands.prewarm_report import is_failed, write_outcome, write_report
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import locked
-from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
@@ -51,24 +47,21 @@ from hicachectl.cli.session import (
     progress,
     remark,
     store_name,
-    whole_url,
 )
-from hicachectl.formats.errors import ProfileError, StoreUnavailable
+from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.wording import inferred_refused, lock_held
 from hicachectl.io.interrupts import raised_once
-from hicachectl.prewarming.inputs import asked_in
-from hicachectl.requests.chain_options import asked_file, refuse_other_sources
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.parts.records import RecordForm
     from hicachectl.parts.shards import Shard
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.pulling import LiveServer
     from hicachectl.prewarming.through_server import ThroughServer
+    from hicachectl.results import Result
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
@@ -204,6 +197,8 @@ def command(
 
     hicachectl-scheduling(7) has jobs for cron, systemd and Kubernetes.
     """
+    from hicachectl.cli.output import write_result
+
     if output_format is None:
         output_format = "jsonl" if options["dry_run"] else "json"
     refuse_other_sources(options, _SOURCES)
@@ -218,28 +213,47 @@ def command(
     _refuse_useless(options)
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     on_cluster = is_on_cluster(ctx, options, undivided=("dry_run",))
+    metrics_file = options["metrics_file"]
     with raised_once(), locked(options["lock"]) as is_ours:
-        if not is_ours:
-            _write_lock_held(ctx, source, destination, options, output_format, output)
-            return
-        if shard is not None or on_cluster:
-            _do_divided(ctx, source, destination, shard, options, output_format, output)
-            return
-        with (
-            opened(
-                ctx, destination, lease_wait=options["lease_wait"], create=source is not None
-            ) as target,
-            metrics_if_empty("prewarm", options["metrics_file"], target.url),
-        ):
-            outcome = _worked(ctx, source, target, options)
-        write_report(ctx, outcome, options, output_format, output)
-    if outcome.interruption is not None:
-        raise outcome.interruption
-    lost = [server["error"] for server in outcome.document.get("pulled", ()) if server["error"]]
-    if lost:
-        raise StoreUnavailable("; ".join(lost))
-    if is_failed(outcome, options):
-        ctx.exit(FINDINGS)
+        if is_ours:
+            divided = on_cluster or shard is not None
+            result = _prewarmed(ctx, source, destination, options, shard, divided=divided)
+        else:
+            from hicachectl.prewarming.outcome import nothing_copied
+
+            origin = None if source is None else store_name(ctx, source)
+            nothing = nothing_copied(origin, store_name(ctx, destination)).result()
+            result, metrics_file = nothing.stopped_by_lock(lock_held(options["lock"])), None
+        if result is not None:
+            write_result(ctx, result, output_format, output, metrics_file=metrics_file)
+
+
+def _prewarmed(
+    ctx: click.Context,
+    source: str | None,
+    destination: str,
+    options: dict[str, Any],
+    shard: Shard | None,
+    *,
+    divided: bool,
+) -> Result | None:
+    """Open the stores and prewarm; None for a part."""
+    if divided and (source is None or options["servers"]):
+        raise click.UsageError(
+            "--through-server cannot be combined with --shard or --ray, since servers load "
+            "prefixes that are whole in DST; run it after the last part, without --from"
+        )
+    wait = options["lease_wait"]
+    with (
+        opened(ctx, destination, lease_wait=wait, create=source is not None) as target,
+        metrics_if_empty("prewarm", options["metrics_file"], target.url),
+    ):
+        if source is None:
+            return _pulled(ctx, target, options)
+        with opened(ctx, source, lease_wait=wait) as origin:
+            if not divided:
+                return _warmed(ctx, origin, target, options)
+            return _in_parts(ctx, (source, destination), (origin, target), shard, options)
 
 
 def _refuse_useless(options: dict[str, Any]) -> None:
@@ -250,22 +264,6 @@ def _refuse_useless(options: dict[str, Any]) -> None:
         raise click.UsageError(
             "--through-server needs tokens; give --prompts, --token-ids or --trace"
         )
-
-
-def _write_lock_held(
-    ctx: click.Context,
-    source: str | None,
-    destination: str,
-    options: dict[str, Any],
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Write the document of a run that a lock prevented."""
-    from hicachectl.prewarming.outcome import not_begun
-
-    origin = None if source is None else store_name(ctx, source)
-    outcome = not_begun(origin, store_name(ctx, destination))
-    write_outcome(ctx, outcome, options, output_format, output, undone=[lock_held(options["lock"])])
 
 
 def _plan_trace(
@@ -306,31 +304,29 @@ def _plan_trace(
     write_json_lines(plan_rows(ranked), output)
 
 
-def _worked(
-    ctx: click.Context, source: str | None, target: Store, options: dict[str, Any]
-) -> PrewarmOutcome:
-    """Copy pages, then make servers pull them."""
-    from hicachectl.prewarming.prewarm import prewarm, usable_from
+def _pulled(ctx: click.Context, store: Store, options: dict[str, Any]) -> Result:
+    """Make servers pull what a store has."""
+    from hicachectl.prewarming.prewarm import usable_from
 
-    started = time.monotonic()
-    servers = _servers(options)
-    if source is None:
-        request = _wanted(ctx, _request(ctx, target, options), target, options)
-        outcome = usable_from(target, _served(ctx, request, servers))
-    else:
-        with opened(ctx, source, lease_wait=options["lease_wait"]) as origin:
-            request = _wanted(ctx, _request(ctx, origin, options), origin, options)
-            request = _served(ctx, request, servers)
-            with (
-                progress(ctx, "listing", " objects") as on_listed,
-                bytes_progress(ctx, "copying") as on_copied,
-            ):
-                outcome = prewarm(origin, target, request, on_listed=on_listed, on_copied=on_copied)
-    for text in outcome.messages:
-        remark(ctx, text, failure=text in outcome.troubles)
-    if servers and outcome.interruption is None:
-        _pull(ctx, servers, request, outcome, options, started)
-    return outcome
+    started, servers = time.monotonic(), _servers(options)
+    request = _wanted(ctx, _request(ctx, store, options), store, options)
+    outcome = usable_from(store, _served(ctx, request, servers))
+    return _after_pulls(ctx, servers, request, outcome, options, started)
+
+
+def _warmed(ctx: click.Context, source: Store, target: Store, options: dict[str, Any]) -> Result:
+    """Copy pages, then make servers pull them."""
+    from hicachectl.prewarming.prewarm import prewarm
+
+    started, servers = time.monotonic(), _servers(options)
+    request = _wanted(ctx, _request(ctx, source, options), source, options)
+    request = _served(ctx, request, servers)
+    with (
+        progress(ctx, "listing", " objects") as on_listed,
+        bytes_progress(ctx, "copying") as on_copied,
+    ):
+        outcome = prewarm(source, target, request, on_listed=on_listed, on_copied=on_copied)
+    return _after_pulls(ctx, servers, request, outcome, options, started)
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
@@ -378,78 +374,31 @@ def _wanted(
     return wanted
 
 
-def _do_divided(
+def _in_parts(
     ctx: click.Context,
-    source: str | None,
-    destination: str,
+    names: tuple[str, str],
+    stores: tuple[Store, Store],
     shard: Shard | None,
     options: dict[str, Any],
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Copy one slice of a divided run; without a shard, all slices on a cluster."""
+) -> Result | None:
+    """Copy one slice of a divided run; without a shard, all slices on a cluster.
+
+    names: the SRC and DST arguments.
+    """
     from hicachectl.parts.prewarm import PrewarmJob
 
-    if source is None or options["servers"]:
-        raise click.UsageError(
-            "--through-server cannot be combined with --shard or --ray, since servers load "
-            "prefixes that are whole in DST; run it after the last part, without --from"
-        )
-    lease_wait = options["lease_wait"]
-    with (
-        opened(ctx, destination, lease_wait=lease_wait, create=True) as target,
-        metrics_if_empty("prewarm", options["metrics_file"], target.url),
-        opened(ctx, source, lease_wait=lease_wait) as origin,
-    ):
-        request = _request(ctx, origin, options)
-        make = partial(
-            PrewarmJob,
-            request=request,
-            inputs={
-                f"--{name.strip('_').replace('_', '-')}": _text(options[name]) for name in _SOURCES
-            },
-            min_usable=options["min_usable"],
-        )
-        job = make(
-            origin,
-            target,
-            asked=lambda: _wanted(ctx, request, origin, options),
-        )
-        if shard is not None:
-            say_divided(ctx, shard.count, options, "bwlimit")
-            _say_unfinished(ctx, source, destination, do_part(ctx, options, shard, job))
-            return
-        do_on_cluster(
-            ctx,
-            options,
-            job,
-            partial(make, asked=None),
-            [
-                partial(
-                    opened_source, whole_url(ctx, source), request.profile, lease_wait=lease_wait
-                ),
-                partial(opened_destination, whole_url(ctx, destination), lease_wait=lease_wait),
-            ],
-            limits=["bwlimit"],
-            output_format=output_format,
-            output=output,
-        )
-
-
-def _say_unfinished(ctx: click.Context, source: str, destination: str, record: RecordForm) -> None:
-    """Say what an incomplete slice has done, and exit; `merge` says the rest."""
-    from hicachectl.formats.forms import convert
-    from hicachectl.prewarming.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
-
-    if record.settled:
-        return
-    facts = convert(record.facts, SliceFacts, "The result")
-    outcome = outcome_of(PlanFacts(), [facts], FinishFacts(), source, destination, 0.0)
-    for text in outcome.messages:
-        remark(ctx, text, failure=True)
-    if facts.stopped_by:
-        remark(ctx, f"Stopped: {facts.stopped_by}", failure=True)
-    ctx.exit(FINDINGS)
+    request = _request(ctx, stores[0], options)
+    make = partial(
+        PrewarmJob,
+        request=request,
+        inputs={
+            f"--{name.strip('_').replace('_', '-')}": _text(options[name]) for name in _SOURCES
+        },
+        min_usable=options["min_usable"],
+    )
+    job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
+    reopened = reopened_stores(ctx, *names, request.profile, options["lease_wait"])
+    return run_divided(ctx, options, shard, job, partial(make, asked=None), reopened, "bwlimit")
 
 
 def _text(value: Any) -> str | None:
@@ -478,40 +427,38 @@ def _served(
     return replace(request, served=served)
 
 
-def _pull(
+def _after_pulls(
     ctx: click.Context,
     servers: dict[str, LiveServer],
     request: PrewarmRequest,
     outcome: PrewarmOutcome,
     options: dict[str, Any],
     started: float,
-) -> None:
-    """Make servers pull the prefixes that DST has, and add their answers to the document."""
+) -> Result:
+    """Make servers pull the prefixes that DST has; return the result of the run."""
     from hicachectl.prewarming.pulling import pull
     from hicachectl.requests.files import read_again
 
-    limit = options["deadline"]
-    document = outcome.document
-    pulling: list[ThroughServer] = []
-    path, tokenizer = asked_file(options)
-    try:
-        with progress(ctx, "pulling", " requests") as advance:
-            pull(
-                servers,
-                request,
-                outcome.usable_pages,
-                lambda starts: read_again(path, starts, tokenizer),
-                deadline=None if limit is None else started + limit,
-                pulling=pulling,
-                on_done=advance,
-            )
-    except BaseException as error:
-        if isinstance(error, Exception):
-            raise
-        outcome.interrupt(error)
-    page_size = request.target.page_size
-    document["pulled"] = [server.document(page_size) for server in pulling]
-    document["seconds"] = round(time.monotonic() - started, 3)
-    if any(not server["complete"] and not server["error"] for server in document["pulled"]):
-        document["stopped_by"] = document["stopped_by"] or "deadline"
-    document["complete"] &= all(server["complete"] for server in document["pulled"])
+    if servers and outcome.interruption is None:
+        for text in outcome.messages:
+            remark(ctx, text)
+        limit = options["deadline"]
+        pulling: list[ThroughServer] = []
+        path, tokenizer = asked_file(options)
+        try:
+            with progress(ctx, "pulling", " requests") as advance:
+                pull(
+                    servers,
+                    request,
+                    outcome.usable_pages,
+                    lambda starts: read_again(path, starts, tokenizer),
+                    deadline=None if limit is None else started + limit,
+                    pulling=pulling,
+                    on_done=advance,
+                )
+        except BaseException as error:
+            if isinstance(error, Exception):
+                raise
+            outcome.interrupt(error)
+        outcome.add_pulls(pulling, request.target.page_size, time.monotonic() - started)
+    return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])

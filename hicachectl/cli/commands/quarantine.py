@@ -9,11 +9,9 @@ import click
 from hicachectl.cli.command import Group, argument, own_option
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
-from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import PointInTime, lock_option, output_options
 from hicachectl.cli.session import quarantine_directory, remark
 from hicachectl.formats.wording import lock_held
-from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.move.purge import PurgeReport
+    from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
 
@@ -104,7 +103,8 @@ def purge(
     directory = quarantine_directory(ctx, quarantine)
     with locked(lock) as is_ours:
         if not is_ours:
-            report, undone = PurgeReport(RUNS.empty_table()), [lock_held(lock)]
+            nothing = _result(directory, PurgeReport(RUNS.empty_table()), dry_run=dry_run)
+            result = nothing.stopped_by_lock(lock_held(lock))
         else:
             if not (yes or dry_run):
                 found = _sums(_of_state(purge_runs(directory, before, dry_run=True), WOULD_PURGE))
@@ -117,33 +117,33 @@ def purge(
                     remark(ctx, "Nothing was deleted", failure=True)
                     return
             report = purge_runs(directory, before, dry_run=dry_run)
-            undone = [*report.left, *(f"{run}: {why}" for run, why in report.failures)]
-    done = _of_state(report, WOULD_PURGE if dry_run else "purged")
+            result = _result(directory, report, dry_run=dry_run)
+    write_result(ctx, result, output_format, output)
+
+
+def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
+    from hicachectl.move.purge import PURGED_RUN, WOULD_PURGE
+    from hicachectl.results import Result
+
     document = {
         "quarantine": str(directory),
-        **_sums(done),
+        **_sums(_of_state(report, WOULD_PURGE if dry_run else PURGED_RUN)),
         "failed": len(report.failures),
-        "complete": is_ours,
-        "stopped_by": None if is_ours else LOCK,
+        "complete": True,
+        "stopped_by": None,
         "dry_run": dry_run,
         "runs": None,
     }
-    write_result(
-        ctx,
-        document,
-        undone=undone,
+    done = f"{'would be ' * dry_run}deleted"
+    return Result(
+        document=document,
+        rows=report.rows,
+        rows_name="runs",
+        lines=lambda document, screen, shown: _lines(document, report, done, screen),
+        undone=[*report.left, *(f"{run}: {why}" for run, why in report.failures)],
         failed=bool(report.failures),
         dry_run=dry_run,
-        rows=report.rows,
-        name="runs",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: _lines(document, report, f"{'would be ' * dry_run}deleted", screen),
     )
-    if dry_run:
-        remark(ctx, "Dry run: nothing was deleted")
-    if report.failures:
-        ctx.exit(FINDINGS)
 
 
 def _of_state(report: PurgeReport, state: str) -> pa.Table:

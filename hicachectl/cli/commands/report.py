@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import group_names, reading_groups
+from hicachectl.cli.asked import (
+    asked_hashing,
+    asked_requests,
+    of_profile,
+    of_requests,
+    refuse_choice,
+    refuse_other_sources,
+)
 from hicachectl.cli.command import CHECKS, in_section, own_option
 from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.exit_codes import FINDINGS
@@ -36,14 +44,6 @@ from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark, remark_wait
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
-from hicachectl.requests.chain_options import (
-    asked_hashing,
-    asked_requests,
-    of_profile,
-    of_requests,
-    refuse_choice,
-    refuse_other_sources,
-)
 from hicachectl.text.terminal import message_text
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import click
 from hicachectl.cli.command import Command, argument, own_option, own_setting
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
-from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, given_filters, selection_of
 from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
 from hicachectl.cli.session import opened, progress, quarantine_directory, remark, store_name
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import pyarrow as pa
+
     from hicachectl.move.reports import GroupReport
+    from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
 
 _SHOWN = 20  # pages in a table
@@ -83,17 +85,17 @@ def command(
     from hicachectl.move.reports import GroupReport
     from hicachectl.move.restore import restore_groups
     from hicachectl.profiles.sources import profile_from_options
-    from hicachectl.text.units import counted
 
     require_consent(yes=yes, dry_run=dry_run)
     _refuse_prefix(options["pages"])
     filters = given_filters(options)
     directory = quarantine_directory(ctx, quarantine)
-    undone = []
     with locked(lock) as is_ours:
         if not is_ours:
-            undone.append(lock_held(lock))
-            outcome, name, seconds = GroupReport(), store_name(ctx, store), 0.0
+            nothing = _result(
+                store_name(ctx, store), directory, GroupReport(), 0.0, dry_run=dry_run
+            )
+            result = nothing.stopped_by_lock(lock_held(lock))
         else:
             with opened(ctx, store) as source:
                 started, name = time.monotonic(), source.url
@@ -112,54 +114,54 @@ def command(
                         remark(ctx, "Nothing was restored", failure=True)
                         return
                 with progress(ctx, "restoring", " pages") as advance:
-                    outcome = restore(dry_run=dry_run, on_progress=advance)
-                seconds = time.monotonic() - started
-    blocked = not is_ours or outcome.busy > 0
+                    report = restore(dry_run=dry_run, on_progress=advance)
+            seconds = time.monotonic() - started
+            result = _result(name, directory, report, seconds, dry_run=dry_run)
+            if not len(report.rows) and not report.busy:
+                if filters:
+                    result = result.with_undone(f"{directory}: no page that matches the filters")
+                else:
+                    remark(ctx, f"{directory}: no quarantined page")
+    write_result(ctx, result, output_format, output)
+
+
+def _result(
+    store: str, quarantine: Path, report: GroupReport, seconds: float, *, dry_run: bool
+) -> Result:
+    from hicachectl.results import Result
+    from hicachectl.text.units import counted
+
+    busy = ""
+    if report.busy:
+        runs = counted(report.busy, "quarantined run")
+        busy = f"{quarantine}: another process is working on {runs}; run again after it has ended"
     document = {
-        "store": name,
-        "quarantine": str(directory),
-        "pages": outcome.groups,
-        "objects": outcome.moved,
-        "bytes": outcome.nbytes,
-        "gone": outcome.gone,
-        "conflicts": outcome.conflicts,
-        "failed": outcome.failed,
+        "store": store,
+        "quarantine": str(quarantine),
+        "pages": report.groups,
+        "objects": report.moved,
+        "bytes": report.nbytes,
+        "gone": report.gone,
+        "conflicts": report.conflicts,
+        "failed": report.failed,
         "seconds": round(seconds, 3),
-        "complete": not blocked,
-        "stopped_by": LOCK if blocked else None,
+        "complete": not busy,
+        "stopped_by": LOCK if busy else None,
         "dry_run": dry_run,
         "groups": None,
     }
-    for origin in outcome.origins:
-        remark(ctx, f"The pages were taken from {origin}, not from {name}")
-    if is_ours and not len(outcome.rows) and not outcome.busy:
-        if filters:
-            undone.append(f"{directory}: no page that matches the filters")
-        else:
-            remark(ctx, f"{directory}: no quarantined page")
-    if outcome.busy:
-        busy = counted(outcome.busy, "quarantined run")
-        undone.append(
-            f"{directory}: another process is working on {busy}; run again after it has ended"
-        )
-    undone += outcome.left
-    failed = outcome.conflicts > 0 or outcome.failed > 0
-    write_result(
-        ctx,
-        document,
-        undone=undone,
-        failed=failed,
+    return Result(
+        document=document,
+        rows=report.rows,
+        rows_name="groups",
+        lines=partial(_lines, report.rows),
+        remarks=[
+            f"The pages were taken from {origin}, not from {store}" for origin in report.origins
+        ],
+        undone=[*filter(None, [busy]), *report.left],
+        failed=report.conflicts > 0 or report.failed > 0,
         dry_run=dry_run,
-        rows=outcome.rows,
-        name="groups",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: _lines(document, outcome, screen),
     )
-    if dry_run:
-        remark(ctx, "Dry run: nothing was restored")
-    if failed:
-        ctx.exit(FINDINGS)
 
 
 def _refuse_prefix(pages: Path | None) -> None:
@@ -176,15 +178,17 @@ def _question(found: GroupReport, store: str) -> str:
     return f"Put {pages}{whose} back into {store}?"
 
 
-def _lines(document: dict[str, Any], outcome: GroupReport, screen: Screen) -> Iterator[str]:
+def _lines(
+    rows: pa.Table, document: dict[str, Any], screen: Screen, _shown: Shown
+) -> Iterator[str]:
     from hicachectl.cli.text_tables import restored_for_people, worst_first
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
-    if len(outcome.rows):
-        shown = worst_first(outcome.rows).slice(0, _SHOWN)
+    if len(rows):
+        shown = worst_first(rows).slice(0, _SHOWN)
         yield from table_lines(restored_for_people(shown), screen)
-        if more := len(outcome.rows) - len(shown):
+        if more := len(rows) - len(shown):
             yield f"and {counted(more, 'page')} more; --format csv has all"
     conflicts = f", {counted(document['conflicts'], 'conflict')}" if document["conflicts"] else ""
     failed = f", {document['failed']} failed" if document["failed"] else ""

@@ -10,7 +10,6 @@ import click
 
 from hicachectl.cli.command import Command, own_option, own_setting, removed_option
 from hicachectl.cli.consent import agreed, locked, require_consent
-from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, given_filters, say_unjudged, selection_of
 from hicachectl.cli.options import (
     DEFAULT_GRACE,
@@ -33,11 +32,12 @@ from hicachectl.cli.session import (
 )
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
-from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.freeing import Freeing, Worth
+    from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
 
 
@@ -198,38 +199,71 @@ def command(
     temporary files that are older than a minute, and objects that a server's clear made misses
     more than a minute ago. With --before, they must also be older than TIME.
     """
+    from hicachectl.cli.output import write_result
+    from hicachectl.move.reports import GroupReport
+
     _refuse_contradictions(ctx, options)
     require_consent(yes=yes, dry_run=dry_run)
     with locked(lock) as is_ours:
         if not is_ours:
-            _write_lock_held(
-                ctx, store_name(ctx, store), lock_held(lock), dry_run, output_format, output
-            )
-            return
-        with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
-            options["dry_run"] = dry_run
-            plan = _plan_temporaries if options["temporaries"] else _plan_pages
-            removal = plan(ctx, source, options)
-            started = time.monotonic()
-            if removal.question and not agreed(removal.question, yes=yes, dry_run=dry_run):
-                remark(ctx, "Nothing was removed", failure=True)
-                return
-            outcome = removal.remove(dry_run)
-        short = removal.freeing is not None and _falls_short(ctx, removal.freeing, outcome)
-        failed = bool(outcome.failures or outcome.remaining or short)
-        _write(
-            ctx,
-            _document(source.url, outcome, time.monotonic() - started, dry_run, removal),
-            outcome,
-            undone=list(_left_alone(removal, outcome, temporaries=options["temporaries"])),
-            failed=failed,
-            output_format=output_format,
-            output=output,
-        )
-    if dry_run:
-        remark(ctx, "Dry run: nothing was removed")
-    if failed:
-        ctx.exit(FINDINGS)
+            nothing = _result(store_name(ctx, store), GroupReport(), 0.0, dry_run=dry_run)
+            result = nothing.stopped_by_lock(lock_held(lock))
+        else:
+            with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
+                options["dry_run"] = dry_run
+                plan = _plan_temporaries if options["temporaries"] else _plan_pages
+                removal = plan(ctx, source, options)
+                started = time.monotonic()
+                if removal.question and not agreed(removal.question, yes=yes, dry_run=dry_run):
+                    remark(ctx, "Nothing was removed", failure=True)
+                    return
+                report = removal.remove(dry_run)
+            seconds = time.monotonic() - started
+            result = _result(source.url, report, seconds, removal, dry_run=dry_run)
+    write_result(ctx, result, output_format, output)
+
+
+def _result(
+    store: str,
+    report: GroupReport,
+    seconds: float,
+    removal: _Removal | None = None,
+    *,
+    dry_run: bool,
+) -> Result:
+    from hicachectl.results import Result
+
+    freeing = None if removal is None else removal.freeing
+    in_flight = 0 if removal is None else removal.in_flight
+    short = "" if freeing is None else _short_of(freeing, report)
+    document = {
+        "store": store,
+        "pages": report.groups,
+        "objects": report.deleted,
+        "bytes": report.nbytes,
+        "gone": report.gone,
+        "kept": report.kept,
+        "in_flight": in_flight,
+        "failed": len(report.failures),
+        "remaining": report.remaining,
+        "seconds": round(seconds, 3),
+        "complete": True,
+        "stopped_by": None,
+        "dry_run": dry_run,
+        "free": None if freeing is None else freeing.facts,
+        "failures": [{"key": key, "detail": detail} for key, detail in report.failures],
+        "groups": None,
+    }
+    return Result(
+        document=document,
+        rows=report.rows,
+        rows_name="groups",
+        lines=partial(_lines, report.rows),
+        undone=[*filter(None, [short]), *_left_alone(report, in_flight)],
+        failed=bool(report.failures or report.remaining)
+        or (freeing is not None and freeing.lacking(report.kept_bytes) > 0),
+        dry_run=dry_run,
+    )
 
 
 def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
@@ -527,30 +561,34 @@ def _refuse_to_empty(
         )
 
 
-def _left_alone(removal: _Removal, outcome: GroupReport, *, temporaries: bool) -> Iterator[str]:
-    """Yield what was left because servers write or wrote to it."""
+def _left_alone(report: GroupReport, in_flight: int) -> Iterator[str]:
+    """Yield what was left because servers write or wrote to it. in_flight: number of pages."""
     from hicachectl.text.units import counted
 
-    if removal.in_flight:
+    if in_flight:
         yield (
-            f"{counted(removal.in_flight, 'page')} in flight left alone: not whole, and servers "
+            f"{counted(in_flight, 'page')} in flight left alone: not whole, and servers "
             "may still be writing them (--grace); run again later"
         )
-    if outcome.kept:
-        noun = "file" if temporaries else "page"
-        yield f"{counted(outcome.kept, noun)} left alone: written to after the listing"
+    if report.kept:
+        noun = "file" if _are_files(report.rows) else "page"
+        yield f"{counted(report.kept, noun)} left alone: written to after the listing"
 
 
-def _falls_short(ctx: click.Context, freeing: Freeing, outcome: GroupReport) -> bool:
-    """Return whether --free fell short of its size; remark on pages that servers rewrote."""
+def _are_files(rows: pa.Table) -> bool:
+    """Return whether the rows of a report are files that belong to no page."""
+    return "key" in rows.column_names
+
+
+def _short_of(freeing: Freeing, report: GroupReport) -> str:
+    """Return a message if pages that servers rewrote leave --free short of its size."""
     from hicachectl.text.units import counted, human_size
 
-    lacking = freeing.lacking(outcome.kept_bytes)
-    if lacking and outcome.kept:
-        kept = f"{counted(outcome.kept, 'page')} ({human_size(outcome.kept_bytes)})"
-        text = f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
-        remark(ctx, text, failure=True)
-    return lacking > 0
+    lacking = freeing.lacking(report.kept_bytes)
+    if not (lacking and report.kept):
+        return ""
+    kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
+    return f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
 
 
 def _why(selection: Selection, options: dict[str, Any]) -> str:
@@ -565,86 +603,17 @@ def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:
     return f"Remove {counted(len(plan.groups), 'page')} ({nbytes}) from {store.url}?"
 
 
-def _write_lock_held(
-    ctx: click.Context,
-    store: str,
-    why: str,
-    dry_run: bool,
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Write the document of a run that a lock prevented."""
-    from hicachectl.move.reports import GroupReport
-
-    outcome = GroupReport()
-    nothing = _Removal(None, lambda dry_run: outcome)
-    document = _document(store, outcome, 0.0, dry_run, nothing)
-    document |= {"complete": False, "stopped_by": LOCK}
-    _write(ctx, document, outcome, undone=[why], output_format=output_format, output=output)
-
-
-def _document(
-    store: str,
-    outcome: GroupReport,
-    seconds: float,
-    dry_run: bool,
-    removal: _Removal,
-) -> dict[str, Any]:
-    return {
-        "store": store,
-        "pages": outcome.groups,
-        "objects": outcome.deleted,
-        "bytes": outcome.nbytes,
-        "gone": outcome.gone,
-        "kept": outcome.kept,
-        "in_flight": removal.in_flight,
-        "failed": len(outcome.failures),
-        "remaining": outcome.remaining,
-        "seconds": round(seconds, 3),
-        "complete": True,
-        "stopped_by": None,
-        "dry_run": dry_run,
-        "free": None if removal.freeing is None else removal.freeing.facts,
-        "failures": [{"key": key, "detail": detail} for key, detail in outcome.failures],
-        "groups": None,
-    }
-
-
-def _write(
-    ctx: click.Context,
-    document: dict[str, Any],
-    outcome: GroupReport,
-    *,
-    undone: Sequence[str] = (),
-    failed: bool = False,
-    output_format: str,
-    output: Path | None,
-) -> None:
-    from hicachectl.cli.output import write_result
-
-    write_result(
-        ctx,
-        document,
-        undone=undone,
-        failed=failed,
-        dry_run=document["dry_run"],
-        rows=outcome.rows,
-        name="groups",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: _lines(document, outcome, screen),
-    )
-
-
-def _lines(document: dict[str, Any], outcome: GroupReport, screen: Screen) -> Iterator[str]:
+def _lines(
+    rows: pa.Table, document: dict[str, Any], screen: Screen, _shown: Shown
+) -> Iterator[str]:
     from hicachectl.cli.text_tables import removals_for_people
     from hicachectl.text.tables import table_lines
     from hicachectl.text.units import counted, human_size
 
-    if len(outcome.rows):
-        yield from table_lines(removals_for_people(outcome.rows), screen)
+    if len(rows):
+        yield from table_lines(removals_for_people(rows), screen)
     yield from (f"{failure['key']}: {failure['detail']}" for failure in document["failures"])
-    files = "key" in outcome.rows.column_names  # they belong to no page
+    files = _are_files(rows)
     noun = "file" if files else "page"
     left = document["remaining"]
     remaining = f", {counted(left, noun)} not removed" if left else ""

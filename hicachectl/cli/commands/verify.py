@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -22,11 +22,9 @@ from hicachectl.cli.command import (
 )
 from hicachectl.cli.commands.parts import (
     chosen_shard,
-    do_on_cluster,
-    do_part,
     is_on_cluster,
     opened_source,
-    say_divided,
+    run_divided,
 )
 from hicachectl.cli.commands.verify_repair import (
     options_of_repair,
@@ -38,7 +36,6 @@ from hicachectl.cli.commands.verify_repair import (
     repaired,
 )
 from hicachectl.cli.consent import locked
-from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import RememberedWords, mending_of
 from hicachectl.cli.metrics import metrics_if_empty
@@ -73,7 +70,6 @@ from hicachectl.cli.session import (
     store_name,
     whole_url,
 )
-from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused, lock_held
 
 if TYPE_CHECKING:
@@ -81,7 +77,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.parts.job import Job
-    from hicachectl.parts.records import RecordForm
+    from hicachectl.parts.shards import Shard
+    from hicachectl.results import Result
     from hicachectl.verification.mending import Mending
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
@@ -253,22 +250,43 @@ def command(
     clusters and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
     from hicachectl.cli.output import write_result
-    from hicachectl.verification.report import describe_store, report_of
-    from hicachectl.verification.report_text import DEFAULT_LIMIT, Shown, report_lines
-    from hicachectl.verification.verify import check_store
+    from hicachectl.results import DEFAULT_LIMIT, Shown
 
     _refuse_contradictions(ctx, options)
     refuse_without_table(ctx, output_format)
     shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
     on_cluster = is_on_cluster(ctx, options, undivided=())
     refuse_early(options)
+    metrics_file = options["metrics_file"]
+    with locked(options["lock"]) as is_ours:
+        if is_ours:
+            divided = on_cluster or shard is not None
+            result = _verified(ctx, store, options, shard, divided=divided)
+        else:
+            from hicachectl.verification.report import VerifyReport
+
+            dry_run = options["dry_run"] if options["repair"] != "none" else None
+            nothing = VerifyReport.empty(store_name(ctx, store)).result(dry_run=dry_run)
+            result, metrics_file = nothing.stopped_by_lock(lock_held(options["lock"])), None
+    if result is not None:
+        shown = Shown(options["limit"] or DEFAULT_LIMIT, options["all_findings"])
+        write_result(ctx, result, output_format, output, shown=shown, metrics_file=metrics_file)
+
+
+def _verified(
+    ctx: click.Context,
+    store: str,
+    options: dict[str, Any],
+    shard: Shard | None,
+    *,
+    divided: bool,
+) -> Result | None:
+    """Open the store, check it, and repair it if asked; None for a part."""
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
-    with ExitStack() as stack:
-        if not stack.enter_context(locked(options["lock"])):
-            _write_lock_held(ctx, store_name(ctx, store), options, output_format, output)
-            return
-        source = stack.enter_context(opened(ctx, store, **leases))
-        stack.enter_context(metrics_if_empty("verify", options["metrics_file"], source.url))
+    with (
+        opened(ctx, store, **leases) as source,
+        metrics_if_empty("verify", options["metrics_file"], source.url),
+    ):
         request = _request(ctx, source, options)
         _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
@@ -282,80 +300,52 @@ def command(
             quarantine=options["quarantine"],
             not_next=_NOT_NEXT,
         )
-        if shard is not None:
-            say_divided(ctx, shard.count, options, "bwlimit", "time_limit")
-            job = _divided(source, request, options, mending)(source)
-            _say_refused(ctx, do_part(ctx, options, shard, job))
-            return
-        if on_cluster:
-            make = _divided(source, request, options, mending)
-            do_on_cluster(
-                ctx,
-                options,
-                make(source),
-                make,
-                [
-                    partial(
-                        opened_source,
-                        whole_url(ctx, store),
-                        request.profile,
-                        looks_only=_looks_only(options),
-                        **leases,
-                    )
-                ],
-                limits=["bwlimit"],
-                output_format=output_format,
-                output=output,
-            )
-            return
-        with (
-            progress(ctx, "listing", " objects") as on_listed,
-            bytes_progress(ctx, "reading") as on_read,
-        ):
-            checked = check_store(
-                source,
-                request,
-                on_listed=on_listed,
-                on_read=on_read,
-                on_wait=partial(remark_wait, ctx),
-            )
-        kept = _keep_records(ctx, source, request, checked, options)
-        described = describe_store(source, request)
-        result = repaired(ctx, source, request, checked, options)
-    report = report_of([result], described, checked.inventory.table, request)
-    if options["repair"] != "none":
-        report.add_repair(dry_run=options["dry_run"])
-    failed = report.fails(options["fail_on"]) or bool(report.refused) or not kept
-    if options["metrics_file"]:
-        from hicachectl.cli.metrics import write_metrics
+        if not divided:
+            return _at_once(ctx, source, request, mending, options)
+        make = _divided(source, request, options, mending)
+        reopened = partial(
+            opened_source,
+            whole_url(ctx, store),
+            request.profile,
+            looks_only=_looks_only(options),
+            **leases,
+        )
+        limits = ("bwlimit", "time_limit") if shard is not None else ("bwlimit",)
+        return run_divided(ctx, options, shard, make(source), make, [reopened], *limits)
 
-        write_metrics(options["metrics_file"], report.document, succeeded=not failed)
-    shown = Shown(options["limit"] or DEFAULT_LIMIT, options["all_findings"])
-    write_result(
-        ctx,
-        report.document,
-        remarks=report.remarks,
-        undone=report.undone,
-        failed=failed,
-        dry_run=options["dry_run"],
-        rows=report.findings,
-        name="findings",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: report_lines(report, mending, shown, screen),
+
+def _at_once(
+    ctx: click.Context,
+    store: Store,
+    request: VerifyRequest,
+    mending: Mending,
+    options: dict[str, Any],
+) -> Result:
+    """Check a store in this process, and repair it if asked."""
+    from hicachectl.verification.report import describe_store, report_of
+    from hicachectl.verification.verify import check_store
+
+    with (
+        progress(ctx, "listing", " objects") as on_listed,
+        bytes_progress(ctx, "reading") as on_read,
+    ):
+        checked = check_store(
+            store,
+            request,
+            on_listed=on_listed,
+            on_read=on_read,
+            on_wait=partial(remark_wait, ctx),
+        )
+    kept = _keep_records(ctx, store, request, checked, options)
+    described = describe_store(store, request)
+    repairs = repaired(ctx, store, request, checked, options)
+    report = report_of([repairs], described, checked.inventory.table, request)
+    result = report.result(
+        fail_on=options["fail_on"],
+        dry_run=options["dry_run"] if options["repair"] != "none" else None,
+        mending=mending,
     )
-    if report.refused:
-        raise UsageError(report.refusal)
-    if failed:
-        ctx.exit(FINDINGS)
-
-
-def _say_refused(ctx: click.Context, record: RecordForm) -> None:
-    """Say why a part of a repair was refused; `merge` ends with the status of the refusal."""
-    from hicachectl.parts.verify import refusals_of
-
-    for refusal in refusals_of(record):
-        remark(ctx, refusal, failure=True)
+    return replace(result, failed=result.failed or not kept)
 
 
 def _divided(
@@ -376,34 +366,6 @@ def _divided(
         stamp=options["stamp"],
         repair=options_of_repair(options) if request.repairs else None,
         mending=mending,
-    )
-
-
-def _write_lock_held(
-    ctx: click.Context,
-    store: str,
-    options: dict[str, Any],
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Write the document of a run that a lock prevented."""
-    from hicachectl.checks.findings import SCHEMA
-    from hicachectl.cli.output import write_result
-    from hicachectl.verification.report import not_begun
-
-    document = not_begun(store)
-    if options["repair"] != "none":
-        document |= {"dry_run": options["dry_run"], "repair_refused": []}
-    write_result(
-        ctx,
-        document,
-        undone=[lock_held(options["lock"])],
-        dry_run=options["dry_run"],
-        rows=SCHEMA.empty_table(),
-        name="findings",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: iter(["0 objects, 0 pages; stopped: lock"]),
     )
 
 

@@ -1,0 +1,93 @@
+"""Result of a command: its document, its messages, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hicachectl.text.units import counted
+from hicachectl.text.vocabulary import BUDGET, LOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.text.tables import Screen
+
+DEFAULT_LIMIT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Extent of a table of findings.
+
+    limit: most groups of findings.
+    every: a line for each finding in place of groups.
+    """
+
+    limit: int = DEFAULT_LIMIT
+    every: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Result of a command, of one process or of all parts of a run.
+
+    document: members of the JSON, but for `rows_name`.
+    rows_name: member of the document that has the rows.
+    lines: function that returns the lines of the `table` format; takes the document, the terminal,
+        and the extent of a table of findings.
+    remarks: messages, in their order.
+    undone: messages on what was not done, of the remarks or beside them; --quiet keeps them.
+    failed: whether the exit status is 4.
+    ending: exception to raise after the result was written; it decides the exit status.
+    dry_run: whether the command was asked to change nothing.
+    command: name of the command of a divided run.
+    write_catalog: function that writes the digests of a divided run to a file as `save_catalog`
+        does, and returns as it does; takes the path, readable_by and allow_shrink. None if the run
+        recorded no digests.
+    """
+
+    document: dict[str, Any]
+    rows: pa.Table
+    rows_name: str
+    lines: Callable[[dict[str, Any], Screen, Shown], Iterator[str]]
+    remarks: Sequence[str] = ()
+    undone: Sequence[str] = ()
+    failed: bool = False
+    ending: BaseException | None = None
+    dry_run: bool = False
+    command: str = ""
+    write_catalog: Callable[[Path, Permissions, bool], str] | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the exit status is 0."""
+        return not self.failed and self.ending is None
+
+    def with_undone(self, *texts: str) -> Result:
+        """Return the result with messages on what was not done, before the others."""
+        return replace(self, remarks=[*texts, *self.remarks], undone=[*texts, *self.undone])
+
+    def stopped_by_lock(self, why: str) -> Result:
+        """Return the result of a run that did nothing, because another process has its lock."""
+        document = {**self.document, "complete": False, "stopped_by": LOCK}
+        return replace(self, document=document, remarks=(), undone=(why,), failed=False)
+
+
+def undone_line(document: Mapping[str, Any]) -> str:
+    """Return what a run did not do, as its document states it; "" if nothing.
+
+    A run that has used up its budget did what was asked.
+    """
+    reason, in_flight = document.get("stopped_by"), document.get("in_flight")
+    parts = [f"stopped: {reason}"] if reason not in (None, BUDGET) else []
+    if in_flight:
+        parts.append(f"{counted(in_flight, 'page')} in flight, not judged")
+    if not parts:
+        return ""
+    places = (document.get(name) for name in ("store", "destination", "quarantine"))
+    return f"{next(filter(None, places))}: not complete: {', '.join(parts)}; run again later"
