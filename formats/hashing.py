@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.objects import PAGE_DIGITS
 
-HASH_BYTES = 32
+HASH_BYTES = PAGE_DIGITS // 2
 MAX_TOKEN = 2**63 - 1
 
 _MAX_NARROW = 0xFFFFFFFF
@@ -51,8 +52,7 @@ def page_hashes_hex(
 ) -> list[str]:
     """Return `page_hashes` as in keys: 64 lowercase hex digits each."""
     text = _chain(_page_payloads(token_ids, page_size, bigram), prior).hex()
-    width = 2 * HASH_BYTES
-    return [text[start : start + width] for start in range(0, len(text), width)]
+    return [text[start : start + PAGE_DIGITS] for start in range(0, len(text), PAGE_DIGITS)]
 
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.pools import model_layer_count, partition_text
 from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import IDENTITY_BYTES
@@ -45,7 +46,7 @@ class Identity:
     model: str
     weights: str
     draft_weights: str = ""
-    pool: str = "kv"
+    pool: str = ANCHOR
     part: str | None = None
     dtype: str = ""
     layout: str = "page_first"

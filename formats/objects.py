@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+PAGE_DIGITS = 64  # A page hash in a key is lowercase hexadecimal, two digits for each byte.
+ANCHOR = "kv"  # SGLang's name for the pool that servers look for to find a page.
 AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
 # Along one axis, far above any deployment. A key of one rank stands for all: untrusted names must
 # not make as many as they like.
@@ -85,7 +87,7 @@ class Coordinate:
     """
 
     model: str
-    pool: str = "kv"
+    pool: str = ANCHOR
     part: str | None = None
     tag: str = ""
     shard: Shard = field(default_factory=Shard)

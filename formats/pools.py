@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,7 +172,7 @@ def pool_piece(
     if not kind.has_form:
         return PoolPiece(pool=pool, layers=layers, padding_layers=padding, nbytes=pool.nbytes)
     # Under DCP a rank holds every dcp-th token of a KV page, but all tokens of a draft page.
-    tokens = profile.page_size // profile.dcp if pool.name == "kv" else profile.page_size
+    tokens = profile.page_size // profile.dcp if pool.name == ANCHOR else profile.page_size
     if pool.is_draft and kind.shards and profile.cp > 1:
         # runtime_context.py :: draft_attn_parallel_group also depends on DP attention.
         raise ProfileError(
@@ -217,7 +218,7 @@ def _split_layers(
     kv_layers = _stage_layers(profile, anchor, pp_rank)
     start, end = layer_shard_range(cp_rank, profile.cp, len(kv_layers))
     owned = kv_layers[start:end]
-    if pool.name == "kv":
+    if pool.name == ANCHOR:
         # build_kv_host_pool rounds up, so objects of all ranks have the same size.
         return owned, -(-len(kv_layers) // profile.cp) - len(owned)
     # DSAIndexerPoolHost does not round: it holds the owned layers that compute their own top-k.

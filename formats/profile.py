@@ -19,7 +19,7 @@ from hicachectl.formats.forms import convert
 from hicachectl.formats.kinds import kind_names, kind_of, kinds
 from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
 from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS, UNSTORED_DTYPES
-from hicachectl.formats.objects import MAX_RANKS
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def validate_profile(profile: Profile) -> list[str]:
     if not profile.pools:
         return [*problems, "pools: missing; a profile needs at least the kv pool"]
     anchor = profile.pools[0]
-    if anchor.name != "kv":
+    if anchor.name != ANCHOR:
         problems.append(f"pools: the first pool must be kv, but is {anchor.name!r}")
     elif anchor.kind in kind_names() and not kind_of(anchor).anchors:
         known = [kind.name for kind in kinds() if kind.anchors]

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.kinds import kind_of
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.releases import release_of, since
 from hicachectl.formats.wording import inferred_refused
 
@@ -40,7 +41,7 @@ class Side(NamedTuple):
         """Return the numbers of the objects that stand for an anchor without bytes."""
         if kind_of(self.profile.pools[0]).has_bytes:
             return ()
-        return tuple(number for number, spec in enumerate(self.specs) if spec.pool == "kv")
+        return tuple(number for number, spec in enumerate(self.specs) if spec.pool == ANCHOR)
 
 
 def check_transfer(source: Side, destination: Side) -> None:

@@ -14,6 +14,7 @@ from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.base import holder
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ def _space(profile: Profile, pool: Pool, expected: ObjectSpec) -> tuple[object, 
     """
     shard = expected.coordinate.shard
     split = profile.cp_layer_split and pool_name(pool.name).cp_split
-    dcp_rank = shard.dcp_rank if pool.name == "kv" else None
+    dcp_rank = shard.dcp_rank if pool.name == ANCHOR else None
     return pool.name, dcp_rank or 0, 0 if split else shard.cp_rank or 0
 
 

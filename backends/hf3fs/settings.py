@@ -20,7 +20,7 @@ from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.objects import MAX_RANKS
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,6 @@ CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
 MAX_FILE_SIZE = (1 << 63) - 1
 
 _PREFIX = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*(?<!/)")  # a path that can be encoded
-_KV = "kv"  # the only pool whose data file is named without the pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +49,12 @@ class Hf3fsSettings:
     snapshot: str | None = None
 
     def data_file(self, rank: int, namespace: str) -> str:
-        """Return the path of a pool's data file. Source: register_mem_host_pool_v2."""
+        """Return the path of a pool's data file; only the anchor's has no pool in its name.
+
+        Source: register_mem_host_pool_v2.
+        """
         path = f"{self.prefix}.{rank}.bin"
-        return path if namespace == _KV else f"{path}.{namespace}"
+        return path if namespace == ANCHOR else f"{path}.{namespace}"
 
     def __str__(self) -> str:
         stated = {

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from hicachectl.backends.disk.files import VERSION
 from hicachectl.backends.object_files.epochs import owner_of, read_epochs
-from hicachectl.backends.object_files.sizes import HASH_BYTES, MOST_BYTES
+from hicachectl.backends.object_files.sizes import MOST_BYTES
+from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +37,7 @@ class Epochs:
 
     def of(self, key: bytes) -> int:
         """Return the epoch of a key's suffix, Unix nanoseconds; 0 without one."""
-        suffix = key[HASH_BYTES:]
+        suffix = key[PAGE_DIGITS:]
         if suffix not in self._by_suffix:
             self._by_suffix[suffix] = self._by_owner.get(owner_of(suffix), 0)
         return self._by_suffix[suffix]
@@ -56,7 +57,7 @@ class Epochs:
         import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
         keys = batch.column("key")
-        suffixes = pc.binary_slice(keys, HASH_BYTES, MOST_BYTES).dictionary_encode()
+        suffixes = pc.binary_slice(keys, PAGE_DIGITS, MOST_BYTES).dictionary_encode()
         own = [self._by_owner.get(owner_of(end), 0) for end in suffixes.dictionary.to_pylist()]
         epochs = np.array(own, dtype=np.int64)[suffixes.indices.to_numpy()]
         rows = np.flatnonzero(epochs)

@@ -14,6 +14,7 @@ import pyarrow as pa
 from hicachectl.backends.object_files.markers import MARKER_DIRECTORY, read_markers, write_marker
 from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.formats.errors import UntrustedError
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.trailer import TRAILER_BYTES
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.identity import Identity
 
-HASH_BYTES = 64  # hex digits of a page hash, at the start of a key
 MOST_BYTES = 1 << 30  # binary_slice needs an end
 _TICK_S = 1.0  # two markers can be written within one tick of the file system's clock
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
@@ -118,7 +118,7 @@ class MarkedSizes:
         if not len(likely):
             return files
         keys = rows.column("key").take(pa.array(likely))
-        own = pc.binary_slice(keys, HASH_BYTES, MOST_BYTES)
+        own = pc.binary_slice(keys, PAGE_DIGITS, MOST_BYTES)
         which = pc.index_in(own, value_set=suffixes).fill_null(-1).to_numpy().astype(np.int64)
         marked = np.isin(which * len(sizes) + at[likely], pairs) & (which >= 0)
         payloads = files.copy()

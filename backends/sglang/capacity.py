@@ -20,6 +20,7 @@ from hicachectl.backends.sglang.evictor import Evictor
 from hicachectl.backends.sglang.sweeping import kinds_of
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.kinds.pool import pool_names
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.file.folders import ObjectDirectory
     from hicachectl.backends.sglang.counters import Counters
 
-_PAGE_DIGITS = 64
 _ROOM_SHARE = 1024  # one share of max_size is taken from the ledger at a time
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _CLOSE_WAIT_S = 0.1
@@ -153,7 +153,7 @@ class Capacity:
         except FileNotFoundError:
             return False
         # The mark sets the ctime, and so lifts the object over an epoch that came meanwhile.
-        epoch = self.epoch(key[_PAGE_DIGITS:])
+        epoch = self.epoch(key[PAGE_DIGITS:])
         epoch.look()
         return not epoch.stale(facts)
 

@@ -28,6 +28,7 @@ from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileCodec
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.trailer import NO_RANK, trailer_name, trailer_rank
 from hicachectl.formats.wording import reason_of
 
@@ -46,7 +47,6 @@ _LARGE_BYTES = 256 << 10
 _SLOW_SECONDS = 200e-6
 _EXAMINED_BYTES = 16 << 10  # examining a file takes as long as reading so much
 _LONGEST_NAME = 255  # bytes, on Linux
-_ANCHOR = "kv"
 _DETAILS = {
     "damaged": "length, trailer or digest is wrong; it is removed and written again",
     "foreign": "written for other weights, dtype or layout, or by another rank",
@@ -296,7 +296,7 @@ class FilePages(PageStore):
 
     def _begin(self, directory: ObjectDirectory) -> None:
         """Write the markers, and serve all pools from now on."""
-        suffixes = {_suffix(pool): pool.name == _ANCHOR for pool in self._written()}
+        suffixes = {_suffix(pool): pool.name == ANCHOR for pool in self._written()}
         if self._capacity is None or not self._capacity.suffixes >= suffixes.keys():
             self._close_capacity()
             self._capacity = Capacity(
@@ -339,8 +339,8 @@ class FilePages(PageStore):
 
         A trailing pool's file goes alone: pages without one are whole.
         """
-        anchor, own = self._files.get(_ANCHOR), self._files.get(pool.name)
-        if anchor is not None and pool.name != _ANCHOR and not pool.trailing:
+        anchor, own = self._files.get(ANCHOR), self._files.get(pool.name)
+        if anchor is not None and pool.name != ANCHOR and not pool.trailing:
             (anchor_page,) = named([page], anchor.form.suffix)
             with suppress(FileNotFoundError):
                 anchor.remove(anchor_page, anchor.examine(anchor_page))

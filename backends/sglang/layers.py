@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.backends.sglang.calls import Call
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hicachectl.sglang")
 
-_ANCHOR = "kv"
 _LEAST_SECONDS = 0.05  # a store that is asked with less time left would count as hanging
 _MOST_CHOICES = 1 << 16  # pages
 
@@ -155,7 +155,7 @@ class Layers:
     def _remembered(self, pool: ServedPool, pages: Sequence[str]) -> list[int | None]:
         with self._lock:
             chosen = [self._chosen.get(page) for page in pages]
-            if pool.name == _ANCHOR:
+            if pool.name == ANCHOR:
                 return chosen
             return [
                 self._anchored.get(page, place) for page, place in zip(pages, chosen, strict=True)
@@ -170,7 +170,7 @@ class Layers:
                 if not ok:
                     self._chosen.pop(page, None)
                     self._anchored.pop(page, None)
-            if pool.name == _ANCHOR:
+            if pool.name == ANCHOR:
                 read = zip(pages, sources, done, strict=True)
                 _remember(self._anchored, ((page, place) for page, place, ok in read if ok))
 

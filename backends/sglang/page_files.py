@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.object_files.removing import remove_seen
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.trailer import (
     NO_RANK,
     NO_RANK_BYTES,
@@ -42,7 +43,6 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FI
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666
-_PAGE_BYTES = 32
 _MOST_PIECES = 1024  # IOV_MAX on Linux
 _PROCESS_BYTES = 4  # of the 12 in a token
 _TOUCHED_EVERY_NS = 3600 * 10**9
@@ -57,7 +57,7 @@ def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
     suffix: of the names, after the page hash.
     """
     hashes = list(map(bytes.fromhex, pages))
-    if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {_PAGE_BYTES}:
+    if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {HASH_BYTES}:
         raise ValueError("not a page hash")
     return list(zip([page.encode() + suffix for page in pages], hashes, strict=True))
 

@@ -39,6 +39,7 @@ from hicachectl.backends.sglang.slots import NoSlotError, Slots, gather
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.identity import deployment_tag
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hicachectl.sglang")
 
 _GRAMMARS = {"mooncake": "mooncake", "hf3fs": "hf3fs"}  # by scheme; a pack states its own
-_ANCHOR = "kv"
 _SLOT_BYTES = 8 << 20  # or those of one page; larger ones were no faster
 _SLOTS_PER_THREAD = 2  # one for a call, one for a call that hangs
 _OBJECTS_PER_RUN = 128  # as SGLang's batches
@@ -182,7 +182,7 @@ class StorePages(PageStore):
 
     @property
     def _anchor(self) -> ServedPool:
-        return self._pools.get(_ANCHOR) or next(iter(self._pools.values()))
+        return self._pools.get(ANCHOR) or next(iter(self._pools.values()))
 
     @property
     def _tag(self) -> str:

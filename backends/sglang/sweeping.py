@@ -20,6 +20,7 @@ from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.files import OWN_PREFIX, storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
+from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.file.folders import ObjectDirectory
 
-_PAGE_DIGITS = 64
 _TEMPORARY_PREFIX = os.fsdecode(OWN_PREFIX) + "-"
 _TEMPORARY_END = ".tmp"
 _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
@@ -120,7 +120,7 @@ class Sweeper:
         for _, descriptor in self._directory.directories([]):
             for entry in _at_leisure(descriptor, stopped):
                 name = entry.name
-                kind = found.kind_of.get(name[_PAGE_DIGITS:])
+                kind = found.kind_of.get(name[PAGE_DIGITS:])
                 if kind is None:
                     if name.startswith(_TEMPORARY_PREFIX):
                         self._sweep(descriptor, name, found)
@@ -130,7 +130,7 @@ class Sweeper:
                     with suppress(FileNotFoundError):
                         facts = entry.stat(follow_symlinks=False)
                         if found.trusted(facts):
-                            found.add(name[:_PAGE_DIGITS], kind, facts)
+                            found.add(name[:PAGE_DIGITS], kind, facts)
         return found.sorted()
 
     def now_ns(self) -> int:

@@ -12,14 +12,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from hicachectl.formats.keys.base import Affix, KeyCodec
     from hicachectl.formats.objects import Coordinate, Sizes
-
-ANCHOR_POOL = "kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,13 @@ def resolve_affixes(
     resolved = {
         affix: Resolved(known[affix], (known[affix],)) for affix in readings if affix in known
     }
-    anchors = {
-        affix for affix, found in readings.items() if found[:1] and found[0].pool == ANCHOR_POOL
-    }
+    anchors = {affix for affix, found in readings.items() if found[:1] and found[0].pool == ANCHOR}
     for affix in anchors - resolved.keys():
         resolved[affix] = _choose(readings[affix], ranks)
     deployments = {
         deployment_of(found.coordinate)
         for affix, found in resolved.items()
-        if found.coordinate is not None and found.coordinate.pool == ANCHOR_POOL
+        if found.coordinate is not None and found.coordinate.pool == ANCHOR
     }
     for affix in readings.keys() - resolved.keys():
         anchored = tuple(r for r in readings[affix] if _has_anchor(r, deployments))

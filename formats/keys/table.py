@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.keys.rows import ByteRows
+from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 
 FOREIGN = -1  # affix id of a key without a page hash
-PAGE_LENGTH = 64
 _WORD_DIGITS = 16
 
 # The hash is a run of exactly 64 hex digits: at the key's start, else the last such run.
@@ -114,9 +114,9 @@ def page_starts(affixes: Sequence[Affix]) -> IntArray:
 def pages_of(keys: pa.BinaryArray, starts: IntArray) -> pa.StringArray:
     """Return the page hashes of keys. starts: [n] byte offsets; negative gives null."""
     known = starts >= 0
-    cut = ByteRows(keys).cut(np.flatnonzero(known), starts[known], PAGE_LENGTH)
+    cut = ByteRows(keys).cut(np.flatnonzero(known), starts[known], PAGE_DIGITS)
     offsets = np.zeros(len(keys) + 1, dtype=np.int32)
-    np.cumsum(known * np.int32(PAGE_LENGTH), dtype=np.int32, out=offsets[1:])
+    np.cumsum(known * np.int32(PAGE_DIGITS), dtype=np.int32, out=offsets[1:])
     return pa.StringArray.from_buffers(
         len(keys),
         pa.py_buffer(offsets),
@@ -148,7 +148,7 @@ def _each_byte(value: int) -> np.uint64:
 
 def _alike(keys: ByteRows, rows: IntArray, prefix: bytes, suffix: bytes) -> npt.NDArray[np.bool_]:
     """Return which keys consist of prefix, 64 hex digits and suffix: [rows] bool."""
-    behind = len(prefix) + PAGE_LENGTH
+    behind = len(prefix) + PAGE_DIGITS
     alike: npt.NDArray[np.bool_] = keys.lengths[rows] == behind + len(suffix)
     for text, at in ((suffix, behind), (prefix, 0)):
         if text:
@@ -156,7 +156,7 @@ def _alike(keys: ByteRows, rows: IntArray, prefix: bytes, suffix: bytes) -> npt.
             found = keys.cut(rows[candidates], at, len(text))
             alike[candidates] = found == np.frombuffer(text, dtype=found.dtype)
     candidates = np.flatnonzero(alike)
-    digits = keys.cut_bytes(rows[candidates], len(prefix), PAGE_LENGTH)
+    digits = keys.cut_bytes(rows[candidates], len(prefix), PAGE_DIGITS)
     is_digit = ((digits - np.uint8(ord("0"))) < 10) | ((digits - np.uint8(ord("a"))) < 6)
     if not is_digit.all():
         alike[candidates] = is_digit.all(axis=1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.kinds.base import PoolKind
 from hicachectl.formats.layouts import HEADLESS_LAYOUTS
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ class Logical(PoolKind):
 
     def problems(self, pool: Pool) -> Iterator[str]:
         """Yield a message if the pool is a sidecar."""
-        if pool.name != "kv":
+        if pool.name != ANCHOR:
             yield "kind: only the kv pool can be logical"
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, PAGE_LAYOUTS, TensorLayout
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.base import Span
@@ -129,7 +130,7 @@ def _is_asymmetric(pool: Pool) -> bool:
 def _first_head(pool: Pool, shard: Shard, held: int, tp: int) -> int:
     if pool.replicated:
         return 0
-    if shard.heads is not None and pool.name == "kv":
+    if shard.heads is not None and pool.name == ANCHOR:
         return shard.heads[0] * held  # a slice of the LCM grid
     if tp > pool.kv_heads:
         return holder(shard) // (tp // pool.kv_heads)

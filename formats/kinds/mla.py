@@ -19,6 +19,7 @@ from hicachectl.formats.layouts import (
     Column,
     TensorLayout,
 )
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Mla(PoolKind):
 
     def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
         """Return "k" for pools that have K and V in MHA models, else None."""
-        return "k" if pool.name in ("kv", "draft") else None
+        return "k" if pool.name in (ANCHOR, "draft") else None
 
 
 MLA = Mla()

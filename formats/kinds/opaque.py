@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.kinds.base import PoolKind
 from hicachectl.formats.kinds.pool import PoolName
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
@@ -54,7 +55,7 @@ class Opaque(PoolKind):
         """Return "k" and "v" if keys name the rank; else "k" for kv and draft, None for others."""
         if names_rank:
             return ("k", "v")
-        return ("k",) if pool.name in ("kv", "draft") else (None,)
+        return ("k",) if pool.name in (ANCHOR, "draft") else (None,)
 
 
 OPAQUE = Opaque()

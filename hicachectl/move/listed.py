@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.findings import NO_NUMBER
 from hicachectl.checks.registry import is_structural
-from hicachectl.formats.keys.resolve import ANCHOR_POOL
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.move.planning import BY_CHOICE
 from hicachectl.move.removal_batch import RemovalBatch, Shape, facts_of
 from hicachectl.pages.byte_sums import column_sums
@@ -184,7 +184,7 @@ class ListedGroups:
             table = self._inventory.table
             affixes = [table.affixes[number] for number in pattern]
             readings = [table.resolved[number].readings for number in pattern]
-            anchors = [any(r.pool == ANCHOR_POOL for r in of_one) for of_one in readings]
+            anchors = [any(r.pool == ANCHOR for r in of_one) for of_one in readings]
             self._shapes[pattern] = Shape.of_unread(affixes, anchors)
         return self._shapes[pattern]
 

@@ -12,12 +12,11 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, mover_of
 from hicachectl.backends.disk.files import VERSION
-from hicachectl.backends.object_files.sizes import HASH_BYTES
 from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import open_run
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.keys.resolve import ANCHOR_POOL
+from hicachectl.formats.objects import ANCHOR, PAGE_DIGITS
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of
 from hicachectl.move.copies import copier
@@ -249,7 +248,7 @@ class _OneRun:
         self.groups = PageGroups(self._inventory)
         table = self._inventory.table
         anchors = [
-            any(reading.pool == ANCHOR_POOL for reading in table.resolved[n].readings)
+            any(reading.pool == ANCHOR for reading in table.resolved[n].readings)
             if spec is None
             else spec.anchor
             for n, spec in enumerate(table.specs)
@@ -398,7 +397,7 @@ def _trailed_kinds(rows: pa.Table) -> set[tuple[str, int]]:
     """Return suffix and size of the objects of a file store whose files have trailers."""
     columns = (rows.column(name).to_pylist() for name in ("key", "nbytes", "version"))
     return {
-        (key[HASH_BYTES:].decode(), nbytes)
+        (key[PAGE_DIGITS:].decode(), nbytes)
         for key, nbytes, version in zip(*columns, strict=True)
         if VERSION.unpack(version)[-1] == nbytes + TRAILER_BYTES
     }

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, present_ns
 from hicachectl.checks.names import stale_temporaries
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.move.reports import (
     FAILED,
     GONE,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
 
 _COLUMNS = ("nbytes", "mtime_ns", "cleared_ns")
-_HASH_DIGITS = 64
 
 
 def find_temporaries(
@@ -123,7 +123,7 @@ def remove_temporaries(
 def _are_sidecars(stale: pa.Table) -> np.ndarray:
     """Return which files have names like <hash>.pool…: [files]."""
     keys = stale.column("key").combine_chunks()
-    sixty_fifth = pc.binary_slice(keys, _HASH_DIGITS, _HASH_DIGITS + 1)
+    sixty_fifth = pc.binary_slice(keys, PAGE_DIGITS, PAGE_DIGITS + 1)
     sidecars: np.ndarray = pc.equal(sixty_fifth, b".").to_numpy(zero_copy_only=False)
     return sidecars
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hicachectl.formats.keys.resolve import (
-    ANCHOR_POOL,
     Resolved,
     explained,
     rank_count,
     rank_set,
 )
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import SEVERAL
 from hicachectl.pages.deployments import make_table
@@ -143,7 +143,7 @@ def _contests(
     sizes: number of objects by affix and size.
     """
     ranks: dict[object, dict[int, Coordinate]] = defaultdict(dict)
-    anchors = [[r for r in of_affix if r.pool == ANCHOR_POOL] for of_affix in readings]
+    anchors = [[r for r in of_affix if r.pool == ANCHOR] for of_affix in readings]
     for affix, of_affix in enumerate(anchors):
         for reading in of_affix:
             ranks[rank_set(reading)][affix] = reading

@@ -15,7 +15,6 @@ import numpy as np
 
 from hicachectl.formats.keys.labels import group_label
 from hicachectl.formats.keys.resolve import (
-    ANCHOR_POOL,
     Resolved,
     deployment_of,
     rankless,
@@ -23,7 +22,7 @@ from hicachectl.formats.keys.resolve import (
 )
 from hicachectl.formats.keys.table import page_starts
 from hicachectl.formats.kinds.pool import default_hit_policy, pool_name
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import ANCHOR, Coordinate, Shard
 from hicachectl.formats.spec import UNKNOWN_SIZE, ObjectSpec, object_specs
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ def _unlisted_specs(
     return tuple(
         ObjectSpec(affix=affix, coordinate=coordinate, trailing_pages=1, listed=False)
         for affix, coordinate in coordinates
-        if coordinate.pool != ANCHOR_POOL and not anchors.isdisjoint(_owners(coordinate))
+        if coordinate.pool != ANCHOR and not anchors.isdisjoint(_owners(coordinate))
     )
 
 
@@ -302,4 +301,4 @@ def _anchor_pool(pools: set[str]) -> str:
     compressed = sorted(
         p for p in pools if p.startswith("deepseek_v4_") and default_hit_policy(p) == "all_pages"
     )
-    return ANCHOR_POOL if ANCHOR_POOL in pools or not compressed else compressed[0]
+    return ANCHOR if ANCHOR in pools or not compressed else compressed[0]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.spec import object_sets
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class GroupTable:
             if block.spec.listed:
                 states[self._lacking(block)] = PARTIAL
         # In a deployment without kv objects (DeepSeek-V4 on Mooncake) no group is an orphan.
-        if all(spec.pool == "kv" for spec in self.specs if spec.anchor):
+        if all(spec.pool == ANCHOR for spec in self.specs if spec.anchor):
             states[~self.having(block for block in self.blocks if block.spec.anchor)] = ORPHAN
         return states
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.columns import coordinate_columns
-from hicachectl.formats.objects import AXES
+from hicachectl.formats.objects import ANCHOR, AXES
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.text.vocabulary import STATES
@@ -113,7 +113,8 @@ def page_rows(groups: PageGroups) -> pa.Table:
 
 def _pool_counts(groups: PageGroups) -> pa.StructArray:
     """Return {pool: {present, expected}} of each group; null for pools of other deployments."""
-    pools = sorted({s.pool for d in groups.deployments for s in d.specs}, key=_pool_order) or ["kv"]
+    stored = {spec.pool for deployment in groups.deployments for spec in deployment.specs}
+    pools = sorted(stored or {ANCHOR}, key=_pool_order)
     counts = {pool: np.zeros((2, len(groups)), dtype=np.int32) for pool in pools}
     lacks = {pool: np.ones(len(groups), dtype=np.bool_) for pool in pools}
     for number, table in enumerate(groups.tables):
@@ -136,7 +137,7 @@ def _pool_counts(groups: PageGroups) -> pa.StructArray:
 
 
 def _pool_order(pool: str) -> tuple[bool, str]:
-    return pool != "kv", pool
+    return pool != ANCHOR, pool
 
 
 def _missing_keys(groups: PageGroups) -> pa.ListArray:

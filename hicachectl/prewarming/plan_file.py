@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
-from hicachectl.formats.hashing import HASH_BYTES
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.requests.chains import hex_pages, requests_of_pages
 from hicachectl.requests.files import request_lines
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hicachectl.prewarming.ranking import RankedBlocks
     from hicachectl.requests.chains import Hashing, Requests
 
-_HEX = 2 * HASH_BYTES
 _ROWS_AT_ONCE = 1 << 18
 _LONGEST_ROW = 1 << 16
 
@@ -119,7 +118,7 @@ def _take(line: bytes, position: dict[str, int], outside: set[str]) -> int:
             f"page: {row.page} is a block id, and block ids do not give the keys to copy; plan a "
             "trace of token ids"
         )
-    if len(row.page) != _HEX or row.page.strip("0123456789abcdef"):
+    if len(row.page) != PAGE_DIGITS or row.page.strip("0123456789abcdef"):
         raise FormatError(f"page: {row.page!a:.80} is not a page hash (64 hexadecimal digits)")
     if row.page in position:
         raise FormatError(f"page {row.page} occurs twice; remove one of its rows")

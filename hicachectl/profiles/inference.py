@@ -12,7 +12,7 @@ from msgspec import structs
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.layouts import DTYPE_BYTES
-from hicachectl.formats.objects import AXES
+from hicachectl.formats.objects import ANCHOR, AXES
 from hicachectl.formats.profile import Profile, profile_from_mapping, validate_profile
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.text.units import counted
@@ -143,7 +143,7 @@ def _options(deployment: Deployment) -> str:
 
 
 def _anchors(deployment: Deployment) -> list[ObjectSpec]:
-    return [spec for spec in deployment.specs if spec.pool == "kv"]
+    return [spec for spec in deployment.specs if spec.pool == ANCHOR]
 
 
 def _check_one_state_size(deployment: Deployment) -> None:
@@ -169,7 +169,7 @@ def _profile(deployment: Deployment) -> Profile:
         raise ProfileError(
             f"The store has no kv objects of model {deployment.model!r}; {_OTHER_SOURCES}"
         )
-    for spec in sorted(deployment.specs, key=lambda spec: spec.pool != "kv"):
+    for spec in sorted(deployment.specs, key=lambda spec: spec.pool != ANCHOR):
         pools[spec.pool].append(spec)
     mapping = {
         "model": deployment.model,
@@ -192,7 +192,7 @@ def _pool(name: str, specs: list[ObjectSpec]) -> dict[str, object]:
     ranked = _ranked(specs)
     if nbytes:
         return {"name": name, "kind": "opaque", "nbytes": nbytes, "replicated": not ranked}
-    if name == "kv" and not ranked:  # DeepSeek-V4: an empty file marks each page
+    if name == ANCHOR and not ranked:  # DeepSeek-V4: an empty file marks each page
         return {"name": name, "kind": "logical"}
     raise ProfileError(f"The store's {name} objects are empty; run hicachectl verify")
 

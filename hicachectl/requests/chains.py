@@ -18,6 +18,7 @@ from hicachectl.formats.hashing import (
     page_hashes,
     restorable_pages,
 )
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.releases import release_of
 from hicachectl.formats.wording import needs_profile
 from hicachectl.requests.forest import grow_forest
@@ -365,7 +366,7 @@ def _block_tokens(tokens: IntArray, lengths: IntArray) -> int:
 
 def hex_pages(pages: npt.NDArray[np.uint8]) -> pa.StringArray:
     """Return the hex form, as in keys, of raw page hashes [n, 32]."""
-    width = 2 * HASH_BYTES
+    width = PAGE_DIGITS
     text = _HEX[pages]
     # Arrow's 32-bit offsets can address only 2 GiB of text.
     kind, step = (pa.string(), np.int32) if text.nbytes < 1 << 31 else (pa.large_string(), np.int64)

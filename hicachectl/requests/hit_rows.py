@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.restorable import fetched
 from hicachectl.formats.wording import OTHER_BYTES, PAGES_COMPARED
 from hicachectl.pages.ambiguity import ambiguity_remark
@@ -125,7 +126,7 @@ def _stopped_by(hits: Hits, below: BoolArray, elsewhere: Sequence[Elsewhere]) ->
     keys = join_keys([spec.affix for spec in specs], which, pages)
     pools = pa.array([c.pool for c in coordinates], pa.string()).take(which)
     if hits.deployment is None:  # the first missing object is kv
-        pools = pc.if_else(pa.array(stopped), "kv", pools)
+        pools = pc.if_else(pa.array(stopped), ANCHOR, pools)
     parts = pa.array([c.part for c in coordinates], pa.string()).take(which)
     shards = pa.array([shard_fields(c.shard) for c in coordinates], _SHARD).take(which)
     return pa.StructArray.from_arrays(

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.keys.table import join_keys
+from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.restorable import (
     ALL_PAGES,
     PoolPages,
@@ -202,7 +203,7 @@ def find_hits(
     pools = [
         PoolPages(_held(block, table.count)[page_of], block.spec.trailing_pages) for block in needs
     ]
-    kv = [pool.present for b, pool in zip(needs, pools, strict=True) if b.spec.pool == "kv"]
+    kv = [pool.present for b, pool in zip(needs, pools, strict=True) if b.spec.pool == ANCHOR]
     offsets = chains.offsets
     allowed = restorable(pools, offsets)
     usable = longest(allowed, offsets)
