@@ -80,12 +80,15 @@ class Code:
     alternative: str = ""
     detail: str = ""
 
-    @property
-    def mending_command(self) -> str:
-        """The command that mends findings, with STORE and OPTIONS in it; empty if there is none."""
+    def mending_command(self, severity: str) -> str:
+        """Return the command that mends findings, with STORE and OPTIONS in it; "" without one.
+
+        severity: severity of the findings, which `rules` can change. A repair leaves all but
+            errors unless an option names the code.
+        """
         if self.command or self.remedy:
             return self.command
-        return _REPAIR if self.severity == "error" else f"{_REPAIR} --repair-code {self.name}"
+        return _REPAIR if severity == "error" else f"{_REPAIR} --repair-code {self.name}"
 
     @property
     def next_step(self) -> str:
@@ -100,7 +103,7 @@ class Code:
 
     def explanation(self) -> dict[str, str]:
         """Return the texts of `explain`: meaning, effect, remedy, cost, command."""
-        command = shown(self.mending_command)
+        command = shown(self.mending_command(self.severity))
         remedy = self.remedy[:1].upper() + self.remedy[1:] + "." if self.remedy else ""
         if not self.remedy and not self.command:
             remedy = _REMOVED

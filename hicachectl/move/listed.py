@@ -108,6 +108,7 @@ class ListedGroups:
             shape_ids=shape_ids,
             by_choice=np.isin(np.arange(len(numbers)), about[chosen]),
             absent=np.zeros(0, dtype=np.bool_),
+            lacked=np.zeros(0, dtype=np.bool_),
             owners=owners,
             slots=slots,
             unwanted=blamed | np.isin(owners, whole),
@@ -115,7 +116,12 @@ class ListedGroups:
         )
         absent = ~np.isin(groups.cell_owners, about[structural])
         absent[groups.cells] = False
-        return replace(groups, absent=absent)
+        empty = np.setdiff1d(np.flatnonzero(~absent), groups.cells)
+        missed = reasons.column("key").combine_chunks().filter(pa.array(structural))
+        named = pc.is_in(groups.keys_of(empty), value_set=missed.cast(pa.binary()))
+        lacked = np.zeros(len(absent), dtype=np.bool_)
+        lacked[empty[named.to_numpy(zero_copy_only=False)]] = True
+        return replace(groups, absent=absent, lacked=lacked)
 
     def _blamed(
         self, named: IntArray, about: IntArray, rows: IntArray, owners: IntArray

@@ -100,6 +100,8 @@ class RemovalBatch:
     shapes: distinct shapes. shape_ids: [k] shape of each group.
     by_choice: [k] whether each group leaves although it has no fault.
     absent: [cells] whether the slot was empty without being a reason for removal.
+    lacked: [cells] whether the slot was empty and is a reason for removal, though no server waits
+        for its object, such as a draft's.
     owners: [n] group of each object, ascending. slots: [n] slot in the group's shape.
     unwanted: [n] whether the object is a reason for removal.
     facts: [n] rows of FACTS.
@@ -112,6 +114,7 @@ class RemovalBatch:
     shape_ids: IntArray
     by_choice: BoolArray
     absent: BoolArray
+    lacked: BoolArray
     owners: IntArray
     slots: IntArray
     unwanted: BoolArray
@@ -181,6 +184,7 @@ class RemovalBatch:
             shape_ids=self.shape_ids[groups],
             by_choice=self.by_choice[groups],
             absent=self.absent[places[self.cell_owners] != ABSENT],
+            lacked=self.lacked[places[self.cell_owners] != ABSENT],
             owners=places[self.owners[kept]],
         )
 
@@ -268,9 +272,8 @@ class RemovalBatch:
         required = np.concatenate([np.zeros(0, np.bool_), *(s.required for s in self.shapes)])
         trailing = np.concatenate([np.zeros(0, np.int64), *(s.trailing for s in self.shapes)])
         asked = present | ~self.absent
-        lacks = self._groups_with(
-            self.cell_owners[asked & ~present & required[self._slots_of_cells]]
-        )
+        needed = self.lacked | (asked & required[self._slots_of_cells])
+        lacks = self._groups_with(self.cell_owners[needed & ~present])
         sets = trailing[self._slots_of_cells]
         counted = np.flatnonzero(asked & (sets != ABSENT))
         owners = self.cell_owners[counted]

@@ -216,6 +216,7 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
         code = known[name]
         labels = {group.deployment for group in own}
         label = labels.pop() if len(labels) == 1 else None
+        severity = min((group.severity for group in own), key=SEVERITIES.index)
         found.append(
             {
                 "code": name,
@@ -225,16 +226,17 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
                 "more": len(own[_NAMES:]),
                 "examples": [e for group in own for e in group.examples][:_EXAMPLES],
                 "texts": code.explanation(),
-                "command": "\n".join(_commands(code, mending, label)),
+                "command": "\n".join(_commands(code, severity, mending, label)),
             }
         )
     return found
 
 
-def _commands(code: Code, mending: Mending, label: str | None) -> Iterator[str]:
+def _commands(code: Code, severity: str, mending: Mending, label: str | None) -> Iterator[str]:
+    """Yield the commands that mend findings. severity: the least of the findings."""
     if code.alternative and mending.deletes:
         yield mending.command(code.alternative)
-    if template := code.mending_command:
+    if template := code.mending_command(severity):
         yield mending.command(template, label)
 
 

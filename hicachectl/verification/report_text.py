@@ -205,10 +205,11 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
     """
     known = {code.name: code for code in codes()}
     steps: dict[str, dict[str, None]] = {}
-    for name, deployment in dict.fromkeys((group.code, group.deployment) for group in groups):
+    kinds = dict.fromkeys((group.code, group.severity, group.deployment) for group in groups)
+    for name, severity, deployment in kinds:
         code = known[name]
-        template = code.mending_command
-        if done and is_repair(template) and not code.remedy and code.severity == "error":
+        template = code.mending_command(severity)
+        if done and is_repair(template) and not code.remedy and severity == "error":
             continue
         said = mending.command(template, deployment) if template else code.next_step
         if mending.stamped and name == STAMP_MISMATCH.name:

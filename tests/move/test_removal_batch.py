@@ -58,6 +58,7 @@ def recorded(draw: st.DrawFn) -> RemovalBatch:
         shape_ids=np.array(ids, dtype=np.int64),
         by_choice=np.zeros(len(ids), dtype=np.bool_),
         absent=np.array([draw(st.booleans()) for _ in range(cells)], dtype=np.bool_),
+        lacked=np.array([draw(st.booleans()) for _ in range(cells)], dtype=np.bool_),
         owners=np.array(owners, dtype=np.int64),
         slots=np.array([slot for slots in held for slot in slots], dtype=np.int64),
         unwanted=np.array([draw(st.booleans()) for _ in range(count)], dtype=np.bool_),
@@ -65,8 +66,10 @@ def recorded(draw: st.DrawFn) -> RemovalBatch:
     )
 
 
-def is_whole(shape: Shape, absent: set[int], there: set[int]) -> bool:
-    """Return whether a group is whole if absent slots are ignored."""
+def is_whole(shape: Shape, absent: set[int], lacked: set[int], there: set[int]) -> bool:
+    """Return whether a group is whole: absent slots may be empty, lacked ones may not."""
+    if not lacked <= there:
+        return False
     asked = [n for n in range(len(shape)) if n in there or n not in absent]
     if any(shape.required[n] and n not in there for n in asked):
         return False
@@ -80,12 +83,15 @@ def judged(groups: RemovalBatch, group: int, there: set[int], known: set[int]) -
     """Return the status of one group. there: filled slots. known: indices of unchanged objects."""
     shape = groups.shapes[groups.shape_ids[group]]
     start = groups.starts[group]
-    absent = {n for n in range(len(shape)) if groups.absent[start + n]}
+    absent, lacked = (
+        {n for n in range(len(shape)) if of_cells[start + n]}
+        for of_cells in (groups.absent, groups.lacked)
+    )
     if not there:
         return GroupStatus.GONE
     if any(groups.unwanted[place] for place in known):
         return GroupStatus.DONE
-    if is_whole(shape, absent, there):
+    if is_whole(shape, absent, lacked, there):
         return GroupStatus.KEPT
     pairs = zip(*(slots.tolist() for slots in shape.sidecars), strict=True)
     overtaken = any(anchor in there and sidecar not in there for anchor, sidecar in pairs)

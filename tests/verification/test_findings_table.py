@@ -38,6 +38,18 @@ def store(tmp_path: Path) -> Path:
     return directory
 
 
+# 64 bytes a page of DSA.
+DRAFT = """
+[[pools]]
+name = "draft"
+kind = "mha"
+dtype = "bfloat16"
+layers = 1
+kv_heads = 1
+head_dim = 4
+"""
+
+
 def set_age(path: Path, seconds: int) -> None:
     moment = time.time() - seconds - 60
     os.utime(path, (moment, moment))
@@ -96,6 +108,28 @@ def test_the_commands_mend_what_they_stand_under(invoke: Invoke, store: Path) ->
     clean = invoke("verify", store, *profile(store)).stdout
     assert "no findings" in clean
     assert "To mend" not in clean
+
+
+def test_a_warning_of_a_code_of_errors_has_a_command_that_mends_it(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    """A page without its draft costs hits only; a repair takes it if --repair-code names it."""
+    store = tmp_path / "store"
+    store.mkdir()
+    for number in range(8):
+        for stem, nbytes in (("_x-dsa", 9216), (".indexer_x-dsa", 1056), (".draft_x-dsa", 64)):
+            put(store, f"{page(number)}{stem}.bin", nbytes)
+    (store / f"{page(0)}.draft_x-dsa.bin").unlink()
+    described = tmp_path / "dsa.toml"
+    described.write_text(DSA + DRAFT)
+    given = ("--profile", described, "--checks", "groups,sizes")
+    table = invoke("verify", store, *given, exit_code=4).stdout
+    assert "warning" in table
+    command = commands(table)["missing-pool"]
+    assert "--repair-code missing-pool" in command
+    invoke(*shlex.split(command)[1:], "--yes", exit_code=4)
+    assert "no findings" in invoke("verify", store, *given).stdout
+    assert not (store / f"{page(0)}_x-dsa.bin").exists()
 
 
 def test_a_warning_is_mended_by_its_code_and_without_a_profile_one_is_asked_for(
