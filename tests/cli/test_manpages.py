@@ -12,16 +12,18 @@ import pytest
 from msgspec.structs import fields
 
 from hicachectl.checks.registry import codes
+from hicachectl.cli import manpages
 from hicachectl.cli.exit_codes import BUG, DONE, EXIT_CODES, FINDINGS, INTERRUPTED, TERMINATED
 from hicachectl.cli.group import COMMANDS, cli
-from hicachectl.cli.manpages.command_texts import PROFILE_EXAMPLE
-from hicachectl.cli.manpages.mdoc import with_listings
+from hicachectl.cli.manpages.mdoc import sentence_lines, with_listings
 from hicachectl.cli.manpages.pages import build
+from hicachectl.cli.manpages.prose import Item, is_literal, literal_of, prose
 from hicachectl.formats.profile import Profile, parse_profile
 from tests.model_records import CLASSES
 from tests.skips import need_tool
 
 MAN = Path(__file__).parents[2] / "man"
+TEXTS = Path(manpages.__file__).parent / "texts"
 BY_HAND = {
     "hcpack.5",
     *(
@@ -64,7 +66,22 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_the_example_of_a_profile_file_is_one() -> None:
-    assert [pool.name for pool in parse_profile(PROFILE_EXAMPLE).pools] == ["kv", "mamba"]
+    (example,) = filter(is_literal, prose("hicachectl-profile")["PROFILE FILE"])
+    text = "\n".join(literal_of(example))
+    assert [pool.name for pool in parse_profile(text).pools] == ["kv", "mamba"]
+
+
+@pytest.mark.parametrize("page", [p.stem for p in TEXTS.glob("hicachectl*.txt")])
+def test_every_text_is_on_its_page(page: str) -> None:
+    (path,) = MAN.glob(f"{page}.[17]")
+    built = path.read_text()
+    for title, blocks in prose(page).items():
+        assert title == "VALUES" or f"{title}\n" in built, title
+        for block in blocks:
+            if isinstance(block, Item):
+                assert sentence_lines(block.text)[0] in built, block
+            elif not (is_literal(block) or block.startswith("@")):
+                assert "\n".join(sentence_lines(block)) in built, block
 
 
 def test_every_field_of_a_profile_is_on_its_page() -> None:

@@ -9,7 +9,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Set
+    from collections.abc import Iterator, Set
 
 RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
 
@@ -80,21 +80,6 @@ def example_section(epilog: str) -> list[str]:
     if not shown:
         return []
     return [".Sh EXAMPLES", ".Bd -literal -offset indent", *map(literal_line, shown), ".Ed"]
-
-
-def tagged_list(entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Return terms with their texts."""
-    yield ".Bl -tag -width Ds"
-    for term, text in entries:
-        yield f".It {text_line(term)}"
-        yield from sentence_lines(text)
-    yield ".El"
-
-
-def paragraphs(texts: tuple[str, ...]) -> Iterator[str]:
-    """Return texts as paragraphs."""
-    for number, text in enumerate(texts):
-        yield from [*([".Pp"] if number else []), *sentence_lines(text)]
 
 
 def sentence_lines(text: str) -> list[str]:

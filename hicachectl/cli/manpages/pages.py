@@ -11,7 +11,6 @@ from hicachectl.checks.registry import codes
 from hicachectl.cli.command import OWN, sections
 from hicachectl.cli.environment import every_command
 from hicachectl.cli.group import COMMANDS, cli
-from hicachectl.cli.manpages.command_texts import BACKGROUND, PROFILE_EXAMPLE
 from hicachectl.cli.manpages.mdoc import (
     escaped,
     example_section,
@@ -20,43 +19,12 @@ from hicachectl.cli.manpages.mdoc import (
     literal_line,
     name_list,
     page_head,
-    paragraphs,
     sentence_lines,
-    tagged_list,
     text_line,
     with_listings,
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
-from hicachectl.cli.manpages.texts import (
-    CLOCKS,
-    CONFIG,
-    CONFIG_EXAMPLE,
-    CONFIG_MEMBERS,
-    DOCUMENT_MEMBERS,
-    DRAFT_FORMS,
-    ENVIRONMENT,
-    EXIT_STATUS,
-    FINDINGS,
-    HF3FS,
-    HF3FS_PARAMETERS,
-    LOCKS,
-    METRICS_FILES,
-    MODELS,
-    MOONCAKE,
-    MOONCAKE_PARAMETERS,
-    MOONCAKE_SSD,
-    NIXL,
-    NIXL_PARAMETERS,
-    OPTION_VARIABLES,
-    OUTPUT,
-    PLAN_ROWS,
-    PROFILE_DOCUMENT,
-    STATES,
-    STORES,
-    TRUST,
-    UNVERIFIED_MODELS,
-    VALUES,
-)
+from hicachectl.cli.manpages.prose import Item, prose, section_lines
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import (
@@ -90,7 +58,7 @@ def build(directory: Path) -> None:
 
 def main_page() -> str:
     """Return the page of the whole program."""
-    ctx = _group_context()
+    ctx, texts = _group_context(), dict(prose("hicachectl"))
     lines = [
         *page_head("hicachectl", "inspect, verify, migrate and prewarm SGLang HiCache L3 stores"),
         ".Nm",
@@ -101,41 +69,15 @@ def main_page() -> str:
         ".Sh OPTIONS",
         *_options(cli, ctx),
         ".Pp",
-        *paragraphs(VALUES),
+        *section_lines(texts.pop("VALUES")),
         ".Sh COMMANDS",
         ".Bl -tag -width Ds",
     ]
     for name, entry in COMMANDS.items():
         lines += [f".It Xr hicachectl-{name} 1", text_line(entry.summary)]
-    lines += [".El", ".Sh STORES", *tagged_list(STORES)]
-    lines += [".Sh OUTPUT", *paragraphs(OUTPUT)]
-    lines += [".Sh MOONCAKE", *paragraphs(MOONCAKE)]
-    lines += [".Pp", "Parameters of the URL:", *tagged_list(MOONCAKE_PARAMETERS)]
-    lines += [".Sh MOONCAKE SSD", *paragraphs(MOONCAKE_SSD)]
-    lines += [".Sh 3FS", *paragraphs(HF3FS)]
-    lines += [".Pp", "Parameters of the URL:", *tagged_list(HF3FS_PARAMETERS)]
-    lines += [".Sh NIXL", *paragraphs(NIXL)]
-    lines += [".Pp", "Parameters of the URL:", *tagged_list(NIXL_PARAMETERS)]
-    lines += [".Sh TRUST", *paragraphs(TRUST), ".Sh LOCKS", *paragraphs(LOCKS)]
-    lines += [".Sh CLOCKS", *paragraphs(CLOCKS)]
-    lines += [".Sh PAGE STATES", *tagged_list(STATES)]
-    lines += [".Sh ENVIRONMENT", *paragraphs(OPTION_VARIABLES)]
-    lines += [".Pp", "The settings:", *tagged_list(_variables(ctx))]
-    lines += [".Pp", "Further variables:", *tagged_list(ENVIRONMENT)]
-    lines += [
-        ".Sh FILES",
-        ".Bl -tag -width Ds",
-        ".It Pa ~/.config/hicachectl/config.toml",
-        "Named stores.",
-        ".El",
-        ".Pp",
-        *paragraphs(CONFIG),
-        *tagged_list(CONFIG_MEMBERS),
-        ".Bd -literal -offset indent",
-        *map(literal_line, CONFIG_EXAMPLE),
-        ".Ed",
-    ]
-    lines += [".Sh EXIT STATUS", *tagged_list(EXIT_STATUS)]
+    lines.append(".El")
+    for title, blocks in texts.items():
+        lines += [f".Sh {title}", *section_lines(blocks, {"variables": _variables(ctx)})]
     lines += [".Sh SEE ALSO", *_see_also("hicachectl")]
     return "\n".join(lines) + "\n"
 
@@ -163,7 +105,6 @@ def command_page(name: str) -> str:
         ".Xr hicachectl 1 .",
         *example_section(command.epilog or ""),
         *_background(name),
-        *(_profile_file() if name == "profile" else ()),
         ".Sh SEE ALSO",
         *_see_also(f"hicachectl-{name}"),
     ]
@@ -172,6 +113,7 @@ def command_page(name: str) -> str:
 
 def models_page() -> str:
     """Return the page with the answer to every architecture that SGLang registers."""
+    texts = prose("hicachectl-models")
     served = [name for name, x in ARCHITECTURES.items() if isinstance(x, Family)]
     drafts = {name for name in served if getattr(ARCHITECTURES[name], "draft_only", False)}
     refused: dict[str, list[str]] = {}
@@ -181,17 +123,17 @@ def models_page() -> str:
     lines = [
         *page_head("hicachectl-models", "model architectures that have a profile", section=7)[:-1],
         ".Sh DESCRIPTION",
-        *paragraphs(MODELS),
+        *section_lines(texts["DESCRIPTION"]),
         ".Sh TARGETS",
         *name_list(set(served) - drafts - UNVERIFIED),
         ".Sh UNVERIFIED TARGETS",
-        *paragraphs(UNVERIFIED_MODELS),
+        *section_lines(texts["UNVERIFIED TARGETS"]),
         *name_list(UNVERIFIED),
         ".Sh DRAFTS",
-        *sentence_lines("Configs of these architectures are for --draft-model-config."),
+        *section_lines(texts["DRAFTS"][:1]),
         *_drafts(drafts),
         ".Sh REFUSALS",
-        *sentence_lines("The message names the architecture, followed by the reason."),
+        *section_lines(texts["REFUSALS"]),
     ]
     for reason, names in refused.items():
         lines += [f".Ss {text_line(reason)}", *name_list(set(names))]
@@ -205,8 +147,10 @@ def _drafts(names: Set[str]) -> Iterator[str]:
     frozen = {name for name, family in families.items() if family.frozen_kv}
     own = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} | {DSPARK_V4}
     mtp = own & set(families)
-    for words, group in zip(DRAFT_FORMS, (mtp, set(families) - mtp - frozen, frozen), strict=True):
-        title, text = words
+    forms = prose("hicachectl-models")["DRAFTS"][1:]
+    for form, group in zip(forms, (mtp, set(families) - mtp - frozen, frozen), strict=True):
+        assert isinstance(form, Item)
+        title, text = form
         yield f".Ss {text_line(title)}"
         yield from sentence_lines(text)
         yield from name_list(group - UNVERIFIED_DRAFTS)
@@ -220,7 +164,7 @@ def findings_page() -> str:
     lines = [
         *page_head("hicachectl-findings", "meaning and remedy of findings", section=7)[:-1],
         ".Sh DESCRIPTION",
-        *paragraphs(FINDINGS),
+        *section_lines(prose("hicachectl-findings")["DESCRIPTION"]),
         ".Sh CODES",
     ]
     for code in codes():
@@ -237,18 +181,20 @@ def findings_page() -> str:
 
 def output_page() -> str:
     """Return the page with the members of every document and the metrics."""
+    texts = prose("hicachectl-output")
     lines = [
         *page_head("hicachectl-output", "members of JSON documents, and metrics", section=7)[:-1],
         ".Sh DESCRIPTION",
-        *paragraphs(DOCUMENT_MEMBERS),
+        *section_lines(texts["DESCRIPTION"]),
         ".Sh DOCUMENTS",
     ]
     for document in DOCUMENTS:
         lines += [f".Ss {escaped(document.title)}", *_document_text(document)]
         lines += _members(document.members)
-    lines += [".Ss profile", *sentence_lines(PROFILE_DOCUMENT)]
-    lines += [".Ss prewarm without stores", *sentence_lines(PLAN_ROWS), *_members(PLAN)]
-    lines += [".Sh METRICS", *paragraphs(METRICS_FILES)]
+    lines += [".Ss profile", *section_lines(texts["profile"])]
+    lines += [".Ss prewarm without stores", *section_lines(texts["prewarm without stores"])]
+    lines += _members(PLAN)
+    lines += [".Sh METRICS", *section_lines(texts["METRICS"])]
     for command, metrics in METRICS.items():
         lines += [f".Ss {command}", ".Bl -tag -width Ds"]
         for name, metric in metrics.items():
@@ -284,7 +230,7 @@ def _members(members: tuple[Member, ...]) -> Iterator[str]:
     yield ".El"
 
 
-def _variables(ctx: click.Context) -> list[tuple[str, str]]:
+def _variables(ctx: click.Context) -> list[Item]:
     """Return the variables of the sections of options."""
     found: dict[str, dict[str, None]] = {}
     for command in every_command(ctx):
@@ -294,8 +240,8 @@ def _variables(ctx: click.Context) -> list[tuple[str, str]]:
     elsewhere = {name for title, names in found.items() if title != OWN for name in names}
     others = [name for name in found.pop(OWN) if name not in elsewhere]
     return [
-        *((title, ", ".join(names)) for title, names in found.items() if names),
-        ("Others", ", ".join(others)),
+        *(Item(title, ", ".join(names)) for title, names in found.items() if names),
+        Item("Others", ", ".join(others)),
     ]
 
 
@@ -338,39 +284,10 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
 
 
 def _background(name: str) -> Iterator[str]:
-    for title, text in BACKGROUND.get(name, {}).items():
+    known = {"kinds": [Item(kind.name, kind.summary) for kind in kinds()]}
+    for title, blocks in prose(f"hicachectl-{name}").items():
         yield f".Sh {title}"
-        yield from help_text(text.strip("\n"))[1:]
-
-
-def _profile_file() -> list[str]:
-    return [
-        ".Sh PROFILE FILE",
-        *sentence_lines(
-            "A profile is TOML, or JSON with the same keys. It describes the whole model before "
-            "sharding. Leave out fields that do not apply."
-        ),
-        ".Bd -literal -offset indent",
-        *map(literal_line, PROFILE_EXAMPLE.splitlines()),
-        ".Ed",
-        ".Pp",
-        *sentence_lines(
-            "Further fields of the deployment: dcp (decode context parallel size), linear_tp (TP "
-            "size of the Mamba states; default: tp), tag (Mooncake's extra_backend_tag), "
-            "tp_lcm_size (Mooncake with split heads), hash_unit (token or bigram), weights and "
-            "draft_weights (see WEIGHTS), prefetch_threshold (tokens, as in the options of the "
-            "servers' storage backend; default: 256)."
-        ),
-        ".Pp",
-        "Fields of each kind of pool:",
-        *tagged_list(tuple((kind.name, kind.summary) for kind in kinds())),
-        ".Pp",
-        *sentence_lines(
-            "Each pool also takes packed_draft_layers, hit_policy (all_pages or trailing_pages), "
-            "trailing_pages and replicated. A profile with inferred = true states only the facts "
-            "seen in a store; commands that must interpret bytes refuse it."
-        ),
-    ]
+        yield from section_lines(blocks, known)
 
 
 def _see_also(page: str) -> list[str]:
