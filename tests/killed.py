@@ -167,7 +167,7 @@ class _Counter:
 
     def install(self) -> None:
         """Wrap the counted calls."""
-        write, pwrite, pwritev = os.write, os.pwrite, os.pwritev
+        write, pwrite, writev, pwritev = os.write, os.pwrite, os.writev, os.pwritev
         copy = os.copy_file_range
 
         def wrote(descriptor: int, data: Any) -> int:
@@ -176,6 +176,10 @@ class _Counter:
         def pwrote(descriptor: int, data: Any, offset: int) -> int:
             return self._written(len(data), lambda n: pwrite(descriptor, data[:n], offset))
 
+        def wrotev(descriptor: int, buffers: Sequence[Any]) -> int:
+            data = b"".join(buffers)
+            return self._written(len(data), lambda n: writev(descriptor, [data[:n]]))
+
         def pwrotev(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
             data = b"".join(buffers)
             return self._written(len(data), lambda n: pwritev(descriptor, [data[:n]], offset))
@@ -183,7 +187,8 @@ class _Counter:
         def copied(source: int, target: int, count: int, *offsets: int) -> int:
             return self._written(count, lambda n: copy(source, target, n, *offsets))
 
-        os.write, os.pwrite, os.pwritev = wrote, pwrote, pwrotev  # type: ignore[assignment]
+        os.write, os.pwrite = wrote, pwrote
+        os.writev, os.pwritev = wrotev, pwrotev  # type: ignore[assignment]
         os.copy_file_range = copied  # type: ignore[assignment]
         for name in ("fsync", "fdatasync"):
             setattr(os, name, self._stepped(getattr(os, name)))

@@ -38,8 +38,8 @@ def bounded(write):
     return bounded_write
 def bounded_vector(write):
     def bounded_write(descriptor, buffers, *place):
-        grant(descriptor, sum(len(buffer) for buffer in buffers))
-        return write(descriptor, buffers, *place)
+        data = memoryview(b"".join(buffers))
+        return write(descriptor, [data[: grant(descriptor, len(data))]], *place)
     return bounded_write
 def bounded_copy(copy):
     def bounded_copying(source, target, count, *places):

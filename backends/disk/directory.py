@@ -12,10 +12,8 @@ import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.durable import (
     CREATE_FILE,
-    UNSUPPORTED,
     is_named,
     new_file,
     sync_directory,
@@ -23,6 +21,13 @@ from hicachectl.backends.disk.durable import (
 )
 from hicachectl.backends.disk.durable import lock as lock_file
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.io import (
+    OPEN_DIRECTORY,
+    UNSUPPORTED,
+    entries_of,
+    read_up_to,
+    write_bytes,
+)
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.formats.errors import UnsupportedByBackend, UntrustedError
 
@@ -30,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_OPEN_NAMED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_OPEN_DIRECTORY = _OPEN_NAMED | os.O_NOFOLLOW
+_OPEN_ENTRY = OPEN_DIRECTORY | os.O_NOFOLLOW
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _CREATE_FILE = CREATE_FILE & ~os.O_WRONLY | os.O_RDWR
 _NO_LINKS = UNSUPPORTED | {errno.EXDEV, errno.EMLINK}
@@ -158,7 +162,7 @@ class Directory:
 
         trust: the store's; default: derived from the directory.
         """
-        descriptor = os.open(path, _OPEN_NAMED)
+        descriptor = os.open(path, OPEN_DIRECTORY)
         return cls(descriptor, path, trust or Trust(os.fstat(descriptor), writes=writes))
 
     @classmethod
@@ -207,15 +211,11 @@ class Directory:
 
     def entries(self) -> dict[str, os.stat_result]:
         """Return the stat of each entry, sorted by name, without checks."""
-        own = os.open(".", _OPEN_DIRECTORY, dir_fd=self.descriptor)  # a separate read position
         found = {}
-        try:
-            with os.scandir(own) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):
-                        found[entry.name] = entry.stat(follow_symlinks=False)
-        finally:
-            os.close(own)
+        with entries_of(self.descriptor) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    found[entry.name] = entry.stat(follow_symlinks=False)
         return dict(sorted(found.items()))
 
     def checked_entries(self) -> dict[str, os.stat_result]:
@@ -256,7 +256,7 @@ class Directory:
 
     def directory(self, name: str, *, any_owner: bool = False) -> Directory:
         """Open a sub-directory. any_owner: its owner need not be trusted."""
-        descriptor = self._open(name, _OPEN_DIRECTORY)
+        descriptor = self._open(name, _OPEN_ENTRY)
         try:
             self.check(name, os.fstat(descriptor), any_owner=any_owner)
             return Directory(descriptor, self._spell(name), self.trust)
@@ -268,11 +268,7 @@ class Directory:
         """Read at most `most` bytes of a regular file."""
         descriptor = self.open_file(name)
         try:
-            parts = []
-            while most > 0 and (part := os.read(descriptor, min(most, 1 << 20))):
-                parts.append(part)
-                most -= len(part)
-            return b"".join(parts)
+            return read_up_to(descriptor, most)
         finally:
             os.close(descriptor)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from hicachectl.backends.disk.io import LIBC, OPEN_DIRECTORY, UNSUPPORTED
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
@@ -23,16 +24,12 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Errors of a call that the file system lacks, or refuses for these files.
-UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 STDOUT = Path("/dev/stdout")
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # NFS locks only files that are open for writing (EBADF); a directory cannot be.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100  # instead of a descriptor: the name is a path
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 # names
@@ -50,7 +47,7 @@ def sync_directory(directory: int) -> None:
 def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> None:
     """Make one name durable by syncing its directory. Raises OSError."""
     parent = os.path.dirname(path) or "."  # noqa: PTH120 - keeps names that are not UTF-8
-    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    descriptor = os.open(parent, OPEN_DIRECTORY, dir_fd=directory)
     try:
         sync_directory(descriptor)
     finally:
@@ -59,9 +56,9 @@ def sync_name(path: str | os.PathLike[str], directory: int | None = None) -> Non
 
 def sync_file_system(directory: int) -> bool:
     """Make all files of a directory's file system durable; return False if syncfs is missing."""
-    if not hasattr(_LIBC, "syncfs"):
+    if not hasattr(LIBC, "syncfs"):
         return False
-    if not _LIBC.syncfs(directory):
+    if not LIBC.syncfs(directory):
         return True
     number = ctypes.get_errno()
     if number == errno.ENOSYS:  # in some sandboxes
@@ -94,10 +91,10 @@ def rename_noreplace(source: int | None, old: bytes, target: int | None, new: by
     source, target: descriptors of directories; None if the name is a path. Raises OSError, and
     FileExistsError if `new` exists.
     """
-    if not hasattr(_LIBC, "renameat2"):
+    if not hasattr(LIBC, "renameat2"):
         return False
     here, there = (_AT_FDCWD if one is None else one for one in (source, target))
-    if not _LIBC.renameat2(here, old, there, new, _RENAME_NOREPLACE):
+    if not LIBC.renameat2(here, old, there, new, _RENAME_NOREPLACE):
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:

@@ -1,4 +1,4 @@
-"""Files as objects: allowed names, versions, and read-ahead.
+"""Files as objects: allowed names, and versions.
 
 File names are bytes and need not be text.
 """
@@ -6,14 +6,13 @@ File names are bytes and need not be text.
 from __future__ import annotations
 
 import errno
-import os
 import struct
+from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.durable import UNSUPPORTED
+if TYPE_CHECKING:
+    import os
 
 OWN_PREFIX = b".hicachectl"
-# Errors if the file system itself is unreachable: no answer about any file is valid.
-LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 VERSION = struct.Struct("<QqqQ")  # inode, mtime and ctime in ns, size
 _EARLIEST_NS, _LATEST_NS = -(1 << 63), (1 << 63) - 1
 
@@ -62,16 +61,3 @@ def version_fields(facts: os.stat_result) -> tuple[int, int, int, int]:
     """Return the fields of `VERSION` for a file."""
     times = storable_ns(facts.st_mtime_ns), storable_ns(facts.st_ctime_ns)
     return facts.st_ino, *times, facts.st_size
-
-
-def read_ahead(descriptor: int, nbytes: int) -> None:
-    """Start reading a file unless its last 4 KiB, and so usually the whole file, are in memory.
-
-    The test takes 1 us. The advice to the system takes 60 us for 4.5 MB already in memory.
-    """
-    try:
-        os.preadv(descriptor, (bytearray(1),), max(0, nbytes - 1), os.RWF_NOWAIT)
-    except OSError as error:
-        if error.errno not in {errno.EAGAIN, *UNSUPPORTED}:
-            raise
-        os.posix_fadvise(descriptor, 0, nbytes, os.POSIX_FADV_WILLNEED)

@@ -27,6 +27,12 @@ def locks_reach_all_hosts(descriptor: int) -> bool:
     return mount is None or lock_reach(*mount)
 
 
+def is_on_fuse(descriptor: int) -> bool:
+    """Return whether a program serves the file system of an open file."""
+    mount = _mount_of(descriptor)
+    return mount is not None and mount[0].startswith("fuse")
+
+
 def lock_reach(kind: str, options: str) -> bool:
     """Return whether flock reaches all hosts, by a mount's type and file system options."""
     if kind.partition(".")[0] in _LOCAL_LOCKS:  # fuse.NAME; but fuseblk is a local disk

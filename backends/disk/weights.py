@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.backends.disk.io import read_up_to
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.weights import (
@@ -141,13 +142,10 @@ def _read_group(task: tuple[Path, tuple[Range, ...]]) -> bytes:
 
 
 def _read(file: int, path: Path, offset: int, nbytes: int) -> bytes:
-    parts = []
-    while nbytes > 0:
-        if not (part := os.pread(file, nbytes, offset)):
-            raise FormatError(f"{path}: became shorter while it was read; try again")
-        parts.append(part)
-        offset, nbytes = offset + len(part), nbytes - len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    data = read_up_to(file, nbytes, offset)
+    if len(data) < nbytes:
+        raise FormatError(f"{path}: became shorter while it was read; try again")
+    return data
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.durable import is_named, make_directories
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.io import OPEN_DIRECTORY, entries_of
 from hicachectl.backends.object_files.tree import (
     FOLDER_NAMES,
     SIDE_DIRECTORY,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 FOLDERS_FILE = "folders"
 _FORM = b"hex2\n"  # content of FOLDERS_FILE
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OWN_TEMPORARY = OWN_PREFIX + b"-"
 _OBJECT = re.compile(r"[0-9a-f]{64}[._]")
 
@@ -65,7 +65,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
         Raises OSError, UntrustedError for a mark that is not trusted, FormatError for an unknown
         one.
         """
-        return cls.within(path, os.open(path, _OPEN))
+        return cls.within(path, os.open(path, OPEN_DIRECTORY))
 
     @classmethod
     def within(cls, path: str, descriptor: int) -> Self:
@@ -89,7 +89,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
         new = make_directories(path)
         if made is not None:
             made.extend(new)
-        descriptor = os.open(path, _OPEN)
+        descriptor = os.open(path, OPEN_DIRECTORY)
         try:
             return cls(path, descriptor, folders=_settle(path, descriptor, folders))
         except BaseException:
@@ -156,7 +156,7 @@ class ObjectDirectory(FolderedDirectory, ObjectTree):
         """
         if makes:
             make_directories(self.path)
-        opened = os.open(self.path, _OPEN)
+        opened = os.open(self.path, OPEN_DIRECTORY)
         try:
             folders = _settle(self.path, opened, self.folders if makes else None)
             with self._opening:
@@ -229,9 +229,5 @@ def mark_folders(side: Directory) -> None:
 
 
 def _has_flat_objects(descriptor: int) -> bool:
-    own = os.open(".", _OPEN, dir_fd=descriptor)
-    try:
-        with os.scandir(own) as entries:
-            return any(_OBJECT.match(entry.name) for entry in entries)
-    finally:
-        os.close(own)
+    with entries_of(descriptor) as entries:
+        return any(_OBJECT.match(entry.name) for entry in entries)

@@ -21,6 +21,7 @@ from hicachectl.backends.base import Result, Rows, Status, keys_of
 from hicachectl.backends.capabilities import SideFiles, Trailed
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.files import check_key
+from hicachectl.backends.disk.io import OPEN_DIRECTORY
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.object_files.faults import unavailable
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.marker import Marker
 
 FOLDERS = "hex2"  # value of the parameter "folders" of a URL
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class FileStore(ObjectFiles, SideFiles, Trailed):
@@ -56,7 +56,7 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
         path = os.path.abspath(path)  # noqa: PTH100 - keeps names that are not UTF-8
         self._mark_problem = ""  # why the mark of folders is left alone
         try:
-            objects = objects or self._opened(path, os.open(path, _OPEN_DIRECTORY))
+            objects = objects or self._opened(path, os.open(path, OPEN_DIRECTORY))
         except OSError as error:
             raise unavailable(path, error) from error
         super().__init__(objects, path, str(StoreUrl("file", path)))

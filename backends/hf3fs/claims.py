@@ -12,6 +12,7 @@ import stat
 from contextlib import suppress
 
 from hicachectl.backends.disk.durable import new_file
+from hicachectl.backends.disk.io import write_all
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed
 
@@ -48,7 +49,7 @@ def _claim(path: str, tag: str) -> None:
     if os.path.lexists(path):
         return
     with suppress(FileExistsError), new_file(path, _MODE, replaces=False) as descriptor:
-        os.write(descriptor, tag.encode())
+        write_all(descriptor, (tag.encode(),))
 
 
 def _read(path: str) -> str | None:

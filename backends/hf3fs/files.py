@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.formats.wording import failed
+from hicachectl.backends.disk.io import fill, is_in_memory, raise_lost, write_all
+from hicachectl.backends.disk.mounts import is_on_fuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 
     Run = tuple[int, int]  # adjacent pages: first index, and the index after the last
 
-# Errors that concern the whole file system, not one page.
-LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
+CHECK_3FS_MOUNT = "check that 3FS is mounted"
 
 _BLOCK = mmap.PAGESIZE  # O_DIRECT needs multiples of this
 _RUN_PAGES = 256  # below IOV_MAX
@@ -117,8 +115,9 @@ class DataFiles:
                 self._not_direct.add(path)  # O_DIRECT can open this file, but not read it
                 return self.read(path, pages, memory)
         else:
-            if not _is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
-                source.expect(runs, positions)
+            with suppress(OSError):  # the read reports the error
+                if not is_in_memory(source.descriptor, positions[-1] + pages.nbytes - 1):
+                    source.expect(runs, positions)
             counts[order] = source.read(runs, positions, views)
         return counts
 
@@ -126,7 +125,7 @@ class DataFiles:
         """Return whether a byte is in the page cache; True if reads bypass it."""
         with suppress(OSError):  # the read reports the error
             if not self._reads_past_cache(path):
-                return _is_in_memory(self._descriptor(path, os.O_RDONLY), position)
+                return is_in_memory(self._descriptor(path, os.O_RDONLY), position)
         return True
 
     def expect(self, path: str, positions: IntArray, nbytes: int) -> None:
@@ -141,9 +140,7 @@ class DataFiles:
         descriptor = self._descriptor(path, os.O_RDWR)
         if position + len(page) > os.fstat(descriptor).st_size:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        done = 0
-        while done < len(page):
-            done += os.pwrite(descriptor, page[done:], position + done)
+        write_all(descriptor, (page,), position)
 
     def sync(self, path: str) -> None:
         """Make writes durable, and visible to readers that bypass the page cache."""
@@ -189,7 +186,7 @@ class DataFiles:
         if self._direct is not None:
             return self._direct
         if path not in self._past_cache:
-            self._past_cache[path] = _is_on_fuse(self._descriptor(path, os.O_RDONLY))
+            self._past_cache[path] = is_on_fuse(self._descriptor(path, os.O_RDONLY))
         return self._past_cache[path]
 
     def _waiters(self) -> ThreadPoolExecutor:
@@ -224,10 +221,9 @@ class _Source:
     direct: bool = False
 
     def expect(self, runs: Sequence[Run], positions: Sequence[int]) -> None:
-        with suppress(OSError):
-            for first, end in runs:
-                nbytes = (end - first) * self.nbytes
-                os.posix_fadvise(self.descriptor, positions[first], nbytes, os.POSIX_FADV_WILLNEED)
+        for first, end in runs:
+            nbytes = (end - first) * self.nbytes
+            os.posix_fadvise(self.descriptor, positions[first], nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(
         self, runs: Sequence[Run], positions: Sequence[int], views: Sequence[memoryview]
@@ -250,18 +246,11 @@ class _Source:
         return [self._read_one(*page) for page in zip(positions, views, strict=True)]
 
     def _read_one(self, position: int, view: memoryview) -> int:
-        done = 0
         try:
-            while done < len(view):
-                count = os.preadv(self.descriptor, (view[done:],), position + done)
-                if not count:
-                    break
-                done += count
+            return fill(self.descriptor, (view,), position)
         except OSError as error:
             _raise_lost(self.path, error)
-            # EINVAL: O_DIRECT at the end of a file whose size is not a multiple of a block.
-            return done if done and error.errno == errno.EINVAL else -(error.errno or errno.EIO)
-        return done
+            return -(error.errno or errno.EIO)
 
     def _drop_cache(self, position: int, nbytes: int) -> None:
         """Drop bytes from the page cache; bytes not yet on disk stay."""
@@ -287,27 +276,5 @@ def _runs(positions: IntArray, nbytes: int) -> list[Run]:
     ]
 
 
-def _is_in_memory(descriptor: int, position: int) -> bool:
-    """Return whether a byte of a file is in the page cache; True if unknown."""
-    try:
-        os.preadv(descriptor, (bytearray(1),), position, os.RWF_NOWAIT)
-    except OSError as error:
-        return error.errno != errno.EAGAIN
-    return True
-
-
 def _raise_lost(path: str, error: OSError) -> None:
-    if error.errno in LOST:
-        message = failed(path, "access the data file", error, "check that 3FS is mounted")
-        raise StoreUnavailable(message) from error
-
-
-def _is_on_fuse(descriptor: int) -> bool:
-    device = os.fstat(descriptor).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            fields, _, rest = line.partition(" - ")
-            if fields.split()[2] == number:
-                return rest.startswith("fuse")
-    return False
+    raise_lost(error, path, "access the data file", CHECK_3FS_MOUNT)

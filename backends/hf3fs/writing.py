@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import Result, Status
-from hicachectl.backends.hf3fs.files import LOST
+from hicachectl.backends.disk.io import raise_lost
+from hicachectl.backends.hf3fs.files import CHECK_3FS_MOUNT
 from hicachectl.formats.errors import HicacheError, StoreUnavailable
-from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -204,11 +204,7 @@ class _Reservation:
         return written
 
     def _message(self, error: OSError) -> str:
-        if error.errno in LOST:
-            next_step = "check that 3FS is mounted"
-            raise StoreUnavailable(
-                failed(self.batch.path, "write the data file", error, next_step)
-            ) from error
+        raise_lost(error, self.batch.path, "write the data file", CHECK_3FS_MOUNT)
         words = {errno.EFBIG: _NO_ROOM, errno.ENOENT: "no such data file"}
         return f"{self.batch.path}: cannot write: {words.get(error.errno or 0, error.strerror)}"
 

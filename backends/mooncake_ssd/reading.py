@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import ReadResult, Status, keys_of
-from hicachectl.backends.disk.files import LOST, storable_ns
-from hicachectl.formats.errors import StoreUnavailable, UntrustedError
+from hicachectl.backends.disk.files import storable_ns
+from hicachectl.backends.disk.io import fill, raise_lost
+from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.mooncake_ssd import has_crc, record_problem
 from hicachectl.formats.wording import failed
 
@@ -85,7 +86,7 @@ class Reading:
             return
         head = bytearray(value - start)
         target = self._memory[self._offsets[at] : self._offsets[at] + size]
-        if not (_fill(descriptor, memoryview(head), start) and _fill(descriptor, target, value)):
+        if fill(descriptor, (memoryview(head), target), start) < value + size - start:
             self._report(at, Status.ERROR, f"{file.path} ends before byte {value + size}")
             return
         self._statuses[at] = Status.OK
@@ -103,12 +104,11 @@ class Reading:
             self._report(at, status, f"{file.path}: the object at byte {start} {problem}")
 
     def _fail(self, at: int, file: DataFile, error: OSError | UntrustedError) -> None:
-        if isinstance(error, OSError) and error.errno in LOST:
-            raise StoreUnavailable(
-                failed(file.path, "read", error, "check that the file system is mounted")
-            ) from error
-        said = str(error) if isinstance(error, UntrustedError) else failed(file.path, "read", error)
-        self._report(at, Status.ERROR, said)
+        if isinstance(error, UntrustedError):
+            self._report(at, Status.ERROR, str(error))
+            return
+        raise_lost(error, file.path, "read")
+        self._report(at, Status.ERROR, failed(file.path, "read", error))
 
     def _report(self, at: int, status: Status, problem: str) -> None:
         self._statuses[at] = status
@@ -118,14 +118,3 @@ class Reading:
 def _differ(now: os.stat_result, listed: os.stat_result) -> bool:
     """Return whether a file was replaced or written to after the listing."""
     return (now.st_ino, now.st_mtime_ns) != (listed.st_ino, listed.st_mtime_ns)
-
-
-def _fill(descriptor: int, target: memoryview, offset: int) -> bool:
-    """Fill the target from an offset on; return False if the file ends before."""
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, (target[done:],), offset + done)
-        if not count:
-            return False
-        done += count
-    return True

@@ -17,6 +17,7 @@ import numpy as np
 
 from hicachectl.backends.disk.durable import make_directories
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.io import OPEN_DIRECTORY
 from hicachectl.backends.object_files.listing import (
     LeftOut,
     SkippedEntries,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.disk.directory import Directory
 
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # The last four digits of a temporary file's name are its directory and folder.
 _TEMPORARY = re.compile(re.escape(OWN_PREFIX) + rb"-[0-9a-f]{28}([0-9a-f]{2})([0-9a-f]{2})\.tmp")
 _SAMPLE = 64  # objects; by chance, all lie in one of two directories once in 2**63 stores
@@ -86,7 +86,7 @@ class NixlDisks(ObjectTree):
             for path in paths:
                 if made is not None:
                     made[:0] = make_directories(path)
-                disks.append(FolderedDirectory(path, os.open(path, _OPEN)))
+                disks.append(FolderedDirectory(path, os.open(path, OPEN_DIRECTORY)))
                 opened.callback(disks[-1].close)
             facts = [os.fstat(disk.descriptor) for disk in disks]
             if len({(one.st_dev, one.st_ino) for one in facts}) < len(disks):

@@ -8,8 +8,8 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
-from hicachectl.backends.disk.copying import WRITE_BYTES, copy_bytes
 from hicachectl.backends.disk.files import check_key
+from hicachectl.backends.disk.io import chunks, copy_bytes, write_all
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.reading import open_file
 from hicachectl.backends.object_files.trailers import Verdict, split_key, trailer_in
@@ -49,14 +49,8 @@ class _Object(NamedTuple):
     source: int
 
     def bytes(self) -> Iterator[memoryview]:
-        """Yield the object's bytes. Raises EOFError if there are fewer."""
-        buffer, done = memoryview(bytearray(min(WRITE_BYTES, self.nbytes))), 0
-        while done < self.nbytes:
-            count = os.preadv(self.source, (buffer[: self.nbytes - done],), done)
-            if not count:
-                raise EOFError
-            yield buffer[:count]
-            done += count
+        """Return `chunks` of the object."""
+        return chunks(self.source, self.nbytes)
 
 
 class FileCopier:
@@ -144,7 +138,7 @@ class FileCopier:
                     give_file(copy, before.st_uid, before.st_gid, mode=before.st_mode)
                 copy_bytes(one.source, one.nbytes, copy)
                 if tail:
-                    os.pwrite(copy, tail, one.nbytes)
+                    write_all(copy, (tail,), one.nbytes)
 
             nbytes = one.nbytes + len(tail or b"")
             file = self._writer.write_temporary(one.new_key, fill, mtime_ns, new, nbytes=nbytes)

@@ -7,8 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.disk.durable import NO_ROOM
-from hicachectl.backends.disk.files import LOST
+from hicachectl.backends.disk.io import CHECK_MOUNT, NO_ROOM, raise_lost
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError
 from hicachectl.formats.wording import failed, reason_of
 
@@ -23,6 +22,7 @@ _WORDS = {
     errno.ENXIO: "not a regular file",  # also from opening a socket
     errno.ENAMETOOLONG: "the key is too long for a file name",
 }
+_ACTION = "use the store"
 _NEXT_STEPS = {
     errno.ENOENT: "check the path, or create the directory",
     errno.ENOTDIR: "give the directory with the objects",
@@ -32,8 +32,8 @@ _NEXT_STEPS = {
 
 def unavailable(path: str, error: OSError) -> StoreUnavailable:
     """Return the exception for a store whose directory cannot be used."""
-    next_step = _NEXT_STEPS.get(error.errno or 0, "check that the file system is mounted")
-    return StoreUnavailable(failed(path, "use the store", error, next_step))
+    next_step = _NEXT_STEPS.get(error.errno or 0, CHECK_MOUNT)
+    return StoreUnavailable(failed(path, _ACTION, error, next_step))
 
 
 def not_writable(path: str, error: OSError) -> StoreUnavailable:
@@ -56,7 +56,8 @@ class Faults:
         if isinstance(error, UntrustedError):  # its folder is a link, or a stranger's
             errors[index] = str(error)
             return Status.ERROR
-        if error.errno in LOST or self._removed(error):
+        raise_lost(error, self._objects.path, _ACTION)
+        if self._removed(error):
             raise self.unavailable(error) from error
         if error.errno == errno.ENOENT:
             return Status.GONE

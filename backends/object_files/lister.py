@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from hicachectl.backends.base import keys_of, scan_schema
 from hicachectl.backends.capabilities import Loss
-from hicachectl.backends.disk.files import LOST, check_key, is_file_name
+from hicachectl.backends.disk.files import check_key, is_file_name
+from hicachectl.backends.disk.io import raise_lost
 from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.listing import LeftOut, ask_each, scan_places
@@ -159,7 +160,6 @@ class FileLister:
         except UntrustedError:
             return False
         except OSError as error:
-            if error.errno in LOST:
-                raise unavailable(self._objects.path, error) from error
+            raise_lost(error, self._objects.path, "use the store")
             return False
         return stat.S_ISREG(facts.st_mode) and not (epochs and epochs.stale(key, facts))

@@ -19,7 +19,8 @@ from pyarrow.fs import FileType, LocalFileSystem
 
 from hicachectl.backends.base import scan_batch
 from hicachectl.backends.disk.durable import is_named
-from hicachectl.backends.disk.files import LOST, storable_ns, version_of
+from hicachectl.backends.disk.files import storable_ns, version_of
+from hicachectl.backends.disk.io import LOST, entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -119,19 +120,14 @@ def names_in(directory: int, left_out: SkippedEntries) -> Iterator[list[str]]:
             left_out.add(entry.name)
         return False
 
-    # Concurrent scans must not share a read position.
-    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-    try:
-        with os.scandir(own) as entries:
-            names = (
-                entry.name
-                for entry in entries
-                if entry.is_file(follow_symlinks=False) or leave_out(entry)
-            )
-            while chunk := list(islice(names, SCAN_ROWS)):
-                yield chunk
-    finally:
-        os.close(own)
+    with entries_of(directory) as entries:
+        names = (
+            entry.name
+            for entry in entries
+            if entry.is_file(follow_symlinks=False) or leave_out(entry)
+        )
+        while chunk := list(islice(names, SCAN_ROWS)):
+            yield chunk
 
 
 def batch_reader(

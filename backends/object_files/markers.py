@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.disk.io import entries_of
 from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.marker import MAX_MARKER_BYTES, Marker, dump_marker, parse_marker
@@ -54,12 +54,8 @@ def read_markers(directory: Directory) -> list[Marker]:
 
 
 def _names(markers: Directory) -> list[str]:
-    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=markers.descriptor)
-    try:
-        with os.scandir(own) as entries:
-            names = [entry.name for entry in islice(entries, MAX_MARKERS + 1)]
-    finally:
-        os.close(own)
+    with entries_of(markers.descriptor) as entries:
+        names = [entry.name for entry in islice(entries, MAX_MARKERS + 1)]
     if len(names) > MAX_MARKERS:
         raise FormatError(
             f"{markers.path}: has more than {MAX_MARKERS} files; remove those of identities that "

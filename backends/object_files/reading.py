@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from hicachectl.backends.base import ReadResult, Rows, Status, keys_of
 from hicachectl.backends.capabilities import trailer_schema
-from hicachectl.backends.disk.files import VERSION, are_plain, check_key, read_ahead, version_fields
+from hicachectl.backends.disk.files import VERSION, are_plain, check_key, version_fields
+from hicachectl.backends.disk.io import fill, read_ahead
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
 from hicachectl.backends.object_files.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
@@ -60,31 +61,14 @@ def read_file(
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.ENXIO, "")
         if size == len(target):
-            return _fill(descriptor, target) if size else 0, facts, None
+            return fill(descriptor, (target,)), facts, None
         if size != len(target) + TRAILER_BYTES:
             return size, facts, None
         tail = bytearray(TRAILER_BYTES)
-        done = os.preadv(descriptor, (target, tail), 0)
-        if 0 < done < size:
-            if done < len(target):
-                done += _fill(descriptor, target[done:], done)
-            if done >= len(target):
-                place = done - len(target)
-                done += _fill(descriptor, memoryview(tail)[place:], done)
+        done = fill(descriptor, (target, memoryview(tail)))
         return done, facts, tail if done == size else None
     finally:
         os.close(descriptor)
-
-
-def _fill(descriptor: int, target: memoryview, offset: int = 0) -> int:
-    """Fill the target from an offset on; return the bytes read, fewer at the file's end."""
-    done = os.preadv(descriptor, (target,), offset)
-    while 0 < done < len(target):
-        count = os.preadv(descriptor, (target[done:],), offset + done)
-        if not count:  # truncated since it was opened
-            break
-        done += count
-    return done
 
 
 class FileReader:

@@ -34,8 +34,9 @@ from hicachectl.backends.capabilities import (
     Touch,
 )
 from hicachectl.backends.disk.clock import file_system_ns
-from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, sync_directory
+from hicachectl.backends.disk.durable import CREATE_FILE, sync_directory
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key
+from hicachectl.backends.disk.io import NO_ROOM, OPEN_DIRECTORY
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
 from hicachectl.backends.object_files.faults import Faults, not_writable, unavailable
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ObjectFiles(
@@ -181,7 +181,7 @@ class ObjectFiles(
         limit = self._writer.limit(permissions)
         for directory in self._made if listing else ():
             try:
-                descriptor = os.open(directory, _OPEN_DIRECTORY | os.O_NOFOLLOW)
+                descriptor = os.open(directory, OPEN_DIRECTORY | os.O_NOFOLLOW)
                 try:
                     facts = os.fstat(descriptor)
                     mode = stat.S_IMODE(facts.st_mode)

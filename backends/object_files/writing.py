@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
-from hicachectl.backends.disk.copying import write_bytes
-from hicachectl.backends.disk.durable import CREATE_FILE, NO_ROOM, move_noreplace
+from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
 from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key, version_of
+from hicachectl.backends.disk.io import NO_ROOM, write_all, write_bytes
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.cleared import Epochs
 from hicachectl.backends.object_files.faults import not_writable
@@ -157,7 +157,7 @@ class FileWriter:
             def fill(descriptor: int) -> None:
                 write_bytes(value, descriptor)
                 if tail:
-                    write_bytes(memoryview(tail), descriptor)
+                    write_all(descriptor, (tail,))
 
             nbytes = size + len(tail or b"")
             return self.write_temporary(keys[index], fill, times[index], nbytes=nbytes)

@@ -17,6 +17,7 @@ import pyarrow as pa
 from blake3 import blake3
 
 from hicachectl.backends.disk.durable import is_named, lock
+from hicachectl.backends.disk.io import fill, write_all
 from hicachectl.backends.urls import is_pack_path
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.formats.pack.index import ENTRIES, read_index, write_index
@@ -43,7 +44,6 @@ from hicachectl.formats.wording import failed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.formats.pack.planes import Plane
 
 _CHUNK = 1 << 20
 _GIVE_PACK = "give a pack file"
@@ -200,16 +200,8 @@ def lock_pack(descriptor: int, path: str) -> None:
 
 def read_exactly(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fill buffers from an offset of the file. Raises OSError, FormatError if it ends early."""
-    left = [buffer for buffer in buffers if len(buffer)]
-    while left:
-        count = os.preadv(descriptor, left, offset)
-        if not count:
-            raise FormatError("the file ends within a record")
-        offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left:
-            left[0] = left[0][count:]
+    if fill(descriptor, buffers, offset) < sum(map(len, buffers)):
+        raise FormatError("the file ends within a record")
 
 
 def load_pack(descriptor: int, path: str) -> PackContents:
@@ -386,19 +378,6 @@ def _cut(content: memoryview, lengths: Sequence[int]) -> Iterator[memoryview]:
         start += length
 
 
-def write_fully(descriptor: int, buffers: Sequence[Plane], offset: int) -> int:
-    """Write consecutive buffers at an offset; return the end offset. Raises OSError."""
-    left = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    while left:
-        count = os.pwritev(descriptor, left, offset)
-        offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left:
-            left[0] = left[0][count:]
-    return offset
-
-
 def plain_record(kind: Kind, content: bytes) -> Record:
     """Return the record of an index or of metadata."""
     return Record(
@@ -419,9 +398,9 @@ def append_index(
     """
     content = write_index(entries, metadata)
     record = plain_record(Kind.INDEX, content)
-    end = write_fully(descriptor, [build_record(record, pack_id), content], at)
+    end = at + write_all(descriptor, [build_record(record, pack_id), content], at)
     os.ftruncate(descriptor, end)
     os.fdatasync(descriptor)
-    end = write_fully(descriptor, [build_trailer(at, record.length, pack_id)], end)
+    end += write_all(descriptor, [build_trailer(at, record.length, pack_id)], end)
     os.fdatasync(descriptor)
     return end

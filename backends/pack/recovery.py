@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import move_noreplace, sync_name
+from hicachectl.backends.disk.io import CHECK_MOUNT, write_all
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     ObjectReader,
@@ -23,7 +24,6 @@ from hicachectl.backends.pack.file import (
     read_header,
     read_metadata,
     read_record,
-    write_fully,
 )
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.formats.pack.index import column_of, read_index
@@ -278,7 +278,7 @@ def _write_copy(
         content = build_metadata(found.metadata)
         record = plain_record(Kind.METADATA, content)
         head = [build_header(found.pack_id), build_record(record, found.pack_id), content]
-        at = write_fully(target, head, 0)
+        at = write_all(target, head, 0)
         moved = []
         for offset, length in zip(
             column_of(entries, "offset").tolist(),
@@ -328,10 +328,9 @@ def _copy_bytes(source: int, path: str, offset: int, length: int, target: int, a
         try:
             data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
         except OSError as error:
-            next_step = "check that the file system is mounted"
-            raise StoreUnavailable(failed(path, "read the pack", error, next_step)) from error
+            raise StoreUnavailable(failed(path, "read the pack", error, CHECK_MOUNT)) from error
         if not data:
             raise FormatError(f"{path}: became shorter while it was read; run again")
-        at = write_fully(target, [data], at)
+        at += write_all(target, [data], at)
         offset += len(data)
     return at

@@ -6,7 +6,6 @@ being written has no valid end: only its writer, which holds a lock, can read it
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -29,6 +28,7 @@ from hicachectl.backends.base import (
     scan_schema,
 )
 from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
+from hicachectl.backends.disk.io import raise_lost
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.pack.file import (
     ObjectReader,
@@ -41,7 +41,6 @@ from hicachectl.backends.pack.writer import PackWriter, free_bytes
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.errors import (
     FormatError,
-    StoreUnavailable,
     UnsupportedByBackend,
     UsageError,
 )
@@ -49,7 +48,7 @@ from hicachectl.formats.keys.base import codec_for
 from hicachectl.formats.pack.index import column_of
 from hicachectl.formats.pack.records import DIGEST_BYTES, RECORD_BYTES
 from hicachectl.formats.profile import dump_profile, parse_profile, stored_profile
-from hicachectl.formats.wording import failed, reason_of
+from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator
@@ -60,8 +59,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 SCAN_ROWS = 16384
-# As `disk.files.LOST`: the file system itself is unreachable.
-_LOST = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.EHOSTDOWN})
 
 
 class _Listed:
@@ -394,10 +391,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         """Return the error of one object. Raises StoreUnavailable if the file system is lost."""
         if isinstance(error, FormatError):
             return f"damaged: {error} (offset {place.offset})"
-        if error.errno in _LOST:
-            raise StoreUnavailable(
-                failed(self.path, "read the pack", error, "check that the file system is mounted")
-            ) from error
+        raise_lost(error, self.path, "read the pack")
         return reason_of(error)
 
     def _check_keys_parameter(self, url: StoreUrl) -> None:

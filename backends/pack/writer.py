@@ -18,7 +18,8 @@ from msgspec.structs import replace
 
 from hicachectl import __version__
 from hicachectl.backends.base import Status, StatusArray
-from hicachectl.backends.disk.durable import NO_ROOM, sync_name
+from hicachectl.backends.disk.durable import sync_name
+from hicachectl.backends.disk.io import NO_ROOM, write_all
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     PackEntries,
@@ -28,7 +29,6 @@ from hicachectl.backends.pack.file import (
     lock_pack,
     open_pack,
     plain_record,
-    write_fully,
 )
 from hicachectl.backends.pack.recovery import walk
 from hicachectl.formats.errors import (
@@ -386,7 +386,7 @@ class PackWriter:
         """Append all buffers or none."""
         self._is_valid = False
         try:
-            self._end = write_fully(self.descriptor, buffers, self._end)
+            self._end += write_all(self.descriptor, buffers, self._end)
         except OSError:
             with suppress(OSError):  # the next write starts at the same offset
                 os.ftruncate(self.descriptor, self._end)

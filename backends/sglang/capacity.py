@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from hicachectl.backends.disk.io import LIBC
 from hicachectl.backends.disk.mounts import locks_reach_all_hosts
 from hicachectl.backends.object_files.epochs import EpochReader
 from hicachectl.backends.sglang.evictor import Evictor
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 _ROOM_SHARE = 1024  # one share of max_size is taken from the ledger at a time
 _PROBED_EVERY_S, _PROBED_EVERY_BYTES = 1.0, 64 << 20
 _CLOSE_WAIT_S = 0.1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_SYMLINK_NOFOLLOW = 0x100
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 # Two timespecs: the atime becomes the file system's present time, the mtime stays.
@@ -147,7 +147,7 @@ class Capacity:
         """
         try:
             here, name = self._directory.place(key)
-            if _LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
+            if LIBC.utimensat(here, name, _ATIME_ONLY, _AT_SYMLINK_NOFOLLOW):
                 # Another user's file cannot be marked.
                 os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
@@ -168,7 +168,7 @@ class Capacity:
         epoch = self.epoch(suffix)
         epoch.look()
         if not epoch.stale(facts):
-            _LIBC.futimens(descriptor, _ATIME_ONLY)
+            LIBC.futimens(descriptor, _ATIME_ONLY)
 
     def epoch(self, suffix: bytes) -> EpochReader:
         """Return the epoch of a suffix."""

@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.directory import Directory, Trust
-from hicachectl.backends.disk.durable import NO_ROOM
+from hicachectl.backends.disk.io import NO_ROOM
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.backends.object_files.markers import write_marker

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from hicachectl.backends.disk.io import fill, write_all
 from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.object_files.removing import remove_seen
 from hicachectl.formats.errors import FormatError
@@ -43,7 +44,6 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FI
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666
-_MOST_PIECES = 1024  # IOV_MAX on Linux
 _PROCESS_BYTES = 4  # of the 12 in a token
 _TOUCHED_EVERY_NS = 3600 * 10**9
 _MOST_IN_USE = 1 << 15  # pages
@@ -309,7 +309,7 @@ class PageFiles:
         try:
             try:
                 call.check()
-                _write_all(descriptor, [*views, memoryview(trailer)], self._whole)
+                write_all(descriptor, [*views, trailer])
             finally:
                 os.close(descriptor)
             if self._digest(views, call) != digest:
@@ -372,32 +372,9 @@ class PageFiles:
 
 def _is_filled(descriptor: int, memory: memoryview) -> bool:
     """Read a file's start; return whether it has as many bytes, and all of them can be read."""
-    done = 0
     try:
-        while done < len(memory):
-            read = os.preadv(descriptor, (memory[done:] if done else memory,), done)
-            if not read:
-                return False
-            done += read
+        return fill(descriptor, (memory,)) == len(memory)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return False
-    return True
-
-
-def _write_all(descriptor: int, views: Sequence[memoryview], nbytes: int) -> None:
-    """Write buffers one after another. nbytes: of all."""
-    written = os.writev(descriptor, views[:_MOST_PIECES])
-    while written < nbytes:
-        written += os.writev(descriptor, _without(views, written)[:_MOST_PIECES])
-
-
-def _without(views: Sequence[memoryview], skipped: int) -> list[memoryview]:
-    """Return buffers without their first bytes."""
-    left = []
-    for view in views:
-        if skipped < len(view):
-            left.append(view[skipped:])
-        skipped = max(0, skipped - len(view))
-    return left

@@ -19,6 +19,7 @@ import numpy as np
 from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.files import OWN_PREFIX, storable_ns
+from hicachectl.backends.disk.io import entries_of
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 from hicachectl.formats.objects import PAGE_DIGITS
 
@@ -255,19 +256,15 @@ def _starts(pages: NDArray[np.uint8], order: NDArray[Any]) -> NDArray[Any]:
 
 def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
     """Yield a directory's entries; rest three quarters of the time."""
-    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-    try:
-        with os.scandir(own) as entries:
-            begun = time.monotonic()
-            for number, entry in enumerate(entries):
-                if not number % 32 and time.monotonic() - begun > _WORK_S:
-                    if stopped():
-                        return
-                    time.sleep(_REST_S)
-                    begun = time.monotonic()
-                yield entry
-    finally:
-        os.close(own)
+    with entries_of(directory) as entries:
+        begun = time.monotonic()
+        for number, entry in enumerate(entries):
+            if not number % 32 and time.monotonic() - begun > _WORK_S:
+                if stopped():
+                    return
+                time.sleep(_REST_S)
+                begun = time.monotonic()
+            yield entry
 
 
 def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[bytes, ...]:

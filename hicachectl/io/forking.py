@@ -8,7 +8,6 @@ calling thread.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import json
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
+from hicachectl.backends.disk.io import LIBC
 from hicachectl.formats import errors
 from hicachectl.formats.errors import HicacheError, UsageError
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 # A terminal or service manager also sends these to the children, which ignore them; the parent
 # ends its children.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -173,7 +172,7 @@ class Workers:
 
 def end_with(parent: int) -> None:
     """Have the system kill this process when its parent ends. parent: its process id."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(0)
 

@@ -19,9 +19,9 @@ import msgspec
 
 from hicachectl.backends.base import keys_of
 from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, present_ns
-from hicachectl.backends.disk.copying import write_bytes
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.io import OPEN_DIRECTORY, write_bytes
 from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import (
     begin_run,
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.runs import RunForm
 
 _ROWS_AT_ONCE = 8192
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Quarantine:
@@ -399,7 +398,7 @@ def _empty(directory: int, keep: str = "") -> None:
         if name == keep:
             continue
         if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            inner = os.open(name, _OPEN_FOLDER, dir_fd=directory)
+            inner = os.open(name, OPEN_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
             try:
                 _empty(inner)
             finally:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Directory, JointTrust, Trust
-from hicachectl.backends.disk.durable import NO_ROOM, make_directories
+from hicachectl.backends.disk.durable import make_directories
+from hicachectl.backends.disk.io import NO_ROOM
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import HicacheError, UntrustedError, UsageError

@@ -22,7 +22,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Result, Status, Store, open_store, scan_schema
 from hicachectl.backends.disk import durable
-from hicachectl.backends.disk.copying import copy_bytes
+from hicachectl.backends.disk.io import copy_bytes
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files import listing as file_listing
 from hicachectl.backends.pack.store import PackStore
@@ -428,7 +428,7 @@ def test_without_syncfs_every_file_is_synced(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(durable, "_LIBC", object())
+    monkeypatch.setattr(durable, "LIBC", object())
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     assert write(store, {b"a.bin": b"abc", b"b.bin": b"b"}, if_absent=True).all_ok
     assert synced[:2] == [3, 1]

@@ -134,7 +134,7 @@ def test_a_lost_file_system_ends_writes_and_releases_their_pages(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with writer() as (one, _):
-        monkeypatch.setattr(os, "pwrite", failing(errno.ESTALE))
+        monkeypatch.setattr(os, "pwritev", failing(errno.ESTALE))
         assert refusal(StoreUnavailable, lambda: write(one, file)) == (
             f"{file}: cannot write the data file: Stale file handle; check that 3FS is mounted"
         )
@@ -173,7 +173,7 @@ def test_a_page_that_cannot_be_released_is_counted(
     file: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     with writer(confirm_write=(503, None)) as (one, address):
-        monkeypatch.setattr(os, "pwrite", failing(code))
+        monkeypatch.setattr(os, "pwritev", failing(code))
         message = refusal(StoreUnavailable, lambda: write(one, file))
     assert message == (
         f"3FS metadata server {address}: /0/confirm_write failed with HTTP 503; check its log; "

@@ -324,7 +324,7 @@ def test_an_append_that_fails_midway_leaves_no_trace(
         assert write(store, {KEYS[0]: b"a"}, if_absent=True).all_ok
         size = path.stat().st_size
         with monkeypatch.context() as patch:
-            patch.setattr(pack_writer, "write_fully", half)
+            patch.setattr(pack_writer, "write_all", half)
             result = write(store, {KEYS[1]: b"b"}, if_absent=True)
         assert result.errors == {0: "No space left on device"}
         assert path.stat().st_size == size

@@ -183,9 +183,9 @@ def test_the_room_of_failed_writes_comes_back(
     writer = PageWriter(str(place.path), limit)
     with monkeypatch.context() as patch:
         if fault == "disk":
-            patch.setattr(page_files, "_write_all", mock.Mock(side_effect=OSError(5, "")))
+            patch.setattr(page_files, "write_all", mock.Mock(side_effect=OSError(5, "")))
         elif fault == "late":
-            patch.setattr(page_files, "_write_all", mock.Mock(side_effect=Ended))
+            patch.setattr(page_files, "write_all", mock.Mock(side_effect=Ended))
         else:
             digests = (n.to_bytes(32, "little") for n in count())
             patch.setattr(PageFiles, "_digest", lambda *_: next(digests))

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.backends.disk.io import write_all
 from hicachectl.backends.sglang import page_files
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
@@ -325,7 +326,6 @@ def test_a_page_that_changes_while_it_is_written_gets_no_name(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang may give a host page to another request; the call is still open."""
-    write_all = page_files._write_all
 
     def change(*arguments: Any) -> None:
         write_all(*arguments)
@@ -333,7 +333,7 @@ def test_a_page_that_changes_while_it_is_written_gets_no_name(
 
     with opened(tmp_path, host) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(page_files, "_write_all", change)
+            patch.setattr(page_files, "write_all", change)
             assert write(store, host, PAGES[:1]) == [False]
             assert list(tmp_path.glob("*.bin")) == list(tmp_path.glob(".*.tmp")) == []
         assert write(store, host) == read(store, host) == [True] * 4

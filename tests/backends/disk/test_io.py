@@ -1,4 +1,4 @@
-"""Tests of backends.disk.copying: copies inside the kernel or through memory."""
+"""Tests of backends.disk.io: bytes that arrive in pieces, and the ways to copy them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,61 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.backends.disk.copying import WRITE_BYTES, copy_bytes
+from hicachectl.backends.disk.io import WRITE_BYTES, chunks, copy_bytes, fill, read_up_to, write_all
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 SIZES = (0, 1, 4096, WRITE_BYTES - 1, WRITE_BYTES, 3 * WRITE_BYTES + 7)
 WAYS = ("whole", "in pieces", "nothing", "EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM")
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each system call take or give at most 100 bytes."""
+    preadv, pread, writev, pwritev = os.preadv, os.pread, os.writev, os.pwritev
+
+    def some(buffers: Sequence[Any]) -> list[memoryview]:
+        views, left = [], 100
+        for buffer in buffers:
+            views.append(memoryview(buffer)[:left])
+            left -= len(views[-1])
+        return views
+
+    monkeypatch.setattr(os, "preadv", lambda one, many, at: preadv(one, some(many), at))
+    monkeypatch.setattr(os, "pread", lambda one, count, at: pread(one, min(count, 100), at))
+    monkeypatch.setattr(os, "writev", lambda one, many: writev(one, some(many)))
+    monkeypatch.setattr(os, "pwritev", lambda one, many, at: pwritev(one, some(many), at))
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_bytes_that_come_and_go_in_pieces_are_whole(tmp_path: Path) -> None:
+    data = noise(1000)
+    parts = [data[:0], data[:30], data[30:730], data[730:]]
+    with (tmp_path / "a").open("x+b") as file:
+        assert write_all(file.fileno(), parts) == 1000
+        assert write_all(file.fileno(), parts) == 1000  # at the file's position
+        assert write_all(file.fileno(), parts[1:2], 500) == 30
+        written = data + data
+        written = written[:500] + data[:30] + written[530:]
+        assert (tmp_path / "a").read_bytes() == written
+        halves = bytearray(333), bytearray(5000)
+        assert fill(file.fileno(), [memoryview(half) for half in halves], 50) == 1950
+        assert bytes(halves[0]) + bytes(halves[1][:1617]) == written[50:]
+        assert read_up_to(file.fileno(), 5000, 50) == written[50:]
+        assert read_up_to(file.fileno(), 500) == written[:500]
+        assert b"".join(map(bytes, chunks(file.fileno(), 1500, 50))) == written[50:1500]
+
+
+def test_more_buffers_than_one_call_takes_are_written_and_read(tmp_path: Path) -> None:
+    data = noise(3000)
+    with (tmp_path / "a").open("x+b") as file:
+        assert write_all(file.fileno(), [data[n : n + 1] for n in range(3000)]) == 3000
+        into = bytearray(3000)
+        views = [memoryview(into)[n : n + 1] for n in range(3000)]
+        assert fill(file.fileno(), views) == 3000
+    assert into == data
 
 
 @pytest.fixture(params=WAYS)
