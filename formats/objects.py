@@ -1,6 +1,6 @@
 """The object model of all stores.
 
-A page hash and a `Coordinate` name an object; key codecs (`formats.keys`) convert between
+A page hash and a `Coordinate` name an object; key grammars (`formats.keys`) convert between
 these and the backend's key.
 """
 

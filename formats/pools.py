@@ -49,7 +49,7 @@ class PoolPiece:
         if the layout has no flat page.
         """
         kind_of(self.pool).check_flat(self.pool)
-        tensors = self._ordered(layout)
+        tensors = self.parts(layout)
         offsets = accumulate((tensor.nbytes for tensor in tensors), initial=0)
         return tuple(
             replace(tensor, offset=offset) for tensor, offset in zip(tensors, offsets, strict=False)
@@ -60,13 +60,13 @@ class PoolPiece:
 
         Raises ProfileError and UnsupportedByBackend like `flat`.
         """
-        tensors = self._ordered(layout)
-        if layout == "layer_first" and kind_of(self.pool).scattered:
+        if layout == "page_unified":
             raise UnsupportedByBackend(
-                f"pools[{self.pool.name}]: pages in layout layer_first are scattered in host "
-                "memory and cannot be stored as parts; use page_first or page_first_direct"
+                "layout page_unified: belongs to the unified key scheme, which no SGLang store "
+                "supports; give the server's --hicache-mem-layout"
             )
-        return tensors
+        kind_of(self.pool).check_layout(self.pool, layout)
+        return tuple(tensor.in_layout(layout) for tensor in self.tensors)
 
     def head_slice(self, slices: int) -> PoolPiece:
         """Return one of equal slices along the heads. Raises ProfileError."""
@@ -82,15 +82,6 @@ class PoolPiece:
             shape = (*tensor.shape[:at], heads, *tensor.shape[at + 1 :])
             tensors.append(replace(tensor, shape=shape))
         return replace(self, tensors=tuple(tensors))
-
-    def _ordered(self, layout: str) -> tuple[TensorLayout, ...]:
-        if layout == "page_unified":
-            raise UnsupportedByBackend(
-                "layout page_unified: belongs to the unified key scheme, which no SGLang store "
-                "supports; give the server's --hicache-mem-layout"
-            )
-        kind_of(self.pool).check_layout(self.pool, layout)
-        return tuple(tensor.in_layout(layout) for tensor in self.tensors)
 
 
 def pp_ranges(

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.releases import release_of, since
+from hicachectl.formats.spec import ranks_of
 from hicachectl.formats.wording import inferred_refused
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ _FIXED = {
     "cp_layer_split": "hicachectl cannot convert pages between layer splits",
     "dcp": "hicachectl cannot convert pages between sizes of decode context parallelism",
 }
-_GRAMMARS_WITHOUT_CP = {"mooncake": "Mooncake", "hf3fs": "3FS"}
 
 
 class Side(NamedTuple):
@@ -52,11 +53,7 @@ def check_transfer(source: Side, destination: Side) -> None:
     """
     _check_profiles(source.profile, destination.profile)
     for profile, grammar, _ in (source, destination):
-        if profile.cp > 1 and profile.dcp == 1 and grammar in _GRAMMARS_WITHOUT_CP:
-            raise UnsupportedByBackend(
-                f"cp {profile.cp}: {_GRAMMARS_WITHOUT_CP[grammar]} keys do not name the cp rank, "
-                "so objects of ranks after the first are lost; use a file store"
-            )
+        grammar_of(grammar).check_ranks(ranks_of(profile), release_of(profile.sglang))
     _check_pools(source.profile, destination.profile)
     for profile, _, specs in (source, destination):
         for spec in specs:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
 from hicachectl.cli.demo_store import PROFILE, fill
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
 
@@ -31,7 +31,7 @@ class Place:
         self.snapshot = folder / "saved.json"  # the server may write its snapshot at any time
         self.page_bytes: dict[tuple[int, str], int] = {}
         for expected in object_specs(PROFILE, "hf3fs"):
-            rank, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
+            rank, pool, _ = grammar_of("hf3fs").affix(expected.coordinate)[0].split(":")
             self.page_bytes[int(rank), pool] = expected.nbytes
         for (number, namespace), nbytes in self.page_bytes.items():
             with self.file(number, namespace).open("wb") as stream:

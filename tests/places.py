@@ -17,7 +17,7 @@ from hicachectl.backends.capabilities import Archive, Profiled
 from hicachectl.backends.pack.file import open_pack
 from hicachectl.backends.pack.recovery import walk
 from hicachectl.cli.demo_store import PROFILE, fill
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.spec import object_specs
 from tests.hf3fs_server import MetadataServer
 from tests.killed import Runner
@@ -206,7 +206,7 @@ class Hf3fsPlace(Place):
     def empty(self) -> None:
         self._server.reset()
         for expected in object_specs(self.profile, "hf3fs"):
-            number, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
+            number, pool, _ = grammar_of("hf3fs").affix(expected.coordinate)[0].split(":")
             path = self._folder / f"hicache.{number}.bin{'' if pool == 'kv' else '.' + pool}"
             path.unlink(missing_ok=True)
             path.touch()
@@ -299,7 +299,7 @@ def page_of(key: str) -> str:
 
 def half_pages(place: Place, whole: Held) -> list[str]:
     """Return pages with an anchor but without all sidecars that they have in `whole`."""
-    spell = codec_for(place.grammar).affix
+    spell = grammar_of(place.grammar).affix
     anchors = {spell(e.coordinate) for e in object_specs(place.profile, place.grammar)
                if e.anchor}  # fmt: skip
     believed, incomplete = set(), set()

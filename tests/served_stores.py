@@ -21,7 +21,7 @@ from hicachectl.backends.urls import parse_url
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.identity import object_identity
 from hicachectl.formats.profile import parse_profile
-from hicachectl.formats.spec import object_specs
+from hicachectl.formats.spec import object_specs, ranks_of
 from hicachectl.formats.trailer import NO_RANK, TRAILER_BYTES, dump_trailer, parse_trailer
 from tests.kvgen import KvGenerator
 from tests.stores import DSA, OLD, page
@@ -82,7 +82,8 @@ class Rank:
             self.hosts[spec.pool] = host = Page(spec.nbytes)
             self.pools[spec.pool] = pool = ServedPool(
                 name=spec.pool,
-                coordinate=spec.coordinate,
+                ranks=ranks_of(profile)._replace(tp_rank=rank),
+                shared_anchor=profile.rank_replicated,
                 identity=identity,
                 page_indices=1,
                 nbytes=spec.nbytes,

@@ -44,7 +44,7 @@ from hicachectl.formats.errors import (
     UnsupportedByBackend,
     UsageError,
 )
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.pack.index import column_of
 from hicachectl.formats.pack.records import DIGEST_BYTES, RECORD_BYTES
 from hicachectl.formats.profile import dump_profile, parse_profile, stored_profile
@@ -228,7 +228,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
 
     def use_grammar(self, name: str) -> None:
         """Set the grammar of the keys to write; a pack with objects accepts no other grammar."""
-        codec_for(name)
+        grammar_of(name)
         if self._writer is not None:
             self._writer.use_metadata(grammar=name)
         elif name != self.grammar:

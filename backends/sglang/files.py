@@ -25,7 +25,7 @@ from hicachectl.backends.sglang.page_files import Form, Found, Page, PageFiles, 
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.marker import Marker
 from hicachectl.formats.objects import ANCHOR
@@ -352,7 +352,7 @@ class FilePages(PageStore):
 
 def _suffix(pool: ServedPool) -> bytes:
     """Return the end of a pool's file names, after the page hash."""
-    return FileCodec().affix(pool.coordinate)[1].encode()
+    return FileGrammar().affix(pool.coordinate)[1].encode()
 
 
 def _may_change(directory: ObjectDirectory) -> bool:
@@ -370,7 +370,7 @@ def _check_names(pool: ServedPool) -> None:
         pp_rank=shard.pp_size and shard.pp_size - 1,
         cp_rank=shard.cp_size and shard.cp_size - 1,
     )
-    suffix = FileCodec().affix(replace(pool.coordinate, pool=longest, shard=last))[1]
+    suffix = FileGrammar().affix(replace(pool.coordinate, pool=longest, shard=last))[1]
     nbytes = len(os.fsencode(f"{64 * '0'}{suffix}"))
     if nbytes > _LONGEST_NAME or not suffix.isprintable():
         raise ValueError(

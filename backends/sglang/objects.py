@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status
-from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.parts import HeldPool, page_objects
+from hicachectl.formats.keys import grammar_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,25 +63,20 @@ class PageForm:
         return list(pages.tolist())
 
 
-def page_form(grammar: str, pool: ServedPool, *, shared_anchor: bool, tag: str = "") -> PageForm:
+def page_form(grammar: str, pool: ServedPool, tag: str = "") -> PageForm:
     """Return the objects of a pool's pages in a store with keys of a grammar.
 
-    shared_anchor, tag: as in `HeldPool`. Raises UnsupportedByBackend.
+    tag: Mooncake's extra_backend_tag. Raises UnsupportedByBackend.
     """
-    held = HeldPool(
-        coordinate=pool.coordinate,
-        parts=[part.name for part in pool.parts],
-        layout=pool.identity.layout.partition("+")[0],  # a form of rows may follow
-        shared_anchor=shared_anchor,
-        tag=tag,
-    )
-    codec = codec_for(grammar)
+    page = pool.page._replace(tag=tag)
+    spoken = grammar_of(grammar)
+    spoken.check_ranks(page.ranks, page.release)
     objects = []
-    for coordinate, parts in page_objects(grammar, held):
-        own = pool.parts[parts]
+    for one in spoken.objects(page):
+        own = pool.parts[one.parts]
         pieces = slice(own[0].pieces.start, own[-1].pieces.stop) if own else slice(0)
         nbytes = sum(part.nbytes for part in own)
-        objects.append(FormObject(codec.affix(coordinate), nbytes, pieces))
+        objects.append(FormObject(spoken.affix(one.coordinate), nbytes, pieces))
     return PageForm(tuple(objects))
 
 

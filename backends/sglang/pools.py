@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.sglang.host_pages import host_pages
 from hicachectl.backends.sglang.served import Part, ServedPool
 from hicachectl.formats.identity import Identity
+from hicachectl.formats.keys.base import Ranks
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_LAYOUTS
-from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.pools import partition_text
 from hicachectl.formats.wording import not_one_of
 
@@ -74,7 +74,15 @@ def served_pool(name: object, host_pool: Any, config: Any, context: Context) -> 
     drafted = pool_name(pool).draft or form.packed
     return ServedPool(
         name=pool,
-        coordinate=_coordinate(pool, config),
+        ranks=Ranks(
+            tp=config.tp_size,
+            pp=config.pp_size,
+            cp=config.attn_cp_size,
+            tp_rank=config.tp_rank,
+            pp_rank=config.pp_rank,
+            cp_rank=config.attn_cp_rank,
+        ),
+        shared_anchor=config.is_mla_model,
         identity=Identity(
             model=_model(config),
             weights=context.weights,
@@ -145,21 +153,6 @@ def _check_pool(name: str, host_pool: Any, context: Context) -> None:
 
 def _model(config: Any) -> str:
     return str(config.model_name).replace("/", "-")
-
-
-def _coordinate(pool: str, config: Any) -> Coordinate:
-    """Return the coordinate of HiCacheFile's key (hicache_storage.py :: HiCacheFile)."""
-    ranked = pool_name(pool).states or not config.is_mla_model
-    staged, split = config.pp_size > 1, config.attn_cp_size > 1
-    shard = Shard(
-        tp_rank=config.tp_rank if ranked else None,
-        tp_size=config.tp_size if ranked else None,
-        pp_rank=config.pp_rank if staged else None,
-        pp_size=config.pp_size if staged else None,
-        cp_rank=config.attn_cp_rank if split else None,
-        cp_size=config.attn_cp_size if split else None,
-    )
-    return Coordinate(_model(config), pool, shard=shard)
 
 
 def _parts(form: _Form, sizes: Sequence[int]) -> Iterator[Part]:

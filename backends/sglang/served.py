@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hicachectl.backends.sglang.calls import Workers
+from hicachectl.formats.keys.base import HALVES, RankPool
+from hicachectl.formats.keys.file import FileGrammar
+from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.releases import RELEASES
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.calls import Call
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.formats.identity import Identity
+    from hicachectl.formats.keys.base import Ranks
     from hicachectl.formats.objects import Coordinate
 
 _SECONDS_BETWEEN_OPENS = 5.0
@@ -53,8 +58,9 @@ class Part:
 class ServedPool:
     """A pool of this rank.
 
-    coordinate: of the object that holds the pool's whole page, on a file store.
-    identity: of that object.
+    ranks: this rank.
+    shared_anchor: whether the TP ranks share the anchor's objects.
+    identity: identity of the object that holds the pool's whole page, on a file store.
     page_indices: host indices per page: the page size, or 1 for states.
     nbytes: bytes of a page, all parts; 0 for a logical anchor.
     parts: of a page; empty for a logical anchor.
@@ -64,7 +70,8 @@ class ServedPool:
     """
 
     name: str
-    coordinate: Coordinate
+    ranks: Ranks
+    shared_anchor: bool
     identity: Identity
     page_indices: int
     nbytes: int
@@ -72,6 +79,30 @@ class ServedPool:
     writes: bool
     host: HostPages
     trailing: bool = False
+
+    @property
+    def page(self) -> RankPool:
+        """A page of the pool, which key grammars divide into objects."""
+        parts = tuple(part.name for part in self.parts)
+        layout = self.identity.layout.partition("+")[0]  # a form of rows may follow
+        return RankPool(
+            model=self.identity.model,
+            pool=self.name,
+            ranks=self.ranks,
+            parts=parts,
+            sizes=tuple(part.nbytes for part in self.parts),
+            layout=layout,
+            release=RELEASES[-1],
+            shared_anchor=self.shared_anchor,
+            sharded=parts == HALVES or pool_name(self.name).states,
+            scattered=layout == "layer_first",
+        )
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Coordinate of the object that holds the pool's whole page, on a file store."""
+        (file,) = FileGrammar().objects(self.page)
+        return file.coordinate
 
 
 class PageStore(ABC):

@@ -98,7 +98,7 @@ class StorePages(PageStore):
         earlier, self._pools = self._pools, {**self._pools, pool.name: pool}
         try:
             if self._url.scheme in _GRAMMARS:
-                self._form(pool, _GRAMMARS[self._url.scheme], self._tag)
+                page_form(_GRAMMARS[self._url.scheme], pool, self._tag)
         except HicacheError as error:
             self._pools = earlier
             raise ValueError(f"{self.counters.place}: {error}") from None
@@ -157,7 +157,7 @@ class StorePages(PageStore):
             grammar, tag = store.grammar, "" if profile is None else profile.tag
         else:
             grammar, tag = _GRAMMARS[self._url.scheme], self._tag
-        forms = {pool.name: self._form(pool, grammar, tag) for pool in self._pools.values()}
+        forms = {pool.name: page_form(grammar, pool, tag) for pool in self._pools.values()}
         if isinstance(store, PageSized):
             objects = [one for form in forms.values() for one in form.objects]
             store.use_sizes({one.affix: one.nbytes for one in objects})
@@ -175,11 +175,6 @@ class StorePages(PageStore):
             raise
         return slots
 
-    def _form(self, pool: ServedPool, grammar: str, tag: str) -> PageForm:
-        """Return the objects of a pool's pages. Raises UnsupportedByBackend."""
-        shared = self._anchor.coordinate.shard.tp_rank is None
-        return page_form(grammar, pool, shared_anchor=shared, tag=tag)
-
     @property
     def _anchor(self) -> ServedPool:
         return self._pools.get(ANCHOR) or next(iter(self._pools.values()))
@@ -188,13 +183,12 @@ class StorePages(PageStore):
     def _tag(self) -> str:
         """Return our deployment's tag."""
         anchor = self._anchor
-        shard = anchor.coordinate.shard
         others = [one for one in self._pools.values() if one is not anchor]
         return deployment_tag(
             anchor.identity,
             {one.name: one.identity.dtype for one in others if not pool_name(one.name).draft},
-            tp_size=shard.tp_size,
-            pp_size=shard.pp_size or 1,
+            tp_size=None if anchor.shared_anchor else anchor.ranks.tp,
+            pp_size=anchor.ranks.pp,
             draft_weights=self._draft_weights,
         )
 

@@ -1,46 +1,188 @@
-"""Interface of the key codecs, and their table."""
+"""A key grammar: how a backend divides a page into objects, and how it names them.
+
+The profile asks a grammar for the objects of every rank, the storage plug-in for those of its own.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from hicachectl.formats.errors import UsageError
-from hicachectl.formats.wording import not_one_of
+from hicachectl.formats.errors import CollidingKeys, UnsupportedByBackend
+from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import Coordinate
+from hicachectl.formats.releases import since
 
 if TYPE_CHECKING:
-    from hicachectl.formats.objects import Coordinate
+    from collections.abc import Mapping
+
+    from hicachectl.formats.objects import Shard
+    from hicachectl.formats.releases import Release
 
 Affix = tuple[str, str]  # text of a key before and after its page hash
+Readings = dict[Affix, tuple[Coordinate, ...]]
+
+HALVES = ("k", "v")
+FILE_STORE = "use a file store"
 
 
-class KeyCodec(Protocol):
-    """One backend's grammar: converts affixes to coordinates and back."""
+class Ranks(NamedTuple):
+    """One rank of a deployment, and the sizes of its axes.
 
-    scheme: str
+    page_size: tokens of a page.
+    """
 
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dcp: int = 1
+    tp_rank: int = 0
+    pp_rank: int = 0
+    cp_rank: int = 0
+    page_size: int = 0
+
+    @property
+    def dcp_rank(self) -> int:
+        """Rank of decode context parallelism."""
+        return self.tp_rank % self.dcp
+
+
+class RankPool(NamedTuple):
+    """A page of a pool as one rank holds it.
+
+    model: model name as in keys.
+    pool: name of the pool.
+    ranks: the rank.
+    parts: names of the page's parts in stored order: k and v, or states, or one name for a whole
+        page. Empty for an anchor without bytes.
+    sizes: bytes of each part.
+    layout: SGLang's --hicache-mem-layout.
+    release: facts about the servers' SGLang.
+    shared_anchor: whether the TP ranks share the anchor's objects.
+    sharded: whether the TP ranks hold different bytes of this pool.
+    scattered: whether the layers of the page are scattered in host memory.
+    opaque: whether the form of the page is unknown, so that `parts` does not show its division.
+    tag: Mooncake's extra_backend_tag.
+    tp_lcm: the TP size to which heads are split on Mooncake; 0 if they are not.
+    nixl_layouts: layouts in which NIXL transfers the pool beside kv from its place in memory.
+    """
+
+    model: str
+    pool: str
+    ranks: Ranks
+    parts: tuple[str | None, ...]
+    sizes: tuple[int, ...]
+    layout: str
+    release: Release
+    shared_anchor: bool
+    sharded: bool
+    scattered: bool
+    opaque: bool = False
+    tag: str = ""
+    tp_lcm: int = 0
+    nixl_layouts: tuple[str, ...] = ()
+
+    @property
+    def halved(self) -> bool:
+        """Whether the parts are K and V."""
+        return self.parts == HALVES
+
+
+class PageObject(NamedTuple):
+    """One object of a page.
+
+    parts: slice of the page's parts that the object holds.
+    head_slices: number of equal slices along the heads; the object holds one of each part.
+    """
+
+    coordinate: Coordinate
+    parts: slice
+    head_slices: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether the object holds all parts together."""
+        return self.parts == WHOLE
+
+
+WHOLE = slice(None)
+
+
+class Grammar(ABC):
+    """The keys of one backend.
+
+    name: name of the grammar, as stores and packs state it.
+    title: name of the backend in messages.
+    axes: for each axis whose rank keys name, the fact of `Release` from which on they do; "" if
+        all releases do.
+    unnamed_cp: whether pages are described although keys do not name the CP rank; the object of
+        rank 0 then stands for all.
+    names_model: whether keys of any release name the model.
+    has_tag: whether keys begin with an extra_backend_tag, which no key separates from the model.
+    unequal_halves: whether K and V can differ in size.
+    refuses_oversized: whether SGLang treats an object that is too large as a miss; elsewhere it
+        reads the start of one.
+    marker: bytes of the object that stands for an anchor without bytes; None without such objects.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    axes: ClassVar[Mapping[str, str]] = {}
+    unnamed_cp: ClassVar[bool] = False
+    names_model: ClassVar[bool] = True
+    has_tag: ClassVar[bool] = False
+    unequal_halves: ClassVar[bool] = False
+    refuses_oversized: ClassVar[bool] = False
+    marker: ClassVar[int | None] = None
+
+    @abstractmethod
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
         """Return every coordinate that an affix can mean; none if foreign."""
 
+    @abstractmethod
     def affix(self, coordinate: Coordinate) -> Affix:
         """Return the affix of a coordinate; inverse of `readings`."""
 
+    def narrow(self, readings: Readings) -> Readings:
+        """Drop readings that other keys of the same store exclude."""
+        return readings
 
-def codec_for(scheme: str) -> KeyCodec:
-    """Return the codec of a key scheme. Raises UsageError if unknown."""
-    from hicachectl.formats.keys.file import FileCodec
-    from hicachectl.formats.keys.hf3fs import Hf3fsCodec
-    from hicachectl.formats.keys.mooncake import MooncakeCodec
-    from hicachectl.formats.keys.nixl import NixlBufferedCodec, NixlCodec
-    from hicachectl.formats.keys.unified import UnifiedCodec
+    @abstractmethod
+    def objects(self, page: RankPool) -> tuple[PageObject, ...]:
+        """Return the objects of one rank's page; ranks that share an object return it alike.
 
-    codecs: dict[str, type[KeyCodec]] = {
-        "file": FileCodec,
-        "hf3fs": Hf3fsCodec,
-        "mooncake": MooncakeCodec,
-        NixlCodec.scheme: NixlCodec,
-        NixlBufferedCodec.scheme: NixlBufferedCodec,
-        "unified": UnifiedCodec,
-    }
-    if scheme not in codecs:
-        raise UsageError(not_one_of("Key scheme", scheme, codecs))
-    return codecs[scheme]()
+        None for an anchor without bytes, if there is no `marker`. Raises UnsupportedByBackend if
+        SGLang has no such objects.
+        """
+
+    def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
+        """Refuse axes of several ranks that keys do not name.
+
+        reads: accept CP ranks as `unnamed_cp` says. Raises CollidingKeys if no release names the
+        rank, UnsupportedByBackend if a later one does.
+        """
+        for axis in ("pp", "cp", "dcp"):
+            size, fact = getattr(ranks, axis), self.axes.get(axis)
+            accepted = axis == "cp" and reads and self.unnamed_cp
+            if size == 1 or accepted or fact == "" or (fact and getattr(release, fact)):
+                continue
+            before = f" of SGLang before {since(fact)}" if fact else ""
+            remedy = f"use SGLang {since(fact)} or later" if fact else FILE_STORE
+            refusal = UnsupportedByBackend if fact else CollidingKeys
+            raise refusal(
+                f"{axis} {size}: {self.title} keys{before} do not name the {axis} rank, so ranks "
+                f"overwrite each other's objects; {remedy}"
+            )
+
+    def coordinate(self, page: RankPool, part: str | None, shard: Shard) -> Coordinate:
+        """Return the coordinate of a page's object, with the names that keys have."""
+        model = page.model if self.names_model else ""
+        return Coordinate(model, page.pool, part, page.tag if self.has_tag else "", shard)
+
+
+def part_in_keys(page: RankPool, part: str | None) -> str | None:
+    """Return a part as Mooncake and NIXL keys name it: an MLA page's K and V together are "k"."""
+    pool = pool_name(page.pool)
+    if pool.states or page.halved:
+        return part
+    return "k" if pool.mooncake in ("kv", "parts") else None

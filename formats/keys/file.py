@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from hicachectl.formats.keys.unified import UnifiedCodec
+from hicachectl.formats.keys.base import WHOLE, Grammar, PageObject, RankPool
+from hicachectl.formats.keys.unified import UnifiedGrammar
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_UNIFIED = UnifiedCodec()
+_UNIFIED = UnifiedGrammar()
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
@@ -37,13 +38,15 @@ TEMPORARY_PATTERN = (
 )
 
 
-class FileCodec:
-    """Codec of HiCacheFile's file names."""
+class FileGrammar(Grammar):
+    """HiCacheFile's file names."""
 
-    scheme = "file"
+    name = title = "file"
+    axes: ClassVar = {"pp": "file_stage", "cp": "file_cp", "dcp": ""}
+    marker = 0
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `KeyCodec`; several if a model name ends like a rank suffix or starts like a pool."""
+        """See `Grammar`; several if a model name ends like a rank suffix or starts like a pool."""
         if prefix or not suffix.endswith(".bin"):
             return ()
         stem = suffix.removesuffix(".bin")
@@ -55,7 +58,7 @@ class FileCodec:
         )
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """See `KeyCodec`."""
+        """See `Grammar`."""
         shard = coordinate.shard
         if shard.layers is not None:
             return "", _UNIFIED.affix(coordinate)[1] + ".bin"
@@ -71,6 +74,28 @@ class FileCodec:
             suffix += f"_tp{shard.tp_size}_dcp{shard.dcp_rank}_{shard.dcp_size}"
             suffix += f"_page{shard.dcp_page_size}"
         return "", suffix + ".bin"
+
+    def objects(self, page: RankPool) -> tuple[PageObject, ...]:
+        """Return the file of the whole page. The form of its name depends on the target.
+
+        Each rank of an MHA target has its own file. Ranks of an MLA target share the first rank's
+        file, even for an MHA draft, of which the other ranks then read the wrong shard.
+        """
+        ranks = page.ranks
+        states = pool_name(page.pool).states and page.release.file_state_rank
+        ranked, dcp = not page.shared_anchor or states, ranks.dcp > 1
+        shard = Shard(
+            tp_rank=ranks.tp_rank if ranked else None,
+            tp_size=ranks.tp if ranked or dcp else None,
+            pp_rank=ranks.pp_rank if ranks.pp > 1 else None,
+            pp_size=ranks.pp if ranks.pp > 1 else None,
+            cp_rank=ranks.cp_rank if ranks.cp > 1 else None,
+            cp_size=ranks.cp if ranks.cp > 1 else None,
+            dcp_rank=ranks.dcp_rank if dcp else None,
+            dcp_size=ranks.dcp if dcp else None,
+            dcp_page_size=ranks.page_size if dcp else None,
+        )
+        return (PageObject(self.coordinate(page, None, shard), WHOLE),)
 
 
 def _pool_readings(stem: str) -> Iterator[tuple[str, str]]:

@@ -16,24 +16,37 @@ No key names the model or the pipeline rank.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
+from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.keys.base import FILE_STORE, HALVES, WHOLE, Grammar, PageObject
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Shard
 
+if TYPE_CHECKING:
+    from hicachectl.formats.keys.base import RankPool, Ranks
+    from hicachectl.formats.releases import Release
+
+_ZERO_COPY_LAYOUTS = PAGE_FIRST_LAYOUTS  # HiCacheHF3FS.register_mem_pool_host
+_LAYOUTS = (*_ZERO_COPY_LAYOUTS, "layer_first")  # backend_factory.py: bytes_per_page
 _PREFIX = re.compile(r"(0|[1-9][0-9]{0,8}):([a-z0-9_]+):")
 _OWN_RANK = re.compile(r"_([a-z0-9_]+)_(0|[1-9][0-9]{0,8})_([1-9][0-9]{0,8})")
 
 
-class Hf3fsCodec:
-    """Codec of HiCacheHF3FS's keys.
+class Hf3fsGrammar(Grammar):
+    """HiCacheHF3FS's keys.
 
     tp_rank is RANK, the rank of the data file, except if KEY states a tp-rank.
     """
 
-    scheme = "hf3fs"
+    name = "hf3fs"
+    title = "3FS"
+    unnamed_cp = True
+    names_model = False
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `KeyCodec`; at most one reading."""
+        """See `Grammar`; at most one reading."""
         match = _PREFIX.fullmatch(prefix)
         if match is None:
             return ()
@@ -51,7 +64,7 @@ class Hf3fsCodec:
         return (Coordinate("", namespace, part, shard=Shard(tp_rank=rank)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """See `KeyCodec`."""
+        """See `Grammar`."""
         shard, pool = coordinate.shard, coordinate.pool
         if pool_name(pool).states and shard.tp_size is not None:
             return f"0:{pool}:", f"_{pool}_{shard.tp_rank}_{shard.tp_size}"
@@ -59,3 +72,47 @@ class Hf3fsCodec:
         if coordinate.part is not None:
             suffix += f"-{coordinate.part}"
         return f"{shard.tp_rank or 0}:{pool}:", suffix
+
+    def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
+        """See `Grammar`; SGLang refuses DCP."""
+        super().check_ranks(ranks._replace(dcp=1), release, reads=reads)
+        if ranks.dcp > 1:
+            raise UnsupportedByBackend(
+                f"dcp {ranks.dcp}: SGLang stores DCP pages in file and Mooncake stores only; "
+                f"{FILE_STORE}"
+            )
+
+    def objects(self, page: RankPool) -> tuple[PageObject, ...]:
+        """See `Grammar`: the whole page, or K and V that lie apart in memory."""
+        if not page.parts:
+            raise UnsupportedByBackend(
+                f"pools[{page.pool}]: SGLang's 3FS backend cannot store models without KV "
+                "(DeepSeek-V4), because it divides files by the size of a kv page; use a file "
+                "store or Mooncake"
+            )
+        if page.layout not in _LAYOUTS:
+            raise UnsupportedByBackend(
+                f"layout {page.layout}: SGLang's 3FS backend does not store it; use one of "
+                f"{', '.join(_LAYOUTS)}"
+            )
+        anchor = page.pool == ANCHOR
+        # register_mem_host_pool_v2 uses K's size for a page, so writing K and V fails.
+        if page.halved and not anchor:
+            raise UnsupportedByBackend(
+                f"pools[{page.pool}]: SGLang cannot store MHA pools beside kv on 3FS; {FILE_STORE}"
+            )
+        if page.ranks.cp_rank:
+            return ()
+        states = pool_name(page.pool).states and page.release.file_state_rank
+        shard = Shard(tp_rank=0)
+        if not page.shared_anchor:
+            shard = Shard(tp_rank=page.ranks.tp_rank)
+        elif states:
+            shard = Shard(tp_rank=page.ranks.tp_rank, tp_size=page.ranks.tp)
+        zero_copy = page.layout in _ZERO_COPY_LAYOUTS and not page.shared_anchor
+        if not (anchor and zero_copy and (page.halved or page.opaque)):
+            return (PageObject(self.coordinate(page, None, shard), WHOLE),)
+        return tuple(
+            PageObject(self.coordinate(page, part, shard), slice(n, n + 1))
+            for n, part in enumerate(HALVES)
+        )

@@ -16,7 +16,7 @@ from hicachectl.formats.objects import AXES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.objects import Coordinate, Shard
 
 AMBIGUOUS = "?"  # label of objects with ambiguous keys
@@ -28,14 +28,14 @@ _SIZE = re.compile(r"^([a-z]+)(?=[0-9]+$)")
 _SIZES = (*AXES, "page")
 
 
-def group_label(codec: KeyCodec, model: str, tag: str, affixes: Iterable[Affix]) -> str:
+def group_label(grammar: Grammar, model: str, tag: str, affixes: Iterable[Affix]) -> str:
     """Return a group's label from the affixes of its objects, all of one deployment.
 
     Mamba keys may state a TP size that anchor keys lack, so keys of other pools take precedence.
     """
     of_states = ""
     for affix in affixes:
-        reading = _reading(codec, key_name(model, tag), affix)
+        reading = _reading(grammar, key_name(model, tag), affix)
         if reading is not None:
             label = " ".join([_spelled(key_name(model, tag)), *_sizes(reading.shard)])
             if not pool_name(reading.pool).states:
@@ -55,9 +55,9 @@ def key_name(model: str, tag: str) -> str:
     return "_".join(filter(None, (tag, model)))
 
 
-def _reading(codec: KeyCodec, name: str, affix: Affix) -> Coordinate | None:
+def _reading(grammar: Grammar, name: str, affix: Affix) -> Coordinate | None:
     """Return an affix's reading with this name, which also determines the sizes."""
-    readings = codec.readings(*affix)
+    readings = grammar.readings(*affix)
     return next((r for r in readings if key_name(r.model, r.tag) == name), None)
 
 

@@ -21,15 +21,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.keys.base import FILE_STORE, HALVES, Grammar, PageObject, part_in_keys
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
+    from hicachectl.formats.keys.base import RankPool, Ranks, Readings
     from hicachectl.formats.kinds.pool import PoolName
+    from hicachectl.formats.releases import Release
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _DCP_PREFIX = re.compile(
@@ -45,13 +49,19 @@ WARM_UP_PATTERN = r"^sglang_mooncake_store_warmup_key[0-9a-f]{32}$"
 Rank = tuple[bool, Shard]  # whether the rank has the MHA form, and its reading
 
 
-class MooncakeCodec:
-    """Codec of MooncakeStore's keys."""
+class MooncakeGrammar(Grammar):
+    """MooncakeStore's keys."""
 
-    scheme = "mooncake"
+    name = "mooncake"
+    title = "Mooncake"
+    axes: ClassVar = {"pp": "mooncake_stage", "dcp": ""}
+    unnamed_cp = True
+    has_tag = True
+    unequal_halves = True
+    refuses_oversized = True
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `KeyCodec`."""
+        """See `Grammar`."""
         if prefix and not prefix.endswith("_"):
             return ()
         model, dcp = _read_prefix(prefix.removesuffix("_"))
@@ -64,9 +74,7 @@ class MooncakeCodec:
             if _agrees(pool, part, is_mha, shard) and _within_sizes(shard)
         )
 
-    def narrow(
-        self, readings: Mapping[tuple[str, str], tuple[Coordinate, ...]]
-    ) -> dict[tuple[str, str], tuple[Coordinate, ...]]:
+    def narrow(self, readings: Readings) -> Readings:
         """Drop readings that other keys of the same store exclude.
 
         MHA pools have a V, rank-replicated pools do not. So `_1_k` means TP rank 1 if a `_v` exists
@@ -90,7 +98,7 @@ class MooncakeCodec:
         }
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """See `KeyCodec`."""
+        """See `Grammar`."""
         shard = coordinate.shard
         parts = [coordinate.tag, coordinate.model]
         if shard.dcp_size is not None:
@@ -101,6 +109,111 @@ class MooncakeCodec:
         prefix = "".join(f"{part}_" for part in parts if part)
         rank = f"_{_rank_text(coordinate)}" if shard.ranked else ""
         return prefix, f"{rank}_{_component_text(coordinate)}"
+
+    def check_ranks(self, ranks: Ranks, release: Release, *, reads: bool = False) -> None:
+        """See `Grammar`; DCP keys name the CP rank."""
+        named = ranks if ranks.dcp == 1 else ranks._replace(cp=1)
+        super().check_ranks(named, release, reads=reads)
+
+    def coordinate(self, page: RankPool, part: str | None, shard: Shard) -> Coordinate:
+        """See `Grammar`; early releases do not name the model."""
+        named = page if page.release.mooncake_model else page._replace(model="")
+        return super().coordinate(named, part, shard)
+
+    def objects(self, page: RankPool) -> tuple[PageObject, ...]:
+        """Return an object of each part (_get_hybrid_page_component_keys)."""
+        if not page.parts:
+            return ()
+        ranked = _is_ranked(page)
+        if page.scattered:
+            raise UnsupportedByBackend(
+                f"pools[{page.pool}]: pages in layout {page.layout} are scattered in host memory "
+                "and cannot be stored as parts; use page_first or page_first_direct"
+            )
+        # Under DCP, keys name the CP rank only if they do not name the TP rank.
+        names_cp = page.ranks.dcp > 1 and not ranked
+        if page.ranks.cp_rank and not names_cp:
+            return ()
+        slices = _head_slices(page) if ranked else 1
+        # KV keys name one slice of the LCM grid; sidecar keys name all slices of their rank.
+        cut = slices if page.pool == ANCHOR else 1
+        parts: tuple[str | None, ...] = tuple(part_in_keys(page, part) for part in page.parts)
+        if page.opaque and ranked:
+            parts = HALVES
+        return tuple(
+            PageObject(self.coordinate(page, part, shard), slice(n, n + 1), cut)
+            for shard in _shards(page, ranked, slices, cut)
+            for n, part in enumerate(parts)
+        )
+
+
+def _is_ranked(page: RankPool) -> bool:
+    """Return whether keys name the TP rank. Refuse pools for which SGLang makes other keys.
+
+    Draft keys name it if the draft's ranks hold shares, other keys if the target's ranks do.
+    """
+    pool = pool_name(page.pool)
+    if not pool.mooncake:
+        raise UnsupportedByBackend(
+            f"pools[{page.pool}]: SGLang does not store this pool on Mooncake; {FILE_STORE}"
+        )
+    if page.opaque and pool.states:
+        raise UnsupportedByBackend(
+            f"pools[{page.pool}]: Mooncake stores one object per state, which kind opaque cannot "
+            "name, and SGLang does not store slot side states there at all; use kind mamba"
+        )
+    if pool.mooncake == "shared":
+        ranked = False
+    elif pool.states or pool.draft or page.opaque:
+        ranked = pool.states or page.sharded
+    else:
+        ranked = not page.shared_anchor
+    if not page.opaque and ranked != page.sharded:
+        # MooncakeStore makes too few or too many keys.
+        raise UnsupportedByBackend(
+            f"pools[{page.pool}]: the pages do not fit SGLang's Mooncake keys of this pool beside "
+            f"this kv pool; {FILE_STORE}"
+        )
+    return ranked
+
+
+def _head_slices(page: RankPool) -> int:
+    """Return into how many slices keys divide a rank's heads.
+
+    Source: should_split_heads (cache_controller.py :: _generate_storage_config).
+    """
+    tp = page.ranks.tp
+    split = page.tp_lcm > tp and page.layout == "page_head" and not page.shared_anchor
+    return page.tp_lcm // tp if split else 1
+
+
+def _shards(page: RankPool, ranked: bool, slices: int, cut: int) -> Iterator[Shard]:
+    """Yield the shards of a rank's objects: one, or one of each slice of its heads."""
+    ranks = page.ranks
+    shard = Shard()
+    if ranks.pp > 1:
+        shard = Shard(pp_rank=ranks.pp_rank, pp_size=ranks.pp)
+    if ranks.dcp > 1:
+        shard = replace(
+            shard,
+            tp_size=ranks.tp,
+            pp_size=ranks.pp,
+            cp_rank=None if ranked else ranks.cp_rank,
+            cp_size=ranks.cp,
+            dcp_size=ranks.dcp,
+            dcp_page_size=ranks.page_size,
+        )
+    if slices > 1:
+        held = slices // cut
+        first = ranks.tp_rank * slices
+        for start in range(first, first + slices, held):
+            yield replace(shard, tp_size=ranks.tp, heads=(start, start + held))
+    elif ranked:
+        yield replace(shard, tp_rank=ranks.tp_rank, tp_size=ranks.tp)
+    elif ranks.dcp > 1:
+        yield replace(shard, dcp_rank=ranks.dcp_rank)
+    else:
+        yield replace(shard, ranked=page.release.mooncake_stage)
 
 
 def _read_prefix(text: str) -> tuple[str, Shard | None]:

@@ -22,30 +22,41 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.keys.base import FILE_STORE, WHOLE, Grammar, PageObject, part_in_keys
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
+    from hicachectl.formats.keys.base import RankPool, Readings
     from hicachectl.formats.kinds.pool import PoolName
 
-DIRECT, BUFFERED = "nixl", "nixl-buffered"  # key schemes: servers with and without O_DIRECT
+DIRECT, BUFFERED = "nixl", "nixl-buffered"  # grammars: servers with and without O_DIRECT
 
 _UintArray = npt.NDArray[np.uint64]
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _KV_PARTS = ("k", "v")
+# Of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools begin at a
+# page (pool_host/common.py :: HostTensorAllocator).
+_ALIGNMENT = 4096
+_BLOCK = 512  # of any disk: O_DIRECT transfers no other sizes
 
 
-class NixlCodec:
-    """Codec of HiCacheNixl's keys, of servers with direct I/O."""
+class NixlGrammar(Grammar):
+    """HiCacheNixl's keys, of servers with direct I/O."""
 
-    scheme = DIRECT
+    name = DIRECT
+    title = "NIXL"
+    unequal_halves = True
+    marker = _ALIGNMENT
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `KeyCodec`; a model's name can end like a component or a rank."""
+        """See `Grammar`; a model's name can end like a component or a rank."""
         if prefix:
             return ()
         return tuple(
@@ -55,9 +66,7 @@ class NixlCodec:
             for model, shard in _rank_readings(stem[1:])
         )
 
-    def narrow(
-        self, readings: Mapping[tuple[str, str], tuple[Coordinate, ...]]
-    ) -> dict[tuple[str, str], tuple[Coordinate, ...]]:
+    def narrow(self, readings: Readings) -> Readings:
         """Take K and V of the kv pool for parts, not for the end of a model's name."""
         return {
             affix: tuple(
@@ -71,7 +80,7 @@ class NixlCodec:
         }
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """See `KeyCodec`."""
+        """See `Grammar`."""
         shard = coordinate.shard
         suffix = f"_{coordinate.model}"
         if shard.tp_rank is not None:
@@ -82,11 +91,72 @@ class NixlCodec:
             suffix += f"_{coordinate.part}"
         return "", suffix
 
+    def objects(self, page: RankPool) -> tuple[PageObject, ...]:
+        """Return parts that O_DIRECT can transfer from their place in memory, else the page."""
+        if _lies_in_place(page) and not any(nbytes % _ALIGNMENT for nbytes in page.sizes):
+            return self._parts(page)
+        nbytes = sum(page.sizes)
+        if nbytes % _BLOCK and not page.opaque:
+            raise UnsupportedByBackend(
+                f"pools[{page.pool}]: a page of {nbytes} bytes is no multiple of {_BLOCK}: "
+                "SGLang's NIXL backend fails to store such pages with direct I/O; for servers "
+                "without direct I/O, add direct_io=off to the URL"
+            )
+        return self._whole(page)
 
-class NixlBufferedCodec(NixlCodec):
-    """The same grammar, of servers without direct I/O, which divide pages into other objects."""
+    def _whole(self, page: RankPool) -> tuple[PageObject, ...]:
+        return (PageObject(self.coordinate(page, None, _shard(page)), WHOLE),)
 
-    scheme = BUFFERED
+    def _parts(self, page: RankPool) -> tuple[PageObject, ...]:
+        states = pool_name(page.pool).states
+        # HiCacheNixl._get_hybrid_zero_copy_buffers writes parts under names that batch_exists_v2
+        # does not ask for: it counts a temporal state that models with convolutions only lack.
+        if states and page.parts[0] != "temporal":
+            raise UnsupportedByBackend(
+                f"pools[{page.pool}]: SGLang's NIXL backend never finds states without a temporal "
+                f"one again, because it looks for one more object than it writes; {FILE_STORE}"
+            )
+        # The key of a state that is alone names the pool only (_get_hybrid_component_keys).
+        alone = states and len(page.parts) == 1
+        parts = [None if alone else part_in_keys(page, part) for part in page.parts]
+        return tuple(
+            PageObject(self.coordinate(page, part, _shard(page)), slice(n, n + 1))
+            for n, part in enumerate(parts)
+        )
+
+
+class NixlBufferedGrammar(NixlGrammar):
+    """The same keys, of servers without direct I/O, which divide pages into other objects."""
+
+    name = BUFFERED
+    marker = 1
+
+    def objects(self, page: RankPool) -> tuple[PageObject, ...]:
+        """Return parts as they lie in memory; pools that cannot be transferred from there whole."""
+        if _lies_in_place(page):
+            return self._parts(page)
+        if page.pool == ANCHOR or page.opaque or not page.nixl_layouts:
+            return self._whole(page)
+        raise UnsupportedByBackend(
+            f"pools[{page.pool}]: layout {page.layout}: SGLang's NIXL backend without direct I/O "
+            "does not store this pool whole; use page_first or page_first_direct"
+        )
+
+
+def _lies_in_place(page: RankPool) -> bool:
+    """Return whether the page's parts can be transferred from their place in memory.
+
+    Beside kv, only pools with `get_hybrid_pool_buffer` can.
+    """
+    layouts = PAGE_FIRST_LAYOUTS if page.pool == ANCHOR else page.nixl_layouts
+    return bool(page.parts) and not page.opaque and page.layout in layouts
+
+
+def _shard(page: RankPool) -> Shard:
+    """Return the shard of a rank's keys; those of an MLA target name no rank but for states."""
+    if page.shared_anchor and not pool_name(page.pool).states:
+        return Shard()
+    return Shard(tp_rank=page.ranks.tp_rank, tp_size=page.ranks.tp)
 
 
 def route(key: bytes, directories: int) -> tuple[int, bytes]:

@@ -17,7 +17,7 @@ from hicachectl.formats.objects import ANCHOR
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.objects import Coordinate, Sizes
 
 
@@ -39,7 +39,7 @@ class Resolved:
 
 def resolve_affixes(
     affixes: Iterable[Affix],
-    codec: KeyCodec,
+    grammar: Grammar,
     known: Mapping[Affix, Coordinate] | None = None,
 ) -> dict[Affix, Resolved]:
     """Return the meaning of every distinct affix of a store.
@@ -47,10 +47,7 @@ def resolve_affixes(
     known: coordinates of affixes that a profile describes; they take precedence.
     """
     known = known or {}
-    readings = {affix: codec.readings(*affix) for affix in affixes}
-    narrow = getattr(codec, "narrow", None)
-    if narrow is not None:
-        readings = narrow(readings)
+    readings = grammar.narrow({affix: grammar.readings(*affix) for affix in affixes})
     ranks = _ranks_seen(reading for found in readings.values() for reading in found)
     resolved = {
         affix: Resolved(known[affix], (known[affix],)) for affix in readings if affix in known

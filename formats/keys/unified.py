@@ -12,9 +12,14 @@ replicate has no head group. In SGLang 0.5.23 the scheme is a library: no backen
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from hicachectl.formats.errors import UnsupportedByBackend
+from hicachectl.formats.keys.base import Grammar
 from hicachectl.formats.objects import Coordinate, Shard
+
+if TYPE_CHECKING:
+    from hicachectl.formats.keys.base import RankPool
 
 SCHEMA_VERSION = 1
 
@@ -22,17 +27,18 @@ _NUMBER = "(0|[1-9][0-9]{0,8})"
 _SUFFIX = re.compile(f"_(ukv{SCHEMA_VERSION}-[0-9a-f]{{16}})_L{_NUMBER}-{_NUMBER}(?:_H{_NUMBER})?")
 
 
-class UnifiedCodec:
-    """Codec of the unified scheme's keys.
+class UnifiedGrammar(Grammar):
+    """Keys of the unified scheme.
 
     The digest replaces the model: it hashes model, dtype, page size and grid. `shard.heads` is the
     object's one head group, counted over the whole model.
     """
 
-    scheme = "unified"
+    name = title = "unified"
+    axes: ClassVar = {"pp": "", "cp": "", "dcp": ""}
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
-        """See `KeyCodec`; at most one reading."""
+        """See `Grammar`; at most one reading."""
         match = _SUFFIX.fullmatch(suffix)
         if prefix or match is None:
             return ()
@@ -44,7 +50,7 @@ class UnifiedCodec:
         return (Coordinate(match[1], shard=Shard(layers=(start, end), heads=heads)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
-        """See `KeyCodec`.
+        """See `Grammar`.
 
         Raises UnsupportedByBackend for a coordinate with a rank, a part, a pool other than kv, or
         several head groups.
@@ -58,3 +64,9 @@ class UnifiedCodec:
         if self.readings("", suffix) != (coordinate,):
             raise UnsupportedByBackend(f"The unified key scheme has no key for {coordinate}")
         return "", suffix
+
+    def objects(self, page: RankPool) -> NoReturn:
+        """Refuse: no server writes such keys, so no profile states their grid."""
+        raise UnsupportedByBackend(
+            "A profile cannot describe objects of the unified key scheme; use another store"
+        )

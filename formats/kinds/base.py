@@ -32,8 +32,6 @@ class PoolKind:
               SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
               pages of MLA KV (_get_mha_buffer_meta raises for others).
     splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
-    hf3fs_sidecar: whether SGLang stores a pool of this kind beside kv on 3FS.
-    hf3fs_parts: whether SGLang stores a kv pool of this kind as parts on 3FS with zero-copy.
     nixl_layouts: layouts in which NIXL transfers a pool of this kind beside kv from where it lies
               (is_stride_page_aligned of pools with get_hybrid_pool_buffer).
     """
@@ -49,8 +47,6 @@ class PoolKind:
     has_form = True
     scattered = True
     splits_layers = False
-    hf3fs_sidecar = True
-    hf3fs_parts = False
     nixl_layouts: tuple[str, ...] = ()
 
     # --- the profile ---
@@ -146,27 +142,6 @@ class PoolKind:
     ) -> dict[str, list[Span]]:
         """Return which indices of the model an object holds along each sharded axis."""
         return {}
-
-    # --- the backends ---
-
-    def names_rank(self, pool: Pool, shared_anchor: bool) -> bool:
-        """Return whether Mooncake keys name the TP rank, for pools that may have K and V.
-
-        Draft keys name it if the draft's ranks hold shares, other keys if the target's ranks do.
-        shared_anchor: whether the target's ranks share the anchor's objects.
-        """
-        return bool(self.shards) if pool.is_draft else not shared_anchor
-
-    def check_mooncake(self, pool: Pool) -> None:
-        """Raise UnsupportedByBackend if MooncakeStore's keys do not match the pool's objects."""
-
-    def mooncake_parts(self, pool: Pool, names_rank: bool) -> tuple[str | None, ...]:
-        """Return the parts of a page on Mooncake, for objects of unknown form."""
-        return (None,)
-
-    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return the part of the Mooncake object that holds one tensor."""
-        return tensor.name
 
 
 def stored_rows(pool: Pool, tokens: int) -> int:

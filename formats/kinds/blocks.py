@@ -41,9 +41,5 @@ class Blocks(PoolKind):
         """Return none."""
         return ()
 
-    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return None: one object holds the page."""
-        return None
-
 
 BLOCKS = Blocks()

@@ -92,9 +92,5 @@ class DsaIndexer(PoolKind):
         keys = Column("keys", 0, code_dtype, ("token", "channel"), (tokens, dim), scales=scales)
         return keys, scales
 
-    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return None: one object holds the page."""
-        return None
-
 
 DSA_INDEXER = DsaIndexer()

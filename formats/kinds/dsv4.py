@@ -103,9 +103,5 @@ class Dsv4(PoolKind):
         """Return none: data and scales of a row lie apart."""
         return ()
 
-    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return None: one object holds the page."""
-        return None
-
 
 DSV4 = Dsv4()

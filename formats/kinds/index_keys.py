@@ -42,9 +42,5 @@ class IndexKeys(PoolKind):
         shape = (layers, stored_rows(pool, tokens), pool.index_head_dim)
         return (TensorLayout("indexer", ("layer", row, "channel"), shape, pool.dtype),)
 
-    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return None: one object holds the page."""
-        return None
-
 
 INDEX_KEYS = IndexKeys()

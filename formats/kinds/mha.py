@@ -45,9 +45,6 @@ class Mha(PoolKind):
     required = ("dtype", "layers", "kv_heads", "head_dim")
     anchors = True
     shards = True
-    # register_mem_host_pool_v2 uses K's size for a page, so writing K and V fails.
-    hf3fs_sidecar = False
-    hf3fs_parts = True
     nixl_layouts = (*PAGE_FIRST_LAYOUTS, "page_head")
 
     def row_items(self, pool: Pool) -> dict[str, int]:

@@ -19,7 +19,6 @@ from hicachectl.formats.layouts import (
     Column,
     TensorLayout,
 )
-from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -128,10 +127,6 @@ class Mla(PoolKind):
             return codes, scales
         at = rank + scales.nbytes
         return codes, scales, Column("rope", at, "bfloat16", ("channel",), (rope,))
-
-    def mooncake_part(self, pool: Pool, tensor: TensorLayout) -> str | None:
-        """Return "k" for pools that have K and V in MHA models, else None."""
-        return "k" if pool.name in (ANCHOR, "draft") else None
 
 
 MLA = Mla()

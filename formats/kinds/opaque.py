@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.kinds.base import PoolKind
 from hicachectl.formats.kinds.pool import PoolName
-from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
@@ -33,29 +31,10 @@ class Opaque(PoolKind):
     required = ("nbytes",)
     anchors = True
     has_form = False
-    hf3fs_parts = True
 
     def stored_with_dcp(self, pool: Pool) -> bool:
         """Return whether all ranks share the objects, as keys under DCP require."""
         return pool.replicated
-
-    def names_rank(self, pool: Pool, shared_anchor: bool) -> bool:
-        """Return whether ranks share neither the pool nor the anchor."""
-        return not (pool.replicated or shared_anchor)
-
-    def check_mooncake(self, pool: Pool) -> None:
-        """Refuse mamba pools, which have one object per state."""
-        if pool.name == "mamba":
-            raise UnsupportedByBackend(
-                "pools[mamba]: Mooncake stores one object per state, which kind opaque cannot "
-                "name, and SGLang does not store slot side states there at all; use kind mamba"
-            )
-
-    def mooncake_parts(self, pool: Pool, names_rank: bool) -> tuple[str | None, ...]:
-        """Return "k" and "v" if keys name the rank; else "k" for kv and draft, None for others."""
-        if names_rank:
-            return ("k", "v")
-        return ("k",) if pool.name in (ANCHOR, "draft") else (None,)
 
 
 OPAQUE = Opaque()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import FormatError, HicacheError
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.columns import (
     RANK_COLUMNS,
     SPAN_COLUMNS,
@@ -91,7 +91,7 @@ def write_index(entries: pa.Table, metadata: Metadata) -> bytes:
         pages.append(chunk_pages)
         ids.append(chunk_ids)
     known = _profiled_affixes(metadata)
-    resolved = resolve_affixes(splitter.affixes, codec_for(metadata.grammar), known)
+    resolved = resolve_affixes(splitter.affixes, grammar_of(metadata.grammar), known)
     columns = {
         **{name: entries.column(name) for name in ENTRIES.names},
         "page": pa.chunked_array(pages, pa.string()),
@@ -117,10 +117,10 @@ def _profiled_affixes(metadata: Metadata) -> dict[Affix, Coordinate]:
     """Return the affixes that the pack's profile describes; none if it is for other stores."""
     if not metadata.profile:
         return {}
-    codec = codec_for(metadata.grammar)
+    grammar = grammar_of(metadata.grammar)
     try:
         expected = object_specs(parse_profile(metadata.profile), metadata.grammar)
-        return {codec.affix(one.coordinate): one.coordinate for one in expected}
+        return {grammar.affix(one.coordinate): one.coordinate for one in expected}
     except HicacheError:  # a profile for another kind of store
         return {}
 

@@ -20,7 +20,7 @@ from msgspec import Struct, to_builtins
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.pack.planes import PLANE_COUNTS
 
 MAGIC = b"\x89HCPACK\n"
@@ -204,7 +204,7 @@ def parse_metadata(data: bytes | memoryview) -> Metadata:
 def checked_metadata(metadata: Metadata) -> Metadata:
     """Return the metadata unchanged. Raises FormatError if the grammar is unknown."""
     try:
-        codec_for(metadata.grammar)
+        grammar_of(metadata.grammar)
     except UsageError as error:
         raise FormatError(f"names keys that this version cannot read: {error}") from error
     return metadata

@@ -100,7 +100,7 @@ def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
     newest = [max(size.newest_ns or 0 for size in mix.sizes) for mix in mixes]
     yield deployment_findings(
         "mixed-sizes",
-        deployments=[_deployment_of(mix, table).label(table.codec) for mix in mixes],
+        deployments=[_deployment_of(mix, table).label(table.grammar) for mix in mixes],
         written=[ns // 10**9 or None for ns in newest],
         pools=[mix.coordinate.pool for mix in mixes],
         parts=[mix.coordinate.part for mix in mixes],

@@ -56,11 +56,11 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
     found = [
         (number, deployment)
         for number, deployment in enumerate(table.deployments)
-        if number and tally.states[number].any() and same_model(deployment, own, table.codec.scheme)
+        if number and tally.states[number].any() and same_model(deployment, own, table.grammar.name)
     ]
     yield deployment_findings(
         "other-deployment",
-        deployments=[deployment.label(table.codec) for _, deployment in found],
+        deployments=[deployment.label(table.grammar) for _, deployment in found],
         written=[int(tally.newest_ns[number]) // 10**9 or None for number, _ in found],
         detail=[
             _described(deployment, number, given, sized=number not in unsized)

@@ -91,7 +91,7 @@ def _listed_pages(
 ) -> PrewarmRequest:
     import pyarrow as pa
 
-    from hicachectl.formats.keys.base import codec_for
+    from hicachectl.formats.keys import grammar_of
     from hicachectl.formats.keys.labels import label_text
     from hicachectl.pages.deployments import profiled_deployment
     from hicachectl.requests.chains import Hashing, requests_of_pages
@@ -100,7 +100,7 @@ def _listed_pages(
 
     profile, source = request.profile, str(options["pages"])
     listed = read_page_list(options["pages"], requests=True)
-    label = profiled_deployment(profile, grammar).label(codec_for(grammar))
+    label = profiled_deployment(profile, grammar).label(grammar_of(grammar))
     in_others = listed.only_in_others(label)
     if not listed.is_chained:
         pages, others = (pa.array(names, pa.string()) for names in (listed.pages, in_others))

@@ -101,11 +101,11 @@ def store_names(
 
 def model_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Offer the models in the keys of the command's store, if that is a local file store."""
-    from hicachectl.formats.keys.file import FileCodec
+    from hicachectl.formats.keys.file import FileGrammar
 
-    codec = FileCodec()
+    grammar = FileGrammar()
     suffixes = {suffix for _, suffix in _names(ctx, "")}
-    readings = filter(None, (codec.readings("", suffix) for suffix in suffixes))
+    readings = filter(None, (grammar.readings("", suffix) for suffix in suffixes))
     # Ranks can be read as a part of the name, too.
     models = {min((reading.model for reading in one), key=len) for one in readings}
     return sorted(_offered(models, incomplete))

@@ -14,7 +14,7 @@ from hicachectl.backends.base import open_store
 from hicachectl.backends.urls import is_pack_path
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.profile import Profile, dump_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
@@ -81,7 +81,7 @@ def fill(store: Store, pages: int) -> None:
     tokens = rng.integers(0, 150_000, pages * PROFILE.page_size)
     hashes = page_hashes_hex(tokens, PROFILE.page_size)
     members = object_specs(PROFILE, store.grammar)
-    spell = codec_for(store.grammar).affix
+    spell = grammar_of(store.grammar).affix
     with Arena(sum(m.nbytes for m in members)) as arena:
         store.attach(arena)
         start_ns = time.time_ns() - _AGE_S * 10**9

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.capabilities import Claimed
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.identity import profile_tag
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import FOREIGN, KeySplitter, page_words
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.pages.census import SEVERAL, Census
@@ -247,7 +247,7 @@ def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], gram
     ranks = {c.shard.tp_rank for c in coordinates if c.shard.tp_rank is not None}
     if not ranks:
         return
-    codec = codec_for(grammar)
+    codec = grammar_of(grammar)
     for affix in affixes:
         for reading in codec.readings(*affix)[:1]:
             rank = reading.shard.tp_rank

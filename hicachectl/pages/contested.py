@@ -111,13 +111,13 @@ def with_ambiguous_pages(
     ]
     affixes = [*table.affixes, *(table.affixes[affix] for affix in shared)]
     resolved += ambiguous.values()
-    return make_table(affixes, resolved, table.codec, table.profile), marked
+    return make_table(affixes, resolved, table.grammar, table.profile), marked
 
 
 def _all_readings(table: AffixTable, affix: Affix, resolved: Resolved) -> Iterable[Coordinate]:
     """Return the readings of an affix, also those that a profile excludes."""
     found = resolved.readings
-    return found if len(found) != 1 else dict.fromkeys([*found, *table.codec.readings(*affix)])
+    return found if len(found) != 1 else dict.fromkeys([*found, *table.grammar.readings(*affix)])
 
 
 def _joined(pieces: Iterable[Objects], affixes: list[int]) -> tuple[Ids, IntArray, IntArray]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from hicachectl.formats.arrays import IntArray
-    from hicachectl.formats.keys.base import Affix, KeyCodec
+    from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.objects import Sizes
     from hicachectl.formats.profile import Profile
 
@@ -51,10 +51,10 @@ class Deployment:
         """The shard whose sizes `ls` shows: the first spec's; anchors are the first specs."""
         return self.specs[0].coordinate.shard if self.specs else Shard()
 
-    def label(self, codec: KeyCodec, specs: Iterable[ObjectSpec] | None = None) -> str:
+    def label(self, grammar: Grammar, specs: Iterable[ObjectSpec] | None = None) -> str:
         """Return the label of a group that has the objects of some specs; None: of all."""
         specs = self.specs if specs is None else specs
-        return group_label(codec, self.model, self.tag, (spec.affix for spec in specs))
+        return group_label(grammar, self.model, self.tag, (spec.affix for spec in specs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class AffixTable:
     spec_ids: index into that deployment's specs.
     """
 
-    codec: KeyCodec
+    grammar: Grammar
     profile: Profile | None
     affixes: tuple[Affix, ...]
     resolved: tuple[Resolved, ...]
@@ -144,23 +144,23 @@ class AffixTable:
 
 
 def assign_affixes(
-    affixes: Sequence[Affix], codec: KeyCodec, profile: Profile | None
+    affixes: Sequence[Affix], grammar: Grammar, profile: Profile | None
 ) -> AffixTable:
     """Resolve the affixes of a store and assign them to deployments.
 
     Affixes that the profile lacks form deployments by model, tag and topology, with specs from
     keys alone.
     """
-    specs = () if profile is None else profiled_deployment(profile, codec.scheme).specs
+    specs = () if profile is None else profiled_deployment(profile, grammar.name).specs
     known = {spec.affix: spec.coordinate for spec in specs}
-    resolved = resolve_affixes(affixes, codec, known)
-    return make_table(affixes, [resolved[affix] for affix in affixes], codec, profile)
+    resolved = resolve_affixes(affixes, grammar, known)
+    return make_table(affixes, [resolved[affix] for affix in affixes], grammar, profile)
 
 
 def make_table(
     affixes: Sequence[Affix],
     resolved: Sequence[Resolved],
-    codec: KeyCodec,
+    grammar: Grammar,
     profile: Profile | None,
 ) -> AffixTable:
     """Assign affixes to deployments by their resolved coordinates.
@@ -171,14 +171,14 @@ def make_table(
     rest = dict.fromkeys((affix, c) for affix, c in read if c is not None)
     deployments: list[Deployment] = []
     if profile is not None:
-        own = profiled_deployment(profile, codec.scheme)
+        own = profiled_deployment(profile, grammar.name)
         for spec in own.specs:
             rest.pop((spec.affix, spec.coordinate), None)
         unlisted = _unlisted_specs(own, rest)
         for spec in unlisted:
             del rest[spec.affix, spec.coordinate]
         deployments.append(replace(own, specs=own.specs + unlisted))
-    deployments += _inferred_deployments([coordinate for _, coordinate in rest], codec)
+    deployments += _inferred_deployments([coordinate for _, coordinate in rest], grammar)
     places: dict[tuple[Affix, Coordinate | None], tuple[int, int]] = {
         (spec.affix, spec.coordinate): (number, position)
         for number, deployment in enumerate(deployments)
@@ -189,7 +189,7 @@ def make_table(
         for affix, one in zip(affixes, resolved, strict=True)
     ]
     return AffixTable(
-        codec=codec,
+        grammar=grammar,
         profile=profile,
         affixes=tuple(affixes),
         resolved=tuple(resolved),
@@ -207,14 +207,14 @@ def profiled_deployment(profile: Profile, scheme: str) -> Deployment:
     return Deployment(first.model, first.tag, profile, specs)
 
 
-def other_ranks(affixes: Collection[Affix], codec: KeyCodec) -> list[Affix]:
+def other_ranks(affixes: Collection[Affix], grammar: Grammar) -> list[Affix]:
     """Return the affixes of fellow TP ranks, under any reading of some affixes.
 
     If the store has such objects, keys of the given affixes belong to another deployment.
     """
-    readings = [reading for affix in affixes for reading in codec.readings(*affix)]
-    ranks = {codec.affix(coordinate) for coordinate in _with_fellow_ranks(readings)}
-    return sorted(ranks - set(affixes) - {codec.affix(reading) for reading in readings})
+    readings = [reading for affix in affixes for reading in grammar.readings(*affix)]
+    ranks = {grammar.affix(coordinate) for coordinate in _with_fellow_ranks(readings)}
+    return sorted(ranks - set(affixes) - {grammar.affix(reading) for reading in readings})
 
 
 def _unlisted_specs(
@@ -240,7 +240,9 @@ def _owners(coordinate: Coordinate) -> set[tuple[str, str, Sizes]]:
     return {(model, tag, own)} | shared
 
 
-def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) -> list[Deployment]:
+def _inferred_deployments(
+    coordinates: Collection[Coordinate], grammar: Grammar
+) -> list[Deployment]:
     # Mamba states join any other object of their page: their group must not depend on the presence
     # of anchors.
     shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
@@ -250,16 +252,16 @@ def _inferred_deployments(coordinates: Collection[Coordinate], codec: KeyCodec) 
         owners = _owners(coordinate) & shared
         gathered[identity if identity in owners or not owners else owners.pop()].append(coordinate)
     return [
-        Deployment(model, tag, None, _inferred_specs(found, codec))
+        Deployment(model, tag, None, _inferred_specs(found, grammar))
         for (model, tag, _), found in sorted(gathered.items(), key=repr)
     ]
 
 
-def _inferred_specs(found: list[Coordinate], codec: KeyCodec) -> tuple[ObjectSpec, ...]:
+def _inferred_specs(found: list[Coordinate], grammar: Grammar) -> tuple[ObjectSpec, ...]:
     anchor = _anchor_pool({coordinate.pool for coordinate in found})
     specs = [
         ObjectSpec(
-            affix=codec.affix(coordinate),
+            affix=grammar.affix(coordinate),
             coordinate=coordinate,
             anchor=coordinate.pool == anchor,
             trailing_pages=int(default_hit_policy(coordinate.pool) == "trailing_pages"),

@@ -212,13 +212,13 @@ class PageGroups:
 
     @cached_property
     def _labelled(self) -> tuple[list[str], IntArray]:
-        codec = self._inventory.table.codec
+        grammar = self._inventory.table.grammar
         numbers = {AMBIGUOUS: 0}
         label_ids: IntArray = np.zeros(len(self), dtype=np.int64)
         for number, deployment in enumerate(self.deployments):
             table = self.tables[number]
-            own = deployment.label(codec)
-            labels = [deployment.label(codec, [block.spec]) for block in table.blocks]
+            own = deployment.label(grammar)
+            labels = [deployment.label(grammar, [block.spec]) for block in table.blocks]
             ids = {label: numbers.setdefault(label, len(numbers)) for label in (own, *labels)}
             # Objects with the deployment's label decide the group's label, else the first object.
             order = sorted(range(len(labels)), key=lambda at: (labels[at] == own, -at))

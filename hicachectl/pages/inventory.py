@@ -12,7 +12,7 @@ import pyarrow as pa
 from hicachectl.backends.base import scan_schema, take_rows
 from hicachectl.backends.capabilities import Trailed
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import page_words, pages_of
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.pages.census import Census
@@ -218,7 +218,7 @@ def understood(
     only_others, needs_pages, on_contradiction: see `take_inventory`. Raises OSError.
     """
     census = spool.census()
-    scanned = assign_affixes(spool.affixes, codec_for(store.grammar), profile)
+    scanned = assign_affixes(spool.affixes, grammar_of(store.grammar), profile)
 
     def pieces(table: AffixTable, affix_ids: Ids | None = None) -> Iterator[Inventory]:
         return (Inventory(*piece, table) for piece in spool.pieces(affix_ids))

@@ -17,7 +17,7 @@ import pyarrow as pa
 from hicachectl.backends.base import scan_schema, take_rows
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.resolve import Resolved
 from hicachectl.formats.keys.table import page_starts, page_words
 from hicachectl.formats.objects import Coordinate  # noqa: TC001 - msgspec reads it
@@ -99,7 +99,7 @@ class Listing:
             if not all(one.shard.is_bounded for one in read if one is not None):
                 raise ValueError("an affix has too many ranks")
             resolved = [Resolved(one, tuple(readings)) for one, readings in form.resolved]
-            table = make_table(form.affixes, resolved, codec_for(grammar), profile)
+            table = make_table(form.affixes, resolved, grammar_of(grammar), profile)
             specs = [len(deployment.specs) for deployment in table.deployments]
             if specs != [len(sizes) for sizes in form.sizes]:
                 raise ValueError("the affixes have other objects than the sizes")

@@ -241,7 +241,7 @@ def stage_layers(text: str, option: str) -> tuple[int, ...]:
 
 def _only_model(store: Store | None) -> str:
     """Return the one model in the first keys of a store. Raises UsageError for none or several."""
-    from hicachectl.formats.keys.base import codec_for
+    from hicachectl.formats.keys import grammar_of
     from hicachectl.formats.keys.table import KeySplitter
     from hicachectl.pages.deployments import assign_affixes
 
@@ -250,7 +250,7 @@ def _only_model(store: Store | None) -> str:
         splitter = KeySplitter()
         for batch in islice(store.scan(("key",)), 4):
             splitter.split(batch.column("key"))
-        table = assign_affixes(splitter.affixes, codec_for(store.grammar), None)
+        table = assign_affixes(splitter.affixes, grammar_of(store.grammar), None)
         models = {deployment.model for deployment in table.deployments}
     if len(models) != 1:
         seen = f" (the store has the models {', '.join(sorted(models))})" if models else ""

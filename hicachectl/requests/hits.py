@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.restorable import (
@@ -136,10 +136,10 @@ def inventory_of_chains(
     store, whose other keys may show why. Arguments and errors as of `take_inventory`.
     """
     names = chains.within_reach().page_names
-    codec = codec_for(store.grammar)
-    affixes = [spec.affix for spec in object_specs(profile, codec.scheme)]
+    grammar = grammar_of(store.grammar)
+    affixes = [spec.affix for spec in object_specs(profile, grammar.name)]
     if store.traits.lists_late or len(names) * len(affixes) <= _FEW_KEYS:
-        asked = [*affixes, *other_ranks(affixes, codec)]
+        asked = [*affixes, *other_ranks(affixes, grammar)]
         keys = [join_keys(asked, pa.repeat(n, len(names)), names) for n in range(len(asked))]
         found = look_up(store, pa.concat_arrays(keys), profile, only_others=only_others)
         if len(found.objects):

@@ -13,7 +13,7 @@ from hicachectl.backends.base import open_store
 from hicachectl.checks.findings import findings
 from hicachectl.checks.registry import CheckSums
 from hicachectl.checks.sizes import check_mixed_sizes
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.pages.deployments import SeenSize, SizeMix, assign_affixes
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
@@ -59,7 +59,7 @@ def test_a_mix_of_sizes_is_explained_by_its_own_deployment() -> None:
 def calls_of_mixes(models: int) -> int:
     """Explain a mix of each of `models` deployments and return the number of Python calls."""
     affixes = [("", f"_model{number}_0_1.bin") for number in range(models)]
-    table = assign_affixes(affixes, codec_for("file"), None)
+    table = assign_affixes(affixes, grammar_of("file"), None)
     sizes = tuple(SeenSize(nbytes, 3, 3, None, None) for nbytes in (8, 4))
     mixes = [
         SizeMix((number,), spec.coordinate, sizes, 6)

@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import HicacheError
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import object_specs
@@ -308,7 +308,7 @@ def measure_bus(device: torch.device, options: argparse.Namespace) -> None:
 def write_store(directory: Path, case: Case, nbytes: int, distinct_bytes: int) -> int:
     """Write one object per page; beyond `distinct_bytes`, further names of the same files."""
     expected = expected_of(case)
-    before, after = FileCodec().affix(expected.coordinate)
+    before, after = FileGrammar().affix(expected.coordinate)
     objects = KvGenerator(expected, case.profile, seed=1).objects(range(DISTINCT_PAGES))
     count, distinct = nbytes // expected.nbytes, min(nbytes, distinct_bytes) // expected.nbytes
     names = [f"{before}{hashlib.sha256(str(n).encode()).hexdigest()}{after}" for n in range(count)]

@@ -16,7 +16,7 @@ from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
 from hicachectl.cli.demo_store import PROFILE, fill
 from hicachectl.formats.identity import profile_tag
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs
 from tests.report.page_texts import text_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGES = 6
 FILE_BYTES = 4 << 20
-SPELL = codec_for("hf3fs").affix
+SPELL = grammar_of("hf3fs").affix
 
 
 class Place:

@@ -92,7 +92,7 @@ def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str
     from hicachectl.backends.sglang.context import Context
     from hicachectl.backends.sglang.plugin import as_transferred
     from hicachectl.backends.sglang.pools import served_pool
-    from hicachectl.formats.keys.file import FileCodec
+    from hicachectl.formats.keys.file import FileGrammar
 
     profile = deployment.profile
     pools = rank_pools.build_pools(deployment, rank, PAGES)
@@ -111,7 +111,7 @@ def _rank(deployment: Deployment, rank: Rank, folder: Path) -> Iterator[dict[str
         pool = served_pool(name, host, controller.storage_config, context)
         if name in transfers:  # kv is moved without one
             pool = as_transferred(pool, transfers[name])
-        prefix, suffix = FileCodec().affix(pool.coordinate)
+        prefix, suffix = FileGrammar().affix(pool.coordinate)
         yield {
             **dataclasses.asdict(rank),
             "pool": name,

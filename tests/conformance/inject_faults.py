@@ -179,10 +179,10 @@ class Reader:
 
     def names(self) -> dict[tuple[str, str], str]:
         """Return the name of each page's file, by pool and page."""
-        from hicachectl.formats.keys.file import FileCodec
+        from hicachectl.formats.keys.file import FileGrammar
 
         pools = {name: self.backend._pools[name].coordinate for name in self.indices}
-        ends = {name: FileCodec().affix(coordinate)[1] for name, coordinate in pools.items()}
+        ends = {name: FileGrammar().affix(coordinate)[1] for name, coordinate in pools.items()}
         return {(name, page): page + end for name, end in ends.items() for page in self.pages}
 
 

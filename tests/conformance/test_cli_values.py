@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.layouts import TensorLayout
 from hicachectl.formats.profile import Profile, profile_from_mapping
 from hicachectl.formats.spec import ObjectSpec, object_specs
@@ -57,7 +57,7 @@ def objects_of(
     """Return one object of each kind, from the last page that has it."""
     present = {entry["file"] for entry in manifest["objects"]}
     for expected in object_specs(profile, "file"):
-        suffix = FileCodec().affix(expected.coordinate)[1]
+        suffix = FileGrammar().affix(expected.coordinate)[1]
         page = next(p for p in reversed(manifest["pages"]) if p + suffix in present)
         yield store / f"{page}{suffix}", expected
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
-from hicachectl.formats.keys.unified import UnifiedCodec
+from hicachectl.formats.keys.unified import UnifiedGrammar
 from tests.skips import missing
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def test_namespace_seeds_equal_those_of_sglang(
 def test_unified_keys_name_the_ranges_that_sglang_puts_there(
     question: dict[str, list[Any]], answer: dict[str, list[Any]]
 ) -> None:
-    codec = UnifiedCodec()
+    codec = UnifiedGrammar()
     for arguments, planned in zip(question["plans"], answer["plans"], strict=True):
         layers, heads = planned["layer_ranges"], planned["head_ranges"]
         rectangles = [(tuple(x), tuple(y)) for x in layers for y in heads]

@@ -16,7 +16,7 @@ import pytest
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import open_store
 from hicachectl.backends.hf3fs.store import Hf3fsStore
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import profile_from_mapping
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from tests.conformance.object_bytes import expected_bytes
@@ -84,7 +84,7 @@ class Written:
     @property
     def expected(self) -> dict[Affix, ObjectSpec]:
         """The spec of each affix of a key, from the deployment's profile."""
-        codec = codec_for("hf3fs")
+        codec = grammar_of("hf3fs")
         profile = profile_from_mapping(self.manifest["profile"])
         return {codec.affix(each.coordinate): each for each in object_specs(profile, "hf3fs")}
 

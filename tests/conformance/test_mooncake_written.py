@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
 from hicachectl.formats.profile import profile_from_mapping
 from hicachectl.formats.spec import ObjectSpec, object_specs
@@ -73,7 +73,7 @@ class Written:
     @property
     def expected(self) -> dict[Affix, ObjectSpec]:
         """The spec of each affix of a key, from the deployments' profiles."""
-        codec = codec_for("mooncake")
+        codec = grammar_of("mooncake")
         return {
             codec.affix(expected.coordinate): expected
             for deployment in self.manifest["deployments"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.nixl import route
 from hicachectl.formats.profile import profile_from_mapping
 from hicachectl.formats.spec import ObjectSpec, object_specs
@@ -83,7 +83,7 @@ class Written:
         """The spec of each affix of a key, from the deployment's profile."""
         profile = profile_from_mapping(self.manifest["profile"])
         specs = object_specs(profile, self.backend)
-        return {codec_for(self.backend).affix(each.coordinate): each for each in specs}
+        return {grammar_of(self.backend).affix(each.coordinate): each for each in specs}
 
     def file(self, entry: Entry) -> Path:
         number, folder = route(entry["key"].encode(), len(self.directories))

@@ -22,7 +22,7 @@ from tests.device.devices import DEVICES, HAS_CUDA, torch
 
 from hicachectl.backends.file.store import FileStore  # isort: skip
 from hicachectl.formats.errors import DeviceError, UsageError  # isort: skip
-from hicachectl.formats.keys.file import FileCodec  # isort: skip
+from hicachectl.formats.keys.file import FileGrammar  # isort: skip
 from hicachectl.formats.profile import dump_profile  # isort: skip
 from hicachectl.device import devices  # isort: skip
 from hicachectl.device.checker import DeviceChecker  # isort: skip
@@ -83,7 +83,7 @@ def write_pages(directory: Path, profile: Profile, pages: int = PAGES) -> Path:
     store = directory / "store"
     store.mkdir()
     for expected in object_specs(profile, "file"):
-        before, after = FileCodec().affix(expected.coordinate)
+        before, after = FileGrammar().affix(expected.coordinate)
         objects = KvGenerator(expected, profile, seed=3).objects(range(pages))
         for number, content in enumerate(objects):
             put(store / f"{before}{page(number)}{after}", content.tobytes())

@@ -114,12 +114,6 @@ def test_k_and_v_of_different_width_have_two_layouts_only(layout: str) -> None:
         ASYMMETRIC.parts(layout)
 
 
-@pytest.mark.parametrize("piece", [MHA, INDEXER])
-def test_layer_first_pages_are_no_part_objects(piece: PoolPiece) -> None:
-    with pytest.raises(UnsupportedByBackend, match="scattered"):
-        piece.parts("layer_first")
-
-
 @pytest.mark.parametrize(
     ("layout", "axes", "shape"),
     [

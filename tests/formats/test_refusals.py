@@ -84,7 +84,7 @@ def test_a_release_with_other_objects_needs_a_profile(
             "file",
             {},
             "mooncake",
-            "kind mha does not fit .*; use a file store",
+            "do not fit SGLang's Mooncake keys .*; use a file store",
         ),
         (WITH_DRAFT, "file", {}, "mooncake", "only the first of 2 shards; let servers write"),
         (WITH_DRAFT, "mooncake", {}, "file", "only the first of 2 shards; let servers write"),

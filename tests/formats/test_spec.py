@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.objects import Coordinate, Shard
 from hicachectl.formats.profile import Profile
@@ -343,15 +343,16 @@ def test_keys_without_cp_rank_hold_rank_0(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (profile(mha(), layout="layer_first"), "scattered"),
+        (profile(mha(), layout="layer_first"), r"pools\[kv\]: .* scattered"),
+        (profile(mla(), indexer(), layout="layer_first"), r"pools\[indexer\]: .* scattered"),
         (profile(mha(), layout="page_unified"), "page_unified"),
         (
             profile(mha(), mha("auxiliary_swa")),
             r"pools\[auxiliary_swa\]: SGLang does not store this pool",
         ),
-        (profile(mla(), mha("swa")), "kind mha does not fit"),
-        (profile(mha(), mla("swa")), "kind mla does not fit .*; use a file store"),
-        (profile(mha(replicated=True)), "kind mha does not fit"),
+        (profile(mla(), mha("swa")), "do not fit SGLang's Mooncake keys"),
+        (profile(mha(), mla("swa")), "do not fit SGLang's Mooncake keys .*; use a file store"),
+        (profile(mha(replicated=True)), "do not fit SGLang's Mooncake keys"),
         (profile(mha(), opaque("mamba")), "which kind opaque cannot name, .*; use kind mamba"),
         (profile(mha(), tp=2, dcp=2), "dcp 2: .*MLA models only; give dcp 1"),
         (
@@ -435,7 +436,8 @@ def test_what_3fs_cannot_hold_is_refused(model: Profile, reason: str) -> None:
 
 def keys(model: Profile, scheme: str) -> set[str]:
     return {
-        "H".join(codec_for(scheme).affix(found.coordinate)) for found in object_specs(model, scheme)
+        "H".join(grammar_of(scheme).affix(found.coordinate))
+        for found in object_specs(model, scheme)
     }
 
 

@@ -13,7 +13,7 @@ from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Archive
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.identity import profile_tag
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import dump_profile, stored_profile
 from hicachectl.formats.spec import object_specs
 from tests.move.migrations import PAGES, migrated, profile_file
@@ -48,7 +48,7 @@ def place_of(kind: str, folder: Path, request: pytest.FixtureRequest) -> str:
         return str(cluster.url)
     server = request.getfixturevalue("metadata_server")
     for expected in object_specs(PROFILE, "hf3fs"):
-        number, pool, _ = codec_for("hf3fs").affix(expected.coordinate)[0].split(":")
+        number, pool, _ = grammar_of("hf3fs").affix(expected.coordinate)[0].split(":")
         path = folder / f"hicache.{number}.bin{'' if pool == 'kv' else '.' + pool}"
         path.touch()
         os.truncate(path, FILE_BYTES)

@@ -15,7 +15,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Profiled
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.spec import object_specs
 from tests.places import half_pages, page_of, whole_pages
 
@@ -52,7 +52,7 @@ class Damaged:
         self.place.fill(PAGES)
         if self.before:
             self.place.set_times(self.place.held())
-        spell = codec_for(self.place.grammar).affix
+        spell = grammar_of(self.place.grammar).affix
         specs = object_specs(self.place.profile, self.place.grammar)
         anchors = {spell(one.coordinate) for one in specs if one.anchor}
         held = sorted(map(bytes.decode, self.place.held()))

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.labels import group_label, label_text
 from hicachectl.formats.profile import Profile, parse_profile, profile_from_mapping
 from hicachectl.pages.deployments import assign_affixes
@@ -72,7 +72,7 @@ def test_the_text_tells_every_two_deployments_apart(tmp_path: Path) -> None:
 
 
 def test_mooncake_keys_show_no_tp_size_nor_where_a_tag_ends() -> None:
-    codec = codec_for("mooncake")
+    codec = grammar_of("mooncake")
     profile = replace(
         profile_of({"name": "kv", "kind": "mha", "dtype": "bfloat16", "layers": 2, "kv_heads": 4,
                     "head_dim": 8}, tp=2),
@@ -85,7 +85,7 @@ def test_mooncake_keys_show_no_tp_size_nor_where_a_tag_ends() -> None:
 
 
 def test_dcp_sizes_and_page_are_in_the_text() -> None:
-    codec = codec_for("file")
+    codec = grammar_of("file")
     affixes = [("", f"_m_tp8_dcp{rank}_4_page256.bin") for rank in range(4)]
     affixes += [("", f".mamba_m_{rank}_8_tp8_dcp{rank % 4}_4_page256.bin") for rank in range(8)]
     (deployment,) = assign_affixes(affixes, codec, None).deployments

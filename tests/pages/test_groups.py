@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from hicachectl.backends.base import open_store
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.pages import group_table, groups
 from hicachectl.pages.deployments import assign_affixes
@@ -123,7 +123,7 @@ def test_keys_with_and_without_a_stage_come_in_one_order() -> None:
     """Stage 0 and no stage compare equal as ranks; a set's order would decide."""
     ends = [f"_{rank}_{part}" for rank in ("0_0", "0", "1_0", "1") for part in "kv"]
     (found,) = assign_affixes(
-        [("m_", end) for end in ends], codec_for("mooncake"), None
+        [("m_", end) for end in ends], grammar_of("mooncake"), None
     ).deployments
     ordered = [f"_{rank}{stage}_{part}" for rank in "01" for part in "kv" for stage in ("_0", "")]
     assert [spec.affix for spec in found.specs] == [("m_", end) for end in ordered]

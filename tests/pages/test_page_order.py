@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import KeySplitter
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.inventory import Inventory
@@ -27,7 +27,7 @@ def inventory_of(chunks: list[list[str]]) -> Inventory:
     splitter = KeySplitter()
     ids = [np.empty(0, dtype=np.int32), *(splitter.identify(chunk) for chunk in keys)]
     objects = pa.table({"key": pa.chunked_array(keys, pa.binary())})
-    table = assign_affixes(splitter.affixes, codec_for("file"), None)
+    table = assign_affixes(splitter.affixes, grammar_of("file"), None)
     return Inventory(objects, np.concatenate(ids), table)
 
 

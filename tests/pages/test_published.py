@@ -95,7 +95,7 @@ def publish(
             for share in listed.shares
         ]
         assert set(directory.entries()) == {file.name for file in listed.files}
-    assert replace(listing.table, codec=listed.listing.table.codec) == listed.listing.table
+    assert replace(listing.table, grammar=listed.listing.table.grammar) == listed.listing.table
     assert listing.schema == listed.listing.schema
     return listed, listing, [inventory_of(table, listing.table) for table in tables]
 
@@ -115,7 +115,7 @@ def assert_parts_are_the_whole(
 ) -> None:
     whole = take_inventory(store, profile)
     listed, listing, inventories = publish(store, profile, folder, parts, memory_rows)
-    assert replace(listing.table, codec=whole.table.codec) == whole.table
+    assert replace(listing.table, grammar=whole.table.grammar) == whole.table
     assert sum(file.rows for file in listed.files) == len(whole.objects)
     names = {name for one in inventories for name in one.objects.column_names}
     assert names == set(whole.objects.column_names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.spec import object_specs
 from tests.move.repairs import DSA
 from tests.power.crash_states import Kind
@@ -101,7 +101,7 @@ class RepairedSnapshot(Writer):
         self.snapshot.parent.mkdir()
         tables: dict[str, Any] = {}
         for expected in object_specs(DSA, "hf3fs"):
-            prefix, suffix = codec_for("hf3fs").affix(expected.coordinate)
+            prefix, suffix = grammar_of("hf3fs").affix(expected.coordinate)
             rank, pool, start = prefix.split(":", 2)
             names = [f"{start}{page(number)}{suffix}" for number in range(PAGES)]
             pages = FILE_BYTES // expected.nbytes

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.formats.keys.versions import mooncake_keys_name_model
 from hicachectl.formats.profile import NEWEST_SGLANG, Profile, dump_profile, parse_profile
+from hicachectl.formats.releases import release_of
 from tests.stores import page, put, put_pages
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def test_the_release_decides_what_was_written(invoke: Invoke, tmp_path: Path) ->
     old = parse_profile(invoke("profile", *arguments, "--sglang", "0.5.7").stdout)
     assert (newest.sglang, newest.layout) == (NEWEST_SGLANG, "page_first")
     assert (old.sglang, old.layout) == ("0.5.7", "layer_first")
-    assert mooncake_keys_name_model(newest)
-    assert not mooncake_keys_name_model(old)
+    assert release_of(newest.sglang).mooncake_model
+    assert not release_of(old.sglang).mooncake_model
     (tmp_path / "m.toml").write_text(dump_profile(newest))
     for wrong in (
         [*arguments, "--sglang", "newest"],

@@ -11,7 +11,7 @@ import pytest
 
 from hicachectl.backends.base import open_store
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.pages.inventory import take_inventory
@@ -346,7 +346,7 @@ Held = set[tuple[str, int]]  # page, number of the expected object
 def _random_store(
     store: Path, expected: tuple[ObjectSpec, ...], names: list[str], chance: random.Random
 ) -> Held:
-    codec = codec_for("file")
+    codec = grammar_of("file")
     held = set()
     density = chance.choice([0.8, 0.9, 0.97, 1.0])
     for name in names:
@@ -401,7 +401,7 @@ def _stop(
 def test_putting_back_what_stops_a_chain_restores_all_of_it_in_the_end(tmp_path: Path) -> None:
     profile = parse_profile(MIXED)
     expected = object_specs(profile, "file")
-    codec = codec_for("file")
+    codec = grammar_of("file")
     names = [page(number) for number in range(6)]
     _random_store(tmp_path, expected, names, random.Random(3))
     usable = -1
@@ -419,7 +419,7 @@ def test_putting_back_what_stops_a_chain_restores_all_of_it_in_the_end(tmp_path:
 
 def test_needed_objects_are_the_prefixes_and_their_trailing_states(tmp_path: Path) -> None:
     profile = parse_profile(MIXED)
-    codec = codec_for("file")
+    codec = grammar_of("file")
     names = [page(number) for number in range(6)]
     for number, name in enumerate(names):
         for one in object_specs(profile, "file"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.profile import dump_profile
 from tests.checks.value_cases import expected_of, profile_of
 from tests.kvgen import KvGenerator, uniform_noise
@@ -46,7 +46,7 @@ def write_store(directory: Path, model: Profile, layout: str, objects: Bytes) ->
     """Write a store of some bytes, and a profile with a layout."""
     profile = replace(model, layout=layout)
     (directory / "p.toml").write_text(dump_profile(profile))
-    before, after = FileCodec().affix(expected_of(profile).coordinate)
+    before, after = FileGrammar().affix(expected_of(profile).coordinate)
     (directory / "store").mkdir()
     paths = [directory / "store" / f"{before}{page(n)}{after}" for n in range(len(objects))]
     for path, content in zip(paths, objects, strict=True):

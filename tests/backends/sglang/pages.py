@@ -10,7 +10,7 @@ import numpy as np
 
 from hicachectl.backends.sglang.served import ServedPool
 from hicachectl.formats.identity import Identity
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.keys.base import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,8 @@ class HostPool:
         weights: str = "w",
         trailing: bool = False,
         model: str = "org-model",
-        shard: Shard = Shard(tp_rank=0, tp_size=1),  # noqa: B008 - frozen
+        ranks: Ranks = Ranks(),  # noqa: B008 - immutable
+        shared_anchor: bool = False,
     ) -> None:
         self._count, self._half = count, nbytes // 2
         self._other = nbytes - self._half
@@ -41,7 +42,8 @@ class HostPool:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.pool = ServedPool(
             name=name,
-            coordinate=Coordinate(model, name, None, "", shard),
+            ranks=ranks,
+            shared_anchor=shared_anchor,
             identity=Identity(model=model, weights=weights, pool=name, layer_bytes=nbytes),
             page_indices=1,
             nbytes=nbytes,

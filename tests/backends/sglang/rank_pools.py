@@ -8,7 +8,7 @@ import numpy as np
 
 from hicachectl.backends.sglang.served import Part, ServedPool
 from hicachectl.formats.identity import object_identity
-from hicachectl.formats.spec import object_specs
+from hicachectl.formats.spec import object_specs, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,7 @@ class RankPool:
     def __init__(self, profile: Profile, spec: ObjectSpec, count: int) -> None:
         identity = object_identity(profile, spec)
         assert identity is not None
+        shard = spec.coordinate.shard
         self._memory = [np.zeros((count, tensor.nbytes), dtype=np.uint8) for tensor in spec.tensors]
         parts = [
             Part(name=tensor.name, nbytes=tensor.nbytes, pieces=slice(2 * n, 2 * n + 2))
@@ -34,7 +35,10 @@ class RankPool:
         ]
         self.pool = ServedPool(
             name=spec.pool,
-            coordinate=spec.coordinate,
+            ranks=ranks_of(profile)._replace(
+                tp_rank=shard.tp_rank or 0, pp_rank=shard.pp_rank or 0, cp_rank=shard.cp_rank or 0
+            ),
+            shared_anchor=profile.rank_replicated,
             identity=identity,
             page_indices=1 if spec.pool == "mamba" else profile.page_size,
             nbytes=spec.nbytes,

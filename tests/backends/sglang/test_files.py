@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,8 @@ from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.files import FilePages
 from hicachectl.backends.urls import StoreUrl, parse_url
-from hicachectl.formats.keys.file import FileCodec
-from hicachectl.formats.objects import Shard
+from hicachectl.formats.keys.base import Ranks
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.trailer import TRAILER_BYTES, parse_trailer
 from tests.backends.sglang.pages import HostPool, hashes
 from tests.served_stores import forget_ranks
@@ -196,29 +195,29 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, host: HostPool) -> 
         assert "foreign" not in after
 
 
-SECOND = Shard(tp_rank=1, tp_size=2)
+SECOND = Ranks(tp_rank=1, tp=2)
 RANKS = [
-    ({}, SECOND, Shard(tp_rank=0, tp_size=2)),
-    ({}, Shard(), Shard(pp_rank=1, pp_size=2)),
-    ({}, replace(SECOND, cp_rank=0, cp_size=2), replace(SECOND, cp_rank=1, cp_size=2)),
-    ({"name": "mamba", "trailing": True}, SECOND, Shard(tp_rank=1, tp_size=4)),
+    ({}, SECOND, Ranks(tp_rank=0, tp=2)),
+    ({"shared_anchor": True}, Ranks(), Ranks(pp_rank=1, pp=2)),
+    ({}, SECOND._replace(cp_rank=0, cp=2), SECOND._replace(cp_rank=1, cp=2)),
+    ({"name": "mamba", "trailing": True}, SECOND, Ranks(tp_rank=1, tp=4)),
 ]
 
 
 def renamed(directory: Path, theirs: HostPool, ours: HostPool) -> None:
     """Give all files of one pool the names of another's."""
     for page in PAGES:
-        source, target = (FileCodec().affix(each.pool.coordinate)[1] for each in (theirs, ours))
+        source, target = (FileGrammar().affix(each.pool.coordinate)[1] for each in (theirs, ours))
         (directory / f"{page}{source}").rename(directory / f"{page}{target}")
 
 
 @pytest.mark.parametrize(("pool", "theirs", "ours"), RANKS)
 @pytest.mark.parametrize("replaces", [True, False])
 def test_pages_of_another_rank_are_misses_and_replaced(
-    tmp_path: Path, pool: dict[str, Any], theirs: Shard, ours: Shard, *, replaces: bool
+    tmp_path: Path, pool: dict[str, Any], theirs: Ranks, ours: Ranks, *, replaces: bool
 ) -> None:
     """As pages of other weights: a wrong rename, or a copy, keeps digest and identity."""
-    other, host = HostPool(NBYTES, shard=theirs, **pool), HostPool(NBYTES, shard=ours, **pool)
+    other, host = HostPool(NBYTES, ranks=theirs, **pool), HostPool(NBYTES, ranks=ours, **pool)
     other.fill(6)
     with opened(tmp_path, other) as store:
         write(store, other)
@@ -262,7 +261,7 @@ def test_trailers_without_a_rank_are_misses_if_asked(tmp_path: Path, host: HostP
 
 def test_ranks_that_no_trailer_can_name(tmp_path: Path) -> None:
     """Their pages are served without ranks; a server that refuses such pages does not start."""
-    host = HostPool(NBYTES, shard=Shard(tp_rank=5, tp_size=1024))
+    host = HostPool(NBYTES, ranks=Ranks(tp_rank=5, tp=1024))
     with opened(tmp_path, host) as store:
         assert write(store, host) == exists(store, host) == read(store, host) == [True] * 4
         assert store.counters.snapshot() == {}

@@ -488,8 +488,16 @@ def test_clear_removes_nothing_and_says_so(
     ("url", "model", "reason"),
     [
         ("mooncake://127.0.0.1:1", structs.replace(DRAFTED, layout="layer_first"), "layer_first"),
-        ("hf3fs:///a/b?server=http://127.0.0.1:1", DRAFTED, "do not name the stage"),
-        ("hf3fs:///a/b?server=http://127.0.0.1:1", structs.replace(DRAFTED, pp=1), "Pool draft"),
+        (
+            "hf3fs:///a/b?server=http://127.0.0.1:1",
+            DRAFTED,
+            "pp 2: 3FS keys do not name the pp rank",
+        ),
+        (
+            "hf3fs:///a/b?server=http://127.0.0.1:1",
+            structs.replace(DRAFTED, pp=1),
+            "MHA pools beside",
+        ),
     ],
 )
 def test_what_a_store_can_never_hold_is_refused(url: str, model: Profile, reason: str) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
-CODEC = FileCodec()
+CODEC = FileGrammar()
 
 # Names that HiCacheFile returned when run; see HiCacheFile._get_suffixed_key.
 GOLDEN = [

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.hf3fs import Hf3fsCodec
+from hicachectl.formats.keys.hf3fs import Hf3fsGrammar
 from hicachectl.formats.kinds.pool import pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
-CODEC = Hf3fsCodec()
+CODEC = Hf3fsGrammar()
 
 GOLDEN = [
     (("3:kv:", ""), Coordinate("", "kv", shard=Shard(tp_rank=3))),

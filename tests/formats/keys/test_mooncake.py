@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.mooncake import MooncakeCodec
+from hicachectl.formats.keys.mooncake import MooncakeGrammar
 from hicachectl.formats.keys.resolve import resolve_affixes
 from hicachectl.formats.objects import Coordinate, Shard
 
-CODEC = MooncakeCodec()
+CODEC = MooncakeGrammar()
 V32 = "deepseek-ai-DeepSeek-V3.2"
 DCP = Shard(tp_size=8, dcp_size=4, dcp_page_size=256, pp_size=1, cp_size=1)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.keys.base import codec_for
-from hicachectl.formats.keys.nixl import NixlCodec, route
+from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.keys.nixl import NixlGrammar, route
 from hicachectl.formats.keys.resolve import resolve_affixes
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.objects import Coordinate, Shard
 
-CODEC = NixlCodec()
+CODEC = NixlGrammar()
 _RANK = Shard(tp_rank=1, tp_size=2)
 
 # Keys that HiCacheNixl returned when run; see its _get_*_key methods.
@@ -83,8 +83,8 @@ def test_keys_of_a_whole_store_have_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["nixl", "nixl-buffered"])
-def test_codecs_are_found_by_their_scheme(scheme: str) -> None:
-    assert codec_for(scheme).scheme == scheme
+def test_grammars_are_found_by_their_name(scheme: str) -> None:
+    assert grammar_of(scheme).name == scheme
 
 
 def test_places_are_sglangs() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.keys.file import FileCodec
+from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.keys.resolve import Resolved, resolve_affixes
 from hicachectl.formats.objects import Coordinate, Shard
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def resolve(*stems: str, known: dict[Affix, Coordinate] | None = None) -> dict[str, Resolved]:
     affixes = [("", f"{stem}.bin") for stem in stems]
-    resolved = resolve_affixes(affixes, FileCodec(), known)
+    resolved = resolve_affixes(affixes, FileGrammar(), known)
     return {stem: resolved["", f"{stem}.bin"] for stem in stems}
 
 

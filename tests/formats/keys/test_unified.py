@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.keys.unified import UnifiedCodec
+from hicachectl.formats.keys.unified import UnifiedGrammar
 from hicachectl.formats.objects import Coordinate, Shard
 
 DIGEST = "ukv1-8d19308ec7f4a608"
@@ -33,20 +33,20 @@ def coordinate(**shard: Any) -> Coordinate:
     ],
 )
 def test_a_key_names_a_rectangle_of_layers_and_heads(suffix: str, expected: Coordinate) -> None:
-    codec = UnifiedCodec()
+    codec = UnifiedGrammar()
     assert codec.readings("", suffix) == (expected,)
     assert codec.affix(expected) == ("", suffix)
 
 
 @given(coordinates)
 def test_readings_undo_affix(coordinate: Coordinate) -> None:
-    codec = UnifiedCodec()
+    codec = UnifiedGrammar()
     assert codec.readings(*codec.affix(coordinate)) == (coordinate,)
 
 
 @given(st.text(max_size=3), st.text() | st.from_regex(r"_ukv1-[0-9a-f]{16}_L\d+-\d+(_H\d+)?\n?"))
 def test_affix_undoes_whatever_is_read(prefix: str, suffix: str) -> None:
-    codec = UnifiedCodec()
+    codec = UnifiedGrammar()
     for reading in codec.readings(prefix, suffix):
         assert codec.affix(reading) == (prefix, suffix)
 
@@ -72,7 +72,7 @@ def test_affix_undoes_whatever_is_read(prefix: str, suffix: str) -> None:
     ],
 )
 def test_other_text_around_a_hash_is_foreign(prefix: str, suffix: str) -> None:
-    assert UnifiedCodec().readings(prefix, suffix) == ()
+    assert UnifiedGrammar().readings(prefix, suffix) == ()
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_other_text_around_a_hash_is_foreign(prefix: str, suffix: str) -> None:
 )
 def test_what_the_scheme_cannot_name_is_refused(unnamed: Coordinate) -> None:
     with pytest.raises(UnsupportedByBackend, match="The unified key scheme has no key for"):
-        UnifiedCodec().affix(unnamed)
+        UnifiedGrammar().affix(unnamed)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
-from hicachectl.formats.keys.base import codec_for
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.pack.index import ENTRIES, SCHEMA, read_index, write_index
 from hicachectl.formats.pack.records import Metadata
@@ -68,7 +68,7 @@ def test_other_programs_find_what_the_keys_say() -> None:
     table = entries([row(0, key=key), row(1, key=b"foreign")])
     data = write_index(table, Metadata(grammar="mooncake"))
     known, foreign = pa.ipc.open_stream(data).read_all().to_pylist()
-    (reading, *_) = codec_for("mooncake").readings("m_", "_1_0_k")
+    (reading, *_) = grammar_of("mooncake").readings("m_", "_1_0_k")
     assert (known["page"], known["model"], known["pool"]) == (page, reading.model, reading.pool)
     assert (foreign["page"], foreign["pool"]) == (None, None)
 

@@ -1,23 +1,26 @@
-"""The objects of a page on other backends, derived from its file, are those that specs name."""
+"""The objects of a page that each rank names are those that specs name."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING
 
 import pytest
 from msgspec import structs
 
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
-from hicachectl.formats.keys.parts import HeldPool, page_objects
+from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.keys.base import RankPool, Ranks
 from hicachectl.formats.layouts import PAGE_LAYOUTS
-from hicachectl.formats.objects import Coordinate, Shard
-from hicachectl.formats.spec import ObjectSpec, object_specs
+from hicachectl.formats.releases import RELEASES
+from hicachectl.formats.spec import ObjectSpec, object_specs, ranks_of
 from tests.formats.small_models import LOGICAL, gdn, indexer, kda, mha, mla, opaque, profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.formats.objects import Coordinate
     from hicachectl.formats.profile import Profile
 
 MHA = profile(mha(), gdn(), tp=2)
@@ -38,20 +41,37 @@ MODELS = {
 }
 
 
-def held(model: Profile, spec: ObjectSpec, **fields: Any) -> HeldPool:
-    """Return the pool of a file, by its tensors."""
+def held(model: Profile, spec: ObjectSpec, ranks: Ranks) -> RankPool:
+    """Return a pool of one rank as the plug-in sees it, by the tensors of its file."""
     parts = [tensor.name for tensor in spec.tensors] or ["page"] * bool(spec.nbytes)
-    pool = HeldPool(spec.coordinate, parts, model.layout, model.rank_replicated, model.tag)
-    return pool._replace(**fields)
+    sizes = [tensor.nbytes for tensor in spec.tensors] or [spec.nbytes] * bool(spec.nbytes)
+    return RankPool(
+        model=model.key_model,
+        tag=model.tag,
+        pool=spec.pool,
+        ranks=ranks,
+        parts=tuple(parts),
+        sizes=tuple(sizes),
+        layout=model.layout,
+        release=RELEASES[-1],
+        shared_anchor=model.rank_replicated,
+        sharded=parts == ["k", "v"] or spec.pool == "mamba",
+        scattered=model.layout == "layer_first",
+    )
 
 
 def on(scheme: str, model: Profile) -> set[Coordinate]:
-    """Return the coordinates that all files of a model's page have on another backend."""
-    return {
-        found.coordinate
-        for spec in object_specs(model, "file")
-        for found in page_objects(scheme, held(model, spec))
-    }
+    """Return the coordinates that each rank gives its pages, on a store with keys of a grammar."""
+    grammar, found = grammar_of(scheme), set()
+    for pp_rank, tp_rank in product(range(model.pp), range(model.tp)):
+        ranks = ranks_of(model)._replace(pp_rank=pp_rank, tp_rank=tp_rank)
+        grammar.check_ranks(ranks, RELEASES[-1])
+        for spec in object_specs(model, "file"):
+            shard = spec.coordinate.shard
+            if shard.tp_rank in (None, tp_rank) and shard.pp_rank in (None, pp_rank):
+                objects = grammar.objects(held(model, spec, ranks))
+                found |= {one.coordinate for one in objects}
+    return found
 
 
 def in_each_layout() -> Iterator[tuple[str, str]]:
@@ -80,16 +100,11 @@ def test_objects_are_those_of_the_specs(name: str, layout: str, scheme: str) -> 
 
 
 @pytest.mark.parametrize("scheme", ["mooncake", "hf3fs"])
-def test_keys_without_cp_rank_are_refused(scheme: str) -> None:
-    shard = Shard(tp_rank=0, tp_size=1, cp_rank=1, cp_size=2)
-    pool = HeldPool(Coordinate("a-b", "kv", shard=shard), ["k", "v"], "page_first", False)
-    with pytest.raises(UnsupportedByBackend, match="do not name the CP rank"):
-        page_objects(scheme, pool)
+def test_a_rank_is_refused_where_keys_do_not_name_its_cp_rank(scheme: str) -> None:
+    with pytest.raises(UnsupportedByBackend, match="do not name the cp rank"):
+        grammar_of(scheme).check_ranks(Ranks(cp=2, cp_rank=1), RELEASES[-1])
 
 
-def test_pools_without_keys_are_refused() -> None:
-    coordinate = Coordinate("a-b", "auxiliary_swa", shard=Shard(tp_rank=0, tp_size=1))
-    with pytest.raises(UnsupportedByBackend, match="auxiliary_swa: SGLang does not store"):
-        page_objects("mooncake", HeldPool(coordinate, ["k", "v"], "page_first", False))
+def test_an_unknown_grammar_is_refused() -> None:
     with pytest.raises(UsageError, match="Key scheme"):
-        page_objects("unified", HeldPool(coordinate, ["k", "v"], "page_first", False))
+        grammar_of("redis")
