@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import reason_of, with_next
@@ -38,6 +39,16 @@ _PASSING = (ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 def fit(text: str, limit: int = _SAID_BYTES) -> str:
     """Return the start of a service's text, with spaces for unprintable characters."""
     return "".join(char if char.isprintable() else " " for char in text[:limit]).strip()
+
+
+def service_url(text: str) -> SplitResult | None:
+    """Return the parts of a service's URL; None without a scheme, a host or a valid port."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme and parts.hostname and parts.port != 0
+    except ValueError:  # invalid port, unmatched brackets
+        return None
+    return parts if valid and text.isprintable() and " " not in text else None
 
 
 @dataclass(frozen=True, slots=True)

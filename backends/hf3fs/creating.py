@@ -1,7 +1,10 @@
-"""Creation of a 3FS store before its cluster starts: data files and server tables.
+"""Creation of a 3FS store: data files, server tables, and the file that names its deployment.
 
-SGLang's clients do the same at their start. Existing tables stay unchanged: the server ignores a
-second initialization, and later clients use the table.
+SGLang's clients make files and tables at their start, too. Existing tables stay unchanged: the
+server ignores a second initialization, and later clients use the table.
+
+Keys name neither model nor weights, so servers of another deployment would read a store's pages as
+their own. PREFIX.hicachectl-deployment, which SGLang ignores, names the deployment.
 Source: sglang srt/mem_cache/storage/hf3fs/storage_hf3fs.py :: HiCacheHF3FS.__init__,
 register_mem_host_pool_v2; hf3fs_client.py :: Hf3fsMockClient.
 """
@@ -9,22 +12,27 @@ register_mem_host_pool_v2; hf3fs_client.py :: Hf3fsMockClient.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.durable import sync_name
+from hicachectl.backends.disk.durable import new_file, sync_name
+from hicachectl.backends.disk.io import write_all
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
-    from hicachectl.backends.hf3fs.keys import TableName
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
+    from hicachectl.backends.page_tables import TableName
 
 _MODE = 0o666  # less the umask, as in SGLang
+_TAG = re.compile(rb"[0-9a-f]{32}")
+_LONGEST_TAG = 64
 
 
 class TableMaker:
@@ -97,3 +105,52 @@ def _make_file(path: str, size: int, permissions: Permissions) -> None:
         raise StoreUnavailable(
             failed(path, "create the data file", error, "check the mount and the directory's mode")
         ) from error
+
+
+# the deployment
+
+
+def claim_path(prefix: str) -> str:
+    """Return the path of the file."""
+    return f"{prefix}.hicachectl-deployment"
+
+
+def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
+    """Return the tag of the deployment that has claimed the data files; None without one.
+
+    tag: of our deployment, which claims them if `writes` and no other one has.
+    Raises StoreUnavailable.
+    """
+    path = claim_path(prefix)
+    try:
+        if writes:
+            _claim(path, tag)
+        return _read(path)
+    except OSError as error:
+        next_step = "check the mount and the directory's mode"
+        raise StoreUnavailable(
+            failed(path, "tell which deployment's pages these are", error, next_step)
+        ) from error
+
+
+def _claim(path: str, tag: str) -> None:
+    """Create the file, whole from the first moment, unless there is one."""
+    if os.path.lexists(path):
+        return
+    with suppress(FileExistsError), new_file(path, _MODE, replaces=False) as descriptor:
+        write_all(descriptor, (tag.encode(),))
+
+
+def _read(path: str) -> str | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        text = os.read(descriptor, _LONGEST_TAG) if regular else b""
+    finally:
+        os.close(descriptor)
+    if not _TAG.fullmatch(text):
+        raise StoreUnavailable(f"{path}: is no deployment's tag; remove it")
+    return text.decode()

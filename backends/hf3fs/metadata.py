@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from hicachectl.backends.http import HttpService
-from hicachectl.formats.errors import FormatError, UnsupportedByBackend, UsageError
+from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
 
 if TYPE_CHECKING:
@@ -58,19 +58,11 @@ class MetadataClient:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port or http.client.HTTP_PORT
-        except ValueError:  # invalid port, unmatched brackets
-            host, port = None, 0
-        if not host:
-            raise UsageError(f"{url}: not an address; write http://HOST:18000")
-        if parts.scheme != "http":
-            raise UnsupportedByBackend(
-                f"{url}: a 3FS metadata server supports plain http only; write http://HOST:18000"
-            )
-        self.url = url.rstrip("/")
-        self._root = parts.path.rstrip("/")
+        """url: as in `Hf3fsSettings`, which is checked."""
+        parts = urlsplit(url)
+        host, port = str(parts.hostname), parts.port or http.client.HTTP_PORT
+        self.url = url
+        self._root = parts.path
         self._http = HttpService(host, port, who=_WHO, hint=_HINT, timeout_s=timeout_s)
 
     def close(self) -> None:

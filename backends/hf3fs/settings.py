@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from hicachectl.backends.http import service_url
 from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import StoreUrl
 from hicachectl.formats.documents import shown
@@ -158,13 +158,8 @@ def _server(url: StoreUrl, config: _Config | None) -> str | None:
 
 def _service(text: str, where: str, error: type[UsageError | FormatError] = UsageError) -> str:
     """Return the address of a metadata server without a final slash; raise `error` if invalid."""
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:  # invalid port, unmatched brackets
-        parts, port = urlsplit(""), None
-    plain = parts.scheme == "http" and parts.hostname and text.isprintable()
-    if not plain or port == 0 or " " in text or parts.query or parts.fragment:
+    parts = service_url(text)
+    if parts is None or parts.scheme != "http" or parts.query or parts.fragment:
         raise error(f"{where}: {shown(text)} is not an address; write http://HOST:18000")
     if "@" in parts.netloc:
         raise error(f"{where}: a metadata server takes no password; write http://HOST:18000")

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from hicachectl.backends.hf3fs.keys import Affix, TableName, affix_of, prefix_of, shown, table_of
+from hicachectl.backends.hf3fs.keys import Affix, affix_of, prefix_of, shown, table_of
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
+from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.backends.page_tables import PageTable, TableName
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
 
@@ -73,7 +74,7 @@ class PageSizes:
         disagreeing: list[tuple[PageTable, int]] = []
         agreeing = set()
         for table in tables:
-            nbytes = self.nbytes.get((table.rank, table.namespace))
+            nbytes = self.nbytes.get(table.place)
             if nbytes is None:
                 continue
             if table.num_pages == file_size // nbytes:
@@ -127,11 +128,12 @@ class PageSizes:
         import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
 
         for table in tables:
-            prefix = prefix_of((table.rank, table.namespace))
+            prefix = prefix_of(table.place)
             ours = {after for before, after in self.affixes if before == prefix}
             if not ours:
                 continue
-            ends = pc.unique(pc.binary_slice(table.keys, len(prefix) + 64, _LONGEST)).to_pylist()
+            behind = pc.binary_slice(table.keys, len(prefix) + PAGE_DIGITS, _LONGEST)
+            ends = pc.unique(behind).to_pylist()
             if strange := sorted(set(ends) - ours):
                 raise UnsupportedByBackend(
                     f"{url}: {table.name} has keys such as PAGE{shown(strange[0])}, which the "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.backends.base import take_rows
 from hicachectl.backends.disk.durable import new_file
 from hicachectl.backends.disk.permissions import give_file
-from hicachectl.backends.hf3fs.repeats import repeated_key
+from hicachectl.backends.hf3fs.keys import NAMESPACE, RANK, repeated_key
+from hicachectl.backends.page_tables import MAX_KEY_BYTES, PageTable, Snapshot
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from hicachectl.formats.forms import decode
 from hicachectl.formats.wording import failed
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 # The server keeps free pages in a Python list; this many would take 160 GB.
 MAX_PAGES = 1 << 32
-MAX_KEY_BYTES = (1 << 31) - 1  # bytes of all keys of one table: the limit of Arrow's binary arrays
 
 # Twice as fast as 4 MiB, which exceeds the processor's cache (measured: 1,000,000 keys).
 _PIECE_BYTES = 256 << 10
@@ -54,56 +52,13 @@ _OPEN_STRING = re.compile(rb'"(?:[^"\\\x00-\x1f]|\\.)*\\?\Z')
 _INTEGER = re.compile(rb"(?:0|[1-9][0-9]*)(?![0-9.eE])")
 _ARRAY_END = re.compile(rb"\][ \t\r\n]*\]")
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_TABLE_NAME = re.compile(r"(0|[1-9][0-9]{0,8})(?::([A-Za-z0-9_.-]{1,100}))?")
+_TABLE_NAME = re.compile(rf"({RANK})(?::({NAMESPACE}))?")
 _OLD_NAMESPACE = "kv"  # of files older than namespaces
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _PAGES = msgspec.json.Decoder(list[_Index])
 _NAME = msgspec.json.Decoder(str)
 _ENTRIES = msgspec.json.Decoder(list[tuple[str, _Index]])
-
-
-@dataclass(frozen=True, slots=True)
-class PageTable:
-    """One table: the keys and pages of a rank and namespace.
-
-    free:    int64 [n], free pages in the server's order: the last is handed out first.
-    keys:    chunked binary array [m] of distinct keys, RANK:NAMESPACE:KEY, least recently used
-             first.
-    indices: int64 [m], the page of each key.
-
-    Pages are not checked: they can be beyond num_pages.
-    """
-
-    rank: int
-    namespace: str
-    num_pages: int
-    free: IntArray
-    keys: Any  # pa.ChunkedArray, shared with listings
-    indices: IntArray
-
-    @property
-    def name(self) -> str:
-        """Return the table's name on the server, RANK:NAMESPACE."""
-        return f"{self.rank}:{self.namespace}"
-
-    def names_at(self, rows: IntArray) -> Any:
-        """Return the server's names (KEY alone) of some keys: a chunked binary array."""
-        keys = take_rows(pa.table({"key": self.keys}), rows).column("key")
-        return pc.binary_slice(keys, len(self.name) + 1, MAX_KEY_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Contents of a snapshot file.
-
-    saved_at_ns: the file's modification time. A save takes seconds, or minutes with millions of
-        keys. The server reads the keys before the free pages: on a live store, the two can disagree
-        about keys deleted or pages reserved in between.
-    """
-
-    saved_at_ns: int
-    tables: tuple[PageTable, ...]
 
 
 def read_snapshot(path: Path | str) -> Snapshot:
@@ -378,7 +333,9 @@ def _quoted(text: str) -> str:
 # writing
 
 
-def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None = None) -> None:
+def write_repaired(
+    tables: Sequence[PageTable], path: Path | str, like: Path | str | None = None
+) -> None:
     """Write a snapshot that the metadata server can load, atomically, to a new file.
 
     like: the original snapshot. Only its readers can read the new file, which keeps the owner if
@@ -388,7 +345,7 @@ def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None
     try:
         with new_file(str(path), 0o600, replaces=False) as descriptor:
             with open(descriptor, "wb", closefd=False) as file:
-                file.writelines(_document(snapshot))
+                file.writelines(_document(tables))
             if like is None:
                 os.fchmod(descriptor, _REPAIRED_MODE)
             else:
@@ -403,10 +360,10 @@ def write_repaired(snapshot: Snapshot, path: Path | str, like: Path | str | None
         ) from error
 
 
-def _document(snapshot: Snapshot) -> Iterator[bytes]:
+def _document(tables: Sequence[PageTable]) -> Iterator[bytes]:
     """Yield the text of json.dump with an indent of 4, in bounded parts."""
     mark = b"{"
-    for table in snapshot.tables:
+    for table in tables:
         name = msgspec.json.encode(table.name)
         yield b'%s\n    %s: {\n        "num_pages": %d,\n' % (mark, name, table.num_pages)
         yield b'        "free_pages": '
@@ -415,7 +372,7 @@ def _document(snapshot: Snapshot) -> Iterator[bytes]:
         yield from _array(_entry_lines(table))
         yield b"\n    }"
         mark = b","
-    yield b"\n}" if snapshot.tables else b"{}"
+    yield b"\n}" if tables else b"{}"
 
 
 def _array(parts: Iterator[bytes]) -> Iterator[bytes]:

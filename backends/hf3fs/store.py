@@ -38,24 +38,17 @@ from hicachectl.backends.capabilities import (
     Touch,
 )
 from hicachectl.backends.disk.permissions import Permissions
-from hicachectl.backends.hf3fs.claims import claimed_by
-from hicachectl.backends.hf3fs.creating import TableMaker
+from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
 from hicachectl.backends.hf3fs.files import DataFiles, FilePages, PageReader
-from hicachectl.backends.hf3fs.keys import (
-    TableName,
-    TableRows,
-    names_of,
-    rows_by_table,
-    table_of_key,
-)
+from hicachectl.backends.hf3fs.keys import TableRows, names_of, rows_by_table, table_of_key
 from hicachectl.backends.hf3fs.metadata import MetadataClient
-from hicachectl.backends.hf3fs.page_tables import DataFile, PageTables, TableState
-from hicachectl.backends.hf3fs.rows import batch_of
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings, settings_from
 from hicachectl.backends.hf3fs.sizes import PageSizes
-from hicachectl.backends.hf3fs.tables import UNKNOWN, KeyTables, locators
+from hicachectl.backends.hf3fs.snapshot import write_repaired
+from hicachectl.backends.hf3fs.tables import UNKNOWN, KeyTables, batch_of_table, locators
 from hicachectl.backends.hf3fs.usrbio import UsrbioReader, find_usrbio
 from hicachectl.backends.hf3fs.writing import PageWriter
+from hicachectl.backends.page_tables import DataFile, PageTables, TableState
 from hicachectl.formats.errors import ProfileError, StoreUnavailable, UnsupportedByBackend
 from hicachectl.formats.wording import needs_profile
 
@@ -63,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Hashable, Mapping
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.backends.page_tables import PageTable, TableName
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
@@ -216,7 +209,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
         tables = self._tables.looked_at(saved)
         files = {}
         for table in tables:
-            path = self.settings.data_file(table.rank, table.namespace)
+            path = self.settings.data_file(*table.place)
             with suppress(OSError):
                 facts = Path(path).stat()
                 files[table.name] = DataFile(path, facts.st_size, facts.st_mtime_ns)
@@ -237,6 +230,10 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
     def table_server(self) -> MetadataClient | None:
         """Return the metadata server that the URL names."""
         return self._server
+
+    def write_tables(self, tables: tuple[PageTable, ...], path: Path) -> None:
+        """Write a snapshot beside the one that the URL names."""
+        write_repaired(tables, path, like=self.settings.snapshot)
 
     @property
     def touched_keys(self) -> int:
@@ -266,7 +263,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
         """
         schema = scan_schema(columns)
         for table in self.page_tables():
-            name, start = (table.rank, table.namespace), 0
+            name, start = table.place, 0
             for chunk in table.keys.chunks:
                 keys, indices = chunk, table.indices[start : start + len(chunk)]
                 start += len(chunk)
@@ -274,7 +271,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
                     there = self._tables.has_keys(name, names_of(keys, name))
                     if not there.all():
                         keys, indices = keys.filter(pa.array(there)), indices[there]
-                yield batch_of(schema, keys, indices, self._sizes.nbytes.get(name))
+                yield batch_of_table(schema, keys, indices, self._sizes.nbytes.get(name))
 
     def look(self, rows: Rows, columns: Collection[str] = ("nbytes", "mtime_ns", "version")) -> Any:
         """List a few keys again; keys newer than the snapshot have neither locator nor version."""
@@ -287,7 +284,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
             indices = self._tables.indices_of(kept)
             keys = pa.array(kept.keys, pa.binary())
             nbytes = self._sizes.nbytes.get(share.table)
-            found.append(batch_of(schema, keys, indices, nbytes))
+            found.append(batch_of_table(schema, keys, indices, nbytes))
         return pa.Table.from_batches(found, schema=schema)
 
     def exists(self, rows: Rows) -> BoolArray:
@@ -304,7 +301,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
         """
         saved = {}
         if self.settings.snapshot is not None:
-            saved = {(table.rank, table.namespace): table for table in self.page_tables()}
+            saved = {table.place: table for table in self.page_tables()}
         total = 0
         for name, nbytes in self._sizes.nbytes.items():
             if name in saved:

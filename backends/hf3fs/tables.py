@@ -1,4 +1,4 @@
-"""Keys of a 3FS store and their pages, from the last snapshot and the server.
+"""Keys of a 3FS store and their pages, from the last snapshot and the server, and as listings.
 
 The server cannot list keys. A query for a key's existence has no side effect; a query for its
 page makes the key the most recently used.
@@ -10,15 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.base import Rows, take_rows
-from hicachectl.backends.hf3fs.keys import TableName, TableRows, rows_by_table
-from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot, read_snapshot
+from hicachectl.backends.base import Rows, scan_batch, take_rows
+from hicachectl.backends.hf3fs.keys import TableRows, rows_by_table
+from hicachectl.backends.hf3fs.snapshot import read_snapshot
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.wording import failed
 
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.hf3fs.metadata import MetadataClient
     from hicachectl.backends.hf3fs.settings import Hf3fsSettings
+    from hicachectl.backends.page_tables import PageTable, Snapshot, TableName
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 UNKNOWN = -1  # no page index
 
+_SHARED_ROWS = 16384
+_VERSION_BYTES = 8
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(eq=False)
 class LoadedSnapshot:
     """A snapshot in memory.
 
@@ -46,17 +51,17 @@ class LoadedSnapshot:
     shared: dict[TableName, IntArray] = field(default_factory=dict)
     checked: bool = False
 
-    def has(self, name: TableName) -> bool:
-        """Return whether the snapshot has a table."""
-        return any((table.rank, table.namespace) == name for table in self.snapshot.tables)
+    @cached_property
+    def tables(self) -> dict[TableName, PageTable]:
+        """Return the tables by rank and namespace."""
+        return {table.place: table for table in self.snapshot.tables}
 
     def shared_pages(self, table: PageTable) -> IntArray:
         """Return the pages that several keys of a table share: [n] int64."""
-        name = table.rank, table.namespace
-        if name not in self.shared:
+        if table.place not in self.shared:
             indices, counts = np.unique(table.indices, return_counts=True)
-            self.shared[name] = indices[counts > 1]
-        return self.shared[name]
+            self.shared[table.place] = indices[counts > 1]
+        return self.shared[table.place]
 
 
 class KeyTables:
@@ -102,9 +107,10 @@ class KeyTables:
 
     def looked_at(self, saved: LoadedSnapshot) -> tuple[PageTable, ...]:
         """Return a snapshot's tables of the ranks in use."""
-        ranks = self._settings.ranks
-        tables = saved.snapshot.tables
-        return tuple(table for table in tables if ranks is None or table.rank < ranks)
+        return tuple(table for table in saved.snapshot.tables if self._is_in_use(table))
+
+    def _is_in_use(self, table: PageTable) -> bool:
+        return self._settings.ranks is None or table.rank < self._settings.ranks
 
     def remark(self) -> str | None:
         """Return the age of the snapshot as text; None if none was read."""
@@ -164,8 +170,8 @@ class KeyTables:
     def _table(self, name: TableName) -> PageTable | None:
         if self._settings.snapshot is None:
             return None
-        tables = self.looked_at(self.saved())
-        return next((t for t in tables if (t.rank, t.namespace) == name), None)
+        table = self.saved().tables.get(name)
+        return table if table is not None and self._is_in_use(table) else None
 
     # the server
 
@@ -191,7 +197,8 @@ class KeyTables:
         assert self._server is not None
         if table in self._known:
             return True
-        listed = self._settings.snapshot is not None and (self._last or self.saved()).has(table)
+        saved = self._settings.snapshot is not None and (self._last or self.saved()).tables
+        listed = saved and table in saved
         if listed or self._server.has_table(*table):
             self._known.add(table)
         return table in self._known
@@ -229,3 +236,41 @@ def locators(rows: Rows) -> IntArray:
     if column.null_count:
         column = column.fill_null(UNKNOWN)
     return np.array(column.to_numpy(), dtype=np.int64)
+
+
+def batch_of_table(schema: Any, keys: Any, indices: IntArray, nbytes: int | None) -> Any:
+    """Return a record batch of one table's keys. Constant columns of all batches share memory.
+
+    indices: [n] int64 page indices, UNKNOWN for null locator and version.
+    nbytes:  bytes of each page, None if unknown.
+    """
+    unknown = indices == UNKNOWN
+    columns = {
+        "key": keys,
+        "nbytes": _all_alike(nbytes, len(indices)),
+        "locator": pa.array(indices, mask=unknown if unknown.any() else None),
+        "mtime_ns": _all_alike(None, len(indices)),
+    }
+    if "version" in schema.names:
+        columns["version"] = _versions(indices, unknown)
+    return scan_batch(schema, columns, len(indices))
+
+
+@lru_cache(maxsize=8)
+def _column_of(value: int | None, count: int) -> Any:
+    return pa.repeat(pa.scalar(value, pa.int64()), count)
+
+
+def _all_alike(value: int | None, count: int) -> Any:
+    return _column_of(value, -(-count // _SHARED_ROWS) * _SHARED_ROWS).slice(0, count)
+
+
+def _versions(indices: IntArray, unknown: BoolArray) -> Any:
+    import pyarrow.compute as pc  # imported late: costs 20 ms at start-up
+
+    versions = pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(_VERSION_BYTES),
+        len(indices),
+        [None, pa.py_buffer(np.ascontiguousarray(indices, dtype="<i8"))],
+    ).cast(pa.binary())
+    return pc.if_else(pa.array(unknown), None, versions)

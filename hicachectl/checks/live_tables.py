@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import Status
-from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.checks.codes import PAGE_INDEX_CODES
 from hicachectl.checks.page_tables import check_page_tables
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.backends.page_tables import TableState
     from hicachectl.checks.registry import CheckInput
 
 _LEAKED = "page-leaked"

@@ -17,8 +17,7 @@ from hicachectl.pages.listing import key_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicachectl.backends.hf3fs.page_tables import DataFile, TableState
-    from hicachectl.backends.hf3fs.snapshot import PageTable
+    from hicachectl.backends.page_tables import DataFile, PageTable, TableState
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 

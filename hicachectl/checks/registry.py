@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.backends.page_tables import TableState
     from hicachectl.checks.catalogs import Comparison
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec

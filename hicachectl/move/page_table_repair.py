@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Collection, Iterator, Sequence
 
-    from hicachectl.backends.hf3fs.metadata import MetadataClient
-    from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot
+    from hicachectl.backends.page_tables import PageTable, Snapshot, TableServer
     from hicachectl.formats.arrays import BoolArray, IntArray
 
 
@@ -97,7 +96,7 @@ def plan_repair(table: PageTable, bad: BoolArray) -> TableRepair:
 
 
 def delete_keys(
-    client: MetadataClient,
+    client: TableServer,
     repair: TableRepair,
     *,
     stopped: threading.Event,
@@ -145,7 +144,7 @@ def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: 
 
 
 def release_pages(
-    client: MetadataClient,
+    client: TableServer,
     table: PageTable,
     pages: IntArray,
     *,
@@ -159,7 +158,7 @@ def release_pages(
             return
         begin = time.monotonic()
         some = pages[start : start + most].tolist()
-        client.confirm(table.rank, table.namespace, [], some)
+        client.confirm(*table.place, [], some)
         yield len(some)
         stopped.wait(max(pause_s, time.monotonic() - begin))
 
@@ -216,10 +215,8 @@ def _batches(pages: Sequence[BadPage], most: int) -> Iterator[list[BadPage]]:
         yield batch
 
 
-def _delete(
-    client: MetadataClient, table: PageTable, batch: Sequence[BadPage]
-) -> TableRepairResult:
-    place = table.rank, table.namespace
+def _delete(client: TableServer, table: PageTable, batch: Sequence[BadPage]) -> TableRepairResult:
+    place = table.place
     asked = [key for page in batch for key in page.keys]
     current = dict(zip(asked, client.page_indices(*place, asked), strict=True))
     doomed = [page for page in batch if all(current[key] == page.index for key in page.keys)]
@@ -233,9 +230,9 @@ def _delete(
     return TableRepairResult(tuple(keys), tuple(key for key in asked if key in left))
 
 
-def _move(client: MetadataClient, table: PageTable, keys: Sequence[str]) -> None:
+def _move(client: TableServer, table: PageTable, keys: Sequence[str]) -> None:
     """Map keys to newly reserved pages; deleting the keys then frees only these."""
-    place = table.rank, table.namespace
+    place = table.place
     strangers = [f"hicachectl-{os.urandom(16).hex()}" for _ in keys]
     pages = [index for _, index in client.reserve(*place, strangers)]
     client.confirm(*place, zip(keys, pages, strict=True))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.hf3fs.page_tables import PageTables
-from hicachectl.backends.hf3fs.snapshot import Snapshot, write_repaired
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.formats.errors import UsageError
 from hicachectl.move.page_table_repair import (
     bad_rows,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.backends.page_tables import TableState
     from hicachectl.formats.arrays import IntArray
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
@@ -91,7 +90,9 @@ def write_repaired_snapshot(
     numbers: numbers of the groups. writers_stopped: also release leaked pages. Return False if the
     store has a server or no tables.
     """
-    state = store.table_state() if isinstance(store, PageTables) else None
+    if not isinstance(store, PageTables):
+        return False
+    state = store.table_state()
     if state is None or state.live:
         return False
     removed = np.isin(groups.of_object, numbers)
@@ -102,7 +103,7 @@ def write_repaired_snapshot(
     )
     path = Path(f"{state.path}.repaired")
     if not dry_run:
-        write_repaired(Snapshot(state.saved_at_ns, tables), path, like=state.path)
+        store.write_tables(tables, path)
     would = "would be " if dry_run else ""
     say(
         f"{path} {would}written without {counted(len(numbers), 'page')}, because the URL has "
@@ -123,10 +124,9 @@ def release_leaked(store: Store, *, dry_run: bool, say: Say) -> None:
     say("Waiting until the metadata server has saved twice, to release leaked pages")
     earlier = _saved_after(store, stopped_at_ns)
     later = _saved_after(store, earlier.saved_at_ns)
-    pair = [Snapshot(each.saved_at_ns, each.tables) for each in (earlier, later)]
     released = 0
     for table in later.tables:
-        pages = releasable(table.name, *pair, stopped_at_ns=stopped_at_ns)
+        pages = releasable(table.name, earlier, later, stopped_at_ns=stopped_at_ns)
         released += (
             len(pages)
             if dry_run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from hicachectl.backends.disk.bounded import read_bounded
-from hicachectl.backends.http import HttpService
+from hicachectl.backends.http import HttpService, service_url
 from hicachectl.formats.documents import parse_json_object, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
@@ -210,19 +210,18 @@ def checked_url(url: str, option: str = "--server") -> str:
     option: named in messages. Raises UsageError for a URL that is malformed or has credentials, a
     query or a fragment.
     """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise UsageError(f"{option}: not a URL; give http://host:port") from None
+    parts = service_url(url)
+    if parts is None:
+        raise UsageError(f"{option}: not a URL; give http://host:port")
     if parts.username is not None or parts.password is not None:
         raise UsageError(f"{option}: the URL has credentials; set {API_KEY_VARIABLE} instead")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https"):
         raise UsageError(f"{option}: {url!r} is not an http or https URL; give http://host:port")
     if parts.query or parts.fragment:
         raise UsageError(f"{option}: the URL must not have ? or #; give http://host:port")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    port = "" if parts.port is None else f":{parts.port}"
+    return f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}"
 
 
 def checked_key(key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.capabilities import keeps_digests
-from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.checks.registry import (
     DIGESTS,
     GROUPS,

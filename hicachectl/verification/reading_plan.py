@@ -9,7 +9,7 @@ import numpy as np
 
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status
-from hicachectl.backends.hf3fs.page_tables import PageTables
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, batches
 
 if TYPE_CHECKING:

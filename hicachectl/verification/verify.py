@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.hf3fs.page_tables import TableState
+    from hicachectl.backends.page_tables import TableState
     from hicachectl.checks.registry import Need
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.catalog import Catalog

@@ -25,7 +25,8 @@ import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hicachectl.backends.hf3fs.snapshot import PageTable, Snapshot, read_snapshot, write_repaired
+from hicachectl.backends.hf3fs.snapshot import read_snapshot, write_repaired
+from hicachectl.backends.page_tables import PageTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ def write_sample(path: Path, keys: int) -> None:
     indices = np.arange(2 * keys - 1, keys - 1, -1)
     listed = pa.chunked_array([names], pa.binary())
     table = PageTable(0, "kv", 2 * keys, np.arange(keys), listed, indices)
-    write_repaired(Snapshot(0, (table,)), path)
+    write_repaired([table], path)
 
 
 def bare_msgspec(path: Path) -> object:

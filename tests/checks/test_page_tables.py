@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.backends.hf3fs.page_tables import DataFile, TableState
-from hicachectl.backends.hf3fs.snapshot import PageTable, read_snapshot
+from hicachectl.backends.hf3fs.snapshot import read_snapshot
+from hicachectl.backends.page_tables import DataFile, PageTable, TableState
 from hicachectl.checks import page_tables
 from hicachectl.checks.findings import SCHEMA, combine
 from hicachectl.checks.page_tables import (

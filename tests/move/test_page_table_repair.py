@@ -17,13 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicachectl.backends.hf3fs.metadata import MetadataClient
-from hicachectl.backends.hf3fs.page_tables import PageTables
 from hicachectl.backends.hf3fs.snapshot import (
-    PageTable,
-    Snapshot,
     read_snapshot,
     write_repaired,
 )
+from hicachectl.backends.page_tables import PageTable, PageTables, Snapshot
 from hicachectl.checks.page_tables import holders, leaked_pages, mapped_and_free, out_of_range
 from hicachectl.formats.errors import UsageError
 from hicachectl.move import page_table_repair, table_repair
@@ -322,7 +320,7 @@ def test_a_server_that_was_down_starts_sound_from_a_repaired_snapshot(
         (table,) = snapshot.tables
         bad = bad_rows(table, [b"0:kv:a", b"0:kv:b", b"0:kv:far"])
         repaired = server.snapshot.with_name("repaired.json")
-        write_repaired(replace(snapshot, tables=(repaired_table(table, bad),)), repaired)
+        write_repaired([repaired_table(table, bad)], repaired)
         assert read_snapshot(server.snapshot).tables[0].keys.equals(table.keys)
         shutil.move(repaired, server.snapshot)
         server.start()

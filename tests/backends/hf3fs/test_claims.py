@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.hf3fs.claims import claim_path, claimed_by
+from hicachectl.backends.hf3fs.creating import claim_path, claimed_by
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ import pytest
 
 from hicachectl.backends.hf3fs import metadata as hf3fs_metadata
 from hicachectl.backends.hf3fs.metadata import MetadataClient
-from hicachectl.formats.errors import HicacheError, StoreUnavailable
+from hicachectl.backends.hf3fs.settings import settings_from
+from hicachectl.backends.urls import parse_url
+from hicachectl.formats.errors import StoreUnavailable
 from tests.backends.http_scripts import SOON_S, Call, serving
 from tests.hf3fs_server import MetadataServer
 
@@ -236,16 +238,11 @@ def test_a_server_that_hangs_is_given_up_in_time(verb: str) -> None:
 def test_a_server_behind_a_path_is_asked_there() -> None:
     with serving(lambda call: call.answer(b'{"exists":[true]}')) as address:
         for end in ("/meta", "/meta/"):
-            with closing(MetadataClient(f"http://{address}{end}")) as client:
+            url = f"hf3fs:///prefix?server=http://{address}{end}"
+            server = settings_from(parse_url(url), {}).server
+            assert server is not None
+            with closing(MetadataClient(server)) as client:
                 assert client.exists(0, "kv", ["a"]).all()
-
-
-@pytest.mark.parametrize(
-    "url", ["", "host:18000", "http://", "http://h:x", "http://h:99999", "http://[::1", "https://h"]
-)
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(HicacheError, match=r"address|http only"):
-        MetadataClient(url)
 
 
 def test_nobody_there_is_one_clear_line() -> None:

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
-from hicachectl.backends.hf3fs.claims import claim_path
-from hicachectl.backends.hf3fs.creating import TableMaker
+from hicachectl.backends.hf3fs.creating import TableMaker, claim_path
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.sizes import PageSizes
 from hicachectl.backends.hf3fs.snapshot import read_snapshot

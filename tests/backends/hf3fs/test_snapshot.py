@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from hicachectl.backends.hf3fs import snapshot as hf3fs_snapshot
 from hicachectl.backends.hf3fs.snapshot import (
     MAX_PAGES,
-    PageTable,
-    Snapshot,
     read_snapshot,
     write_repaired,
 )
+from hicachectl.backends.page_tables import PageTable, Snapshot
 from hicachectl.formats.errors import FormatError, StoreUnavailable
 from tests.speed import examples
 
@@ -298,7 +297,7 @@ def test_what_is_written_is_what_json_dump_would_write(path: Path, document: Doc
     copy = path.with_name("copy.json")
     copy.unlink(missing_ok=True)
     snapshot = read_snapshot(path)
-    write_repaired(snapshot, copy)
+    write_repaired(snapshot.tables, copy)
     assert copy.read_text() == json.dumps(as_document(snapshot), indent=4)
 
 
@@ -306,14 +305,14 @@ def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
     snapshot = tmp_path / "metadata.json"
     snapshot.write_text(SMALL)
     with pytest.raises(FormatError, match="already exists"):
-        write_repaired(Snapshot(0, ()), snapshot)
+        write_repaired([], snapshot)
     assert snapshot.read_text() == SMALL
     assert list(tmp_path.iterdir()) == [snapshot]
 
 
 def test_a_folder_that_is_not_there_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="cannot write the snapshot: No such file"):
-        write_repaired(Snapshot(0, ()), tmp_path / "none" / "repaired.json")
+        write_repaired([], tmp_path / "none" / "repaired.json")
 
 
 # snapshots of the real server
@@ -344,7 +343,7 @@ def test_the_server_starts_with_what_was_written(
         indices=np.array([1, 2], dtype=np.int64),
     )
     repaired = tmp_path / "repaired.json"
-    write_repaired(Snapshot(0, (table,)), repaired)
+    write_repaired([table], repaired)
     with MetadataServer(metadata_server_python) as server:
         server.kill()
         shutil.copy(repaired, server.snapshot)

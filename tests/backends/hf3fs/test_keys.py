@@ -1,4 +1,4 @@
-"""Tests of backends.hf3fs.repeats: a repeated key is always found."""
+"""Tests of backends.hf3fs.keys: a repeated key is always found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.backends.hf3fs import repeats as hf3fs_repeats
-from hicachectl.backends.hf3fs.repeats import repeated_key
+from hicachectl.backends.hf3fs import keys as hf3fs_keys
+from hicachectl.backends.hf3fs.keys import repeated_key
 
 if TYPE_CHECKING:
     import pytest
@@ -30,7 +30,7 @@ def test_a_repeated_key_is_found_across_chunks(chunks: list[list[bytes]], again:
 
 
 def test_keys_of_equal_hashes_are_compared_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf3fs_repeats, "_FACTOR", np.uint64(0))
+    monkeypatch.setattr(hf3fs_keys, "_FACTOR", np.uint64(0))
     assert repeated_key(pa.chunked_array([[b"a", b"b"], [b"c"]], pa.binary())) is None
     assert repeated_key(pa.chunked_array([[b"a", b"b"], [b"b"]], pa.binary())) == b"b"
 
