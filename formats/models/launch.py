@@ -16,9 +16,12 @@ from hicachectl.formats.models.server_info import ServerDeployment, read_deploym
 from hicachectl.formats.profile import NEWEST_SGLANG
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 SOURCE = "launch command"
+WAYS_OUT = (
+    "give pid:N of the running server, the command as bash -x prints it, or --server URL instead"
+)
 _NUMBERS: dict[str, type[int] | type[float]] = {
     **dict.fromkeys(
         ("attn_cp_size", "attn_dp_size", "dcp_size", "dp_size", "page_size", "pp_size",
@@ -50,16 +53,19 @@ def launched_deployment(
     stated: Mapping[str, Any],
     environment: Mapping[str, str],
     *,
-    unknown: Collection[str] = (),
+    unknown: Mapping[str, str],
     version: str = "",
 ) -> ServerDeployment:
     """Return the deployment of a server with these arguments.
 
-    stated: fields of ServerArgs, of `parse_arguments`. environment: of the server. unknown: parts
-    of values that only a shell could tell. version: of SGLang; "" for the newest known. Raises
-    ProfileError naming the flag at fault, and for flags with which a server has no L3 cache.
+    stated: fields of ServerArgs, which `parse_arguments` returns.
+    environment: the server's environment.
+    unknown: parts of values that the text does not tell, with the reason.
+    version: SGLang's version; "" for the newest known.
+
+    Raises ProfileError naming the flag at fault, and for flags with which a server has no L3 cache.
     """
-    values = _Values({**stated, "env_vars": dict(environment)}, unknown)
+    values = _Values({**stated, "env_vars": _Values(environment, unknown)}, unknown)
     values.update(_numbers(values))
     if refused := refused_flags(values):
         raise ProfileError(
@@ -79,28 +85,43 @@ def launched_deployment(
     return replace(found, flags=flags, notes=(*found.notes, *_notes(values)))
 
 
-class _Values(dict[str, Any]):
-    """Fields of ServerArgs. One that the profile depends on raises if it is unknown."""
+def logged_deployment(
+    fields: Mapping[str, Any], *, unknown: Mapping[str, str], version: str = ""
+) -> ServerDeployment:
+    """Return the deployment of a server whose log shows these fields of ServerArgs.
 
-    def __init__(self, values: Mapping[str, Any], unknown: Collection[str]) -> None:
+    unknown, version: those of `launched_deployment`. Raises ProfileError naming the field at fault.
+    """
+    values = _Values(fields, unknown)
+    found = read_deployment(values, "server_args", version=version or NEWEST_SGLANG)
+    told = (
+        f"a log does not name SGLang's release; {NEWEST_SGLANG} is taken; give --sglang for another"
+    )
+    return found if version else replace(found, notes=(*found.notes, told))
+
+
+class _Values(dict[str, Any]):
+    """Fields of ServerArgs, or an environment. A value that is read raises if it is unknown."""
+
+    def __init__(self, values: Mapping[str, Any], unknown: Mapping[str, str]) -> None:
         super().__init__(values)
         self._unknown = unknown
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value. Raises ProfileError if only a shell could tell it."""
+        """Return a value. Raises ProfileError if the text does not tell it."""
         value = super().get(name, default)
-        for part in self._unknown if isinstance(value, str) else ():
+        for part, why in self._unknown.items() if isinstance(value, str) else ():
             if part in value:
                 raise ProfileError(
-                    f"{SOURCE}: {flag_of(name)}: the command does not set {part:.80}; write its "
-                    "value in its place"
+                    f"{SOURCE}: {flag_of(name)}: {part:.80} is unknown ({why}); write its value in "
+                    f"its place, or {WAYS_OUT}"
                 )
         return value
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field of ServerArgs."""
-    return "--" + name.replace("_", "-")
+    """Return the flag of a field of ServerArgs; a variable of the environment unchanged."""
+    return name if name.isupper() else "--" + name.replace("_", "-")
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, int | float]:

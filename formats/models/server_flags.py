@@ -248,7 +248,8 @@ def _unknown(word: str) -> str:
     known = [name for names, _ in server_flags() for name in names]
     near = get_close_matches(flag.replace("_", "-"), known, n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out if another release has it"
-    return f"SGLang {NEWEST_SGLANG} has no flag {flag:.80}; {hint}"
+    named = f"{flag:.80}" if flag.isascii() and flag.isprintable() else f"{flag!r:.80}"
+    return f"SGLang {NEWEST_SGLANG} has no flag {named}; {hint}"
 
 
 def config_arguments(document: Mapping[str, Any]) -> list[str]:

@@ -96,6 +96,11 @@ def flags_from_server_info(reply: Mapping[str, Any]) -> ServerDeployment:
             f"{_SOURCE}: expected a JSON object, found {type(reply).__name__}; check that the URL "
             "is that of an SGLang server"
         )
+    if not reply.get("model_path"):
+        raise ProfileError(
+            f"{_SOURCE}: has no model_path, so it is not an SGLang server's answer, but perhaps a "
+            "router's; give the URL of a worker"
+        )
     states = reply.get("internal_states")
     scheduler = states[0] if isinstance(states, list) and states else {}
     # The scheduler's current values override the arguments.
@@ -116,7 +121,7 @@ def read_deployment(
         raise ProfileError(f"{source}: enable_hisparse: not supported; {WRITE_PROFILE}")
     model_path = arguments.text("model_path")
     if not model_path:
-        raise ProfileError(f"{source}: model_path: missing; start the server with --model-path")
+        raise ProfileError(f"{source}: model_path: missing; give the whole command")
     draft_path = arguments.text("speculative_draft_model_path")
     return ServerDeployment(
         flags=_flags(arguments, model_path, version, launched=launched),
@@ -216,7 +221,7 @@ def _flags(
         dp=dp,
         enable_dp_attention=attn_dp > 1 or (not attn_dp and arguments.flag("enable_dp_attention")),
         pp=arguments.count("pp_size", 1),
-        pp_partition=_partition(environment.get("SGLANG_PP_LAYER_PARTITION"), arguments.source),
+        pp_partition=_partition(environment.text("SGLANG_PP_LAYER_PARTITION"), arguments.source),
         cp=arguments.count("attn_cp_size", 1),
         enable_dsa_cache_layer_split=arguments.flag("enable_dsa_cache_layer_split"),
         dcp=arguments.count("dcp_size", 1),
@@ -230,10 +235,9 @@ def _flags(
         dsa_prefill_backend=arguments.text("dsa_prefill_backend"),
         dsa_decode_backend=arguments.text("dsa_decode_backend"),
         disaggregation_mode=arguments.text("disaggregation_mode", "null"),
-        mamba_ssm_dtype=environment.get(
-            "SGLANG_MAMBA_SSM_DTYPE", arguments.text("mamba_ssm_dtype")
-        ),
-        mamba_conv_dtype=environment.get("SGLANG_MAMBA_CONV_DTYPE", ""),
+        mamba_ssm_dtype=environment.text("SGLANG_MAMBA_SSM_DTYPE")
+        or arguments.text("mamba_ssm_dtype"),
+        mamba_conv_dtype=environment.text("SGLANG_MAMBA_CONV_DTYPE"),
         disable_hybrid_swa_memory=arguments.flag("disable_hybrid_swa_memory"),
         enable_scattered_sconv=arguments.flag("enable_scattered_sconv"),
         indexer_dtype=(
@@ -242,9 +246,9 @@ def _flags(
             else arguments.text("qsa_indexer_dtype")
         ),
         dsv4_attn_backend=arguments.text("dsv4_attn_backend"),
-        dsv4_kv_layout=environment.get("SGLANG_DSV4_KV_LAYOUT", ""),
-        dsv4_compressed_kv_layout=environment.get("SGLANG_DSV4_COMPRESSED_KV_LAYOUT", ""),
-        dsv4_compress_state_dtype=environment.get("SGLANG_DSV4_COMPRESS_STATE_DTYPE", ""),
+        dsv4_kv_layout=environment.text("SGLANG_DSV4_KV_LAYOUT"),
+        dsv4_compressed_kv_layout=environment.text("SGLANG_DSV4_COMPRESSED_KV_LAYOUT"),
+        dsv4_compress_state_dtype=environment.text("SGLANG_DSV4_COMPRESS_STATE_DTYPE"),
         enable_encoder_swa_bounded_replay=arguments.flag("enable_encoder_swa_bounded_replay"),
         sglang=version,
         resolved=not launched,
@@ -270,15 +274,13 @@ def _is_tagged(arguments: _Arguments) -> bool:
     return ours and isinstance(first, str) and first.startswith("mooncake:")
 
 
-def _environment(arguments: _Arguments) -> Mapping[str, str]:
+def _environment(arguments: _Arguments) -> _Arguments:
     """Return the scheduler's environment, which needs SGLANG_EXPOSE_OWN_ENV_VARS on the server."""
     stated = arguments.values.get("env_vars")
-    if not isinstance(stated, Mapping):
-        return {}
-    return {name: value for name, value in stated.items() if isinstance(value, str)}
+    return _Arguments(stated if isinstance(stated, Mapping) else {}, arguments.source)
 
 
-def _partition(text: str | None, source: str) -> tuple[int, ...]:
+def _partition(text: str, source: str) -> tuple[int, ...]:
     if not text:
         return ()
     try:

@@ -5,6 +5,7 @@ Nothing is executed.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml, shown
-from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
-from hicachectl.formats.models.launch import launched_deployment
+from hicachectl.formats.models.launch import WAYS_OUT, launched_deployment, logged_deployment
 from hicachectl.formats.models.loading import overridden_config
-from hicachectl.formats.models.server_flags import config_arguments, parse_arguments
+from hicachectl.formats.models.server_flags import config_arguments, parse_arguments, server_flags
 from hicachectl.formats.wording import failed
 from hicachectl.profiles.server import ServerProfile, flags_with, not_here, read_model_config
-from hicachectl.profiles.shell_words import ScriptReader
+from hicachectl.profiles.shell_words import Command, ScriptReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,9 +29,14 @@ if TYPE_CHECKING:
 _MAX_BYTES = 256 << 10  # of a script, a file of flags or a process's command line
 _DEEPEST_SCRIPT = 4  # `bash -c` in `bash -c` …
 _DEEPEST = 64  # nested lists and mappings of YAML
+_MOST_YAML = 4 << 20  # characters, with those that aliases repeat
 _PROCESS = re.compile(r"pid:([0-9]{1,10})")
 _VARIABLE = re.compile(r"(?:--env=|-e)?(SGLANG_\w+)=(.*)", re.DOTALL)  # `env` and `docker run`
-_REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)")  # in a container's args
+# What Kubernetes, Compose and Helm put into a container's words.
+_REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)|\$\{[^}]*\}|\{\{.*?\}\}")
+_SET_ELSEWHERE = "the file does not set it"
+_LOGGED = re.compile(r"server_args=((?:ServerArgs\(|\{).*)")
+_MOST_LAUNCHES = 16  # for which profiles are made
 _HUGE_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]{1000}")
 _EXAMPLE = "python -m sglang.launch_server … or sglang serve …"
 _EXTRA = "hicache_storage_backend_extra_config"
@@ -38,28 +44,32 @@ _EXTRA = "hicache_storage_backend_extra_config"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A server's command line.
+    """A server's command line, or the arguments that its log shows.
 
-    arguments: words behind the program. environment: variables of SGLang that are set with it.
-    folder: where the server runs. root: its file system, as seen from here. unknown: parts of the
-    words that only a shell could tell. passes_on: whether a script passes on arguments of its own.
+    arguments: words behind the program.
+    environment: variables of SGLang that are set with it.
+    folder: where the server runs.
+    root: its file system, as this process sees it.
+    unknown: parts of the words and the environment that the text does not tell, with the reason.
+    passes_on: whether a script passes on arguments of its own.
+    logged: fields of ServerArgs that a server's log shows, after SGLang's changes.
     """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: Path = Path()
     root: Path = Path("/")
-    unknown: frozenset[str] = frozenset()
+    unknown: Mapping[str, str] = field(default_factory=dict)
     passes_on: bool = False
+    logged: Mapping[str, Any] | None = None
 
     @property
-    def identity(self) -> tuple[Any, ...]:
-        """Return a value that only equal commands have, and that can be hashed."""
-        environment = frozenset(self.environment.items())
-        return self.arguments, environment, self.unknown, self.passes_on
+    def identity(self) -> str:
+        """Return a text that only equal launches have."""
+        return repr((self.arguments, dict(self.environment), self.passes_on, self.logged))
 
     def path(self, text: str) -> Path:
-        """Return a path of the server as seen from here."""
+        """Return a path of the server as this process sees it."""
         path = self.folder / text
         return self.root / path.relative_to("/") if path.is_absolute() else path
 
@@ -73,17 +83,38 @@ def profile_from_launch(
 ) -> ServerProfile:
     """Return the profile of the server that a launch command starts.
 
-    text: see `read_launch`; the others as of `profile_from_server`. Raises UsageError unless there
-    is one launch command, FormatError, and ProfileError naming the flag at fault.
+    text: see `read_launches`. The other arguments are those of `profile_from_server`. Raises
+    UsageError unless all launch commands give one profile, FormatError, and ProfileError naming the
+    flag at fault.
     """
-    launch = read_launch(text)
-    given = overrides or {}
-    server = launched_deployment(
-        _stated(launch),
-        launch.environment,
-        unknown=launch.unknown,
-        version=given.get("sglang", ""),
+    launches = read_launches(text)
+    if len(launches) <= _MOST_LAUNCHES:
+        found: dict[Any, ServerProfile] = {}
+        for launch in launches:
+            one = _profile_of(launch, model_config, draft_model_config, overrides or {})
+            server = one.deployment
+            weights = server.model_path, server.draft_model_path, repr(server.settings)
+            found.setdefault((one.profile, weights, server.tagged), one)
+        if len(found) == 1:
+            return next(iter(found.values()))
+    raise UsageError(
+        f"--launch: has {len(launches)} launch commands of different servers; give one of them"
     )
+
+
+def _profile_of(
+    launch: Launch,
+    model_config: Path | None,
+    draft_model_config: Path | None,
+    given: Mapping[str, Any],
+) -> ServerProfile:
+    version = given.get("sglang", "")
+    if launch.logged is not None:
+        server = logged_deployment(launch.logged, unknown=launch.unknown, version=version)
+    else:
+        server = launched_deployment(
+            _stated(launch), launch.environment, unknown=launch.unknown, version=version
+        )
     path = model_config or _local_model(launch, server.model_path, "--model-config")
     draft = draft_model_config
     if draft is None and server.draft_model_path:
@@ -96,19 +127,18 @@ def profile_from_launch(
     return ServerProfile(profile, server, tuple(notes))
 
 
-def read_launch(text: str) -> Launch:
-    """Return the one launch command of a text.
+def read_launches(text: str) -> list[Launch]:
+    """Return the distinct launch commands of a text, at least one.
 
     text: the command as in a shell, or its words as a JSON list; the path of a file, with or
-    without "@", with a script, such a list, or YAML with a container; or `pid:N`. Raises
-    UsageError, FormatError.
+    without "@", with a script, such a list, a server's log, or YAML with a container; or `pid:N`.
+    Raises UsageError, FormatError.
     """
     if match := _PROCESS.fullmatch(text):
         return _of_process(int(match[1]))
-    reader = ScriptReader()
     if not text.startswith("@") and not _is_file(text):
         try:
-            return _only(_launches(text, reader), "--launch", reader)
+            return _some(_launches(text), "--launch", text)
         except FormatError as error:
             raise FormatError(f"--launch: {error}") from error
     path = Path(text.removeprefix("@")).expanduser()
@@ -116,8 +146,8 @@ def read_launch(text: str) -> Launch:
     try:
         content = data.decode("utf-8-sig")
         is_yaml = path.suffix.lower() in (".yaml", ".yml")
-        launches = _launches_of_yaml(content, reader) if is_yaml else _launches(content, reader)
-        return _only(launches, str(path), reader)
+        launches = _launches_of_yaml(content) if is_yaml else _launches(content)
+        return _some(launches, str(path), content)
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
     except FormatError as error:
@@ -131,57 +161,91 @@ def _is_file(path: str | Path) -> bool:
         return False
 
 
-def _only(launches: Iterator[Launch], where: str, reader: ScriptReader) -> Launch:
+def _some(launches: Iterator[Launch], where: str, text: str) -> list[Launch]:
     # A script can have thousands, so each is not compared with each.
     found = list({launch.identity: launch for launch in launches}.values())
-    if len(found) == 1:
-        return found[0]
     if found:
-        raise UsageError(f"{where}: has {len(found)} launch commands; give one of them")
+        return found
     none = f"{where}: has no command that launches an SGLang server; give one, such as {_EXAMPLE}"
-    if reader.has_documents:
-        none += "; here-documents (<<) are not read: give such a script in a file of its own"
+    if "sglang" in text:
+        none += (
+            f"; here-documents (<<) and variables that the text can change are not read: {WAYS_OUT}"
+        )
     raise UsageError(none)
 
 
-def _launches(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
-    """Yield the launch commands of a shell script, or of a JSON list of words.
-
-    depth: scripts that the script is in.
-    """
+def _launches(text: str) -> Iterator[Launch]:
+    """Yield the launch commands of a shell script, a JSON list of words, or a server's log."""
+    if logged := list(_LOGGED.finditer(text)):
+        for match in logged:
+            yield _of_log(match[1])
+        return
     # A list ends with its bracket; the test of a shell, `[ … ]`, is followed by a command.
     if text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         words = parse_json(text, "the list of words")
         for word in words:
             if not isinstance(word, str):
                 raise FormatError(f"the list of words: {shown(word)} is no text; put it in quotes")
-        yield from _of_words(words, {}, reader)
+        yield from _of_words(Command(tuple(words), {}, {}), ScriptReader())
         return
+    yield from _of_script(text, ScriptReader())
+
+
+def _of_script(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
+    """Yield the launch commands of a script. depth: number of scripts around it."""
     for command in reader.commands(text):
-        yield from _of_words(command.words, command.environment, reader, depth)
+        yield from _of_words(command, reader, depth)
 
 
-def _of_words(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    reader: ScriptReader,
-    depth: int = 0,
-) -> Iterator[Launch]:
-    """Yield the launch command that a command is, or has in a script of its own (`bash -c`)."""
+def _of_words(command: Command, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
+    """Yield the launch command that a command is, or has in a script of its own (`bash -c`).
+
+    reader: the reader of the script around it.
+    """
+    words = command.words
     found = _server_arguments(words)
-    if found is None:
-        for word in words if depth < _DEEPEST_SCRIPT else ():
-            if "sglang" in word and len(word.split()) > 1:
-                yield from _launches(word, reader.inner(environment), depth + 1)
+    before = words if found is None else words[: len(words) - len(found)]
+    own = (match for word in before if (match := _VARIABLE.fullmatch(word)))
+    environment = {**command.environment, **{match[1]: match[2] for match in own}}
+    if found is not None:
+        yield Launch(
+            found,
+            {name: value for name, value in environment.items() if name.startswith("SGLANG_")},
+            unknown=command.unknown,
+            passes_on=command.passes_on,
+        )
         return
-    before = (_VARIABLE.fullmatch(word) for word in words[: len(words) - len(found)])
-    own = {**environment, **{match[1]: match[2] for match in before if match}}
-    yield Launch(
-        found,
-        {name: value for name, value in own.items() if name.startswith("SGLANG_")},
-        unknown=frozenset(reader.unknown),
-        passes_on=reader.takes_arguments,
-    )
+    for word in words if depth < _DEEPEST_SCRIPT else ():
+        if "sglang" in word and len(word.split()) > 1:
+            inner = ScriptReader(
+                reader.variables, environment, command.unknown, reader.budget, is_outer=False
+            )
+            yield from _of_script(word, inner, depth + 1)
+
+
+def _of_log(text: str) -> Launch:
+    """Return the launch of a line of a server's log: `ServerArgs(name=value, …)`, or a dict."""
+    try:
+        parsed = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise FormatError("the text after server_args= is not whole; give the whole line") from None
+    pairs: list[tuple[Any, ast.expr]] = []
+    if isinstance(parsed, ast.Call):
+        pairs = [(keyword.arg, keyword.value) for keyword in parsed.keywords]
+    elif isinstance(parsed, ast.Dict):
+        pairs = [
+            (getattr(key, "value", None), value)
+            for key, value in zip(parsed.keys, parsed.values, strict=True)
+        ]
+    fields: dict[str, Any] = {}
+    unknown = {}
+    for name, value in pairs:
+        try:
+            fields[str(name)] = ast.literal_eval(value)
+        except ValueError:  # an object of SGLang's
+            fields[str(name)] = ast.unparse(value)
+            unknown[fields[str(name)]] = "the log does not show its value"
+    return Launch((), unknown=unknown, logged=fields)
 
 
 def _server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
@@ -215,20 +279,40 @@ def _of_serve(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _launches_of_yaml(text: str, reader: ScriptReader) -> Iterator[Launch]:
-    """Yield the launch commands of the containers in YAML documents, as of Kubernetes."""
+def _launches_of_yaml(text: str) -> Iterator[Launch]:
+    """Yield the launch commands of the containers in YAML documents, such as Kubernetes has."""
     for document in _parse_yaml(text):
         for container in _containers(document):
             environment = _container_environment(container)
-            stated = (container.get("command"), container.get("args"))
-            words = [word for one in stated for word in _words(one, reader)]
-            known = [_with_variables(word, environment) for word in words]
-            yield from _of_words(known, environment, reader)
+            reader = ScriptReader(
+                {name: value for name, value in environment.items() if value is not None},
+                {
+                    name: f"${name}" if value is None else value
+                    for name, value in environment.items()
+                },
+                {
+                    f"${name}": _SET_ELSEWHERE
+                    for name, value in environment.items()
+                    if value is None
+                },
+            )
+            stated = [container.get(name) for name in ("command", "args")]
+            commands = [one for part in stated for one in _commands(part, environment, reader)]
+            unknown = {part: why for one in commands for part, why in one.unknown.items()}
+            words = tuple(word for one in commands for word in one.words)
+            yield from _of_words(Command(words, reader.environment, unknown), reader)
 
 
-def _with_variables(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word of a container's args with the values of $(NAME)."""
-    return _REFERENCE.sub(lambda match: environment.get(match[1], match[0]), word)
+def _commands(
+    stated: Any, environment: Mapping[str, str | None], reader: ScriptReader
+) -> Iterator[Command]:
+    """Yield a container's command or args: a list of words, or a text as in a shell."""
+    if isinstance(stated, str):
+        yield from replace(reader, is_outer=False).commands(stated)
+    for word in stated if isinstance(stated, list) else ():
+        text = _REFERENCE.sub(lambda match: environment.get(match[1]) or match[0], str(word))
+        unknown = {match[0]: _SET_ELSEWHERE for match in _REFERENCE.finditer(text)}
+        yield Command((text,), {}, unknown)
 
 
 def _containers(document: Any) -> Iterator[Mapping[str, Any]]:
@@ -246,29 +330,28 @@ def _containers(document: Any) -> Iterator[Mapping[str, Any]]:
             yield from _containers(value)
 
 
-def _words(stated: Any, reader: ScriptReader) -> list[str]:
-    """Return the words of a container's command or args: a list, or a text as in a shell."""
-    if isinstance(stated, str):
-        return [word for command in reader.inner({}).commands(stated) for word in command.words]
-    return [str(word) for word in stated] if isinstance(stated, list) else []
+def _container_environment(container: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the variables of a container of Kubernetes (`env`) or Compose (`environment`).
 
-
-def _container_environment(container: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables of a container of Kubernetes (`env`) or Compose (`environment`)."""
+    The value of one that is set elsewhere is None.
+    """
     stated = container.get("env") or container.get("environment") or []
     if isinstance(stated, dict):
-        return {str(name): str(value) for name, value in stated.items()}
-    found = {}
+        return {str(name): None if value is None else str(value) for name, value in stated.items()}
+    found: dict[str, str | None] = {}
     for one in stated if isinstance(stated, list) else []:
-        if isinstance(one, dict) and "value" in one:
-            found[str(one.get("name"))] = str(one["value"])
-        elif isinstance(one, str) and "=" in one:
-            name, value = one.split("=", 1)
-            found[name] = value
-    return found
+        if isinstance(one, dict):
+            found[str(one.get("name"))] = str(one["value"]) if "value" in one else None
+        elif isinstance(one, str):
+            name, equals, value = one.partition("=")
+            found[name] = value if equals else None
+    return {
+        name: None if value is None or _REFERENCE.search(value) else value
+        for name, value in found.items()
+    }
 
 
-def _of_process(number: int) -> Launch:
+def _of_process(number: int) -> list[Launch]:
     """Return the command line of a running process, and of its environment what is SGLang's."""
     place = Path(f"/proc/{number}")
     if not place.is_dir():
@@ -281,9 +364,9 @@ def _of_process(number: int) -> Launch:
     except OSError as error:
         why = "run as the server's user, or give its command line"
         raise UsageError(failed(f"pid:{number}", "read the process", error, why)) from error
-    reader = ScriptReader()
-    found = _only(_of_words(words, environment, reader), f"pid:{number}", reader)
-    return replace(found, folder=folder, root=place / "root")
+    command = Command(tuple(words), environment, {})
+    found = _some(_of_words(command, ScriptReader()), f"pid:{number}", "")
+    return [replace(one, folder=folder, root=place / "root") for one in found]
 
 
 def _null_separated(path: Path) -> list[str]:
@@ -312,6 +395,15 @@ def read_arguments(
 
 def _stated(launch: Launch) -> dict[str, Any]:
     """Return the fields of ServerArgs that a command states; options of its store as a mapping."""
+    switches = {name for names, count in server_flags() if count == 0 for name in names}
+    for before, word in zip(("", *launch.arguments), launch.arguments, strict=False):
+        is_value = before.startswith("-") and "=" not in before and before not in switches
+        for part, why in launch.unknown.items():
+            lists = part.endswith("[@]}") and part in word
+            if lists or (word.startswith(part) and (not is_value or before == "--config")):
+                raise ProfileError(
+                    f"launch command: {part:.80} can hold any flag ({why}); {WAYS_OUT}"
+                )
     stated = read_arguments(launch.arguments, launch.path)
     extra = stated.get(_EXTRA, "")
     if extra.startswith("@") and _is_file(launch.path(extra[1:])):
@@ -354,8 +446,38 @@ def _is_huge(scalar: Any) -> bool:
     return not is_text and _HUGE_NUMBER.match(scalar.value) is not None
 
 
+def _check_bounds(events: Iterator[Any]) -> None:
+    """Raise FormatError for YAML that takes much memory or time to read."""
+    sizes: dict[str | None, int] = {}  # characters of each anchor, with those of aliases in it
+    open_: list[tuple[str | None, int]] = []  # anchors of collections, and the sizes before them
+    size = 0
+    for event in events:
+        kind = type(event).__name__
+        if kind == "AliasEvent":
+            size += sizes.get(event.anchor, 0)
+            if any(anchor == event.anchor for anchor, _ in open_):
+                raise FormatError("a YAML alias contains itself; write the values out")
+        elif kind == "ScalarEvent":
+            if _is_huge(event):
+                raise FormatError(
+                    f"{event.value[:20]}… is not a number that a flag can have; correct it"
+                )
+            sizes[event.anchor] = 1 + len(event.value)
+            size += sizes[event.anchor]
+        elif kind in ("MappingStartEvent", "SequenceStartEvent"):
+            open_.append((event.anchor, size))
+        elif kind in ("MappingEndEvent", "SequenceEndEvent"):
+            anchor, before = open_.pop()
+            size += 1
+            sizes[anchor] = size - before
+        if size > _MOST_YAML:
+            raise FormatError("YAML aliases repeat too much text; write the values out")
+        if len(open_) > _DEEPEST:
+            raise FormatError(f"YAML is nested more than {_DEEPEST} times; give the command alone")
+
+
 def _parse_yaml(text: str) -> list[Any]:
-    """Parse YAML documents, but no aliases, which can take all memory, and no deep nesting."""
+    """Parse YAML documents within bounds: of their depth, and of what aliases repeat."""
     try:
         import yaml
     except ImportError:
@@ -365,20 +487,7 @@ def _parse_yaml(text: str) -> list[Any]:
         ) from None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # some builds lack the fast one
     try:
-        depth = 0
-        for event in yaml.parse(text, loader):
-            if isinstance(event, yaml.AliasEvent):
-                raise FormatError("YAML aliases are not read; write the values out")
-            if isinstance(event, yaml.ScalarEvent) and _is_huge(event):
-                raise FormatError(
-                    f"{event.value[:20]}… is not a number that a flag can have; correct it"
-                )
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise FormatError(
-                    f"YAML is nested more than {_DEEPEST} times; give the command alone"
-                )
+        _check_bounds(yaml.parse(text, loader))
         return list(yaml.load_all(text, loader))
     except yaml.MarkedYAMLError as error:  # as a text, it has the line, which can have a password
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "

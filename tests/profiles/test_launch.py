@@ -10,10 +10,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError
-from hicachectl.profiles.launch import read_launch
-from hicachectl.profiles.shell_words import ScriptReader
+from hicachectl.profiles.launch import read_launches
+from hicachectl.profiles.shell_words import Command, ScriptReader
 from tests.model_records import MODELS
 
 if TYPE_CHECKING:
@@ -24,21 +26,23 @@ if TYPE_CHECKING:
 FLAGS = "--page-size 64 --enable-hierarchical-cache --hicache-storage-backend file"
 SCRIPT = r"""#!/bin/bash
 set -euo pipefail
-# serves the model, as python -m sglang.launch_server does
+source /opt/venv/bin/activate || true
+# serves the model, as python -m sglang.launch_server does; TP=8 on other nodes
 TP=2
-MODEL=${MODEL:-FOLDER}   # of the node
+MODEL=FOLDER   # of the node
 EXTRA="--tp $TP  --kv-cache-dtype fp8_e5m2"
 ARGS=(
   --served-model-name "org/my model"  # a name with a space
   --json-model-override-args '{"num_hidden_layers": 4}'
 )
-ARGS+=(--page-size 32)
 export SGLANG_PP_LAYER_PARTITION=1,3
 if [ -d /dev/shm ]; then ulimit -n 65536; fi
+echo "starting with TP=$TP" && mkdir -p /tmp/$TP
+for node in a b; do : "$node"; done
 CUDA_VISIBLE_DEVICES=0,1 exec "python3" -m sglang.launch_server --model-path "$MODEL" \
   $EXTRA --pp-size 2 "${ARGS[@]}" --enable-hicache --hicache-storage-backend file \
   --host "$(hostname -i)" --port ${PORT} --log-level=in\
-fo "$@" >server#1.log 2>&1 &
+fo "$@" --page-size 32 >server#1.log 2>&1 &
 wait
 """
 DEPLOYMENT = """
@@ -96,21 +100,113 @@ def test_a_script_is_read_as_a_shell_would(
     assert "the script passes on arguments of its own, which are not read" in output.stderr
 
 
+def words_of_bash(folder: Path, script: str, *arguments: str) -> list[str] | None:
+    """Return the words of the last `python3` that bash runs in a script; None without one."""
+    stub = folder / "python3"
+    if not stub.exists():
+        stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@" >"$OUT"\n')
+        stub.chmod(0o755)
+        (folder / "file").write_text("8\n")
+        (folder / "env.sh").write_text("TP=8\nMORE='--tp 8'\n")
+    out = folder / "out"
+    out.unlink(missing_ok=True)
+    command = ["bash", "-c", script, "bash", *arguments]
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "OUT": str(out), "PORT": "7"}
+    subprocess.run(command, env=env, cwd=folder, check=False, capture_output=True, timeout=20)
+    return out.read_text().removesuffix("\0").split("\0") if out.exists() else None
+
+
+def commands_of(script: str, name: str = "python3") -> list[Command]:
+    return [one for one in ScriptReader().commands(script) if name in one.words]
+
+
 def test_words_are_those_of_bash(tmp_path: Path) -> None:
-    """The commands of the script, run by bash with programs that print their words."""
-    body = SCRIPT.replace("FOLDER", "/m").replace("exec ", "").replace(">server#1.log 2>&1 &", "")
-    body = body.replace("$(hostname -i)", "h").replace("set -euo pipefail\n", "PORT=7\n")
-    for name in ("python3", "ulimit", "wait"):
-        (tmp_path / name).write_text('#!/bin/sh\nprintf "%s\\0" "$@" >>"$OUT"\n')
-        (tmp_path / name).chmod(0o755)
-    out = tmp_path / "out"
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "OUT": str(out)}
-    subprocess.run(["bash", "-c", body], check=True, env=env)
-    theirs = out.read_text().rstrip("\0").split("\0")
-    reader = ScriptReader()
-    (ours,) = [one for one in reader.commands(body) if "python3" in one.words]
-    assert list(ours.words[1:]) == theirs
-    assert not reader.unknown - {"$MODEL"}
+    """The launch command of the script, run by bash with a program that prints its words."""
+    body = SCRIPT.replace("FOLDER", "/m").replace(">server#1.log 2>&1 &", "")
+    body = body.replace("ulimit -n 65536", ":")  # which root alone may raise
+    (ours,) = commands_of(body)
+    assert ours.unknown.keys() == {"$(hostname -i)", "${PORT}"}
+    known = body.replace("$(hostname -i)", "h").replace("${PORT}", "7")
+    (ours,) = commands_of(known)
+    assert list(ours.words[2:]) == words_of_bash(tmp_path, known)
+
+
+# Statements that set or use the variables of a launch command. Most change one.
+STATEMENTS = (
+    "TP=4", "TP=2 # of a node", "export TP=4", "readonly TP=4", "declare -x TP='4'", "TP=\"$N\"",
+    "N=4", "N=$TP", "MORE='--pp-size 2'", "MORE=\"--pp-size $TP\"", "ARGS=(--x 'a b')",
+    "ARGS=(--tp \"$TP\" --y)", "ARGS=()", "ARGS+=(--z)", "TP+=1", "ARGS[0]=q",
+    "if true; then TP=8; fi", "if false\nthen\nTP=8\nelse\nTP=16\nfi", "true && TP=8",
+    "false || TP=8", "TP=3 true", "(TP=8)", "{ TP=8; }", "f() { TP=8; }; f",
+    "function g {\nTP=8\n}; g",
+    "TP=8 | cat", "TP=8 &", "for TP in 1 2; do :; done", "while read -r TP; do break; done <file",
+    "read TP <file", "read -r N <file", "unset TP", "printf -v TP 8", "printf -v \"$V\" 8", "V=TP",
+    "declare \"$V=8\"", "export $(cat env.sh | head -1)", "eval TP=8", "eval 'MORE=\"--tp 8\"'",
+    ". ./env.sh", "source ./env.sh", "((TP=8))", "((TP++)) || true", "let TP=8", "echo $((TP*=2))",
+    "echo ${TP:=8} ${N:=9}", "declare -n ref=TP; ref=8", "declare -i TP=4+4",
+    "mapfile -t ARGS <file",
+    "case 1 in\n1) TP=8 ;;\nesac", "echo \"TP=$TP\"", "[ \"$TP\" = 4 ] && echo TP", "# TP=8",
+    "cat <<EOF\nTP=8\nEOF", "x=$(TP=8; echo $TP)", "x=`TP=8`", "set -- --tp 8", "shift",
+    "command read TP <file", "test -n \"$TP\" || exit 1", "trap 'TP=8' DEBUG", "TP={1,2}", "N=*",
+    "wait; TP=5", "exec 3<file; read -u 3 TP", "getopts T: TP", "local_() { local TP=8; }; local_",
+    "select TP in a; do break; done <file", "h() { read $1 <file; }; h TP",
+    "until TP=8; do :; done",
+    "export TP", "[[ -n $TP ]] && N=6", "! TP=8", "time TP=8", "TP=$'4\\n'", "MORE=", "TP=",
+)  # fmt: skip
+COMMANDS = (
+    "python3 -m sglang.launch_server --tp $TP",
+    "python3 -m sglang.launch_server --tp=\"$TP\" ${ARGS[@]} end",
+    "exec python3 -m sglang.launch_server $MORE \"${ARGS[@]}\" --n \"${N:-5}\"",
+    "run() { python3 -m sglang.launch_server --tp $TP $MORE; }\nrun",
+    "if true; then python3 -m sglang.launch_server --tp \"${TP}\" \"x$N\"; fi",
+    "CMD=\"python3 -m sglang.launch_server --tp $TP\"\n$CMD",
+    "CMD=(python3 -m sglang.launch_server --tp $TP); \"${CMD[@]}\"",
+    "python3 -m sglang.launch_server \\\n --tp $TP 'a'\\''b' \"$TP\\$N\" \"$@\" <file 2>&1 | cat",
+)  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.sampled_from(STATEMENTS), max_size=5), st.sampled_from(COMMANDS))
+def test_no_wrong_word_is_read(tmp_path: Path, statements: list[str], command: str) -> None:
+    """What is read without an unknown part is what bash runs."""
+    script = "\n".join([*statements, command])
+    known = [list(one.words) for one in commands_of(script) if not one.unknown]
+    theirs = words_of_bash(tmp_path, script)
+    if theirs is not None:
+        for ours in known:
+            assert ours[ours.index("python3") + 1 :] == theirs, script
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_each_statement_is_judged_as_bash_runs_it(tmp_path: Path, statement: str) -> None:
+    """A statement before and after the only assignment of a variable."""
+    for script in (
+        f"TP=4\nN=3\n{statement}\n{COMMANDS[4]}",
+        f"{statement}\nTP=4\n{COMMANDS[0]}",
+        f"TP=4\n{COMMANDS[3].replace('$MORE', '')}\n{statement}\nrun",
+    ):
+        known = [list(one.words) for one in commands_of(script) if not one.unknown]
+        theirs = words_of_bash(tmp_path, script)
+        assert theirs is None or not known or theirs == known[0][known[0].index("python3") + 1 :]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "echo TP=8", "echo 'TP=8' >&2", "printf 'TP=%s' 8", "[ -n TP ]", "mkdir -p /tmp/TP",
+        "# TP=8", "docker run -e TP=8 image", "read -r -p \"TP of $X\" N",
+        "cat <<EOF\nTP=8\nread TP\nEOF", "export N=TP", "unset N",
+        "export TP", "x=$((TP * 2))", "x=$((TP == 2))", "x=${TP:-8} y=${TP%x}", "read -p 'TP: ' N",
+        "case $TP in TP) ;; esac", "if [ $TP = 4 ]; then N=1; fi", "f() { N=$TP; }", "source /x.sh",
+        "eval \"$(conda shell.bash hook)\"",
+    ],
+)  # fmt: skip
+def test_other_statements_are_no_reason_to_refuse(statement: str) -> None:
+    before = statement.startswith(("source", "eval"))
+    script = f"{statement}\nTP=4\n" if before else f"TP=4\n{statement}\n"
+    (found,) = commands_of(f"{script}python3 -m sglang.launch_server --tp $TP")
+    assert found.words[-1] == "4"
+    assert not found.unknown
 
 
 @pytest.mark.parametrize(
@@ -118,26 +214,33 @@ def test_words_are_those_of_bash(tmp_path: Path) -> None:
     [
         ("a 'b c'\"d $X\"e", ["a", "b cd 1 2e"]),
         ("a $X \"\" '' $NONE", ["a", "1", "2", "", "", "$NONE"]),
-        ('a ${Y:-d} ${X-e} "${Y:=f g}"', ["a", "d", "1", "2", "f g"]),
+        ('a ${Y:-d} ${X-e} "${X:-f g}"', ["a", "${Y:-d}", "1", "2", "1 2"]),
         ("a b#c #d\n", ["a", "b#c"]),
         ("a \\$X '$X' \"\\$X\\q\"", ["a", "$X", "$X", "$X\\q"]),
         ("a `b c` $(d $(e f)) ${X%1}", ["a", "`b c`", "$(d $(e f))", "${X%1}"]),
+        ("a $(((1 + 2) * 3)) \"$(b ')' \"c)\")\" d",
+         ["a", "$(((1 + 2) * 3))", "$(b ')' \"c)\")", "d"]),
         ("a <in b >>out 2>&1 c", ["a", "b", "c"]),
         ('a "${L[@]}" "${L[*]}" ${L[@]}', ["a", "x", "y z", "x y z", "x", "y", "z"]),
-        ('E=\na "${E:-d}" ${E-d} "$E"', ["a", "d", ""]),
-        ('M=()\na "${M[@]}" ${M[@]} b"${M[@]}" "${M[@]:-d}"', ["a", "b", "d"]),
-        ('a ${N:=n} $N "${X:=m}"', ["a", "n", "n", "1 2"]),
+        ('E=\na "${E:-d}" "$E" $E', ["a", "${E:-d}", ""]),
+        ('M=()\na "${M[@]}" ${M[@]} b"${M[@]}"', ["a", "b"]),
         ('C="p ${L[@]}"\na $C', ["a", "p", "x", "y", "z"]),
+        ("a $'b c' $'d\\n'", ["a", "b c", "$'d\\n'"]),
+        ("a b\u00a0c\u3000d\re \\\r\n f\r\n", ["a", "b\u00a0c\u3000d\re", "f"]),
+        ("+ a --x 'b c'", ["+", "a", "--x", "b c"]),
     ],
-)
+)  # fmt: skip
 def test_words_and_variables(script: str, words: list[str]) -> None:
     found = list(ScriptReader().commands(f"X='1 2'\nL=(x 'y z')\n{script}"))
     assert [list(command.words) for command in found] == [words]
 
 
-@pytest.mark.parametrize("text", ["a 'b", 'a "b', "a `b", "x\ny 'z"])
+@pytest.mark.parametrize(
+    "text", ["a 'b", 'a "b', "a `b", "x\ny 'z", "a $(b", "x\ny=(a\nb\n", "a ${b"]
+)
 def test_unclosed_quotes_are_refused_with_their_line(text: str) -> None:
-    with pytest.raises(FormatError, match=rf"line {text.count(chr(10)) + 1}: .* is not closed"):
+    line = 2 if text.startswith("x") else 1
+    with pytest.raises(FormatError, match=rf"line {line}: .* is not closed"):
         list(ScriptReader().commands(text))
 
 
@@ -159,7 +262,7 @@ def test_unclosed_quotes_are_refused_with_their_line(text: str) -> None:
 def test_here_documents_are_no_commands(script: str) -> None:
     found = [one.words for one in ScriptReader().commands(script)]
     assert ("a", "1") in found
-    assert "b" not in {words[0] for words in found}
+    assert "b" not in {words[0] for words in found if words}
 
 
 def test_a_launch_command_in_a_here_document_is_not_read(
@@ -167,7 +270,7 @@ def test_a_launch_command_in_a_here_document_is_not_read(
 ) -> None:
     inner = f"cat >inner.sh <<'EOF'\nsglang serve {model} --page-size 8\nEOF\n"
     said = refused(invoke, f"{inner}bash inner.sh")
-    assert "here-documents (<<) are not read: give such a script in a file of its own" in said
+    assert "here-documents (<<) and variables that the text can change are not read" in said
     found = profile(invoke, f"{inner}sglang serve {model} --page-size 16")
     assert found["page_size"] == 16
     unclosed = refused(invoke, f"true\ncat <<EOF\nsglang serve {model}\n")
@@ -182,9 +285,90 @@ def test_variables_of_env_and_docker_count(model: Path) -> None:
         f"docker run --rm -e {name}=3,1 image python -m sglang.launch_server {flags}",
         f"docker run --env={name}=3,1 image python -m sglang.launch_server {flags}",
         f"export {name}=3,1\nexec python -m sglang.launch_server {flags}",
-        f"{name}=3\n{name}+=,1; export {name}; python -m sglang.launch_server {flags}",
+        f"{name}=3,1\nexport {name}; python -m sglang.launch_server {flags}",
     ):
-        assert read_launch(line).environment == {name: "3,1"}, line
+        (launch,) = read_launches(line)
+        assert launch.environment == {name: "3,1"}, line
+
+
+@pytest.mark.parametrize("script", [
+    "if x; then export NAME=3,1; fi", "export NAME=$(x)", "NAME=3,1", "export NAME=1; NAME=3,1",
+])  # fmt: skip
+def test_an_unknown_variable_of_sglang_is_refused(invoke: Invoke, model: Path, script: str) -> None:
+    name = "SGLANG_PP_LAYER_PARTITION"
+    line = f"{script.replace('NAME', name)}\nsglang serve {model} {FLAGS} --pp-size 2"
+    assert f"launch command: {name}: " in refused(invoke, line)
+
+
+def test_what_can_hold_any_flag_is_refused(invoke: Invoke, model: Path) -> None:
+    for text, part in {
+        "$EXTRA": "$EXTRA",
+        "--log-level info ${EXTRA}": "${EXTRA}",
+        "--port $P `x`": "`x`",
+        "--enable-metrics $EXTRA": "$EXTRA",
+        '--port "${A[@]}"': "${A[@]}",
+        "--lora-paths a=b $EXTRA": "$EXTRA",
+        "--config $FILE": "$FILE",
+        "${EXTRA:+--tp 8}": "${EXTRA:+--tp 8}",
+    }.items():
+        said = refused(invoke, f"sglang serve {model} {FLAGS} {text}")
+        assert f"launch command: {part} can hold any flag (" in said
+        assert "give pid:N of the running server, the command as bash -x prints it, or" in said
+
+
+def test_arguments_of_a_function_are_not_those_of_the_script(invoke: Invoke, model: Path) -> None:
+    line = f'sglang serve {model} {FLAGS} "$@"'
+    assert "passes on arguments of its own" in invoke("profile", "--launch", line).stderr
+    for script in (f"run() {{ {line}; }}\nrun --tp 8", f"set -- --tp 8\n{line}"):
+        assert "$@ can hold any flag" in refused(invoke, script)
+    assert "$@ can hold any flag" in refused(invoke, f"bash -c '{line}' - --tp 8")
+
+
+def test_commands_of_equal_profiles_are_one(invoke: Invoke, model: Path) -> None:
+    line = f"sglang serve {model} {FLAGS} --nnodes 2 --node-rank"
+    assert profile(invoke, f"{line} 0 --host 0.0.0.0\n{line} $RANK --port $P")["page_size"] == 64
+    said = refused(invoke, f"{line} 0\n{line} 1 --tp 2")
+    assert "--launch: has 2 launch commands of different servers; give one of them" in said
+
+
+LOG = (
+    "[2026-01-14 05:25:33] server_args=ServerArgs(model_path='FOLDER', served_model_name='org/m', "
+    "tp_size=2, page_size=64, pp_size=1, enable_hierarchical_cache=True, hicache_ratio=2.0, "
+    "hicache_storage_backend='file', hicache_mem_layout='page_first', device=<Device: 1>, x=f(1))\n"
+)
+
+
+def test_a_servers_log_is_read(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    """Both forms of SGLang's line: ServerArgs(…) of older releases, and a dict."""
+    whole = LOG.replace("FOLDER", str(model)).replace("device=<Device: 1>, ", "")
+    fields = {"model_path": str(model), "served_model_name": "org/m", "tp_size": 2, "page_size": 64,
+              "hicache_storage_backend": "file", "hicache_mem_layout": "page_first"}  # fmt: skip
+    file = tmp_path / "server.log"
+    for text in (whole, f"INFO: starting\n{whole}more 'text\n", f"server_args={fields}\n"):
+        file.write_text(text)
+        found = profile(invoke, f"@{file}")
+        assert (found["model"], found["tp"], found["layout"]) == ("org/m", 2, "page_first")
+        said = invoke("profile", "--launch", text).stderr
+        assert "a log does not name SGLang's release; 0.5.23 is taken; give --sglang" in said
+    assert profile(invoke, file, "--sglang", "0.5.20")["sglang"] == "0.5.20"
+    for text in (LOG, whole[:90], "server_args={1: 'a", "server_args=ServerArgs(" + "(" * 5_000):
+        assert "the text after server_args= is not whole; give the whole line" in (
+            refused(invoke, text)
+        )
+    said = refused(invoke, whole.replace("page_size=64", "page_size=f(64)"))
+    assert "launch command: --page-size: f(64) is unknown (the log does not show its value)" in said
+
+
+def test_a_traced_command_is_read(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    """The line of bash -x says what ran, whatever the script."""
+    script = f"if true; then TP=2; fi\nsglang serve {model} {FLAGS} --tp $((TP * 2))\n"
+    (tmp_path / "sglang").write_text("#!/bin/sh\n")
+    (tmp_path / "sglang").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    run = subprocess.run(
+        ["bash", "-xc", script], check=True, env=env, capture_output=True, text=True
+    )
+    assert profile(invoke, run.stderr)["tp"] == 4
 
 
 @pytest.mark.parametrize(
@@ -237,7 +421,8 @@ def test_containers(invoke: Invoke, model: Path, tmp_path: Path, command: str, a
     file.write_text(text.replace("FOLDER", str(model)))
     found = profile(invoke, f"@{file}")
     assert (found["model"], found["page_size"], found["tp"]) == (str(model), 8, 2)
-    assert read_launch(f"@{file}").environment["SGLANG_MAMBA_SSM_DTYPE"] == "bfloat16"
+    (launch,) = read_launches(f"@{file}")
+    assert launch.environment["SGLANG_MAMBA_SSM_DTYPE"] == "bfloat16"
 
 
 def test_compose_files(invoke: Invoke, model: Path, tmp_path: Path) -> None:
@@ -267,7 +452,7 @@ def test_a_running_server_is_read_by_its_process(
     ) as server:
         assert server.stdout is not None
         server.stdout.readline()
-        launch = read_launch(f"pid:{server.pid}")
+        (launch,) = read_launches(f"pid:{server.pid}")
         assert launch.environment.keys() <= {n for n in launch.environment if "SGLANG_" in n}
         assert launch.environment["SGLANG_PP_LAYER_PARTITION"] == "2,30"
         found = profile(invoke, f"pid:{server.pid}")
@@ -339,8 +524,10 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
         ("sglang serve FOLDER --tp", "--tp-size/--tensor-parallel-size: expected one argument"),
         ("sglang serve FOLDER --tp two", "--tp-size: expected a number, found 'two'"),
         ("sglang serve FOLDER extra", "'extra' belongs to no flag"),
-        ("sglang serve FOLDER --tp $TP", "--tp-size: the command does not set $TP; write"),
-        ("sglang serve $(cat model)", "--model-path: the command does not set $(cat model)"),
+        ("sglang serve FOLDER --tp $TP",
+         "--tp-size: $TP is unknown (the text does not set it); write"),
+        ("sglang serve $(cat model)",
+         "--model-path: $(cat model) is unknown (only an execution tells"),
         ("sglang serve --tp 2", "model_path: missing"),
         ("sglang serve FOLDER --config=x.yaml",
          "--config=FILE: SGLang does not read the file; write --config FILE"),
@@ -351,7 +538,6 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
         ("sglang serve FOLDER --enable-hisparse --page-size 8", "enable_hisparse: not supported"),
         ("python -m vllm.entrypoints.openai.api_server",
          "--launch: has no command that launches an SGLang server; give one, such as python -m"),
-        ("sglang serve a; sglang serve b", "has 2 launch commands; give one of them"),
         ("sglang serve 'FOLDER", "--launch: line 1: a quote or a parenthesis is not closed; close"),
         (f"sglang serve FOLDER --tp 2 --host {'h' * 300} --xyzzy", "no flag --xyzzy"),
         ("[1, 2]", "--launch: the list of words: 1 is no text; put it in quotes"),
@@ -396,18 +582,19 @@ def test_other_sources_are_refused(invoke: Invoke, model: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("A=xx\n" + "A=$A$A\n" * 60 + "echo $A", "variables expand to more than 4194304"),
-        ("A=xx\n" + "A+=$A\n" * 60, "variables expand to more than 4194304"),
+        ("A0=xx\n" + "".join(f"A{n}=$A{n - 1}$A{n - 1}\n" for n in range(1, 60)),
+         "variables expand to more than 4194304"),
         ('export A=\'x sglang "$A"\'; echo "$A"', "has no command that launches"),
-        ("$(" * 5_000, "has no command that launches"),
+        ("$(" * 5_000, "expansions are nested more than 64 times"),
         ('"' * 5_001, "is not closed"),
         ("cat <<a\na\n" * 20_000, "has no command that launches"),
         ("cat" + " <<a" * 20_000 + "\n" + "a\n" * 20_000, "has no command that launches"),
         ("cat" + " <<a" * 20_000 + "\nx", "has no last line"),
-        ("((<<" * 20_000, "has no command that launches"),
+        ("((<<" * 20_000, "expansions are nested more than 64 times"),
+        ("((<<" * 20, "is not closed"),
     ],
-    ids=["doubled", "appended", "itself", "expansions", "quotes", "documents", "document ends",
-         "no end", "shifts"],
+    ids=["doubled", "itself", "expansions", "quotes", "documents", "document ends",
+         "no end", "shifts", "few shifts"],
 )  # fmt: skip
 def test_hostile_scripts_are_refused(invoke: Invoke, script: str, said: str) -> None:
     assert said in refused(invoke, script)
@@ -417,7 +604,8 @@ def test_hostile_yaml_is_refused(invoke: Invoke, tmp_path: Path) -> None:
     file = tmp_path / "engine.yaml"
     bomb = "".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}'] * 9)}]\n" for n in range(1, 12))
     for text, said in (
-        (f"b0: &b0 [x]\n{bomb}", "YAML aliases are not read; write the values out"),
+        (f"b0: &b0 [x]\n{bomb}", "YAML aliases repeat too much text; write the values out"),
+        ("a: &a [*a]", "a YAML alias contains itself; write the values out"),
         ("!!python/object/apply:os.system [id]", "not YAML: line 1: could not determine a"),
         ("[" * 2_000, "YAML is nested more than 64 times; give the command alone"),
         ("a: [", "not YAML: line "),
@@ -473,9 +661,9 @@ def test_files_of_flags_are_bounded(
     ("name", "text", "said"),
     [
         ("assignments.sh", "A=1 " * 60_000, "no command that launches"),
-        ("many.sh", "".join(f"sglang serve m{n}\n" for n in range(13_000)), "13000 launch"),
+        ("many.sh", "".join(f"sglang serve m{n}\n" for n in range(13_000)), "has 13000 launch"),
         ("scripts.sh", f"export A={'a' * 100_000}\n" + f"x '{'$A' * 40} sglang y'\n" * 1500,
-         "scripts.sh: variables expand to more than 4194304 characters; give the launch command"),
+         "scripts.sh: has no command that launches"),
         ("words.yaml", f"args: [{'a,' * 100_000}]", "no command that launches"),
         ("hexadecimal.yaml", f"args: [--tp, 0x{'f' * 5000}]",
          "hexadecimal.yaml: 0xffffffffffffffffff… is not a number that a flag can have; correct"),

@@ -166,7 +166,7 @@ def test_a_draft_with_states_is_refused() -> None:
     ("read", "said"),
     [
         (
-            lambda: launched_deployment({"disable_radix_cache": True}, {}),
+            lambda: launched_deployment({"disable_radix_cache": True}, {}, unknown={}),
             "launch command: --disable-radix-cache: SGLang refuses it with "
             "--enable-hierarchical-cache; leave it out, or give another server's command",
         ),
@@ -179,8 +179,8 @@ def test_a_draft_with_states_is_refused() -> None:
             "'extra' belongs to no flag; leave it out",
         ),
         (
-            lambda: launched_deployment({"tp_size": "2"}, {}),
-            "launch command: model_path: missing; start the server with --model-path",
+            lambda: launched_deployment({"tp_size": "2"}, {}, unknown={}),
+            "launch command: model_path: missing; give the whole command",
         ),
     ],
 )
