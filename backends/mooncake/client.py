@@ -27,18 +27,25 @@ if TYPE_CHECKING:
 
     Codes = npt.NDArray[np.int64]
 
+# Error codes of the package and, by name, of the master's replies.
+INTERNAL_ERROR = -1
 NO_SPACE = -200
+INVALID_KEY = -400
 INVALID = -600  # for example: the buffer is smaller than the object
 NOT_READY = -703  # the object's writer has not finished
 NOT_FOUND = -704
 EXISTS = -705
 HAS_LEASE = -706
 LEASE_EXPIRED = -707  # between the look-up of the location and the transfer
+GONE = -712
 TRANSFER_FAILED = -800
 CHECKSUM_FAILED = -801
 RPC_FAILED = -900
 RPC_TIMEOUT = -901
 NOT_AVAILABLE = -1010
+NO_QUOTA = -1700
+NOT_REGISTERED = -1701
+UNKNOWN_TENANT = -1702
 # A later read may succeed.
 NOT_TRANSFERRED = (LEASE_EXPIRED, TRANSFER_FAILED, CHECKSUM_FAILED)
 # Codes if the master is unreachable: no result of the call is valid.
@@ -54,9 +61,9 @@ MESSAGES = {
     "--default_kv_lease_ttl",
     TRANSFER_FAILED: "the object's storage process does not answer; check the cluster's processes",
     CHECKSUM_FAILED: "the object's bytes changed during the transfer; run again",
-    -1700: "the tenant has no quota left; remove pages, or raise the quota",
-    -1701: "the tenant is not registered with the master",
-    -1702: "the tenant is unknown",
+    NO_QUOTA: "the tenant has no quota left; remove pages, or raise the quota",
+    NOT_REGISTERED: "the tenant is not registered with the master",
+    UNKNOWN_TENANT: "the tenant is unknown",
 }
 _LOCAL_BUFFER_BYTES = 16 << 20  # as in SGLang; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0

@@ -28,6 +28,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.http import HttpService, Reply
+from hicachectl.backends.mooncake.client import (
+    GONE,
+    INTERNAL_ERROR,
+    INVALID,
+    INVALID_KEY,
+    NOT_FOUND,
+    NOT_READY,
+    NOT_REGISTERED,
+)
 from hicachectl.backends.mooncake.settings import split_address
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
@@ -50,17 +59,15 @@ _UNSAFE = re.compile(b"[^" + re.escape(_SAFE) + b"]")
 _ESCAPES = {bytes([byte]): b"%%%02X" % byte for byte in range(256)}
 _PROBE = "hicachectl-probe-"
 
-_INTERNAL_ERROR = -1
-_NOT_READY = -703
 # Codes by the errors' names in replies to a query of keys.
 _CODES = {
-    "INTERNAL_ERROR": _INTERNAL_ERROR,
-    "INVALID_KEY": -400,
-    "INVALID_PARAMS": -600,
-    "REPLICA_IS_NOT_READY": _NOT_READY,
-    "OBJECT_NOT_FOUND": -704,
-    "REPLICA_IS_GONE": -712,
-    "TENANT_NOT_REGISTERED": -1701,
+    "INTERNAL_ERROR": INTERNAL_ERROR,
+    "INVALID_KEY": INVALID_KEY,
+    "INVALID_PARAMS": INVALID,
+    "REPLICA_IS_NOT_READY": NOT_READY,
+    "OBJECT_NOT_FOUND": NOT_FOUND,
+    "REPLICA_IS_GONE": GONE,
+    "TENANT_NOT_REGISTERED": NOT_REGISTERED,
 }
 
 VERSION_BYTES = 24
@@ -218,14 +225,14 @@ class MasterAdmin:
             each uint64 little-endian. Null for objects only on disk.
         replicas: of the kinds memory, nof (NVMe over Fabrics), disk, local_disk.
         """
-        texts = _texts(keys)
-        if texts is not None and ("" in texts or any("," in text for text in texts)):
-            texts = None
-        if texts is not None:
-            return self._answers(keys, texts)
-        askable = np.array([_askable(key) for key in keys.to_pylist()], dtype=np.bool_)
-        chosen = keys.filter(pa.array(askable))
-        answers = self._answers(chosen, _texts(chosen) or [])
+        # The master splits at commas, even encoded ones. For a key that is not UTF-8, its JSON
+        # writer would fail the whole request.
+        texts = key_texts(keys)
+        chosen = [text for text in texts if text and "," not in text]
+        if len(chosen) == len(texts):
+            return self._answers(keys, chosen)
+        askable = np.array([bool(text and "," not in text) for text in texts], dtype=np.bool_)
+        answers = self._answers(keys.filter(pa.array(askable)), chosen)
         places = np.cumsum(askable) - 1
         return answers.take(pa.array(places, pa.int64(), mask=~askable))
 
@@ -350,22 +357,20 @@ class MasterAdmin:
 # keys
 
 
-def _texts(keys: Any) -> list[str] | None:
-    """Return keys as text; None if one is not UTF-8."""
+def key_texts(keys: Any) -> list[str | None]:
+    """Return keys, a binary array, as text; None for those that are not UTF-8."""
     try:
-        texts: list[str] = keys.cast(pa.string()).to_pylist()
+        texts: list[str | None] = keys.cast(pa.string()).to_pylist()
     except pa.ArrowInvalid:
-        return None
+        return list(map(_text, keys.to_pylist()))
     return texts
 
 
-def _askable(key: bytes) -> bool:
-    """Return whether a key can be queried: the master splits at commas, even encoded ones."""
+def _text(key: bytes) -> str | None:
     try:
-        key.decode()
-    except UnicodeDecodeError:  # the master's JSON writer would fail the whole request
-        return False
-    return bool(key) and b"," not in key
+        return key.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _url_keys(keys: Sequence[str]) -> str:
@@ -391,7 +396,7 @@ def _answer_batch(items: Sequence[_Item]) -> Any:
     counts = np.bincount(rows, minlength=len(items))
     starts = np.cumsum(counts) - counts
     codes = _error_codes(items)
-    codes[(codes == 0) & (counts == 0)] = _NOT_READY
+    codes[(codes == 0) & (counts == 0)] = NOT_READY
     fine = codes == 0
     first = np.zeros(len(items), dtype=np.int64)
     first[counts > 0] = sizes[starts[counts > 0]]
@@ -413,7 +418,7 @@ def _answer_batch(items: Sequence[_Item]) -> Any:
 
 
 def _error_codes(items: Sequence[_Item]) -> npt.NDArray[np.int32]:
-    codes = [0 if item.ok else _CODES.get(item.error or "", _INTERNAL_ERROR) for item in items]
+    codes = [0 if item.ok else _CODES.get(item.error or "", INTERNAL_ERROR) for item in items]
     return np.array(codes, dtype=np.int32)
 
 

@@ -25,7 +25,7 @@ from hicachectl.backends.base import (
     Status,
     Traits,
     as_table,
-    keys_of,
+    batch_spans,
     scan_batch,
     scan_schema,
 )
@@ -42,7 +42,7 @@ from hicachectl.backends.mooncake.client import (
     MooncakeClient,
     message_of,
 )
-from hicachectl.backends.mooncake.master import VERSION_BYTES, MasterAdmin
+from hicachectl.backends.mooncake.master import VERSION_BYTES, MasterAdmin, key_texts
 from hicachectl.backends.mooncake.settings import MooncakeSettings, settings_from
 
 if TYPE_CHECKING:
@@ -217,8 +217,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     def _leased_sizes(self, keys: Any, sizes: Any, places: IntArray) -> Any:
         """Query sizes key by key, which grants leases."""
         found = sizes.to_pylist()
-        for place_ in places.tolist():
-            key = _text(keys[place_].as_py())
+        asked = key_texts(keys.take(pa.array(places)))
+        for place_, key in zip(places.tolist(), asked, strict=True):
             size = NOT_FOUND if key is None else self._data().size(key)
             found[place_] = size if size > 0 else None
         return pa.array(found, pa.int64())
@@ -238,7 +238,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     ) -> ReadResult:
         """Read whole objects; a read's lease keeps the object until its version is queried."""
         self.memory(offsets, capacities, len(rows))
-        keys = _texts(rows)
+        keys = key_texts(rows.column("key"))
         codes = np.full(len(rows), INVALID, dtype=np.int64)
         chosen = np.array([key is not None for key in keys], dtype=np.bool_) & (capacities > 0)
         places = np.flatnonzero(chosen)
@@ -313,7 +313,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         A full cluster evicts objects without lease or pin; FULL: still no room.
         """
         self.memory(offsets, sizes, len(rows))
-        keys = _texts(rows)
+        keys = key_texts(rows.column("key"))
         statuses = np.zeros(len(rows), dtype=np.uint8)
         errors: dict[int, str] = {}
         for at, key in enumerate(keys):
@@ -386,7 +386,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
     ) -> None:
         """Compare stored objects with our bytes; EXISTS: the bytes are another writer's."""
         assert self.arena is not None
-        for chunk in _chunks(sizes, _READ_BACK_BYTES):
+        for chunk in batch_spans(sizes, replace(self.limits, batch_bytes=_READ_BACK_BYTES)):
             where, total = place(sizes[chunk])
             with Arena(total) as copy:
                 names = [keys[at] or "" for at in places[chunk].tolist()]
@@ -424,7 +424,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
 
     def delete(self, rows: Rows) -> Result:
         """Remove objects after readers' leases have ended; never force removal."""
-        keys = _texts(rows)
+        keys = key_texts(rows.column("key"))
         codes = np.full(len(rows), NOT_FOUND, dtype=np.int64)
         pending = np.flatnonzero([key is not None for key in keys])
         deadline = time.monotonic() + self.lease_wait_seconds
@@ -443,7 +443,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
 
     def touch(self, rows: Rows) -> BoolArray:
         """Grant leases batch by batch: the master evicts in the order in which leases end."""
-        keys = _texts(rows)
+        keys = key_texts(rows.column("key"))
         codes = np.zeros(len(rows), dtype=np.int64)
         for start in range(0, len(rows), self.limits.batch_objects):
             some = slice(start, start + self.limits.batch_objects)
@@ -478,29 +478,6 @@ def _note_errors(
         if code not in fine:
             statuses[at] = Status.FULL if code == NO_SPACE else Status.ERROR
             errors[at] = message_of(code)
-
-
-def _chunks(sizes: IntArray, most_bytes: int) -> list[slice]:
-    """Split objects into runs of at most `most_bytes`, or of one larger object."""
-    ends = np.cumsum(sizes)
-    chunks, start = [], 0
-    while start < len(sizes):
-        before = ends[start - 1] if start else 0
-        end = max(start + 1, int(np.searchsorted(ends, before + most_bytes, side="right")))
-        chunks.append(slice(start, end))
-        start = end
-    return chunks
-
-
-def _text(key: bytes) -> str | None:
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _texts(rows: Rows) -> list[str | None]:
-    return list(map(_text, keys_of(rows)))
 
 
 def _key_array(rows: Rows) -> Any:
