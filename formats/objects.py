@@ -7,6 +7,7 @@ these and the backend's key.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 PAGE_DIGITS = 64  # A page hash in a key is lowercase hexadecimal, two digits for each byte.
 ANCHOR = "kv"  # SGLang's name for the pool that servers look for to find a page.
@@ -75,19 +76,38 @@ class Shard:
         return " ".join(sizes) or "without TP ranks"
 
 
+class Names(NamedTuple):
+    """The names that the keys of a deployment state.
+
+    model: served model name as in keys, "-" for "/"; "" if keys have no model.
+    tag: Mooncake `extra_backend_tag`; "" without one.
+    """
+
+    model: str = ""
+    tag: str = ""
+
+    @property
+    def text(self) -> str:
+        """Tag and model as one text: keys do not show their boundary."""
+        return "_".join(filter(None, (self.tag, self.model)))
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        """Values of the columns of these names; None for a name that keys lack."""
+        return {name: value or None for name, value in self._asdict().items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Coordinate:
     """Identity of an object within its page.
 
-    model: served model name as in keys, "-" for "/"; "" if keys have no model.
-    tag:   Mooncake `extra_backend_tag`; "" without one.
+    names: names of the deployment.
     pool:  SGLang `PoolName` value ("kv", "indexer", ...).
     part:  piece of the pool in this object ("k", "temporal", ...); None for the whole page.
            On Mooncake, SGLang names the part of an MLA object, K and V together, "k".
     """
 
-    model: str
+    names: Names
     pool: str = ANCHOR
     part: str | None = None
-    tag: str = ""
     shard: Shard = field(default_factory=Shard)

@@ -19,7 +19,7 @@ from hicachectl.formats.forms import convert
 from hicachectl.formats.kinds import kind_names, kind_of, kinds
 from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
 from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS, UNSTORED_DTYPES
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Names
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -93,6 +93,11 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def key_model(self) -> str:
         """Model name as in keys (HiCacheFile, MooncakeStore: "/" becomes "-")."""
         return self.model.replace("/", "-")
+
+    @property
+    def names(self) -> Names:
+        """The names in keys."""
+        return Names(self.key_model, self.tag)
 
     @property
     def rank_replicated(self) -> bool:

@@ -233,8 +233,7 @@ def _rank_pool(profile: Profile, piece: PoolPiece) -> RankPool:
     shared = profile.rank_replicated
     sharded = not (pool.replicated or shared) if kind.shards is None else kind.shards
     return RankPool(
-        model=profile.key_model,
-        tag=profile.tag,
+        names=profile.names,
         pool=pool.name,
         ranks=ranks_of(profile),
         parts=(None,) if opaque else parts,

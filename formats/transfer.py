@@ -101,15 +101,14 @@ def retargeted(profile: Profile, **changes: Any) -> Profile:
 
 
 def _is_plain(source: Side, destination: Side) -> bool:
-    """Return whether only the model and tag in the keys change."""
+    """Return whether only the names in the keys change."""
     old, new = source.profile, destination.profile
     same = structs.replace(new, model=old.model, tag=old.tag, sglang=old.sglang) == old
     if not same or len(source.specs) != len(destination.specs):
         return False
     return all(
         replace(two, affix=one.affix, coordinate=one.coordinate) == one
-        and replace(two.coordinate, model=one.coordinate.model, tag=one.coordinate.tag)
-        == one.coordinate
+        and replace(two.coordinate, names=one.coordinate.names) == one.coordinate
         for one, two in zip(source.specs, destination.specs, strict=True)
     )
 

@@ -161,7 +161,7 @@ def _claims(suffix: bytes, identity: Identity | None) -> _Claims:
         readings = grammar_of("file").readings("", suffix.decode())
     except UnicodeDecodeError:
         readings = ()
-    own = [one for one in readings if identity is not None and one.model == identity.model]
+    own = [one for one in readings if identity is not None and one.names.model == identity.model]
     return _Claims(
         frozenset(trailer_name(one.pool, one.part) for one in readings),
         frozenset(trailer_rank(one.shard) for one in own or readings) - {NO_RANK},

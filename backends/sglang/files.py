@@ -374,8 +374,8 @@ def _check_names(pool: ServedPool) -> None:
     nbytes = len(os.fsencode(f"{64 * '0'}{suffix}"))
     if nbytes > _LONGEST_NAME or not suffix.isprintable():
         raise ValueError(
-            f"model_name: {shown(pool.coordinate.model)} makes file names of {nbytes} bytes, at "
-            f"most {_LONGEST_NAME} are possible, all printable; give a shorter --served-model-name"
+            f"model_name: {shown(pool.identity.model)} makes file names of {nbytes} bytes, at most "
+            f"{_LONGEST_NAME} are possible, all printable; give a shorter --served-model-name"
         )
 
 

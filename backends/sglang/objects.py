@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status
 from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.objects import Names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,7 @@ def page_form(grammar: str, pool: ServedPool, tag: str = "") -> PageForm:
 
     tag: Mooncake's extra_backend_tag. Raises UnsupportedByBackend.
     """
-    page = pool.page._replace(tag=tag)
+    page = pool.page._replace(names=Names(pool.identity.model, tag))
     spoken = grammar_of(grammar)
     spoken.check_ranks(page.ranks, page.release)
     objects = []

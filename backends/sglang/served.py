@@ -12,6 +12,7 @@ from hicachectl.backends.sglang.calls import Workers
 from hicachectl.formats.keys.base import HALVES, RankPool
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_name
+from hicachectl.formats.objects import Names
 from hicachectl.formats.releases import RELEASES
 from hicachectl.formats.wording import reason_of
 
@@ -86,7 +87,7 @@ class ServedPool:
         parts = tuple(part.name for part in self.parts)
         layout = self.identity.layout.partition("+")[0]  # a form of rows may follow
         return RankPool(
-            model=self.identity.model,
+            names=Names(self.identity.model),
             pool=self.name,
             ranks=self.ranks,
             parts=parts,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from hicachectl.formats.errors import CollidingKeys, UnsupportedByBackend
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import Coordinate
+from hicachectl.formats.objects import Coordinate, Names
 from hicachectl.formats.releases import since
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
 class RankPool(NamedTuple):
     """A page of a pool as one rank holds it.
 
-    model: model name as in keys.
+    names: names of the deployment.
     pool: name of the pool.
     ranks: the rank.
     parts: names of the page's parts in stored order: k and v, or states, or one name for a whole
@@ -62,12 +62,11 @@ class RankPool(NamedTuple):
     sharded: whether the TP ranks hold different bytes of this pool.
     scattered: whether the layers of the page are scattered in host memory.
     opaque: whether the form of the page is unknown, so that `parts` does not show its division.
-    tag: Mooncake's extra_backend_tag.
     tp_lcm: the TP size to which heads are split on Mooncake; 0 if they are not.
     nixl_layouts: layouts in which NIXL transfers the pool beside kv from its place in memory.
     """
 
-    model: str
+    names: Names
     pool: str
     ranks: Ranks
     parts: tuple[str | None, ...]
@@ -78,7 +77,6 @@ class RankPool(NamedTuple):
     sharded: bool
     scattered: bool
     opaque: bool = False
-    tag: str = ""
     tp_lcm: int = 0
     nixl_layouts: tuple[str, ...] = ()
 
@@ -176,8 +174,9 @@ class Grammar(ABC):
 
     def coordinate(self, page: RankPool, part: str | None, shard: Shard) -> Coordinate:
         """Return the coordinate of a page's object, with the names that keys have."""
-        model = page.model if self.names_model else ""
-        return Coordinate(model, page.pool, part, page.tag if self.has_tag else "", shard)
+        model, tag = page.names
+        names = Names(model if self.names_model else "", tag if self.has_tag else "")
+        return Coordinate(names, page.pool, part, shard)
 
 
 def part_in_keys(page: RankPool, part: str | None) -> str | None:

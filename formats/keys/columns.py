@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.formats.objects import AXES
+from hicachectl.formats.objects import AXES, Names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.resolve import Resolved
     from hicachectl.formats.objects import Shard
 
-TEXT_COLUMNS = ("model", "tag", "pool", "part")
+TEXT_COLUMNS = (*Names._fields, "pool", "part")
 RANK_COLUMNS = tuple(f"{axis}_{end}" for axis in AXES for end in ("rank", "size"))
 SPAN_COLUMNS = ("layers", "heads")  # half-open ranges, as in "0-16"
 
@@ -61,8 +61,7 @@ def _known_fields(resolved: Resolved) -> dict[str, str | int | None]:
     readings = resolved.readings if resolved.coordinate is None else (resolved.coordinate,)
     values = [
         {
-            "model": reading.model or None,
-            "tag": reading.tag or None,
+            **reading.names.columns,
             "pool": reading.pool,
             "part": reading.part,
             **shard_fields(reading.shard),

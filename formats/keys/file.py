@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hicachectl.formats.keys.base import WHOLE, Grammar, PageObject, RankPool
 from hicachectl.formats.keys.unified import UnifiedGrammar
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.objects import MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ class FileGrammar(Grammar):
         stem = suffix.removesuffix(".bin")
         unified = _UNIFIED.readings("", stem)
         return unified or tuple(
-            Coordinate(model=model, pool=pool, shard=shard)
+            Coordinate(Names(model), pool=pool, shard=shard)
             for pool, text in _pool_readings(stem)
             for model, shard in _shard_readings(text, pool)
         )
@@ -63,7 +63,7 @@ class FileGrammar(Grammar):
         if shard.layers is not None:
             return "", _UNIFIED.affix(coordinate)[1] + ".bin"
         suffix = "" if coordinate.pool == "kv" else f".{coordinate.pool}"
-        suffix += f"_{coordinate.model}"
+        suffix += f"_{coordinate.names.model}"
         if shard.tp_rank is not None:
             suffix += f"_{shard.tp_rank}_{shard.tp_size}"
         if shard.pp_rank is not None:

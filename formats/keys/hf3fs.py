@@ -22,7 +22,7 @@ from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.base import FILE_STORE, HALVES, WHOLE, Grammar, PageObject
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from hicachectl.formats.keys.base import RankPool, Ranks
@@ -56,12 +56,12 @@ class Hf3fsGrammar(Grammar):
             tp_rank, tp_size = int(own[2]), int(own[3])
             if rank or not tp_rank < tp_size <= MAX_RANKS:
                 return ()
-            return (Coordinate("", namespace, shard=Shard(tp_rank=tp_rank, tp_size=tp_size)),)
+            return (Coordinate(Names(), namespace, shard=Shard(tp_rank=tp_rank, tp_size=tp_size)),)
         part = suffix[1:] if namespace == "kv" and suffix in ("-k", "-v") else None
         known = namespace == "kv" if part or not suffix else suffix == f"_{namespace}"
         if not known or all(pool.name != namespace for pool in pool_names()):
             return ()
-        return (Coordinate("", namespace, part, shard=Shard(tp_rank=rank)),)
+        return (Coordinate(Names(), namespace, part, shard=Shard(tp_rank=rank)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """See `Grammar`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hicachectl.formats.keys.base import Affix, Grammar
-    from hicachectl.formats.objects import Coordinate, Shard
+    from hicachectl.formats.objects import Coordinate, Names, Shard
 
 AMBIGUOUS = "?"  # label of objects with ambiguous keys
 _NAMELESS = "-"  # of keys without tag and model
@@ -28,16 +28,16 @@ _SIZE = re.compile(r"^([a-z]+)(?=[0-9]+$)")
 _SIZES = (*AXES, "page")
 
 
-def group_label(grammar: Grammar, model: str, tag: str, affixes: Iterable[Affix]) -> str:
+def group_label(grammar: Grammar, names: Names, affixes: Iterable[Affix]) -> str:
     """Return a group's label from the affixes of its objects, all of one deployment.
 
     Mamba keys may state a TP size that anchor keys lack, so keys of other pools take precedence.
     """
     of_states = ""
     for affix in affixes:
-        reading = _reading(grammar, key_name(model, tag), affix)
+        reading = _reading(grammar, names.text, affix)
         if reading is not None:
-            label = " ".join([_spelled(key_name(model, tag)), *_sizes(reading.shard)])
+            label = " ".join([_spelled(names.text), *_sizes(reading.shard)])
             if not pool_name(reading.pool).states:
                 return label
             of_states = of_states or label
@@ -50,15 +50,10 @@ def label_text(label: str) -> str:
     return " ".join([name, *(_SIZE.sub(r"\1 ", size) for size in sizes)])
 
 
-def key_name(model: str, tag: str) -> str:
-    """Return tag and model as one text: keys do not show their boundary."""
-    return "_".join(filter(None, (tag, model)))
-
-
 def _reading(grammar: Grammar, name: str, affix: Affix) -> Coordinate | None:
     """Return an affix's reading with this name, which also determines the sizes."""
     readings = grammar.readings(*affix)
-    return next((r for r in readings if key_name(r.model, r.tag) == name), None)
+    return next((r for r in readings if r.names.text == name), None)
 
 
 def _sizes(shard: Shard) -> list[str]:

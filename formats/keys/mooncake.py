@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.base import FILE_STORE, HALVES, Grammar, PageObject, part_in_keys
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,10 +65,11 @@ class MooncakeGrammar(Grammar):
         if prefix and not prefix.endswith("_"):
             return ()
         model, dcp = _read_prefix(prefix.removesuffix("_"))
+        names = Names(model)
         if suffix == "_k":
-            return (Coordinate(model, "kv", "k", shard=Shard(ranked=False)),) if not dcp else ()
+            return (Coordinate(names, "kv", "k", shard=Shard(ranked=False)),) if not dcp else ()
         return tuple(
-            Coordinate(model, pool, part, shard=shard)
+            Coordinate(names, pool, part, shard=shard)
             for rank, pool, part in _component_readings(suffix)
             for is_mha, shard in _rank_readings(rank, dcp)
             if _agrees(pool, part, is_mha, shard) and _within_sizes(shard)
@@ -100,7 +101,7 @@ class MooncakeGrammar(Grammar):
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """See `Grammar`."""
         shard = coordinate.shard
-        parts = [coordinate.tag, coordinate.model]
+        parts = [coordinate.names.text]
         if shard.dcp_size is not None:
             parts.append(
                 f"tp{shard.tp_size}_dcp{shard.dcp_size}_page{shard.dcp_page_size}"
@@ -117,8 +118,9 @@ class MooncakeGrammar(Grammar):
 
     def coordinate(self, page: RankPool, part: str | None, shard: Shard) -> Coordinate:
         """See `Grammar`; early releases do not name the model."""
-        named = page if page.release.mooncake_model else page._replace(model="")
-        return super().coordinate(named, part, shard)
+        if not page.release.mooncake_model:
+            page = page._replace(names=page.names._replace(model=""))
+        return super().coordinate(page, part, shard)
 
     def objects(self, page: RankPool) -> tuple[PageObject, ...]:
         """Return an object of each part (_get_hybrid_page_component_keys)."""

@@ -26,7 +26,7 @@ from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.base import FILE_STORE, WHOLE, Grammar, PageObject, part_in_keys
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Shard
+from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,7 +60,7 @@ class NixlGrammar(Grammar):
         if prefix:
             return ()
         return tuple(
-            Coordinate(model, pool, part, shard=shard)
+            Coordinate(Names(model), pool, part, shard=shard)
             for stem, pool, part in _component_readings(suffix)
             if stem.startswith("_")
             for model, shard in _rank_readings(stem[1:])
@@ -82,7 +82,7 @@ class NixlGrammar(Grammar):
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """See `Grammar`."""
         shard = coordinate.shard
-        suffix = f"_{coordinate.model}"
+        suffix = f"_{coordinate.names.model}"
         if shard.tp_rank is not None:
             suffix += f"_{shard.tp_rank}_{shard.tp_size}"
         if coordinate.pool != "kv":

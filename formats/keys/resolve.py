@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from hicachectl.formats.keys.base import Affix, Grammar
-    from hicachectl.formats.objects import Coordinate, Sizes
+    from hicachectl.formats.objects import Coordinate, Names, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +109,20 @@ def rank_set(reading: Coordinate) -> object:
     """Return the fields that all ranks of a deployment share."""
     shard = reading.shard
     stated = tuple(None if rank is None else size for _, rank, size in shard.axes)
-    return reading.model, reading.tag, stated, shard.dcp_page_size
+    return reading.names, stated, shard.dcp_page_size
 
 
-def deployment_of(coordinate: Coordinate) -> tuple[str, str, Sizes]:
-    """Return the model, tag and sizes of a reading."""
-    return coordinate.model, coordinate.tag, coordinate.shard.sizes
+def deployment_of(coordinate: Coordinate) -> tuple[Names, Sizes]:
+    """Return the names and sizes of a reading."""
+    return coordinate.names, coordinate.shard.sizes
 
 
-def _has_anchor(reading: Coordinate, deployments: Collection[tuple[str, str, Sizes]]) -> bool:
-    model, tag, own = deployment_of(reading)
-    if (model, tag, own) in deployments:
+def _has_anchor(reading: Coordinate, deployments: Collection[tuple[Names, Sizes]]) -> bool:
+    names, own = deployment_of(reading)
+    if (names, own) in deployments:
         return True
     # State keys have a tp pair beside an anchor without one (HiCacheFile.tp_config_suffix).
-    return pool_name(reading.pool).states and (model, tag, rankless(own)) in deployments
+    return pool_name(reading.pool).states and (names, rankless(own)) in deployments
 
 
 def rankless(sizes: Sizes) -> Sizes:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.base import Grammar
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from hicachectl.formats.keys.base import RankPool
@@ -47,7 +47,7 @@ class UnifiedGrammar(Grammar):
             return ()
         group = None if match[4] is None else int(match[4])
         heads = None if group is None else (group, group + 1)
-        return (Coordinate(match[1], shard=Shard(layers=(start, end), heads=heads)),)
+        return (Coordinate(Names(match[1]), shard=Shard(layers=(start, end), heads=heads)),)
 
     def affix(self, coordinate: Coordinate) -> tuple[str, str]:
         """See `Grammar`.
@@ -56,7 +56,7 @@ class UnifiedGrammar(Grammar):
         several head groups.
         """
         layers, heads = coordinate.shard.layers, coordinate.shard.heads
-        suffix = f"_{coordinate.model}"
+        suffix = f"_{coordinate.names.model}"
         if layers is not None:
             suffix += f"_L{layers[0]}-{layers[1]}"
         if heads is not None:

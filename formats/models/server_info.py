@@ -315,7 +315,7 @@ def _notes(arguments: _Arguments) -> tuple[str, ...]:
 
 def _key_prefix(profile: Profile) -> str:
     """Return Mooncake's key prefix (MooncakeStore.config_prefix)."""
-    parts = [profile.tag, profile.key_model]
+    parts = [profile.names.text]
     if profile.dcp > 1:
         parts.append(
             f"tp{profile.tp}_dcp{profile.dcp}_page{profile.page_size}_pp{profile.pp}_cp{profile.cp}"

@@ -120,7 +120,7 @@ def _beside(mix: SizeMix, table: AffixTable, ratios: dict[int, _Ratios]) -> set[
 
 
 def _described(mix: SizeMix, others: set[Fraction]) -> str:
-    model, shard = mix.coordinate.model, mix.coordinate.shard
+    model, shard = mix.coordinate.names.model, mix.coordinate.shard
     texts = [
         f"{size.nbytes} bytes on {size.pages} pages ({size.pages / mix.pages:.0%})" + _written(size)
         for size in mix.sizes

@@ -107,7 +107,7 @@ def model_names(ctx: click.Context, parameter: click.Parameter, incomplete: str)
     suffixes = {suffix for _, suffix in _names(ctx, "")}
     readings = filter(None, (grammar.readings("", suffix) for suffix in suffixes))
     # Ranks can be read as a part of the name, too.
-    models = {min((reading.model for reading in one), key=len) for one in readings}
+    models = {min((reading.names.model for reading in one), key=len) for one in readings}
     return sorted(_offered(models, incomplete))
 
 

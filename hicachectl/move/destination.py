@@ -243,7 +243,7 @@ def _refuse_other_topology(
 
 def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], grammar: str) -> None:
     coordinates = [target.coordinate for target in route.targets]
-    own = {(c.model, c.tag, c.pool, c.part) for c in coordinates}
+    own = {(c.names, c.pool, c.part) for c in coordinates}
     ranks = {c.shard.tp_rank for c in coordinates if c.shard.tp_rank is not None}
     if not ranks:
         return
@@ -251,10 +251,10 @@ def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], gram
     for affix in affixes:
         for reading in codec.readings(*affix)[:1]:
             rank = reading.shard.tp_rank
-            shared = (reading.model, reading.tag, reading.pool, reading.part) in own
+            shared = (reading.names, reading.pool, reading.part) in own
             if shared and rank is not None and rank > max(ranks):
                 raise ProfileError(
-                    f"{store.url}: already has objects of TP rank {rank} of {reading.model}, but "
-                    f"the new TP size is {max(ranks) + 1}: Mooncake keys carry no TP size, so both "
-                    "would share keys; remove them (hicachectl rm), or give another --to-tag"
+                    f"{store.url}: already has objects of TP rank {rank} of {reading.names.model}, "
+                    f"but the new TP size is {max(ranks) + 1}: Mooncake keys carry no TP size, so "
+                    "both would share keys; remove them (hicachectl rm), or give another --to-tag"
                 )

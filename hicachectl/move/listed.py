@@ -157,7 +157,7 @@ class ListedGroups:
         ids = self._groups.deployment_ids[numbers]
         which = pa.array(ids, mask=ids == UNRESOLVED)
         deployments = self._groups.deployments
-        texts = ([d.model for d in deployments], [d.tag for d in deployments])
+        texts = ([d.names.model for d in deployments], [d.names.tag for d in deployments])
         models, tags = (pc.fill_null(pa.array(t, pa.string()).take(which), "") for t in texts)
         return models, tags
 

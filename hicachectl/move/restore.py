@@ -16,7 +16,7 @@ from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import open_run
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.objects import ANCHOR, PAGE_DIGITS
+from hicachectl.formats.objects import ANCHOR, PAGE_DIGITS, Names
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of
 from hicachectl.move.copies import copier
@@ -357,7 +357,7 @@ class _OneRun:
         """Return a row for each group of a batch."""
         groups, deployments = self.groups, self.groups.deployments
         ids = groups.deployment_ids[batch].tolist()
-        known = [None if number == UNRESOLVED else deployments[number] for number in ids]
+        known = [Names() if n == UNRESOLVED else deployments[n].names for n in ids]
         labels = [groups.labels[number] for number in groups.label_ids[batch].tolist()]
         # In restored groups, only the objects that this run moved count.
         counted = np.flatnonzero(~double | ~result.open[owners])
@@ -365,8 +365,8 @@ class _OneRun:
         details = {p.group: f"{p.key}: {p.detail}" for p in reversed(result.problems)}
         columns = {
             "page": result.pages,
-            "model": named(pa.array([one.model if one else "" for one in known], pa.string())),
-            "tag": named(pa.array([one.tag if one else "" for one in known], pa.string())),
+            "model": named(pa.array([one.model for one in known], pa.string())),
+            "tag": named(pa.array([one.tag for one in known], pa.string())),
             "objects": np.bincount(owners[counted], minlength=len(batch)),
             "nbytes": column_sums(sizes, owners[counted], len(batch)),
             "codes": [

@@ -45,7 +45,7 @@ class Route:
         """Name of the source's deployment in messages."""
         deployment = self.deployment
         sizes = deployment.shard.sizes_text() if deployment.specs else ""
-        return " ".join(filter(None, (deployment.tag, deployment.model, sizes)))
+        return " ".join(filter(None, (*reversed(deployment.names), sizes)))
 
     def keys(self, targets: IntArray, pages: pa.StringArray) -> pa.BinaryArray:
         """Return the keys of targets, one for each page."""

@@ -46,4 +46,4 @@ def remedy(table: AffixTable) -> str:
 
 
 def _words(reading: Coordinate) -> str:
-    return f"{reading.pool} of model {reading.model!r} {reading.shard.ranks_text()}".rstrip()
+    return f"{reading.pool} of model {reading.names.model!r} {reading.shard.ranks_text()}".rstrip()

@@ -170,7 +170,7 @@ def _contests(
             fits = own.keys() <= usual | {UNKNOWN_SIZE} if usual else len(own) == 1
             if fits and not has_more:
                 continue
-        models = {wide.model, *(reading.model for reading in narrow)}
+        models = {wide.names.model, *(reading.names.model for reading in narrow)}
         near = _near(models, readings)
         yield _Contest(affix, taken == wide, list(fellows), near, usual, has_more)
 
@@ -183,8 +183,10 @@ def _stage(reading: Coordinate) -> tuple[int | None, int | None]:
 def _near(models: set[str], readings: Readings) -> list[int]:
     """Return the affixes that can be of a model, or of another model that such an affix can be."""
     while True:
-        near = [a for a, of_affix in enumerate(readings) if models & {r.model for r in of_affix}]
-        found = models | {reading.model for affix in near for reading in readings[affix]}
+        near = [
+            a for a, of_affix in enumerate(readings) if models & {r.names.model for r in of_affix}
+        ]
+        found = models | {reading.names.model for affix in near for reading in readings[affix]}
         if found == models:
             return near
         models = found

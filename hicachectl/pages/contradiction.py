@@ -71,4 +71,4 @@ def _refuse_sizes(
 
 
 def _describe(spec: ObjectSpec) -> str:
-    return f"model {spec.coordinate.model!r} {spec.coordinate.shard.sizes_text()}"
+    return f"model {spec.coordinate.names.model!r} {spec.coordinate.shard.sizes_text()}"

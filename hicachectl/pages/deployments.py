@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.keys.base import Affix, Grammar
-    from hicachectl.formats.objects import Sizes
+    from hicachectl.formats.objects import Names, Sizes
     from hicachectl.formats.profile import Profile
 
 
@@ -41,8 +41,7 @@ UNRESOLVED = -1  # deployment id of an affix that is foreign or ambiguous
 class Deployment:
     """A deployment and the objects that its pages can have; profile: None if inferred."""
 
-    model: str
-    tag: str
+    names: Names
     profile: Profile | None
     specs: tuple[ObjectSpec, ...]
 
@@ -54,7 +53,7 @@ class Deployment:
     def label(self, grammar: Grammar, specs: Iterable[ObjectSpec] | None = None) -> str:
         """Return the label of a group that has the objects of some specs; None: of all."""
         specs = self.specs if specs is None else specs
-        return group_label(grammar, self.model, self.tag, (spec.affix for spec in specs))
+        return group_label(grammar, self.names, (spec.affix for spec in specs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +202,7 @@ def make_table(
 def profiled_deployment(profile: Profile, scheme: str) -> Deployment:
     """Return the deployment of a profile, under a key scheme."""
     specs = object_specs(profile, scheme)
-    first = specs[0].coordinate
-    return Deployment(first.model, first.tag, profile, specs)
+    return Deployment(specs[0].coordinate.names, profile, specs)
 
 
 def other_ranks(affixes: Collection[Affix], grammar: Grammar) -> list[Affix]:
@@ -232,12 +230,12 @@ def _unlisted_specs(
     )
 
 
-def _owners(coordinate: Coordinate) -> set[tuple[str, str, Sizes]]:
+def _owners(coordinate: Coordinate) -> set[tuple[Names, Sizes]]:
     """Return the identities of anchors that may own a sidecar."""
-    model, tag, own = deployment_of(coordinate)
+    names, own = deployment_of(coordinate)
     # Keys of Mamba states have a TP size even if the anchor's have none (MLA on file).
-    shared = {(model, tag, rankless(own))} if pool_name(coordinate.pool).states else set()
-    return {(model, tag, own)} | shared
+    shared = {(names, rankless(own))} if pool_name(coordinate.pool).states else set()
+    return {(names, own)} | shared
 
 
 def _inferred_deployments(
@@ -246,14 +244,14 @@ def _inferred_deployments(
     # Mamba states join any other object of their page: their group must not depend on the presence
     # of anchors.
     shared = {deployment_of(c) for c in coordinates if not pool_name(c.pool).states}
-    gathered: dict[tuple[str, str, Sizes], list[Coordinate]] = defaultdict(list)
+    gathered: dict[tuple[Names, Sizes], list[Coordinate]] = defaultdict(list)
     for coordinate in coordinates:
         identity = deployment_of(coordinate)
         owners = _owners(coordinate) & shared
         gathered[identity if identity in owners or not owners else owners.pop()].append(coordinate)
     return [
-        Deployment(model, tag, None, _inferred_specs(found, grammar))
-        for (model, tag, _), found in sorted(gathered.items(), key=repr)
+        Deployment(names, None, _inferred_specs(found, grammar))
+        for (names, _), found in sorted(gathered.items(), key=repr)
     ]
 
 

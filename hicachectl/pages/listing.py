@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.columns import coordinate_columns
-from hicachectl.formats.objects import ANCHOR, AXES
+from hicachectl.formats.objects import ANCHOR, AXES, Names
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.text.vocabulary import STATES
@@ -88,16 +88,17 @@ def in_order(rows: pa.Table, column: str, *, asked: str) -> pa.Table:
 def page_rows(groups: PageGroups) -> pa.Table:
     """Return a row per page group in the columns of `ls`."""
     ids = pa.array(groups.deployment_ids, mask=groups.deployment_ids == UNRESOLVED)
-    models = pa.array([d.model or None for d in groups.deployments], pa.string())
-    tags = pa.array([d.tag or None for d in groups.deployments], pa.string())
+    stated = [deployment.names.columns for deployment in groups.deployments]
     shards = [deployment.shard for deployment in groups.deployments]
     newest = pa.array(groups.newest_ns, mask=np.full(len(groups), not groups.has_times))
     return pa.table(
         {
             "page": groups.pages,
             "group": pa.array(groups.labels, pa.string()).take(pa.array(groups.label_ids)),
-            "model": models.take(ids),
-            "tag": tags.take(ids),
+            **{
+                name: pa.array([names[name] for names in stated], pa.string()).take(ids)
+                for name in Names._fields
+            },
             **{
                 name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
                 for name in (f"{axis}_size" for axis in AXES)

@@ -36,8 +36,7 @@ def deployment_document(deployment: Deployment, page_size: int | None = None) ->
         return profile_document(profile)
     shard = deployment.shard
     return {
-        "model": deployment.model,
-        "tag": deployment.tag,
+        **deployment.names._asdict(),
         **{f"{axis}_size": getattr(shard, f"{axis}_size") for axis in AXES},
         "page_size": shard.dcp_page_size or page_size,
         "layout": None,
@@ -57,10 +56,11 @@ def deployment_text(document: Mapping[str, Any]) -> str:
 def place_text(deployment: Deployment, own: Deployment) -> str:
     """Return where pages of another deployment are, seen from one's own: `tp 4`, `model b tp 4`."""
     texts = []
-    if deployment.model != own.model:
-        texts.append(f"model {deployment.model}")
-    if deployment.tag != own.tag:
-        texts.append(f"tag {deployment.tag}" if deployment.tag else "no tag")
+    model, tag = deployment.names
+    if model != own.names.model:
+        texts.append(f"model {model}")
+    if tag != own.names.tag:
+        texts.append(f"tag {tag}" if tag else "no tag")
     named = bool(texts)
     ranks = zip(deployment.shard.axes, own.shard.axes, strict=True)
     for (axis, rank, size), (_, our_rank, ours) in ranks:
@@ -98,7 +98,7 @@ def same_model(deployment: Deployment, own: Deployment, scheme: str) -> bool:
     scheme: scheme of the keys.
     Without a profile, the tag of Mooncake keys is a part of the model's name.
     """
-    theirs, ours = deployment.model, own.model
+    theirs, ours = deployment.names.model, own.names.model
     return theirs == ours or (scheme == "mooncake" and theirs.endswith(f"_{ours}"))
 
 

@@ -59,9 +59,9 @@ def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: 
     said = ""
     match option:
         case "--model":
-            said = _listed("models", ((d.model, pages) for d, pages in counted))
+            said = _listed("models", ((d.names.model, pages) for d, pages in counted))
         case "--tag" | "--no-tag":
-            tags = _listed("tags", ((d.tag, pages) for d, pages in counted))
+            tags = _listed("tags", ((d.names.tag, pages) for d, pages in counted))
             said = tags or _no_tags(store, groups)
         case "--tp" | "--pp" | "--cp" | "--dcp":
             name = f"{option[2:]}_size"

@@ -139,7 +139,7 @@ def _described(deployment: Deployment) -> str:
 def _options(deployment: Deployment) -> str:
     sizes = _sizes(deployment.specs)
     stated = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "tp"]
-    return " ".join([f"--model {quote(deployment.model)}", *stated])
+    return " ".join([f"--model {quote(deployment.names.model)}", *stated])
 
 
 def _anchors(deployment: Deployment) -> list[ObjectSpec]:
@@ -156,9 +156,9 @@ def _check_one_state_size(deployment: Deployment) -> None:
             continue
         texts = ", ".join(str(size or "none") for size in sorted(found))
         raise ProfileError(
-            f"Model {deployment.model!r} has {pool} objects of several TP sizes ({texts}) beside "
-            "the same kv objects, perhaps because servers of several TP sizes share the store, but "
-            f"an inferred profile has one TP size; {_OTHER_SOURCES}"
+            f"Model {deployment.names.model!r} has {pool} objects of several TP sizes ({texts}) "
+            "beside the same kv objects, perhaps because servers of several TP sizes share the "
+            f"store, but an inferred profile has one TP size; {_OTHER_SOURCES}"
         )
 
 
@@ -167,16 +167,15 @@ def _profile(deployment: Deployment) -> Profile:
     anchors = _anchors(deployment)
     if not anchors:
         raise ProfileError(
-            f"The store has no kv objects of model {deployment.model!r}; {_OTHER_SOURCES}"
+            f"The store has no kv objects of model {deployment.names.model!r}; {_OTHER_SOURCES}"
         )
     for spec in sorted(deployment.specs, key=lambda spec: spec.pool != ANCHOR):
         pools[spec.pool].append(spec)
     mapping = {
-        "model": deployment.model,
+        **deployment.names._asdict(),
         "inferred": True,
         **{axis: _size(anchors, axis) for axis in ("pp", "cp", "dcp")},
         "tp": _size(deployment.specs, "tp"),
-        "tag": deployment.tag,
         "pools": [_pool(name, specs) for name, specs in pools.items()],
     }
     page_size = anchors[0].coordinate.shard.dcp_page_size
@@ -230,7 +229,7 @@ def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> No
         if spec.coordinate not in expected:
             raise ProfileError(
                 f"One profile cannot describe both keys like {'<hash>'.join(spec.affix)} and the "
-                f"other keys of model {deployment.model!r}; {_OTHER_SOURCES}"
+                f"other keys of model {deployment.names.model!r}; {_OTHER_SOURCES}"
             )
     anchored = {_stage(spec) for spec in _anchors(deployment)}
     for pool in profile.pools:

@@ -251,7 +251,7 @@ def _only_model(store: Store | None) -> str:
         for batch in islice(store.scan(("key",)), 4):
             splitter.split(batch.column("key"))
         table = assign_affixes(splitter.affixes, grammar_of(store.grammar), None)
-        models = {deployment.model for deployment in table.deployments}
+        models = {deployment.names.model for deployment in table.deployments}
     if len(models) != 1:
         seen = f" (the store has the models {', '.join(sorted(models))})" if models else ""
         raise UsageError(f"The model's name is unknown{seen}; give --served-model-name NAME")

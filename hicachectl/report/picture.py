@@ -141,7 +141,7 @@ def take_picture(
     return Picture(
         url=store.url,
         made=made,
-        models=all(deployment.model for deployment in inventory.table.deployments),
+        models=all(deployment.names.model for deployment in inventory.table.deployments),
         asked=verify.checks,
         verified=verified,
         findings=tuple(group_findings(verified.placed, made)),

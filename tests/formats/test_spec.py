@@ -11,7 +11,7 @@ from msgspec import structs
 from hicachectl.formats.errors import ProfileError, UnsupportedByBackend, UsageError
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds.pool import Pool, StateTensor
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 
@@ -217,7 +217,7 @@ def test_a_logical_anchor_is_an_empty_file() -> None:
     model = profile(LOGICAL, opaque("swa"), opaque("deepseek_v4_c4"), tp=2)
     first, *others = object_specs(model, "file")
     assert first == ObjectSpec(
-        affix=("", "_a-b.bin"), coordinate=Coordinate("a-b"), nbytes=0, anchor=True
+        affix=("", "_a-b.bin"), coordinate=Coordinate(Names("a-b")), nbytes=0, anchor=True
     )
     assert [(found.coordinate.pool, found.nbytes, found.anchor) for found in others] == [
         ("swa", 1000, False),
@@ -239,7 +239,7 @@ def test_k_and_v_of_different_width_lie_on_mooncake_only(scheme: str) -> None:
 def test_mooncake_has_k_and_v_of_each_rank() -> None:
     model = structs.replace(MHA_TARGET, tag="t")
     assert [found.coordinate for found in object_specs(model, "mooncake")][:4] == [
-        Coordinate("a-b", "kv", part, "t", Shard(tp_rank=rank, tp_size=2))
+        Coordinate(Names("a-b", "t"), "kv", part, Shard(tp_rank=rank, tp_size=2))
         for rank in (0, 1)
         for part in ("k", "v")
     ]
@@ -247,7 +247,7 @@ def test_mooncake_has_k_and_v_of_each_rank() -> None:
 
 def test_only_mooncake_keys_have_a_tag() -> None:
     found = object_specs(structs.replace(MHA_TARGET, tag="t"), "file")
-    assert {item.coordinate.tag for item in found} == {""}
+    assert {item.coordinate.names.tag for item in found} == {""}
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_3fs_has_k_and_v_apart_in_zero_copy_layouts(
 def test_3fs_objects_name_the_rank_of_the_data_file_alone() -> None:
     model = profile(mha(), gdn(4), tp=2)
     assert shards(model, "hf3fs", "mamba") == [Shard(tp_rank=0), Shard(tp_rank=1)]
-    assert {found.coordinate.model for found in object_specs(model, "hf3fs")} == {""}
+    assert {found.coordinate.names.model for found in object_specs(model, "hf3fs")} == {""}
 
 
 def test_3fs_mamba_states_beside_mla_have_the_rank_in_the_key() -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from hicachectl.formats.errors import ProfileError, UsageError
 from hicachectl.formats.kinds.pool import Pool, StateTensor
+from hicachectl.formats.objects import Names
 from hicachectl.formats.profile import Profile, validate_profile
 from hicachectl.formats.spec import ObjectSpec, object_specs
 from hicachectl.formats.transfer import TransferPlan, retargeted, transfer_plan
@@ -251,7 +252,8 @@ def test_objects_of_an_older_release_get_their_new_names() -> None:
     old = profile(mla(), tp=2, tag="t", sglang="0.5.7")
     plan = transfer_plan(old, "mooncake", retargeted(old, sglang="0.5.23"), "mooncake")
     assert identities(plan)
-    assert (plan.sources[0].coordinate.model, plan.destinations[0].coordinate.model) == ("", "a-b")
+    assert plan.sources[0].coordinate.names == Names(tag="t")
+    assert plan.destinations[0].coordinate.names == Names("a-b", "t")
     assert not plan.sources[0].coordinate.shard.ranked
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from hicachectl.cli.demo_store import PROFILE
+from hicachectl.formats.objects import Names
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
 from hicachectl.move.batches import Action
@@ -28,7 +29,7 @@ def route_of(tp: int, layout: str, grammar: str) -> tuple[Route, list[int]]:
     plan = transfer_plan(source, "file", structs.replace(source, tp=tp, linear_tp=tp), grammar)
     route = Route(
         deployment_id=0,
-        deployment=Deployment("", "", None, plan.sources),
+        deployment=Deployment(Names(), None, plan.sources),
         sources=plan.sources,
         targets=plan.destinations,
         units=plan.units,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.labels import group_label, label_text
+from hicachectl.formats.objects import Names
 from hicachectl.formats.profile import Profile, parse_profile, profile_from_mapping
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.groups import PageGroups
@@ -90,7 +91,7 @@ def test_dcp_sizes_and_page_are_in_the_text() -> None:
     affixes += [("", f".mamba_m_{rank}_8_tp8_dcp{rank % 4}_4_page256.bin") for rank in range(8)]
     (deployment,) = assign_affixes(affixes, codec, None).deployments
     assert deployment.label(codec) == "m tp8 dcp4 page256"
-    assert group_label(codec, "m", "", affixes[-1:]) == "m tp8 dcp4 page256"
+    assert group_label(codec, Names("m"), affixes[-1:]) == "m tp8 dcp4 page256"
 
 
 def test_a_pool_that_no_profile_lists_changes_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 from hicachectl.formats.spec import ObjectSpec
 from hicachectl.pages.group_table import ABSENT, ORPHAN, PARTIAL, WHOLE, GroupTable, fill_table
 
@@ -19,7 +19,7 @@ def spec(pool: str, rank: int, size: int, *, listed: bool = True) -> ObjectSpec:
     shard = Shard(tp_rank=rank, tp_size=size)
     return ObjectSpec(
         affix=("", f".{pool}_{rank}_{size}"),
-        coordinate=Coordinate("m", pool, shard=shard),
+        coordinate=Coordinate(Names("m"), pool, shard=shard),
         anchor=pool == "kv",
         trailing_pages=int(pool == "mamba"),
         listed=listed,

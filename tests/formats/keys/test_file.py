@@ -10,35 +10,42 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_names
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 
 CODEC = FileGrammar()
 
 # Names that HiCacheFile returned when run; see HiCacheFile._get_suffixed_key.
 GOLDEN = [
-    ("_Qwen-Qwen3-32B_1_8", Coordinate("Qwen-Qwen3-32B", shard=Shard(tp_rank=1, tp_size=8))),
+    ("_Qwen-Qwen3-32B_1_8", Coordinate(Names("Qwen-Qwen3-32B"), shard=Shard(tp_rank=1, tp_size=8))),
     (
         "_Qwen-Qwen3-32B_1_4_2_1",
-        Coordinate("Qwen-Qwen3-32B", shard=Shard(tp_rank=1, tp_size=4, pp_rank=1, pp_size=2)),
+        Coordinate(
+            Names("Qwen-Qwen3-32B"), shard=Shard(tp_rank=1, tp_size=4, pp_rank=1, pp_size=2)
+        ),
     ),
     (
         "_Qwen-Qwen3-32B_1_4_cp1_2",
-        Coordinate("Qwen-Qwen3-32B", shard=Shard(tp_rank=1, tp_size=4, cp_rank=1, cp_size=2)),
+        Coordinate(
+            Names("Qwen-Qwen3-32B"), shard=Shard(tp_rank=1, tp_size=4, cp_rank=1, cp_size=2)
+        ),
     ),
-    (".mamba_m_1_8", Coordinate("m", "mamba", shard=Shard(tp_rank=1, tp_size=8))),
-    ("_deepseek-ai-DeepSeek-V3.2", Coordinate("deepseek-ai-DeepSeek-V3.2")),
-    (".draft_indexer_m", Coordinate("m", "draft_indexer")),
-    (".deepseek_v4_c4_m", Coordinate("m", "deepseek_v4_c4")),
-    ("_m_2_1", Coordinate("m", shard=Shard(pp_rank=1, pp_size=2))),
-    ("_m_2_1_cp2_8", Coordinate("m", shard=Shard(pp_rank=1, pp_size=2, cp_rank=2, cp_size=8))),
+    (".mamba_m_1_8", Coordinate(Names("m"), "mamba", shard=Shard(tp_rank=1, tp_size=8))),
+    ("_deepseek-ai-DeepSeek-V3.2", Coordinate(Names("deepseek-ai-DeepSeek-V3.2"))),
+    (".draft_indexer_m", Coordinate(Names("m"), "draft_indexer")),
+    (".deepseek_v4_c4_m", Coordinate(Names("m"), "deepseek_v4_c4")),
+    ("_m_2_1", Coordinate(Names("m"), shard=Shard(pp_rank=1, pp_size=2))),
+    (
+        "_m_2_1_cp2_8",
+        Coordinate(Names("m"), shard=Shard(pp_rank=1, pp_size=2, cp_rank=2, cp_size=8)),
+    ),
     (
         "_m_tp8_dcp1_4_page256",
-        Coordinate("m", shard=Shard(tp_size=8, dcp_rank=1, dcp_size=4, dcp_page_size=256)),
+        Coordinate(Names("m"), shard=Shard(tp_size=8, dcp_rank=1, dcp_size=4, dcp_page_size=256)),
     ),
     (
         ".mamba_m_5_8_tp8_dcp1_4_page256",
         Coordinate(
-            "m",
+            Names("m"),
             "mamba",
             shard=Shard(tp_rank=5, tp_size=8, dcp_rank=1, dcp_size=4, dcp_page_size=256),
         ),
@@ -79,7 +86,7 @@ def coordinates(draw: st.DrawFn) -> Coordinate:
         values.pop("tp_rank", None)
         if pool == "mamba":
             values["tp_rank"] = draw(st.integers(0, 2 * size - 1))
-    return Coordinate(model, pool, shard=Shard(**values))
+    return Coordinate(Names(model), pool, shard=Shard(**values))
 
 
 @given(coordinates())
@@ -94,7 +101,7 @@ def test_every_reading_is_written_back_to_the_same_name(suffix: str) -> None:
 
 
 def test_unified_keys_are_read_as_such_alone() -> None:
-    held = Coordinate("ukv1-8d19308ec7f4a608", shard=Shard(layers=(0, 16), heads=(3, 4)))
+    held = Coordinate(Names("ukv1-8d19308ec7f4a608"), shard=Shard(layers=(0, 16), heads=(3, 4)))
     assert CODEC.readings("", "_ukv1-8d19308ec7f4a608_L0-16_H3.bin") == (held,)
     assert CODEC.affix(held) == ("", "_ukv1-8d19308ec7f4a608_L0-16_H3.bin")
 
@@ -119,4 +126,4 @@ def test_names_of_others_have_no_reading(suffix: str) -> None:
     ],
 )
 def test_numbers_that_sglang_never_writes_belong_to_the_model(stem: str) -> None:
-    assert [reading.model for reading in CODEC.readings("", f"{stem}.bin")] == [stem[1:]]
+    assert [reading.names.model for reading in CODEC.readings("", f"{stem}.bin")] == [stem[1:]]

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.keys.hf3fs import Hf3fsGrammar
 from hicachectl.formats.kinds.pool import pool_names
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 
 CODEC = Hf3fsGrammar()
 
 GOLDEN = [
-    (("3:kv:", ""), Coordinate("", "kv", shard=Shard(tp_rank=3))),
-    (("3:kv:", "-k"), Coordinate("", "kv", "k", shard=Shard(tp_rank=3))),
-    (("3:kv:", "-v"), Coordinate("", "kv", "v", shard=Shard(tp_rank=3))),
-    (("0:indexer:", "_indexer"), Coordinate("", "indexer", shard=Shard(tp_rank=0))),
-    (("1:mamba:", "_mamba"), Coordinate("", "mamba", shard=Shard(tp_rank=1))),
-    (("0:mamba:", "_mamba_3_8"), Coordinate("", "mamba", shard=Shard(tp_rank=3, tp_size=8))),
+    (("3:kv:", ""), Coordinate(Names(), "kv", shard=Shard(tp_rank=3))),
+    (("3:kv:", "-k"), Coordinate(Names(), "kv", "k", shard=Shard(tp_rank=3))),
+    (("3:kv:", "-v"), Coordinate(Names(), "kv", "v", shard=Shard(tp_rank=3))),
+    (("0:indexer:", "_indexer"), Coordinate(Names(), "indexer", shard=Shard(tp_rank=0))),
+    (("1:mamba:", "_mamba"), Coordinate(Names(), "mamba", shard=Shard(tp_rank=1))),
+    (("0:mamba:", "_mamba_3_8"), Coordinate(Names(), "mamba", shard=Shard(tp_rank=3, tp_size=8))),
 ]
 
 
@@ -53,5 +53,7 @@ def test_keys_of_others_have_no_reading(affix: tuple[str, str]) -> None:
     st.sampled_from([None, "k", "v"]),
 )
 def test_every_coordinate_reads_back(rank: int, pool: str, part: str | None) -> None:
-    coordinate = Coordinate("", pool, part if pool == "kv" else None, shard=Shard(tp_rank=rank))
+    coordinate = Coordinate(
+        Names(), pool, part if pool == "kv" else None, shard=Shard(tp_rank=rank)
+    )
     assert CODEC.readings(*CODEC.affix(coordinate)) == (coordinate,)

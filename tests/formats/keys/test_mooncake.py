@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.keys.mooncake import MooncakeGrammar
 from hicachectl.formats.keys.resolve import resolve_affixes
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 
 CODEC = MooncakeGrammar()
 V32 = "deepseek-ai-DeepSeek-V3.2"
@@ -16,24 +16,27 @@ DCP = Shard(tp_size=8, dcp_size=4, dcp_page_size=256, pp_size=1, cp_size=1)
 
 # Keys that MooncakeStore's key functions returned when run.
 GOLDEN = [
-    (("Qwen-Qwen3-32B_", "_1_k"), Coordinate("Qwen-Qwen3-32B", "kv", "k", shard=Shard(tp_rank=1))),
+    (
+        ("Qwen-Qwen3-32B_", "_1_k"),
+        Coordinate(Names("Qwen-Qwen3-32B"), "kv", "k", shard=Shard(tp_rank=1)),
+    ),
     (
         ("Qwen-Qwen3-32B_", "_1_1_k"),
-        Coordinate("Qwen-Qwen3-32B", "kv", "k", shard=Shard(tp_rank=1, pp_rank=1)),
+        Coordinate(Names("Qwen-Qwen3-32B"), "kv", "k", shard=Shard(tp_rank=1, pp_rank=1)),
     ),
-    (("m_", "_1_temporal"), Coordinate("m", "mamba", "temporal", shard=Shard(tp_rank=1))),
-    (("m_", "_1_conv_0"), Coordinate("m", "mamba", "conv_0", shard=Shard(tp_rank=1))),
-    ((f"{V32}_", "__k"), Coordinate(V32, "kv", "k")),
-    ((f"{V32}_", "__indexer"), Coordinate(V32, "indexer")),
-    ((f"{V32}_", "_1_indexer"), Coordinate(V32, "indexer", shard=Shard(pp_rank=1))),
-    (("m_", "_5_draft_v"), Coordinate("m", "draft", "v", shard=Shard(tp_rank=5))),
-    (("m_", "__draft_k"), Coordinate("m", "draft", "k")),
-    (("m_", "__swa"), Coordinate("m", "swa")),
-    (("m_", "_0_draft_swa_k"), Coordinate("m", "draft_swa", "k", shard=Shard(tp_rank=0))),
+    (("m_", "_1_temporal"), Coordinate(Names("m"), "mamba", "temporal", shard=Shard(tp_rank=1))),
+    (("m_", "_1_conv_0"), Coordinate(Names("m"), "mamba", "conv_0", shard=Shard(tp_rank=1))),
+    ((f"{V32}_", "__k"), Coordinate(Names(V32), "kv", "k")),
+    ((f"{V32}_", "__indexer"), Coordinate(Names(V32), "indexer")),
+    ((f"{V32}_", "_1_indexer"), Coordinate(Names(V32), "indexer", shard=Shard(pp_rank=1))),
+    (("m_", "_5_draft_v"), Coordinate(Names("m"), "draft", "v", shard=Shard(tp_rank=5))),
+    (("m_", "__draft_k"), Coordinate(Names("m"), "draft", "k")),
+    (("m_", "__swa"), Coordinate(Names("m"), "swa")),
+    (("m_", "_0_draft_swa_k"), Coordinate(Names("m"), "draft_swa", "k", shard=Shard(tp_rank=0))),
     (
         (f"{V32}_tp8_dcp4_page256_pp1_cp1_", "_dcp1_cp0_k"),
         Coordinate(
-            V32,
+            Names(V32),
             "kv",
             "k",
             shard=Shard(
@@ -49,7 +52,7 @@ GOLDEN = [
     ),
     (
         ("m_", "_['4', '5', '6', '7']_temporal"),
-        Coordinate("m", "mamba", "temporal", shard=Shard(heads=(4, 8))),
+        Coordinate(Names("m"), "mamba", "temporal", shard=Shard(heads=(4, 8))),
     ),
 ]
 
@@ -61,29 +64,29 @@ def test_golden_keys_are_written_and_read(affix: tuple[str, str], coordinate: Co
 
 
 def test_a_tag_is_written_before_the_model() -> None:
-    tagged = Coordinate("m", "kv", "k", tag="teamA", shard=Shard(tp_rank=1))
+    tagged = Coordinate(Names("m", "teamA"), "kv", "k", shard=Shard(tp_rank=1))
     assert CODEC.affix(tagged) == ("teamA_m_", "_1_k")
 
 
 def test_a_slice_of_split_heads_takes_the_place_of_the_rank() -> None:
-    sliced = Coordinate("m", "kv", "v", shard=Shard(heads=(5, 6)))
+    sliced = Coordinate(Names("m"), "kv", "v", shard=Shard(heads=(5, 6)))
     assert CODEC.affix(sliced) == ("m_", "_5_v")
 
 
 def test_slices_of_a_pipeline_stage_carry_it() -> None:
     staged = Shard(heads=(4, 6), pp_rank=1)
-    mamba = Coordinate("m", "mamba", "temporal", shard=staged)
+    mamba = Coordinate(Names("m"), "mamba", "temporal", shard=staged)
     assert CODEC.affix(mamba) == ("m_", "_['4_1', '5_1']_temporal")
     assert CODEC.readings("m_", "_['4_1', '5_1']_temporal") == (mamba,)
-    sliced = Coordinate("m", "kv", "k", shard=Shard(heads=(4, 5), pp_rank=1))
+    sliced = Coordinate(Names("m"), "kv", "k", shard=Shard(heads=(4, 5), pp_rank=1))
     assert CODEC.affix(sliced) == ("m_", "_4_1_k")
 
 
 def test_mla_keys_of_the_oldest_releases_have_no_empty_rank() -> None:
-    oldest = Coordinate("", "kv", "k", shard=Shard(ranked=False))
+    oldest = Coordinate(Names(), "kv", "k", shard=Shard(ranked=False))
     assert CODEC.readings("", "_k") == (oldest,)
     assert CODEC.affix(oldest) == ("", "_k")
-    assert CODEC.affix(Coordinate("", "kv", "k")) == ("", "__k")
+    assert CODEC.affix(Coordinate(Names(), "kv", "k")) == ("", "__k")
 
 
 @given(st.text(alphabet="_mdcpk01vindexrtswa['], ", max_size=30))
@@ -158,5 +161,5 @@ def test_the_highest_ranks_have_a_reading(affix: tuple[str, str]) -> None:
     ],
 )
 def test_sizes_that_no_deployment_has_belong_to_the_model(sizes: str) -> None:
-    (found,) = {reading.model for reading in CODEC.readings(f"m_{sizes}_", "_0_v")}
+    (found,) = {reading.names.model for reading in CODEC.readings(f"m_{sizes}_", "_0_v")}
     assert found == f"m_{sizes}"

@@ -10,22 +10,22 @@ from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.nixl import NixlGrammar, route
 from hicachectl.formats.keys.resolve import resolve_affixes
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 
 CODEC = NixlGrammar()
 _RANK = Shard(tp_rank=1, tp_size=2)
 
 # Keys that HiCacheNixl returned when run; see its _get_*_key methods.
 GOLDEN = [
-    ("_Qwen-Qwen3-32B_1_2", Coordinate("Qwen-Qwen3-32B", shard=_RANK)),
-    ("_Qwen-Qwen3-32B_1_2_k", Coordinate("Qwen-Qwen3-32B", part="k", shard=_RANK)),
-    ("_m_1_2_draft_v", Coordinate("m", "draft", "v", shard=_RANK)),
-    ("_m_1_2_mamba", Coordinate("m", "mamba", shard=_RANK)),
-    ("_m_1_2_mamba_temporal", Coordinate("m", "mamba", "temporal", shard=_RANK)),
-    ("_m_1_2_mamba_conv_0", Coordinate("m", "mamba", "conv_0", shard=_RANK)),
-    ("_deepseek-ai-DeepSeek-V3.2", Coordinate("deepseek-ai-DeepSeek-V3.2")),
-    ("_deepseek-ai-DeepSeek-V3.2_k", Coordinate("deepseek-ai-DeepSeek-V3.2", part="k")),
-    ("_m_draft_indexer", Coordinate("m", "draft_indexer")),
+    ("_Qwen-Qwen3-32B_1_2", Coordinate(Names("Qwen-Qwen3-32B"), shard=_RANK)),
+    ("_Qwen-Qwen3-32B_1_2_k", Coordinate(Names("Qwen-Qwen3-32B"), part="k", shard=_RANK)),
+    ("_m_1_2_draft_v", Coordinate(Names("m"), "draft", "v", shard=_RANK)),
+    ("_m_1_2_mamba", Coordinate(Names("m"), "mamba", shard=_RANK)),
+    ("_m_1_2_mamba_temporal", Coordinate(Names("m"), "mamba", "temporal", shard=_RANK)),
+    ("_m_1_2_mamba_conv_0", Coordinate(Names("m"), "mamba", "conv_0", shard=_RANK)),
+    ("_deepseek-ai-DeepSeek-V3.2", Coordinate(Names("deepseek-ai-DeepSeek-V3.2"))),
+    ("_deepseek-ai-DeepSeek-V3.2_k", Coordinate(Names("deepseek-ai-DeepSeek-V3.2"), part="k")),
+    ("_m_draft_indexer", Coordinate(Names("m"), "draft_indexer")),
 ]
 
 
@@ -45,7 +45,7 @@ def coordinates(draw: st.DrawFn) -> Coordinate:
     if draw(st.booleans()):
         size = draw(st.integers(1, 64))
         shard = Shard(tp_rank=draw(st.integers(0, size - 1)), tp_size=size)
-    return Coordinate(model, pool, draw(st.sampled_from(parts)), shard=shard)
+    return Coordinate(Names(model), pool, draw(st.sampled_from(parts)), shard=shard)
 
 
 @given(coordinates())
@@ -72,12 +72,12 @@ def test_keys_of_a_whole_store_have_one_meaning() -> None:
     found = resolve_affixes([("", suffix) for suffix in suffixes], CODEC)
     one = {affix[1]: resolved.coordinate for affix, resolved in found.items()}
     first = Shard(tp_rank=0, tp_size=2)
-    assert one["_a_0_2_k"] == Coordinate("a", "kv", "k", shard=first)
-    assert one["_a_0_2_draft_k"] == Coordinate("a", "draft", "k", shard=first)
-    assert one["_b"] == Coordinate("b")
-    assert one["_b_indexer"] == Coordinate("b", "indexer")
-    assert one["_b_0_2_mamba"] == Coordinate("b", "mamba", shard=first)
-    assert one["_c_k"] == Coordinate("c", part="k")
+    assert one["_a_0_2_k"] == Coordinate(Names("a"), "kv", "k", shard=first)
+    assert one["_a_0_2_draft_k"] == Coordinate(Names("a"), "draft", "k", shard=first)
+    assert one["_b"] == Coordinate(Names("b"))
+    assert one["_b_indexer"] == Coordinate(Names("b"), "indexer")
+    assert one["_b_0_2_mamba"] == Coordinate(Names("b"), "mamba", shard=first)
+    assert one["_c_k"] == Coordinate(Names("c"), part="k")
     alone = resolve_affixes([("", "_my_draft")], CODEC)[("", "_my_draft")]
     assert alone.ambiguous
 
@@ -97,4 +97,4 @@ def test_places_are_sglangs() -> None:
 def test_a_rank_is_below_its_size() -> None:
     """A model's name can end in numbers: 4_4 is no rank."""
     (reading,) = CODEC.readings("", "_m_4_4")
-    assert (reading.model, reading.shard.tp_rank) == ("m_4_4", None)
+    assert (reading.names.model, reading.shard.tp_rank) == ("m_4_4", None)

@@ -46,8 +46,7 @@ def held(model: Profile, spec: ObjectSpec, ranks: Ranks) -> RankPool:
     parts = [tensor.name for tensor in spec.tensors] or ["page"] * bool(spec.nbytes)
     sizes = [tensor.nbytes for tensor in spec.tensors] or [spec.nbytes] * bool(spec.nbytes)
     return RankPool(
-        model=model.key_model,
-        tag=model.tag,
+        names=model.names,
         pool=spec.pool,
         ranks=ranks,
         parts=tuple(parts),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.unified import UnifiedGrammar
-from hicachectl.formats.objects import Coordinate, Shard
+from hicachectl.formats.objects import Coordinate, Names, Shard
 
 DIGEST = "ukv1-8d19308ec7f4a608"
 
@@ -17,12 +17,14 @@ numbers = st.integers(0, 10**9 - 1)
 layer_ranges = st.tuples(numbers, numbers).filter(lambda pair: pair[0] < pair[1])
 head_groups = st.none() | numbers.map(lambda group: (group, group + 1))
 coordinates = st.builds(
-    Coordinate, model=digests, shard=st.builds(Shard, layers=layer_ranges, heads=head_groups)
+    Coordinate,
+    names=st.builds(Names, digests),
+    shard=st.builds(Shard, layers=layer_ranges, heads=head_groups),
 )
 
 
 def coordinate(**shard: Any) -> Coordinate:
-    return Coordinate(DIGEST, shard=Shard(**shard))
+    return Coordinate(Names(DIGEST), shard=Shard(**shard))
 
 
 @pytest.mark.parametrize(
@@ -83,10 +85,10 @@ def test_other_text_around_a_hash_is_foreign(prefix: str, suffix: str) -> None:
         coordinate(layers=(4, 4)),
         coordinate(layers=(0, 16), heads=(0, 2)),
         coordinate(layers=(0, 16), tp_rank=0, tp_size=2),
-        Coordinate("Qwen-Qwen3-32B", shard=Shard(layers=(0, 16))),
-        Coordinate(DIGEST, "indexer", shard=Shard(layers=(0, 16))),
-        Coordinate(DIGEST, part="k", shard=Shard(layers=(0, 16))),
-        Coordinate(DIGEST, tag="a", shard=Shard(layers=(0, 16))),
+        Coordinate(Names("Qwen-Qwen3-32B"), shard=Shard(layers=(0, 16))),
+        Coordinate(Names(DIGEST), "indexer", shard=Shard(layers=(0, 16))),
+        Coordinate(Names(DIGEST), part="k", shard=Shard(layers=(0, 16))),
+        Coordinate(Names(DIGEST, "a"), shard=Shard(layers=(0, 16))),
     ],
 )
 def test_what_the_scheme_cannot_name_is_refused(unnamed: Coordinate) -> None:

@@ -69,7 +69,11 @@ def test_other_programs_find_what_the_keys_say() -> None:
     data = write_index(table, Metadata(grammar="mooncake"))
     known, foreign = pa.ipc.open_stream(data).read_all().to_pylist()
     (reading, *_) = grammar_of("mooncake").readings("m_", "_1_0_k")
-    assert (known["page"], known["model"], known["pool"]) == (page, reading.model, reading.pool)
+    assert (known["page"], known["model"], known["pool"]) == (
+        page,
+        reading.names.model,
+        reading.pool,
+    )
     assert (foreign["page"], foreign["pool"]) == (None, None)
 
 
