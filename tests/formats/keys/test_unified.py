@@ -18,7 +18,7 @@ layer_ranges = st.tuples(numbers, numbers).filter(lambda pair: pair[0] < pair[1]
 head_groups = st.none() | numbers.map(lambda group: (group, group + 1))
 coordinates = st.builds(
     Coordinate,
-    names=st.builds(Names, digests),
+    names=digests.map(Names),
     shard=st.builds(Shard, layers=layer_ranges, heads=head_groups),
 )
 
