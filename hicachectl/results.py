@@ -36,8 +36,9 @@ class Shown:
 class Result:
     """Result of a command, of one process or of all parts of a run.
 
-    document: members of the JSON, but for `rows_name`.
-    rows_name: member of the document that has the rows.
+    document: members of the JSON.
+    rows_name: member of the document that the rows replace. In JSON, a document without it has no
+        rows.
     lines: function that returns the lines of the `table` format; takes the document, the terminal,
         and the extent of a table of findings.
     remarks: messages, in their order.

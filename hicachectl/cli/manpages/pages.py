@@ -24,7 +24,7 @@ from hicachectl.cli.manpages.mdoc import (
     with_listings,
 )
 from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
-from hicachectl.cli.manpages.prose import Item, prose, section_lines
+from hicachectl.cli.manpages.prose import SEE_ALSO, Item, prose, section_lines
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import (
@@ -76,6 +76,7 @@ def main_page() -> str:
     for name, entry in COMMANDS.items():
         lines += [f".It Xr hicachectl-{name} 1", text_line(entry.summary)]
     lines.append(".El")
+    texts.pop(SEE_ALSO)
     for title, blocks in texts.items():
         lines += [f".Sh {title}", *section_lines(blocks, {"variables": _variables(ctx)})]
     lines += [".Sh SEE ALSO", *_see_also("hicachectl")]
@@ -286,30 +287,18 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
 def _background(name: str) -> Iterator[str]:
     known = {"kinds": [Item(kind.name, kind.summary) for kind in kinds()]}
     for title, blocks in prose(f"hicachectl-{name}").items():
-        yield f".Sh {title}"
-        yield from section_lines(blocks, known)
+        if title != SEE_ALSO:
+            yield f".Sh {title}"
+            yield from section_lines(blocks, known)
 
 
-def _see_also(page: str) -> list[str]:
-    pages = [f"{name} 1" for name in sorted({"hicachectl", *map("hicachectl-{}".format, COMMANDS)})]
-    pages = [other for other in pages if other != f"{page} 1"]
-    if page in ("hicachectl", "hicachectl-pack"):
-        pages.append("hcpack 5")
-    if page in ("hicachectl", "hicachectl-explain", "hicachectl-show", "hicachectl-verify"):
-        pages.append("hicachectl-findings 7")
-    if page == "hicachectl":
-        pages.append("hicachectl-kubernetes 7")
-    if page in ("hicachectl", "hicachectl-profile"):
-        pages.append("hicachectl-models 7")
-    if page == "hicachectl":
-        pages.append("hicachectl-output 7")
-    if page in ("hicachectl", "hicachectl-hits", "hicachectl-migrate", "hicachectl-prewarm",
-                "hicachectl-verify"):  # fmt: skip
-        pages.append("hicachectl-python 7")
-    if page in ("hicachectl", "hicachectl-verify"):
-        pages.append("hicachectl-runbooks 7")
-    if page.removeprefix("hicachectl-") in ("hicachectl", "merge", "migrate", "prewarm", "verify"):
-        pages.append("hicachectl-scaling 7")
-    if page in ("hicachectl", "hicachectl-prewarm", "hicachectl-verify"):
-        pages.append("hicachectl-scheduling 7")
-    return [f".Xr {other} {',' if other != pages[-1] else ''}".rstrip() for other in pages]
+def _see_also(page: str) -> Iterator[str]:
+    """Yield the related pages. hicachectl(1) names all commands; the pages of commands name it."""
+    commands = [f"hicachectl-{name}(1)" for name in sorted(COMMANDS)]
+    pages = commands if page == "hicachectl" else ["hicachectl(1)"]
+    for block in prose(page).get(SEE_ALSO, ()):
+        assert isinstance(block, str)
+        pages += block.replace("\n", " ").split(", ")
+    for name in pages:
+        title, section = name.removesuffix(")").split("(")
+        yield f".Xr {title} {section}{' ,' if name != pages[-1] else ''}"

@@ -18,6 +18,7 @@ from hicachectl.formats.profile import NEWEST_SGLANG
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+SEE_ALSO = "SEE ALSO"  # title of the section with names of pages, such as hcpack(5)
 _LITERAL = "    "
 _SHARED = "@shared"
 _NUMBERS = {"{newest}": NEWEST_SGLANG, "{architectures}": str(len(ARCHITECTURES))}
