@@ -28,6 +28,7 @@ from hicachectl.cli.command import (
     own_option,
 )
 from hicachectl.cli.completions import model_names, store_names
+from hicachectl.cli.kept_files import head_of, kept_kind
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
@@ -207,11 +208,17 @@ class RunPath(click.Path):
 
 
 class OutputFile(click.Path):
-    """A file to write, or - for stdout; a bare word that is a format is refused."""
+    """A file to write, or - for stdout.
 
-    def __init__(self, formats: tuple[str, ...] = FORMATS) -> None:
+    A bare word that is a format is refused, and a file that another command may need.
+
+    replaces: what the file may be that is replaced, as `kept_kind` returns it.
+    """
+
+    def __init__(self, formats: tuple[str, ...] = FORMATS, *, replaces: str = "") -> None:
         super().__init__(dir_okay=False, readable=False, path_type=Path)
         self.formats = formats
+        self.replaces = replaces
 
     def convert(
         self,
@@ -229,7 +236,32 @@ class OutputFile(click.Path):
         if name == "-":
             return Path("/dev/stdout")  # the name by which `whole_file` knows it
         super().convert(value, param, ctx)
+        if (kind := kept_kind(Path(name))) and kind != self.replaces:
+            raise UsageError(f"-o {name}: is {kind}, and is not replaced; give another file")
         return Path(name)
+
+
+class MetricsFile(click.Path):
+    """A file for metrics; one with other content is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Path:
+        """Check the file."""
+        super().convert(value, param, ctx)
+        path = Path(value)
+        head = head_of(path)
+        if head.strip() and b"# HELP hicachectl_" not in head:
+            raise UsageError(
+                f"--metrics-file {path}: exists and has no metrics of hicachectl; give another file"
+            )
+        return path
 
 
 FILE = click.Path(dir_okay=False, path_type=Path)

@@ -15,7 +15,8 @@ and the links to it.
   SOURCE            a wheel, a source archive or a checkout; default: the checkout of this script
   --prefix DIR      default: /usr/local for root, else ~/.local
   --python PROGRAM  CPython 3.11 or later with the module venv; default: python3
-  --extras NAMES    extras of hicachectl, such as mooncake,tokenizers
+  --extras NAMES    extras of hicachectl, such as mooncake,tokenizers; mooncake-cpu is
+                    Mooncake's build for machines without CUDA
 
 pip takes its settings from its environment variables and configuration. Without a network,
 set PIP_NO_INDEX=1 and PIP_FIND_LINKS to a directory with the wheels of all dependencies.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import Deployment
 
+NAMELESS = "keys without a model name"
 _SHOWN = 8
 
 
@@ -50,7 +51,7 @@ def deployment_text(document: Mapping[str, Any]) -> str:
         for axis in AXES
         if (size := document[f"{axis}_size"]) is not None and (axis == "tp" or size > 1)
     ]
-    return " ".join(filter(None, [document["model"], *sizes]))
+    return " ".join(filter(None, [document["model"] or NAMELESS, *sizes]))
 
 
 def place_text(deployment: Deployment, own: Deployment) -> str:
@@ -58,7 +59,7 @@ def place_text(deployment: Deployment, own: Deployment) -> str:
     texts = []
     model, tag = deployment.names
     if model != own.names.model:
-        texts.append(f"model {model}")
+        texts.append(f"model {model}" if model else NAMELESS)
     if tag != own.names.tag:
         texts.append(f"tag {tag}" if tag else "no tag")
     named = bool(texts)

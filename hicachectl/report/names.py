@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 AMBIGUOUS = "ambiguous keys"
 FOREIGN = "other objects"  # not of SGLang
-NAMELESS = "keys without a model"
 NO_RANKS = "all ranks"
 _SIZES = tuple(f"{axis}_size" for axis in AXES)
 
@@ -41,7 +40,7 @@ def summary_name(row: Mapping[str, Any], *, models: bool) -> str:
 
 
 def _named(names: Names, sizes: Mapping[str, int | None]) -> str:
-    return escape_controls(deployment_text({"model": names.text or NAMELESS, **sizes}))
+    return escape_controls(deployment_text({"model": names.text, **sizes}))
 
 
 def pool_text(pool: str | None, part: str | None) -> str:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.pages.deployments import UNRESOLVED, Deployment
-from hicachectl.pages.naming import deployment_document, deployment_text, place_text
+from hicachectl.pages.naming import NAMELESS, deployment_document, deployment_text, place_text
 from hicachectl.requests.suspicion import suspect_hashing
 from hicachectl.text.units import counted
 
@@ -81,10 +81,13 @@ def miss_remarks(
 def _elsewhere_remark(url: str, own: Deployment, found: list[Elsewhere]) -> str:
     places = [f"{one.place} ({counted(len(one.pages), 'page')})" for one in found]
     more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+    nameless = any(NAMELESS in one.place for one in found)
+    why = f"; {NAMELESS} on Mooncake are those of SGLang before 0.5.17, which the profile states"
+    old = why if nameless else ""
     return (
         f"{url}: requested pages that servers of {deployment_text(deployment_document(own))} "
         f"cannot restore exist at {', '.join(places[:_SHOWN])}{more}; give the profile of these "
-        "servers or, if the weights are the same, convert the pages with hicachectl migrate"
+        f"servers or, if the weights are the same, convert the pages with hicachectl migrate{old}"
     )
 
 

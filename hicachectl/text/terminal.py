@@ -24,11 +24,16 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
     These are control and format characters (bidirectional overrides, zero-width), line and
     paragraph separators, surrogates, private-use and unassigned code points, and characters without
-    a visible glyph. Characters of `keep` stay.
+    a visible glyph. In a decomposed text, which looks like the composed one, its marks are escaped
+    too. Characters of `keep` stay.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(char if char in keep or _visible(char) else _escaped(char) for char in text)
+    hides = _decomposed if not unicodedata.is_normalized("NFC", text) else lambda char: False
+    return "".join(
+        char if char in keep or (_visible(char) and not hides(char)) else _escaped(char)
+        for char in text
+    )
 
 
 def shortened(text: str, most: int) -> str:
@@ -47,6 +52,12 @@ def _visible(char: str) -> bool:
     if char.isprintable():
         return not _INVISIBLE.match(char)
     return unicodedata.category(char) == "Zs"  # non-ASCII spaces
+
+
+def _decomposed(char: str) -> bool:
+    """Return whether a character is one of those that a composed text has in another form."""
+    is_part = unicodedata.category(char)[0] == "M" or "\u1160" <= char <= "\u11ff"
+    return is_part or not unicodedata.is_normalized("NFC", char)
 
 
 def _escaped(char: str) -> str:

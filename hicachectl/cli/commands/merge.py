@@ -12,6 +12,7 @@ from hicachectl.cli.command import Command, argument, own_option
 from hicachectl.cli.commands.parts import refuse_inside, write_catalog
 from hicachectl.cli.options import (
     FILE,
+    MetricsFile,
     RunPath,
     allow_shrink_option,
     findings_options,
@@ -41,7 +42,7 @@ Examples:
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
 @allow_shrink_option
-@own_option("--metrics-file", type=FILE, help="Write Prometheus textfile metrics to FILE.")
+@own_option("--metrics-file", type=MetricsFile(), help="Write Prometheus textfile metrics to FILE.")
 @findings_options
 @output_options
 @click.pass_context

@@ -25,6 +25,7 @@ from hicachectl.cli.options import (
     FILE,
     FORMATS,
     Duration,
+    MetricsFile,
     Size,
     allow_empty_option,
     buffer_option,
@@ -144,7 +145,7 @@ Examples:
 @_output(
     "--metrics-file",
     variable=False,
-    type=FILE,
+    type=MetricsFile(),
     help="Write Prometheus textfile metrics to FILE.",
 )
 @transform_options

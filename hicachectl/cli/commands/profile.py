@@ -67,7 +67,10 @@ Examples:
     help="Print a Python script that prints the profile in SGLang's own environment.",
 )
 @own_option(
-    "-o", "--output", type=OutputFile(_FORMATS), help="Write the profile to FILE instead of stdout."
+    "-o",
+    "--output",
+    type=OutputFile(_FORMATS, replaces="a profile"),
+    help="Write the profile to FILE instead of stdout.",
 )
 @prefetch_threshold_option
 @profile_options

@@ -42,6 +42,7 @@ from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     FILE,
     Duration,
+    MetricsFile,
     NameList,
     Size,
     allow_empty_option,
@@ -180,7 +181,10 @@ Examples:
 @fail_on_option
 @allow_empty_option
 @_output(
-    "--metrics-file", variable=False, type=FILE, help="Write Prometheus textfile metrics to FILE."
+    "--metrics-file",
+    variable=False,
+    type=MetricsFile(),
+    help="Write Prometheus textfile metrics to FILE.",
 )
 @own_setting(
     "--device",
