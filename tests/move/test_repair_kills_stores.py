@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 KINDS = ("file", "nixl", "mooncake", "hf3fs")
 PAGES = 7
 BAD = 2
-KILLS = 4
+KILLS = 2
 _ROUNDS = int(os.environ.get("HICACHECTL_ATTACK_ROUNDS") or 1)
 
 
