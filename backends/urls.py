@@ -16,14 +16,106 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import fields
+
+from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.quarantine import RUN_FILE, SIDE
+from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+MAX_FILE_SIZE = (1 << 63) - 1
+
+_BYTES = f"a size in bytes; give 1 to {MAX_FILE_SIZE}"
+_RANKS = f"a number of ranks; give 1 to {MAX_RANKS}"
+_PERCENTAGE = "a percentage above 0; give one such as 80"
+
+
+class Params(Struct, frozen=True, kw_only=True):
+    """Parameters of a URL, by their types; `params_of` reads them.
+
+    A description of a type says what its values are, for messages.
+    """
+
+
+class FileParams(Params, frozen=True, kw_only=True):
+    """Parameters of `file` URLs.
+
+    folders: form of the directory; a new directory gets it.
+    """
+
+    folders: Literal["hex2"] | None = None
+
+
+class Hf3fsParams(Params, frozen=True, kw_only=True):
+    """Parameters of `hf3fs` URLs, which become `Hf3fsSettings`.
+
+    config: file with SGLang's settings.
+    file_size: bytes of each data file.
+    ranks: number of ranks to use.
+    server: URL of the metadata server.
+    snapshot: file that this server saves its tables to.
+    """
+
+    config: str | None = None
+    file_size: Annotated[int, Meta(ge=1, le=MAX_FILE_SIZE, description=_BYTES)] | None = None
+    ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS, description=_RANKS)] | None = None
+    server: str | None = None
+    snapshot: str | None = None
+
+
+class MooncakeParams(Params, frozen=True, kw_only=True):
+    """Parameters of `mooncake` URLs, which replace settings of SGLang's environment."""
+
+    admin: str | None = None
+    device: str | None = None
+    metadata: str | None = None
+    protocol: str | None = None
+    tenant: str | None = None
+
+
+class MooncakeSsdParams(Params, frozen=True, kw_only=True):
+    """Parameters of `mooncake-ssd` URLs.
+
+    tenant: owner of the objects to list.
+    """
+
+    tenant: str = ""
+
+
+class NixlParams(Params, frozen=True, kw_only=True):
+    """Parameters of `nixl` URLs.
+
+    direct_io: whether servers open files with O_DIRECT.
+    directories: number of the directories that servers use.
+    high_watermark: percentage of space in use at which servers remove files.
+    side_directory: directory that keeps the side files.
+    """
+
+    direct_io: Literal["on", "off"] = "on"
+    directories: Annotated[int, Meta(ge=1, description="a number of directories")] | None = None
+    # nixl_utils.py :: NixlBackendConfig.get_l3_cleaner_config
+    high_watermark: Annotated[float, Meta(gt=0, le=100, description=_PERCENTAGE)] = 80.0
+    side_directory: str | None = None
+
+
+class PackParams(Params, frozen=True, kw_only=True):
+    """Parameters of `pack` URLs.
+
+    keys: key grammar of a new pack.
+    """
+
+    keys: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +123,7 @@ class Scheme:
     """The store class of a URL scheme, and the parts that its URLs may have."""
 
     target: str  # "module:Class" of a backends.base.Store, imported when a store is opened
-    params: frozenset[str] = frozenset()
+    params: type[Params] = Params
     host: bool = False
 
 
@@ -40,34 +132,25 @@ PACK_SUFFIX = ".hcpack"
 SIDE_PARAMETER = "side_directory"
 
 SCHEMES = {
-    # folders: "hex2" to give a new directory folders.
-    "file": Scheme("hicachectl.backends.file.store:FileStore", frozenset({"folders"})),
+    "file": Scheme("hicachectl.backends.file.store:FileStore", FileParams),
     # The path is a prefix: /data/hicache for /data/hicache.0.bin and so on.
-    "hf3fs": Scheme(
-        "hicachectl.backends.hf3fs.store:Hf3fsStore",
-        frozenset({"config", "file_size", "ranks", "server", "snapshot"}),
-    ),
+    "hf3fs": Scheme("hicachectl.backends.hf3fs.store:Hf3fsStore", Hf3fsParams),
     "mooncake": Scheme(
-        "hicachectl.backends.mooncake.store:MooncakeStore",
-        frozenset({"admin", "device", "metadata", "protocol", "tenant"}),
-        host=True,
+        "hicachectl.backends.mooncake.store:MooncakeStore", MooncakeParams, host=True
     ),
     # The directory of one client's SSD offload, or the parent of its rank_* directories.
     "mooncake-ssd": Scheme(
-        "hicachectl.backends.mooncake_ssd.store:MooncakeSsdStore", frozenset({"tenant"})
+        "hicachectl.backends.mooncake_ssd.store:MooncakeSsdStore", MooncakeSsdParams
     ),
-    # The path is a list of directories. direct_io: "off" for servers without O_DIRECT.
-    "nixl": Scheme(
-        "hicachectl.backends.nixl.store:NixlStore",
-        frozenset({"direct_io", "directories", "high_watermark", SIDE_PARAMETER}),
-    ),
-    # keys: the key grammar of a new pack.
-    "pack": Scheme("hicachectl.backends.pack.store:PackStore", frozenset({"keys"})),
+    # The path is a list of directories.
+    "nixl": Scheme("hicachectl.backends.nixl.store:NixlStore", NixlParams),
+    "pack": Scheme("hicachectl.backends.pack.store:PackStore", PackParams),
 }
 
 MAX_CONFIG_BYTES = 1 << 20
 _RUN_TARGET = "hicachectl.backends.runs:QuarantineRun"
 
+_P = TypeVar("_P", bound=Params)
 _SCHEME_NAME = re.compile(r"[a-z][a-z0-9+.-]*")  # RFC 3986
 _NAMED = re.compile(r"([^/:]*):(.*)", re.DOTALL)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -91,7 +174,7 @@ _SECRETS = [
         rf"(?P<begin>{_SCHEME})(?!{_PORT})[^\s'\"/?#&@%:]*+"
         r"(?:(?:(?::|%3a)\S*)?(?P<end>@|%40)|(?::|%3a)\S*)",
         r"(?P<begin>^|[\s=(,'\"]|//)[^\s'\"/&?=@:]++(?::(?:[^\s'\"/&?=@]++(?P<end>@)?)?)?",
-        r"(?P<begin>=)[^\s'\"/&?=@]++(?P<end>@)",
+        r"(?P<begin>=)(?:(?!%40|%2f)[^\s'\"/&?=@])++(?P<end>@|%40)",
         rf"(?P<begin>{_NAME_BEGIN}(?!keys{_NAME_END})"
         rf"(?={_IN_NAME}*+{_NAME_END}{_IN_VALUE}){_IN_NAME}*(?:{_SECRET_NAMES}){_IN_NAME}*+"
         rf"{_NAME_END}){_IN_VALUE}++(?P<end>)|{_NAME_BEGIN}{_IN_NAME}*+",
@@ -155,6 +238,29 @@ class Config:
 
     stores: Mapping[str, NamedStore] = field(default_factory=dict)
     source: str = "the config file, by default ~/.config/hicachectl/config.toml"
+
+
+def params_of(url: StoreUrl, form: type[_P]) -> _P:
+    """Return a URL's parameters by their types. Raises UsageError, which names the parameter."""
+    values = {
+        one.name: _value(url, one.name, one.type) for one in fields(form) if one.name in url.params
+    }
+    return form(**values)
+
+
+def _value(url: StoreUrl, name: str, kind: Any) -> Any:
+    text = url.params[name]
+    if get_origin(kind) is UnionType or get_origin(kind) is Union:
+        kind = get_args(kind)[0]  # Without None: the text "null" is no value.
+    if kind is str:
+        return text
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        if get_origin(kind) is Literal:
+            raise UsageError(f"{url}: {not_one_of(name, text, get_args(kind))}") from None
+        (meta,) = kind.__metadata__
+        raise UsageError(f"{url}: {name}: {shown(text)} is not {meta.description}") from None
 
 
 def default_file_directory(environ: Mapping[str, str] = os.environ) -> str:
@@ -347,7 +453,7 @@ def _scheme_url(text: str, name: str, rest: str) -> StoreUrl:
     if host and not scheme.host:
         named = host.rpartition("@")[2]
         raise UsageError(f"{text}: {name} stores have no host; write {name}:///{named}{path}")
-    params = _params(text, name, query, scheme.params)
+    params = _params(text, name, query, scheme.params.__struct_fields__)
     path = _decode(text, path)
     if name == "file":
         path = str(Path(path or default_file_directory()).absolute())
@@ -365,7 +471,7 @@ def _split_place(text: str, name: str, place: str) -> tuple[str, str]:
     return "", place
 
 
-def _params(text: str, scheme: str, query: str, known: frozenset[str]) -> dict[str, str]:
+def _params(text: str, scheme: str, query: str, known: tuple[str, ...]) -> dict[str, str]:
     params: dict[str, str] = {}
     for pair in query.split("&") if query else []:
         name, equals, value = pair.partition("=")

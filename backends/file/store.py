@@ -28,9 +28,9 @@ from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.trailers import NewTrailers
 from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
-from hicachectl.backends.urls import StoreUrl
+from hicachectl.backends.urls import FileParams, StoreUrl, params_of
 from hicachectl.formats.errors import StoreUnavailable, UntrustedError, UsageError
-from hicachectl.formats.wording import failed, not_one_of
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.marker import Marker
-
-FOLDERS = "hex2"  # value of the parameter "folders" of a URL
 
 
 class FileStore(ObjectFiles, SideFiles, Trailed):
@@ -76,13 +74,10 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
     @classmethod
     def from_url(cls, url: StoreUrl) -> Self:
         """Open the directory of a `file:` URL."""
-        folders = _folders_in(url)
         store = cls(url.path)
-        if folders and not store.objects.folders:
+        if params_of(url, FileParams).folders and not store.objects.folders:
             store.close()
-            raise UsageError(
-                f"{store.path}: is not marked as having folders; leave out folders={FOLDERS}"
-            )
+            raise UsageError(f"{store.path}: is not marked as having folders; leave out folders=")
         return store
 
     @classmethod
@@ -92,8 +87,9 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
         `close` removes new directories that are still empty. Raises StoreUnavailable, UsageError.
         """
         made: list[str] = []
+        folders = params_of(url, FileParams).folders is not None or None
         try:
-            objects = ObjectDirectory.create(url.path, folders=_folders_in(url), made=made)
+            objects = ObjectDirectory.create(url.path, folders=folders, made=made)
         except OSError as error:
             next_step = "check the path and the permissions of its parent directories"
             raise StoreUnavailable(
@@ -199,11 +195,3 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
         """See `Trailed`."""
         with self._checks.suspended():
             yield
-
-
-def _folders_in(url: StoreUrl) -> bool | None:
-    """Return whether a URL asks for folders; None if it leaves the form open."""
-    value = url.params.get("folders")
-    if value not in (None, FOLDERS):
-        raise UsageError(f"{url}: {not_one_of('folders', value, [FOLDERS])}")
-    return None if value is None else True

@@ -16,17 +16,16 @@ from msgspec import Struct
 
 from hicachectl.backends.http import service_url
 from hicachectl.backends.sglang_config import read_config
-from hicachectl.backends.urls import StoreUrl
+from hicachectl.backends.urls import MAX_FILE_SIZE, Hf3fsParams, StoreUrl, params_of
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS
+from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CONFIG_VARIABLE = "SGLANG_HICACHE_HF3FS_CONFIG_PATH"
-MAX_FILE_SIZE = (1 << 63) - 1
 
 _PREFIX = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*(?<!/)")  # a path that can be encoded
 
@@ -90,13 +89,14 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     Raises UsageError if the URL is invalid or contradicts the JSON config, FormatError if the
     config is invalid.
     """
-    config = _config(url, environ)
+    params = params_of(url, Hf3fsParams)
+    config = _config(url, params, environ)
     settings = Hf3fsSettings(
         prefix=_prefix(url.path, "hf3fs", UsageError) if config is None else config.prefix,
-        file_size=_file_size(url, config),
-        ranks=_count(url, "ranks", MAX_RANKS),
-        server=_server(url, config),
-        snapshot=_snapshot(url),
+        file_size=_file_size(params.file_size, config),
+        ranks=params.ranks,
+        server=_server(params.server, config),
+        snapshot=_snapshot(params.snapshot),
     )
     if settings.server is None and settings.snapshot is None:
         raise UsageError(
@@ -108,9 +108,9 @@ def settings_from(url: StoreUrl, environ: Mapping[str, str]) -> Hf3fsSettings:
     return settings
 
 
-def _config(url: StoreUrl, environ: Mapping[str, str]) -> _Config | None:
-    if "config" in url.params:
-        return _read_config(url.params["config"], "config")
+def _config(url: StoreUrl, params: Hf3fsParams, environ: Mapping[str, str]) -> _Config | None:
+    if params.config is not None:
+        return _read_config(params.config, "config")
     if url.path:
         return None
     path = environ.get(CONFIG_VARIABLE)
@@ -134,8 +134,7 @@ def _prefix(path: str, where: str, error: type[UsageError | FormatError]) -> str
     return path
 
 
-def _file_size(url: StoreUrl, config: _Config | None) -> int | None:
-    stated = _count(url, "file_size", MAX_FILE_SIZE)
+def _file_size(stated: int | None, config: _Config | None) -> int | None:
     if config is None or stated in (None, config.file_size):
         return stated if config is None else config.file_size
     raise UsageError(
@@ -144,8 +143,8 @@ def _file_size(url: StoreUrl, config: _Config | None) -> int | None:
     )
 
 
-def _server(url: StoreUrl, config: _Config | None) -> str | None:
-    stated = None if "server" not in url.params else _service(url.params["server"], "server")
+def _server(given: str | None, config: _Config | None) -> str | None:
+    stated = None if given is None else _service(given, "server")
     known = None if config is None else config.server
     if stated and known and stated != known:
         assert config is not None
@@ -166,26 +165,15 @@ def _service(text: str, where: str, error: type[UsageError | FormatError] = Usag
     return text.rstrip("/")
 
 
-def _snapshot(url: StoreUrl) -> str | None:
-    if "snapshot" not in url.params:
+def _snapshot(path: str | None) -> str | None:
+    if path is None:
         return None
-    if not url.params["snapshot"]:
+    if not path:
         raise UsageError(
             "snapshot: the file name is empty; give the file that the metadata server saves its "
             "tables to"
         )
-    return str(Path(url.params["snapshot"]).absolute())
-
-
-def _count(url: StoreUrl, name: str, most: int) -> int | None:
-    text = url.params.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
-        raise UsageError(f"{name}: {shown(text)} is not a whole number; give 1 to {most}")
-    if not 1 <= int(text) <= most:
-        raise UsageError(f"{name}: {text} is out of range; give 1 to {most}")
-    return int(text)
+    return str(Path(path).absolute())
 
 
 # SGLang's JSON config

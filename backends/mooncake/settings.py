@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hicachectl.backends.sglang_config import read_config
-from hicachectl.backends.urls import StoreUrl
+from hicachectl.backends.urls import MooncakeParams, StoreUrl, params_of, without_secrets
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
 from hicachectl.formats.forms import convert
 
@@ -75,10 +75,10 @@ class MooncakeSettings:
     def __str__(self) -> str:
         params = {"admin": self.admin, "protocol": self.protocol}
         if self.metadata != _DEFAULT_METADATA:
-            params["metadata"] = _without_secrets(self.metadata)
+            params["metadata"] = self.metadata
         if self.device:
             params["device"] = self.device
-        return str(StoreUrl("mooncake", host=self.master, params=params))
+        return without_secrets(str(StoreUrl("mooncake", host=self.master, params=params)))
 
 
 class _SettingsForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename=_KEYS):
@@ -191,9 +191,10 @@ def _master(url: StoreUrl, given: _SettingsSource) -> str:
 
 
 def _admin(url: StoreUrl, given: _SettingsSource, master: str) -> str:
-    if "admin" in url.params:
-        split_address(url.params["admin"], f"{_shown(url)}: admin")
-        return url.params["admin"]
+    stated = params_of(url, MooncakeParams).admin
+    if stated is not None:
+        split_address(stated, f"{_shown(url)}: admin")
+        return stated
     name = given.name("metrics_port")
     port = str(given.stated.metrics_port)
     if not port.isdecimal() or not port.isascii() or not 1 <= int(port[:6]) <= 65535:
@@ -203,7 +204,7 @@ def _admin(url: StoreUrl, given: _SettingsSource, master: str) -> str:
 
 def _text(url: StoreUrl, given: _SettingsSource, field: str, *, empty: bool = False) -> str:
     """Return a setting that only Mooncake interprets."""
-    stated = url.params.get(field)
+    stated = getattr(params_of(url, MooncakeParams), field, None)
     value: str = getattr(given.stated, field) if stated is None else stated
     if not value.isprintable() or not (value or empty):
         error, name = (given.error, given.name(field)) if stated is None else (UsageError, field)
@@ -228,7 +229,7 @@ def _device(value: str) -> str:
 
 
 def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:
-    stated = url.params.get("tenant")
+    stated = params_of(url, MooncakeParams).tenant
     tenant = given.stated.tenant if stated is None else stated
     tenant = (tenant or "").strip() or _DEFAULT_TENANT
     if tenant != _DEFAULT_TENANT:
@@ -237,14 +238,6 @@ def _refuse_tenant(url: StoreUrl, given: _SettingsSource) -> None:
             f"{name}: {tenant!r} cannot be used: the master lists only the objects of the tenant "
             f"{_DEFAULT_TENANT!r}; leave the tenant out"
         )
-
-
-def _without_secrets(metadata: str) -> str:
-    """Return a metadata server's URL, or only its scheme if the rest may hold a password."""
-    if "@" not in metadata and "?" not in metadata:
-        return metadata
-    scheme, separator, _ = metadata.partition("://")
-    return f"{scheme}://..." if separator else "..."
 
 
 # sources

@@ -26,6 +26,7 @@ from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.files import storable_ns
 from hicachectl.backends.mooncake_ssd.index import close_places, open_places, read_index
 from hicachectl.backends.mooncake_ssd.reading import VERSION_FIELDS, Reading
+from hicachectl.backends.urls import MooncakeSsdParams, params_of
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
 from hicachectl.formats.mooncake_ssd import DEFAULT_TENANT
 from hicachectl.formats.wording import failed
@@ -68,7 +69,7 @@ class MooncakeSsdStore(Losing):
         if not url.path:
             raise UsageError(f"{url}: name the directory, as in {url.scheme}:///mnt/ssd/mooncake")
         self.url = str(url)
-        self._tenant = url.params.get("tenant") or DEFAULT_TENANT
+        self._tenant = params_of(url, MooncakeSsdParams).tenant or DEFAULT_TENANT
         self._reading = threading.Lock()
         self._places: list[Place] = []
         self._replaced: list[list[Place]] = []  # whose directories a reader may still use

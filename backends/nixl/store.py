@@ -17,16 +17,14 @@ from hicachectl.backends.disk.directory import Directory, Trust, existing_part
 from hicachectl.backends.nixl.disks import MAX_DIRECTORIES, NixlDisks
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.store import ObjectFiles
-from hicachectl.backends.urls import SIDE_PARAMETER
+from hicachectl.backends.urls import SIDE_PARAMETER, NixlParams, params_of
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
-from hicachectl.formats.wording import failed, not_one_of
+from hicachectl.formats.wording import failed
 
 if TYPE_CHECKING:
     from hicachectl.backends.urls import StoreUrl
 
-# nixl_utils.py :: NixlBackendConfig.get_l3_cleaner_config
-_HIGH_WATERMARK = 80.0
 _GRAMMARS = {"on": DIRECT, "off": BUFFERED}
 
 
@@ -37,14 +35,14 @@ class NixlStore(ObjectFiles, Emptied):
 
     def __init__(self, url: StoreUrl, *, made: list[str] | None = None) -> None:
         """Open the directories of a URL. made: create missing ones, and collect their paths."""
-        self._grammar = _grammar_in(url)
-        paths = _directories_in(url)
-        high_watermark = _watermark_in(url)
+        params = params_of(url, NixlParams)
+        self._grammar = _GRAMMARS[params.direct_io]
+        paths = _directories_in(url, params.directories)
         try:
             objects = NixlDisks.open(
                 paths,
-                high_watermark=high_watermark,
-                complete="directories" in url.params,
+                high_watermark=params.high_watermark,
+                complete=params.directories is not None,
                 made=made,
             )
         except OSError as error:
@@ -117,8 +115,11 @@ def _class_for(url: StoreUrl) -> type[NixlStore]:
     return NixlStoreWithSideFiles if SIDE_PARAMETER in url.params else NixlStore
 
 
-def _directories_in(url: StoreUrl) -> list[str]:
-    """Return the directories of a URL, in order (hicache_nixl.py :: _parse_storage_dirs)."""
+def _directories_in(url: StoreUrl, stated: int | None) -> list[str]:
+    """Return the directories of a URL, in order (hicache_nixl.py :: _parse_storage_dirs).
+
+    stated: their number, if the URL has it.
+    """
     paths = [path.strip() for path in url.path.split(",")]
     for path in paths:
         if not path.startswith("/"):
@@ -127,30 +128,9 @@ def _directories_in(url: StoreUrl) -> list[str]:
             )
     if len(paths) > MAX_DIRECTORIES:
         raise UsageError(f"{url}: has {len(paths)} directories; give at most {MAX_DIRECTORIES}")
-    stated = url.params.get("directories", str(len(paths)))
-    if stated != str(len(paths)):
+    if stated not in (None, len(paths)):
         raise UsageError(
-            f"{url}: directories is {stated!r:.40}, but the URL has {len(paths)}; give all "
+            f"{url}: directories is {stated}, but the URL has {len(paths)}; give all "
             "directories of the servers, and their number"
         )
     return paths
-
-
-def _grammar_in(url: StoreUrl) -> str:
-    value = url.params.get("direct_io", "on")
-    if value not in _GRAMMARS:
-        raise UsageError(f"{url}: {not_one_of('direct_io', value, _GRAMMARS)}")
-    return _GRAMMARS[value]
-
-
-def _watermark_in(url: StoreUrl) -> float:
-    text = url.params.get("high_watermark", str(_HIGH_WATERMARK))
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 100:
-        raise UsageError(
-            f"{url}: high_watermark: {text!r:.40} is not a percentage above 0; give one such as 80"
-        )
-    return value

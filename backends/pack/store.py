@@ -38,7 +38,7 @@ from hicachectl.backends.pack.file import (
     open_pack,
 )
 from hicachectl.backends.pack.writer import PackWriter, free_bytes
-from hicachectl.backends.urls import StoreUrl
+from hicachectl.backends.urls import PackParams, StoreUrl, params_of
 from hicachectl.formats.errors import (
     FormatError,
     UnsupportedByBackend,
@@ -187,8 +187,8 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         """Open a new, cut-off or valid pack for writing."""
         store = cls(url.path, writable=True)
         try:
-            if "keys" in url.params:
-                store.use_grammar(url.params["keys"])
+            if (keys := params_of(url, PackParams).keys) is not None:
+                store.use_grammar(keys)
         except BaseException:
             store.close()
             raise
@@ -395,8 +395,8 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         return reason_of(error)
 
     def _check_keys_parameter(self, url: StoreUrl) -> None:
-        keys = url.params.get("keys", self.grammar)
-        if keys != self.grammar:
+        keys = params_of(url, PackParams).keys
+        if keys not in (None, self.grammar):
             self.close()
             raise UsageError(
                 f"{url}: the pack has {self.grammar} keys, not {keys} keys; leave out keys="

@@ -23,6 +23,7 @@ from hicachectl.backends.object_files.markers import write_marker
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.page_files import Form, Found, Page, PageFiles, named
 from hicachectl.backends.sglang.served import PageStore
+from hicachectl.backends.urls import FileParams, params_of
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.keys.file import FileGrammar
@@ -289,7 +290,7 @@ class FilePages(PageStore):
         if earlier is None and self._reads_only:
             return ObjectDirectory.open(self._url.path)
         if earlier is None:
-            folders = self._url.params.get("folders") is not None or None
+            folders = params_of(self._url, FileParams).folders is not None or None
             return ObjectDirectory.create(self._url.path, folders=folders)
         earlier.reopen(makes=not self._reads_only)
         return earlier

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,11 +108,9 @@ def whole_url(ctx: click.Context, text: str) -> str:
 
 def store_name(ctx: click.Context, text: str) -> str:
     """Return the URL of a STORE argument, without opening the store and without a password."""
-    from hicachectl.backends.urls import parse_url
+    from hicachectl.backends.urls import parse_url, without_secrets
 
-    url = parse_url(text, config_of(ctx))
-    params = {name: value for name, value in url.params.items() if name != "metadata"}
-    return str(replace(url, params=params))
+    return without_secrets(str(parse_url(text, config_of(ctx))))
 
 
 def quarantine_directory(ctx: click.Context, text: str) -> Path:

@@ -17,6 +17,7 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.urls import (
     Config,
     NamedStore,
+    Params,
     Scheme,
     StoreUrl,
     default_file_directory,
@@ -31,7 +32,15 @@ from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from tests.skips import need_module
 
 OK = '[stores.prod]\nurl = "/data"\n'
-EXAMPLE = Scheme("nowhere:Nothing", frozenset({"admin", "metadata", "device"}), host=True)
+
+
+class ExampleParams(Params, frozen=True, kw_only=True):
+    admin: str | None = None
+    metadata: str | None = None
+    device: str | None = None
+
+
+EXAMPLE = Scheme("nowhere:Nothing", ExampleParams, host=True)
 
 
 @pytest.fixture
@@ -347,6 +356,7 @@ def test_a_user_without_a_home_has_no_config(monkeypatch: pytest.MonkeyPatch) ->
         ("mooncake://u:hunter2@m:1?admin=h:2", "mooncake://***@m:1?admin=h:2"),
         ("mooncake://m:1?admin=u:hunter2@h", "mooncake://m:1?admin=***@h"),
         ("mooncake://m:1?metadata=hunter2@r:6379", "mooncake://m:1?metadata=***@r:6379"),
+        ("mooncake://m:1?metadata=hunter2%40r:6379", "mooncake://m:1?metadata=***%40r:6379"),
         (
             "mooncake://m:50051?metadata=http://u:hunter2@h:80/a",
             "mooncake://m:50051?metadata=http://***@h:80/a",

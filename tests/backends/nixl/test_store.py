@@ -273,8 +273,8 @@ def test_an_object_that_would_reach_the_watermark_is_not_written(
         ),
         ("nixl:///tmp?high_watermark=0", "'0' is not a percentage above 0"),
         ("nixl:///tmp?high_watermark=100.5", "'100.5' is not a percentage"),
-        ("nixl:///tmp?directories=2", "directories is '2', but the URL has 1; give all"),
-        ("nixl:///tmp,/?directories=one", "directories is 'one', but the URL has 2"),
+        ("nixl:///tmp?directories=2", "directories is 2, but the URL has 1; give all"),
+        ("nixl:///tmp,/?directories=one", "directories: 'one' is not a number of directories"),
         ("nixl:///tmp?folders=hex2", "unknown parameter 'folders'"),
     ],
 )
