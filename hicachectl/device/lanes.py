@@ -23,8 +23,7 @@ MOST_LANES = 8  # per device; reads, copies and kernels overlap even with fewer 
 _FEWEST_LANES = 4  # slabs shrink before a device gets fewer lanes
 MOST_OBJECTS = 4096  # per task; a task groups small objects
 # Tables and temporary results take up to a third of a slab, besides staging and pools: 32 bytes per
-# KiB for digests, 8 bytes per block for checks, 16 bytes per row for sgl_kernel. For fp8 blocks of
-# 128 bytes (one token per page) they take 0.22 of a slab.
+# KiB for digests and 8 bytes per block for checks.
 _EXTRA_SHARE = 3
 # Least memory that torch allocates for temporary results: a segment for small ones, one for large.
 _SEGMENTS_BYTES = 22 << 20

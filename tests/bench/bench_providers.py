@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hicachectl.device.plans import pool_form
-from hicachectl.device.providers import SglKernelProvider, TorchProvider, TritonProvider
+from hicachectl.device.providers import TorchProvider, TritonProvider
 from tests.bench.bench_device import (
     TOTAL_BYTES,
     Case,
@@ -30,6 +30,7 @@ from tests.bench.bench_device import (
     replayed,
 )
 from tests.bench.server_pools import ServerPools, jit_kernels
+from tests.device.sgl_provider import SglKernelProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,7 +73,7 @@ def measure_providers(device: torch.device) -> None:
     """Print GB/s of each provider, to load and to write back."""
     providers: dict[str, Provider] = {"triton": TritonProvider()}
     try:
-        providers |= {f"sgl {n}": SglKernelProvider(blocks=n, fewest_rows=1) for n in QUOTAS}
+        providers |= {f"sgl {n}": SglKernelProvider(blocks=n) for n in QUOTAS}
     except ImportError:
         print("sgl_kernel is not installed: only Triton is measured, and compared with torch")
     served = len(providers) > 1

@@ -25,10 +25,10 @@ from hicachectl.kernels.copy_triton import strided_copy  # isort: skip
 from hicachectl.kernels.relayout import relayout  # isort: skip
 from hicachectl.device.plans import pool_form  # isort: skip
 from hicachectl.device.providers import (  # isort: skip
-    SglKernelProvider,
     TorchProvider,
     TritonProvider,
 )
+from tests.device.sgl_provider import SglKernelProvider  # isort: skip
 from tests.skips import missing
 
 if TYPE_CHECKING:
@@ -178,18 +178,11 @@ def provider_named(name: str, device: str) -> Provider:
     if name == "triton":
         return TritonProvider()
     try:
-        return SglKernelProvider(otherwise=Refusing(), fewest_rows=1)
+        return SglKernelProvider()
     except ImportError:
         if device == "cuda":
             missing("sgl_kernel", "install the CUDA build of sgl-kernel")
-        return SglKernelProvider(address_arithmetic(), otherwise=Refusing(), fewest_rows=1)
-
-
-class Refusing(TorchProvider):
-    """Fails if the server's kernels hand on a plan."""
-
-    def copy(self, *arguments: Any) -> None:
-        raise AssertionError("a plan was handed on")
+        return SglKernelProvider(address_arithmetic())
 
 
 def address_arithmetic() -> SimpleNamespace:
@@ -231,39 +224,6 @@ def address_arithmetic() -> SimpleNamespace:
         transfer_kv_per_layer_pf_lf=load_kv,
         transfer_kv_all_layer_mla_lf_pf=back_up,
     )
-
-
-_NO_OPERATIONS = SimpleNamespace(
-    transfer_kv_per_layer_mla_pf_lf=None,
-    transfer_kv_per_layer_pf_lf=None,
-    transfer_kv_all_layer_mla_lf_pf=None,
-)
-
-
-def test_rows_that_the_servers_kernels_cannot_move_are_moved_by_others() -> None:
-    both = SglKernelProvider(address_arithmetic(), otherwise=TorchProvider(), fewest_rows=1)
-    for width, supported in ((4, False), (16, True)):
-        tensors = (TensorLayout("kv", ("token", "layer", "channel"), (3, 2, width), "uint8"),)
-        form = pool_form(tensors)
-        assert all(both.supports(plan) == supported for plan in form.plans(SLOTS))
-        objects = random_objects(form, 1)
-        expected = np.full(SLOTS * form.page_bytes, 0xA5, np.uint8)
-        placed(form, objects[0], 2, expected)
-        assert (scattered(both, form, objects, [2], "cpu") == expected).all()
-
-
-@pytest.mark.parametrize(("fewest", "by_the_server"), [(12, True), (13, False)])
-def test_few_rows_are_moved_by_others(fewest: int, by_the_server: bool) -> None:
-    """3 objects of 4 tokens: a launch of one layer has 12 rows."""
-    form = pool_form(tensors_of("latent", "page_first"))
-    operations = address_arithmetic() if by_the_server else _NO_OPERATIONS
-    otherwise = Refusing() if by_the_server else TorchProvider()
-    both = SglKernelProvider(operations, otherwise=otherwise, fewest_rows=fewest)
-    objects = random_objects(form, 3)
-    expected = np.full(SLOTS * form.page_bytes, 0xA5, np.uint8)
-    for content, slot in zip(objects, (1, 4, 0), strict=True):
-        placed(form, content, slot, expected)
-    assert (scattered(both, form, objects, [1, 4, 0], "cpu") == expected).all()
 
 
 @DEVICES
