@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from difflib import get_close_matches
 from functools import partial
@@ -38,7 +39,7 @@ RESOURCES = "Resources"
 MOONCAKE = "Mooncake"
 PROFILE = "Profile"
 SERVERS = "Server flags"  # with which --model-config and --server build a profile
-_SETTINGS = (OUTPUT, RESOURCES, MOONCAKE, PROFILE, SERVERS)  # whose options have a variable
+_SETTINGS = (OUTPUT, RESOURCES, MOONCAKE, PROFILE)  # whose options have a variable
 _SCREEN = 40  # lines of --help
 _NAMED = 3  # options of a section that --help only names
 _COLUMN = 24  # characters of an option's names, else its text is on the next line
@@ -185,6 +186,16 @@ def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Opti
     return found
 
 
+def _refuse_server_flags(parameters: Iterable[click.Parameter]) -> None:
+    """Raise UsageError for a variable of a server's flag, which earlier releases read."""
+    for option in parameters:
+        if section_of(option) == SERVERS and os.environ.get(variable := variable_of(option)):
+            raise UsageError(
+                f"{variable}: flags of servers are no longer read from the environment; unset it, "
+                f"and give {long_name(option)} or --profile"
+            )
+
+
 class Command(click.Command):
     """A command whose --help fits a screen if it can; --help-all shows everything.
 
@@ -214,6 +225,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, with its settings of the environment and the config file."""
+        _refuse_server_flags(self.params)
         for text in unused_variables(ctx):
             remark(ctx, text)
         with named_variables(ctx):

@@ -1,4 +1,4 @@
-"""What a shell offers for STORE, --model, --page and the like. Imports nothing heavy.
+"""What a shell offers for STORE. Imports nothing heavy.
 
 Completion prints no error and ends within about a second: offering nothing is better.
 """
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
 VARIABLE = "_HICACHECTL_COMPLETE"  # set by the scripts of `hicachectl completion`
 _LIMIT_S = 1.0
-_LISTING_S = 0.4
-_SHOWN_DIGITS = 16  # of a page hash, as in `ls`
-_MANY = 40  # hashes; of more, only the next digits are offered
-_STORES = ("store", "source", "destination")
-_HASH = re.compile("([0-9a-f]{64})(.+)")
-_FOLDER = re.compile("[0-9a-f]{2}")
 # Shells put a name into the command line as it is, where `$(…)` would be executed.
 _OFFERED = re.compile(r"(?![-=])[\w@%+=:,./-]+")
 
@@ -99,31 +93,6 @@ def store_names(
     ]
 
 
-def model_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Offer the models in the keys of the command's store, if that is a local file store."""
-    from hicachectl.formats.keys.file import FileGrammar
-
-    grammar = FileGrammar()
-    suffixes = {suffix for _, suffix in _names(ctx, "")}
-    readings = filter(None, (grammar.readings("", suffix) for suffix in suffixes))
-    # Ranks can be read as a part of the name, too.
-    models = {min((reading.names.model for reading in one), key=len) for one in readings}
-    return sorted(_offered(models, incomplete))
-
-
-def page_prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Offer the page hashes of the command's store, if that is a local file store.
-
-    Of many, only the next digits by which they differ.
-    """
-    pages = {page for page, _ in _names(ctx, incomplete) if page.startswith(incomplete)}
-    length = _SHOWN_DIGITS
-    if len(pages) > _MANY:
-        first, last = min(pages), max(pages)
-        length = next(n for n in range(64) if first[n] != last[n]) + 1
-    return sorted({page[: max(length, len(incomplete))] for page in pages})
-
-
 def _offered(names: Iterable[str], incomplete: str) -> Iterator[str]:
     """Yield the names that continue a word and mean nothing else to a shell."""
     return (name for name in names if name.startswith(incomplete) and _OFFERED.fullmatch(name))
@@ -134,38 +103,3 @@ def _config(ctx: click.Context) -> Config:
 
     path = ctx.find_root().params.get("config")
     return load_config(None if path is None else str(path))
-
-
-def _names(ctx: click.Context, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield the page hash and the rest of the file names in the command's store, for a while.
-
-    prefix: of the page hash; folders of other pages are not read.
-    """
-    from hicachectl.backends.urls import parse_url
-
-    text = next((ctx.params[name] for name in _STORES if ctx.params.get(name)), None)
-    if text is None:
-        return
-    url = parse_url(text, _config(ctx))
-    if url.scheme != "file":
-        return
-    end = time.monotonic() + _LISTING_S
-    folders = []
-    for entry in _entries(url.path, end):
-        if match := _HASH.fullmatch(entry.name):
-            yield match[1], match[2]
-        elif _FOLDER.fullmatch(entry.name) and entry.name.startswith(prefix[:2]):
-            folders.append(entry.path)
-    for folder in folders:
-        for entry in _entries(folder, end):
-            if match := _HASH.fullmatch(entry.name):
-                yield match[1], match[2]
-
-
-def _entries(directory: str, end: float) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a directory until a time; none if it cannot be read."""
-    with suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if time.monotonic() > end:
-                return
-            yield entry

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import FILTERS, in_section, section_of
-from hicachectl.cli.completions import model_names, page_prefixes
 from hicachectl.cli.options import FILE, NameList, PointInTime, stack
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.cli.session import moment_of, remark
@@ -29,7 +28,6 @@ _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
     "model": _filter(
         "--model",
         metavar="NAME",
-        shell_complete=model_names,
         help="Only this model, as org/name or org-name.",
     ),
     "tag": _filter(
@@ -52,7 +50,6 @@ _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
     "page": _filter(
         "--page",
         metavar="PREFIX",
-        shell_complete=page_prefixes,
         help="Only pages whose hash starts with PREFIX.",
     ),
     "state": _filter(

@@ -27,7 +27,7 @@ from hicachectl.cli.command import (
     in_section,
     own_option,
 )
-from hicachectl.cli.completions import model_names, store_names
+from hicachectl.cli.completions import store_names
 from hicachectl.cli.kept_files import head_of, kept_kind
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
@@ -597,7 +597,6 @@ model_option = _profile(
     "--model",
     variable=False,
     metavar="NAME",
-    shell_complete=model_names,
     help="Choose one of several models in STORE.",
 )
 

@@ -1,7 +1,8 @@
-"""Completion of stores, pages, models and words of options, as the shells ask for it."""
+"""Completion of stores and words of options, as the shells ask for it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,12 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.cli import completions
-from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.group import cli
 from hicachectl.cli.shells import joined_words
 from tests.skips import need_tool
-from tests.stores import page, put, put_pages
+from tests.stores import put, put_pages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,15 +24,9 @@ if TYPE_CHECKING:
 
 # The program, with time for a busy machine: it answers nothing after its limits.
 PATIENT = (
-    "import hicachectl.cli.completions as c; c._LIMIT_S = c._LISTING_S = 100.0;"
+    "import hicachectl.cli.completions as c; c._LIMIT_S = 100.0;"
     "from hicachectl.__main__ import main; main()"
 )
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give listings in this process the same time."""
-    monkeypatch.setattr(completions, "_LISTING_S", 100.0)
 
 
 @pytest.fixture
@@ -83,9 +76,8 @@ def offered(option: str, *words: str, incomplete: str = "") -> list[str]:
         name, command, rest = cli.resolve_command(root, [*words, option])
         assert command is not None
         with command.make_context(name, rest, parent=root, resilient_parsing=True) as ctx:
-            if option == "PAGE":
-                return page_prefixes(ctx, command.params[1], incomplete)
-            param = next(p for p in command.params if option in p.opts)
+            found = (p for p in command.params if option in p.opts)
+            param = command.params[0] if option == "STORE" else next(found)
             return [item.value for item in param.shell_complete(ctx, incomplete)]
 
 
@@ -107,22 +99,9 @@ def test_other_shells_get_the_same(shell: str) -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_models_and_pages_of_the_store_on_the_line() -> None:
-    assert offered("--model", "ls", "prod:") == ["org-large", "org-small"]
-    assert offered("--model", "rm", "prod:", incomplete="org-s") == ["org-small"]
-    assert offered("--match", "migrate", "prod:", "gone:", incomplete=page(1)[:9]) == [page(1)[:16]]
-    many = offered("--page", "ls", "prod:")
-    assert many == sorted({page(n)[0] for n in range(100)})
-    own = page(7)
-    assert own[:16] in offered("--page", "ls", "prod:", incomplete=own[:1])
-    assert offered("--page", "ls", "prod:", incomplete=own) == [own]
-    assert offered("--page", "ls", "prod:", incomplete="zz") == []
-
-
-@pytest.mark.usefixtures("config")
-def test_bash_divides_urls_at_colons(store: Path) -> None:
-    assert asked("show", "file", ":", f"//{store}", page(1)[:9]) == [f"plain,{page(1)[:16]}"]
-    assert asked("ls", "prod", ":", "--model", "org-l") == ["plain,org-large"]
+def test_bash_divides_urls_at_colons() -> None:
+    assert asked("migrate", "prod", ":", "pre") == ["dir,pre", "plain,preview:"]
+    assert asked("ls", "prod", ":", "--form") == ["plain,--format"]
 
 
 def test_words_of_bash_are_joined_as_they_were_written() -> None:
@@ -139,23 +118,6 @@ def test_words_of_bash_are_joined_as_they_were_written() -> None:
             for part in (word.replace(":", " : ").split() if ":" in word else [word])
         ]
         assert joined_words(split) == words
-
-
-@pytest.mark.usefixtures("config")
-@pytest.mark.parametrize("words", [("ls", "gone:"), ("ls", "preview:"), ("ls",), ("ls", "none:")])
-def test_stores_that_are_not_local_directories_offer_nothing(words: tuple[str, ...]) -> None:
-    words = (*words, "--model", "x")
-    assert asked(*words) == []
-
-
-def test_folders_of_other_pages_are_not_read(tmp_path: Path) -> None:
-    for number in range(20):
-        folder = tmp_path / page(number)[:2]
-        folder.mkdir(exist_ok=True)
-        put_pages(folder, range(number, number + 1), "_org-m_0_1")
-    assert offered("--model", "ls", str(tmp_path)) == ["org-m"]
-    own = page(3)
-    assert offered("--page", "ls", str(tmp_path), incomplete=own[:5]) == [own[:16]]
 
 
 def test_lists_offer_what_they_lack(invoke: Invoke) -> None:
@@ -224,11 +186,11 @@ def test_bash_completes_with_the_printed_script(invoke: Invoke, tmp_path: Path) 
     assert done.stdout.split() == ["prod:"]
 
 
-@pytest.mark.usefixtures("config")
 @pytest.mark.parametrize(
     "name",
-    ["$(touch x)", "`id`", "a;id", "a b", "*", "~", "!!", 'a"', "a'", "a\\b", "\x1b[31m", "-x"],
+    ["$(touch x)", "`id`", "a;id", "a b", "*", "~", "!!", 'a"', "a'", "a\\b", "\x1b[31m"],
 )
-def test_names_that_mean_something_to_a_shell_are_not_offered(store: Path, name: str) -> None:
-    put_pages(store, range(3), f"_{name}_0_1")
-    assert offered("--model", "ls", "prod:") == ["org-large", "org-small"]
+def test_names_that_mean_something_to_a_shell_are_not_offered(config: Path, name: str) -> None:
+    entry = json.dumps(f"prod{name}")
+    config.write_text(f'{config.read_text()}[stores.{entry}]\nurl = "/x"\n')
+    assert offered("STORE", "ls", incomplete="prod") == ["prod", "prod:"]

@@ -34,10 +34,10 @@ def test_a_variable_is_named_after_the_option_in_every_command() -> None:
             if isinstance(option, click.Option) and option.envvar is not None:
                 assert option.envvar == variable_of(option), words
                 read.add(option.envvar)
-    for name in ("PROFILE", "TP", "FORMAT", "BUFFER_BYTES", "LEASE_WAIT", "CATALOG", "DEVICE"):
+    for name in ("PROFILE", "FORMAT", "BUFFER_BYTES", "LEASE_WAIT", "CATALOG", "DEVICE"):
         assert f"HICACHECTL_{name}" in read
     for name in ("YES", "REPAIR", "DRY_RUN", "MODEL", "STATE", "OUTPUT", "SHARD", "TO_TP", "PIN",
-                 "METRICS_FILE", "STAMP", "LAUNCH"):  # fmt: skip
+                 "METRICS_FILE", "STAMP", "LAUNCH", "TP"):  # fmt: skip
         assert f"HICACHECTL_{name}" not in read
 
 
@@ -64,14 +64,35 @@ def test_flags_and_numbers(
 ) -> None:
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text("[1, 2, 3]\n")
-    words = ("hits", store, "--token-ids", tokens)
-    assert "--page-size" in invoke(*words, exit_code=2).stderr
-    monkeypatch.setenv("HICACHECTL_PAGE_SIZE", "2")
+    words = ("hits", store, "--token-ids", tokens, "--page-size", "2")
     assert invoke(*words).stderr
     monkeypatch.setenv("HICACHECTL_QUIET", "1")
     assert not invoke(*words).stderr
     monkeypatch.setenv("HICACHECTL_QUIET", "0")
     assert invoke(*words).stderr
+    monkeypatch.setenv("HICACHECTL_LIMIT", "0")
+    assert "HICACHECTL_LIMIT: 0 is not in the range" in invoke("verify", store, exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("TP", "--tp"), ("PAGE_SIZE", "--page-size"), ("ENABLE_DP_ATTENTION", "--enable-dp-attention"),
+     ("KV_CACHE_DTYPE", "--kv-cache-dtype")],
+)  # fmt: skip
+def test_flags_of_servers_are_refused_by_name(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, store: Path, name: str, option: str
+) -> None:
+    """An earlier release read them. Commands without the option only have a remark."""
+    monkeypatch.setenv(f"HICACHECTL_{name}", "1")
+    for command in ("hits", "profile"):
+        said = invoke(command, store, exit_code=2).stderr
+        assert (
+            f"HICACHECTL_{name}: flags of servers are no longer read from the environment; unset "
+            f"it, and give {option} or --profile"
+        ) in said
+    assert f"no command reads it; give {option}" in invoke("explain", "missing-pool").stderr
+    monkeypatch.setenv(f"HICACHECTL_{name}", "")
+    invoke("ls", store)
 
 
 def test_options_of_the_program_are_read(
@@ -93,7 +114,6 @@ def test_options_of_the_program_are_read(
             ["ls"],
             "HICACHECTL_ALLOW_LEASES: 'maybe' is not a valid boolean",
         ),
-        ("TP", "0", ["ls"], "HICACHECTL_TP: 0 is not in the range"),
         ("QUIET", "perhaps", ["ls"], "HICACHECTL_QUIET: 'perhaps' is not a valid boolean"),
     ],
 )
@@ -115,7 +135,6 @@ def test_a_wrong_value_names_the_variable_in_one_line(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("PP_PARTITION", "1,x", "HICACHECTL_PP_PARTITION needs --model-config or --server"),
         ("SERVER", "http://h:bad", "HICACHECTL_SERVER: not a URL; give http://host:port"),
         ("PROFILE", "/no/p.toml", "HICACHECTL_PROFILE: /no/p.toml: cannot read: No such file"),
         ("CONFIG", "/no/c.toml", "HICACHECTL_CONFIG: config /no/c.toml: cannot read: No such file"),
@@ -168,15 +187,13 @@ def test_a_profile_of_the_environment_gives_way_to_options_and_replaces_variable
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text("[1, 2, 3]\n")
     monkeypatch.setenv("HICACHECTL_PROFILE", str(profile))
-    monkeypatch.setenv("HICACHECTL_TP", "7")
     words = ("hits", source, "--token-ids", tokens, "--format", "json")
     assert invoke(*words).document["chains"][0]["tokens"] == 3
     said = invoke("ls", source, "--model-config", tmp_path / "config.json", exit_code=2).stderr
     assert "config.json" in said
     assert "cannot be combined" not in said
-    monkeypatch.delenv("HICACHECTL_PROFILE")
-    assert "HICACHECTL_TP needs" in invoke("ls", source, exit_code=2).stderr
-    invoke("ls", source, "--profile", profile)
+    monkeypatch.setenv("HICACHECTL_MODEL_CONFIG", str(tmp_path / "config.json"))
+    assert invoke(*words, "--profile", profile).document["chains"][0]["tokens"] == 3
 
 
 def test_what_a_part_refuses_has_no_effect_from_the_environment(
@@ -228,5 +245,4 @@ def test_print_probe_ignores_the_environment(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HICACHECTL_PROFILE", "prod.toml")
-    monkeypatch.setenv("HICACHECTL_TP", "2")
     assert "SGLang" in invoke("profile", "--print-probe").stdout

@@ -27,7 +27,7 @@ def command(ctx: click.Context, /, shell: str) -> None:
     """Print a script that adds tab completion of hicachectl to a shell.
 
     It completes commands, options and their values, the stores of the config file, and finding
-    codes; also the models and page hashes of STORE, if that is a directory of this host.
+    codes.
     """
     from click.shell_completion import get_completion_class
 

@@ -14,7 +14,7 @@ from hicachectl.cli.commands.parts import (
     reopened_stores,
     run_divided,
 )
-from hicachectl.cli.completions import page_prefixes, store_names
+from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import RememberedWords
@@ -72,9 +72,7 @@ Examples:
 )
 @argument("source", metavar="SRC", shell_complete=store_names)
 @argument("destination", metavar="DST", shell_complete=store_names)
-@in_section(FILTERS)(
-    "--match", "page", metavar="PREFIX", shell_complete=page_prefixes, help="Same as --page."
-)
+@in_section(FILTERS)("--match", "page", metavar="PREFIX", help="Same as --page.")
 @in_section(FILTERS)("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
 @own_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @own_option("--resume", is_flag=True, hidden=True, expose_value=False, help="Has no effect.")

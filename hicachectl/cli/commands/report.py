@@ -19,7 +19,6 @@ from hicachectl.cli.asked import (
     refuse_other_sources,
 )
 from hicachectl.cli.command import CHECKS, in_section, own_option
-from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import RememberedWords, mending_of
@@ -121,7 +120,6 @@ Examples:
 @own_option(
     "--page",
     metavar="PREFIX",
-    shell_complete=page_prefixes,
     help="Show this page in full.  [default: a page with a finding, or the newest]",
 )
 @own_option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")

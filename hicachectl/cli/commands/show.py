@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command, argument
-from hicachectl.cli.completions import page_prefixes
 from hicachectl.cli.options import (
     allow_leases_option,
     grace_option,
@@ -38,7 +37,7 @@ Examples:
 """,
 )
 @store_argument
-@argument("page", metavar="PAGE", shell_complete=page_prefixes)
+@argument("page", metavar="PAGE")
 @grace_option
 @allow_leases_option
 @output_options
