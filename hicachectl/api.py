@@ -37,8 +37,8 @@ from hicachectl.pages.page_lists import PageList
 from hicachectl.pages.selection import Selection
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.requests.chains import Hashing, Requests, requests_of
-from hicachectl.requests.files import Request
 from hicachectl.requests.measuring import HitsReport, HitsRequest, measure_hits
+from hicachectl.requests.reading import Request
 from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.sampling import Sample
 
@@ -192,7 +192,7 @@ def read_requests(path: str | Path, profile: Profile) -> Requests:
 
     profile: states how tokens are hashed. Raises FormatError naming the line, and UsageError.
     """
-    from hicachectl.requests.files import read_requests as read
+    from hicachectl.requests.reading import read_requests as read
 
     requests = requests_of(read(Path(path)), Hashing.of(profile), source=str(path))
     requests.refuse_block_ids("record token ids")

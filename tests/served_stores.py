@@ -15,7 +15,7 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import begin_epoch
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.served import ServedPool
 from hicachectl.backends.urls import parse_url
 from hicachectl.cli.demo_store import PROFILE

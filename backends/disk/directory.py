@@ -20,7 +20,6 @@ from hicachectl.backends.disk.durable import (
     temporary_name,
 )
 from hicachectl.backends.disk.durable import lock as lock_file
-from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.io import (
     OPEN_DIRECTORY,
     UNSUPPORTED,
@@ -28,6 +27,7 @@ from hicachectl.backends.disk.io import (
     read_up_to,
     write_bytes,
 )
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.formats.errors import UnsupportedByBackend, UntrustedError
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.durable import is_named, make_directories
-from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, entries_of
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.tree import (
     FOLDER_NAMES,
     SIDE_DIRECTORY,

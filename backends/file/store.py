@@ -20,10 +20,10 @@ import numpy as np
 from hicachectl.backends.base import Result, Rows, Status, keys_of
 from hicachectl.backends.capabilities import SideFiles, Trailed
 from hicachectl.backends.disk.directory import Directory, Trust
-from hicachectl.backends.disk.files import check_key
 from hicachectl.backends.disk.io import OPEN_DIRECTORY
+from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.object_files.cleared import Epochs
+from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.trailers import NewTrailers

@@ -39,7 +39,7 @@ from hicachectl.backends.capabilities import (
 )
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
-from hicachectl.backends.hf3fs.files import DataFiles, FilePages, PageReader
+from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages, PageReader
 from hicachectl.backends.hf3fs.keys import TableRows, names_of, rows_by_table, table_of_key
 from hicachectl.backends.hf3fs.metadata import MetadataClient
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings, settings_from

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hicachectl.backends.hf3fs.files import open_data_file
+from hicachectl.backends.hf3fs.data_files import open_data_file
 from hicachectl.formats.errors import StoreUnavailable
 
 if TYPE_CHECKING:
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.hf3fs.files import FilePages
+    from hicachectl.backends.hf3fs.data_files import FilePages
     from hicachectl.formats.arrays import IntArray
 
 

@@ -21,13 +21,13 @@ import numpy as np
 
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.disk.io import raise_lost
-from hicachectl.backends.hf3fs.files import CHECK_3FS_MOUNT
+from hicachectl.backends.hf3fs.data_files import CHECK_3FS_MOUNT
 from hicachectl.formats.errors import HicacheError, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from hicachectl.backends.hf3fs.files import DataFiles
+    from hicachectl.backends.hf3fs.data_files import DataFiles
     from hicachectl.backends.hf3fs.metadata import MetadataClient
 
 MOST_RESERVED = 128  # at once; SGLang's STORAGE_BATCH_SIZE

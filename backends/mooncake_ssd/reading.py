@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.base import ReadResult, Status, keys_of
-from hicachectl.backends.disk.files import storable_ns
 from hicachectl.backends.disk.io import fill, raise_lost
+from hicachectl.backends.disk.names import storable_ns
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.mooncake_ssd import has_crc, record_problem
 from hicachectl.formats.wording import failed

@@ -23,7 +23,7 @@ from hicachectl.backends.base import (
 )
 from hicachectl.backends.capabilities import Losing
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.files import storable_ns
+from hicachectl.backends.disk.names import storable_ns
 from hicachectl.backends.mooncake_ssd.index import close_places, open_places, read_index
 from hicachectl.backends.mooncake_ssd.reading import VERSION_FIELDS, Reading
 from hicachectl.backends.urls import MooncakeSsdParams, params_of

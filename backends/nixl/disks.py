@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.backends.disk.durable import make_directories
-from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.io import OPEN_DIRECTORY
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.object_files.listing import (
     LeftOut,
     SkippedEntries,

@@ -8,8 +8,8 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
-from hicachectl.backends.disk.files import check_key
 from hicachectl.backends.disk.io import chunks, copy_bytes, write_all
+from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.reading import open_file
 from hicachectl.backends.object_files.trailers import Verdict, split_key, trailer_in

@@ -11,7 +11,7 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.capabilities import Mover
 from hicachectl.backends.disk import durable
 from hicachectl.backends.disk.durable import move_noreplace
-from hicachectl.backends.disk.files import check_key, check_new_key, version_of
+from hicachectl.backends.disk.names import check_key, check_new_key, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from hicachectl.backends.base import ReadResult, Rows, Status, keys_of
 from hicachectl.backends.capabilities import trailer_schema
-from hicachectl.backends.disk.files import VERSION, are_plain, check_key, version_fields
 from hicachectl.backends.disk.io import fill, read_ahead
+from hicachectl.backends.disk.names import VERSION, are_plain, check_key, version_fields
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
 from hicachectl.backends.object_files.trailers import Verdict, trailer_in
 from hicachectl.formats.errors import UntrustedError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.backends.object_files.faults import Faults
-    from hicachectl.backends.object_files.sizes import MarkedSizes
+    from hicachectl.backends.object_files.markers import MarkedSizes
     from hicachectl.backends.object_files.trailers import TrailerChecks
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import IntArray

@@ -35,16 +35,15 @@ from hicachectl.backends.capabilities import (
 )
 from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.durable import CREATE_FILE, sync_directory
-from hicachectl.backends.disk.files import OWN_PREFIX, check_key
 from hicachectl.backends.disk.io import NO_ROOM, OPEN_DIRECTORY
+from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
 from hicachectl.backends.object_files.faults import Faults, not_writable, unavailable
-from hicachectl.backends.object_files.lister import FileLister
-from hicachectl.backends.object_files.listing import LeftOut
+from hicachectl.backends.object_files.listing import FileLister, LeftOut
+from hicachectl.backends.object_files.markers import MarkedSizes
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import READ_FLAGS, FileReader
-from hicachectl.backends.object_files.sizes import MarkedSizes
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend

@@ -1,4 +1,4 @@
-"""The directories in which a store's files lie."""
+"""The directories in which a store's files lie, and removals of files from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, Trust
-from hicachectl.backends.disk.durable import is_linked, sync_directory, sync_file_system
-from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.durable import (
+    is_linked,
+    move_noreplace,
+    sync_directory,
+    sync_file_system,
+)
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.disk.permissions import give_file
 from hicachectl.formats.errors import UntrustedError
 
@@ -200,3 +205,38 @@ def give_like(folder: int, outer: os.stat_result) -> None:
     give_file(folder, outer.st_uid, outer.st_gid)
     if os.fstat(folder).st_gid == outer.st_gid:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))
+
+
+def remove_seen(
+    objects: ObjectTree,
+    key: bytes,
+    seen: os.stat_result,
+    temporary: bytes,
+    *,
+    used_since: bool,
+) -> bool:
+    """Remove an object's file if it is the one seen; return whether.
+
+    It is taken away first and looked at then, since a writer can replace or touch it at any time: a
+    touch that found the name shows here. used_since: also remove a file that was used since; a
+    stale one must not come back under its name, which would make it new. temporary: an unused name
+    of ours. Raises OSError.
+    """
+    try:
+        here, name = objects.place(key)
+        os.rename(name, temporary, src_dir_fd=here, dst_dir_fd=here)
+    except FileNotFoundError:
+        return False
+    taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
+    same = _state(taken) == _state(seen) and (used_since or taken.st_atime_ns == seen.st_atime_ns)
+    if not same:
+        with suppress(FileExistsError):  # replaced once more
+            move_noreplace(here, temporary, here, name)
+            return False
+    os.unlink(temporary, dir_fd=here)
+    return same
+
+
+def _state(facts: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file is replaced or written, but not when it is renamed."""
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns

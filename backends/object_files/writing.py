@@ -15,22 +15,21 @@ import numpy as np
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
 from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
-from hicachectl.backends.disk.files import OWN_PREFIX, check_key, check_new_key, version_of
 from hicachectl.backends.disk.io import NO_ROOM, write_all, write_bytes
+from hicachectl.backends.disk.names import OWN_PREFIX, check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
-from hicachectl.backends.object_files.cleared import Epochs
+from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import not_writable
 from hicachectl.backends.object_files.listing import SkippedEntries, names_in
 from hicachectl.backends.object_files.reading import READ_FLAGS
-from hicachectl.backends.object_files.removing import remove_seen
+from hicachectl.backends.object_files.tree import remove_seen
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from hicachectl.backends.object_files.faults import Faults
-    from hicachectl.backends.object_files.markers import Marker
-    from hicachectl.backends.object_files.sizes import MarkedSizes
+    from hicachectl.backends.object_files.markers import MarkedSizes, Marker
     from hicachectl.backends.object_files.trailers import NewTrailers
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.layers import Layers
 from hicachectl.backends.urls import without_secrets
 

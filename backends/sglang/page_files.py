@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.disk.io import fill, write_all
 from hicachectl.backends.object_files.epochs import owner_of
-from hicachectl.backends.object_files.removing import remove_seen
+from hicachectl.backends.object_files.tree import remove_seen
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.trailer import (

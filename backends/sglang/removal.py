@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.object_files.epochs import owner_of
-from hicachectl.backends.object_files.removing import remove_seen
+from hicachectl.backends.object_files.tree import remove_seen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,8 +18,8 @@ import numpy as np
 
 from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Trust
-from hicachectl.backends.disk.files import OWN_PREFIX, storable_ns
 from hicachectl.backends.disk.io import entries_of
+from hicachectl.backends.disk.names import OWN_PREFIX, storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
 from hicachectl.formats.objects import PAGE_DIGITS
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.requests.chains import Hashing, Requests
-    from hicachectl.requests.files import PromptTokenizer
+    from hicachectl.requests.reading import PromptTokenizer
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
@@ -47,7 +47,7 @@ def asked_requests(
     the readers of files do.
     """
     from hicachectl.requests.chains import requests_of, requests_of_pages
-    from hicachectl.requests.files import read_page_chains, read_requests
+    from hicachectl.requests.reading import read_page_chains, read_requests
 
     if options["pages"]:
         path = options["pages"]
@@ -95,7 +95,7 @@ def _listed_pages(
     from hicachectl.formats.keys.labels import label_text
     from hicachectl.pages.deployments import profiled_deployment
     from hicachectl.requests.chains import Hashing, requests_of_pages
-    from hicachectl.requests.files import read_page_list
+    from hicachectl.requests.reading import read_page_list
     from hicachectl.text.units import counted
 
     profile, source = request.profile, str(options["pages"])

@@ -113,7 +113,7 @@ def selection_of(
     Raises UsageError for --tag beside --no-tag, and as reading of --pages does.
     """
     from hicachectl.pages.selection import Selection, no_times
-    from hicachectl.requests.files import read_page_list
+    from hicachectl.requests.reading import read_page_list
 
     own = {option.name for option in ctx.command.params if section_of(option) == FILTERS}
     describes = bool(options.get("model_config") or options.get("server"))

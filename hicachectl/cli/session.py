@@ -115,7 +115,7 @@ def store_name(ctx: click.Context, text: str) -> str:
 
 def quarantine_directory(ctx: click.Context, text: str) -> Path:
     """Return the directory of a QUARANTINE argument; of a store, that of its own quarantine."""
-    from hicachectl.backends.disk.files import OWN_PREFIX
+    from hicachectl.backends.disk.names import OWN_PREFIX
     from hicachectl.backends.urls import SIDE_PARAMETER, parse_url
 
     url = parse_url(text, config_of(ctx))

@@ -20,8 +20,8 @@ import msgspec
 from hicachectl.backends.base import keys_of
 from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, present_ns
 from hicachectl.backends.disk.directory import Directory
-from hicachectl.backends.disk.files import OWN_PREFIX
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, write_bytes
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import (
     begin_run,

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, mover_of
-from hicachectl.backends.disk.files import VERSION
+from hicachectl.backends.disk.names import VERSION
 from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import open_run
 from hicachectl.backends.urls import without_secrets

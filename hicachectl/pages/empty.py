@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.files import OWN_PREFIX
+from hicachectl.backends.disk.names import OWN_PREFIX
 from hicachectl.backends.file.folders import folder_of
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable

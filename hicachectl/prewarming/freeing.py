@@ -25,8 +25,8 @@ from hicachectl.prewarming.plan_file import read_plan
 from hicachectl.prewarming.ranking import rank_by_value
 from hicachectl.profiles.acceptance import acceptance_of
 from hicachectl.requests.chains import Hashing, requests_of
-from hicachectl.requests.files import read_requests
 from hicachectl.requests.hits import find_hits
+from hicachectl.requests.reading import read_requests
 from hicachectl.text.units import counted, human_age, human_size
 
 if TYPE_CHECKING:

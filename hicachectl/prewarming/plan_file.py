@@ -19,7 +19,7 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.requests.chains import hex_pages, requests_of_pages
-from hicachectl.requests.files import request_lines
+from hicachectl.requests.reading import request_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.through_server import Prefix
-    from hicachectl.requests.files import Request
+    from hicachectl.requests.reading import Request
 
 _JOBS = 8  # requests under way by default
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.requests.files import Request
     from hicachectl.requests.forest import Forest
+    from hicachectl.requests.reading import Request
 
     Names = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 

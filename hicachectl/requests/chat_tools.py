@@ -13,7 +13,7 @@ from hicachectl.formats.errors import FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from hicachectl.requests.files import Chat
+    from hicachectl.requests.reading import Chat
 
 _ALWAYS = ("description", "name", "parameters")  # null if a request omits the member
 _WHERE_GIVEN = ("strict", "defer_loading")

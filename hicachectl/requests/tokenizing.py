@@ -17,13 +17,13 @@ from hicachectl.formats.documents import parse_json, parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.requests.chat_tools import template_tools
-from hicachectl.requests.files import Chat
+from hicachectl.requests.reading import Chat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from hicachectl.requests.files import Prompt
+    from hicachectl.requests.reading import Prompt
 
 _TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known file has about 40 MB

@@ -29,9 +29,9 @@ from hicachectl.formats.profile import parse_profile
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.requests.chains import Hashing, Requests, hex_pages, requests_of
 from hicachectl.requests.elsewhere import find_elsewhere
-from hicachectl.requests.files import Request, read_requests
 from hicachectl.requests.hit_rows import hit_rows
 from hicachectl.requests.hits import find_hits
+from hicachectl.requests.reading import Request, read_requests
 from hicachectl.requests.suspicion import suspect_hashing
 
 if TYPE_CHECKING:

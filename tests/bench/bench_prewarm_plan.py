@@ -25,7 +25,7 @@ import numpy as np
 from hicachectl.prewarming.ranking import rank_blocks
 from hicachectl.prewarming.value.uses import walk_uses
 from hicachectl.requests.chains import requests_of
-from hicachectl.requests.files import read_requests
+from hicachectl.requests.reading import read_requests
 from tests.bench.warm_replay import clairvoyant, first_uses, part, warmed_tokens
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from hicachectl.prewarming.ranking import rank_blocks
 from hicachectl.prewarming.value.reuse import fit_reuse
 from hicachectl.prewarming.value.uses import walk_uses
 from hicachectl.requests.chains import requests_of
-from hicachectl.requests.files import read_requests
+from hicachectl.requests.reading import read_requests
 from tests.bench.bench_prewarm_plan import CAPACITIES, SPLITS
 from tests.bench.warm_replay import FirstUses, clairvoyant, first_uses, part, warmed_tokens
 

@@ -127,7 +127,7 @@ class State:
         self._translate(made)
 
     def _translate(self, made: dict[Inode, str]) -> None:
-        from hicachectl.backends.disk.files import version_of
+        from hicachectl.backends.disk.names import version_of
 
         versions = {
             inode.version.encode(): version_of(os.stat(path)).hex().encode()  # noqa: PTH116

@@ -81,7 +81,7 @@ def record(
 
 
 def _snapshot(roots: Sequence[Path]) -> tuple[Trees, dict[str, Inode]]:
-    from hicachectl.backends.disk.files import version_of
+    from hicachectl.backends.disk.names import version_of
 
     trees = Trees()
     tops: dict[str, Inode] = {}

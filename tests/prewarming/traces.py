@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hicachectl.requests.chains import Hashing, requests_of
-from hicachectl.requests.files import read_requests
+from hicachectl.requests.reading import read_requests
 
 if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile

@@ -14,8 +14,8 @@ from hicachectl.formats.hashing import namespace_seed, page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.requests import chains
 from hicachectl.requests.chains import requests_of_pages
-from hicachectl.requests.files import read_again
 from hicachectl.requests.forest import name_of, prefix_closed
+from hicachectl.requests.reading import read_again
 from tests import stores
 from tests.prewarming.traces import read_file, trace_of
 

@@ -12,7 +12,7 @@ import pytest
 
 from hicachectl.backends.base import Status, open_store
 from hicachectl.backends.file.store import FileStore
-from hicachectl.backends.object_files.cleared import Epochs
+from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.testing import rows_of
 from hicachectl.formats.profile import dump_profile
 from hicachectl.formats.spec import object_specs

@@ -275,7 +275,7 @@ def _plan_trace(
     from hicachectl.prewarming.ranking import pages_within, rank_blocks
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.chains import Hashing, requests_of
-    from hicachectl.requests.files import read_requests
+    from hicachectl.requests.reading import read_requests
     from hicachectl.text.units import counted
 
     chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)  # refuses --shard and --run
@@ -438,7 +438,7 @@ def _after_pulls(
 ) -> Result:
     """Make servers pull the prefixes that DST has; return the result of the run."""
     from hicachectl.prewarming.pulling import pull
-    from hicachectl.requests.files import read_again
+    from hicachectl.requests.reading import read_again
 
     if servers and outcome.interruption is None:
         for text in outcome.messages:

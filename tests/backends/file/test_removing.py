@@ -9,8 +9,8 @@ import pytest
 
 from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.file.folders import ObjectDirectory
-from hicachectl.backends.object_files import removing
-from hicachectl.backends.object_files.removing import remove_seen
+from hicachectl.backends.object_files import tree
+from hicachectl.backends.object_files.tree import remove_seen
 from tests.stores import OLD, page, put
 
 if TYPE_CHECKING:
@@ -96,6 +96,6 @@ def test_the_newest_of_two_replacements_stays(
         path.write_bytes(b"newest")
         move_noreplace(*names)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(removing, "move_noreplace", late)
+    monkeypatch.setattr(tree, "move_noreplace", late)
     assert not removed(directory, seen)
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"newest"]

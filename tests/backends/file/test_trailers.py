@@ -20,8 +20,7 @@ from hicachectl.backends.capabilities import keeps_digests
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.faults import Faults
-from hicachectl.backends.object_files.markers import Marker
-from hicachectl.backends.object_files.sizes import MarkedSizes
+from hicachectl.backends.object_files.markers import MarkedSizes, Marker
 from hicachectl.backends.testing import ARENA_BYTES, listing, read, rows_of, write
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.identity import Identity

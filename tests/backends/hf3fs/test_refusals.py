@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hicachectl.backends.arena import Arena
-from hicachectl.backends.hf3fs.files import DataFiles, FilePages
+from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages
 from hicachectl.backends.hf3fs.metadata import MetadataClient
 from hicachectl.backends.hf3fs.settings import Hf3fsSettings
 from hicachectl.backends.hf3fs.store import Hf3fsStore

@@ -17,7 +17,7 @@ import pytest
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import Status
 from hicachectl.backends.hf3fs import usrbio as hf3fs_usrbio
-from hicachectl.backends.hf3fs.files import FilePages
+from hicachectl.backends.hf3fs.data_files import FilePages
 from hicachectl.backends.hf3fs.usrbio import RING_ENTRIES, Usrbio, UsrbioReader, find_usrbio
 from hicachectl.backends.testing import read, scanned_rows
 from hicachectl.formats.errors import StoreUnavailable

@@ -18,7 +18,7 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.trailer import TRAILER_BYTES
 from tests.backends.sglang.pages import HostPool

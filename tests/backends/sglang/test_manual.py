@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicachectl.backends.sglang import files, settings
+from hicachectl.backends.sglang import file_pages, settings
 from hicachectl.backends.sglang.settings import parse_settings
 from tests.served_stores import INDEXED, served_by, served_store
 from tests.stores import page
@@ -62,7 +62,7 @@ def test_every_reason_of_a_miss_is_explained() -> None:
     explained = set(
         re.findall(r"[a-z-]+", " ".join(re.findall(r"^\.It .*", section("LOG AND METRICS"), re.M)))
     )
-    assert set(files._DETAILS) <= explained
+    assert set(file_pages._DETAILS) <= explained
     sources = (ROOT / "hicachectl" / "backends" / "sglang").glob("*.py")
     text = "".join(path.read_text() for path in sources)
     used = set(re.findall(r'(?:refused|excluded)\(\s*"([a-z-]+)"', text))

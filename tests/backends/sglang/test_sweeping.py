@@ -21,7 +21,7 @@ from hicachectl.backends.object_files.epochs import (
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.removal import Remover
 from hicachectl.backends.sglang.sweeping import Sweeper, Trusted
 from hicachectl.backends.urls import parse_url

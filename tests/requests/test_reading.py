@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.hashing import page_hashes, page_hashes_hex
-from hicachectl.requests import files as requests
+from hicachectl.requests import reading as requests
 from hicachectl.requests.chains import hex_pages
-from hicachectl.requests.files import (
+from hicachectl.requests.reading import (
     Chat,
     Prompt,
     read_page_chains,

@@ -21,7 +21,7 @@ from hicachectl.backends.sglang import page_files
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.files import FilePages
+from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.keys.base import Ranks
 from hicachectl.formats.keys.file import FileGrammar
