@@ -8,6 +8,7 @@ from typing import Any
 
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.profile import MAX_LAYERS, MAX_LENGTH, above
 from hicachectl.formats.wording import with_next
 
@@ -19,14 +20,7 @@ _ALIASES = {
 }
 # Names under which SGLang serves others (normalize_deepseek_v41_config).
 _RENAMED = {"DeepseekV41ForCausalLM": "DeepseekV4ForCausalLM"}
-# Fields that flags of the server state, and options of the same name.
-_FLAGS = frozenset(
-    {
-        "cp", "dcp", "dsv4_compressed_kv_layout", "dsv4_kv_layout", "enable_multi_layer_eagle",
-        "indexer_dtype", "kv_cache_dtype", "layout", "page_size", "pp", "speculative_algorithm",
-        "speculative_num_steps",
-    }
-)  # fmt: skip
+_FLAGS = frozenset(flag.parameter for flag in OPTIONS)
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
 
 

@@ -18,6 +18,7 @@ from hicachectl.formats.documents import parse_json, shown, storable
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.models.dtypes import stated_kv_dtype
+from hicachectl.formats.models.flag_table import FLAGS
 from hicachectl.formats.models.flags import (
     DeploymentFlags,
     attention_tp,
@@ -31,6 +32,7 @@ from hicachectl.formats.wording import WRITE_PROFILE
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
+    from hicachectl.formats.models.flag_table import Flag
 
 _SOURCE = "server_info"
 
@@ -212,48 +214,35 @@ def _flags(
         page_size=(arguments.count("page_size", 0) or None)
         if launched
         else arguments.count("page_size"),
-        dtype=arguments.text("dtype", "auto"),
-        kv_cache_dtype=arguments.text("kv_cache_dtype", "auto"),
-        layout=arguments.text("hicache_mem_layout") or None,
-        storage_backend=arguments.text("hicache_storage_backend") or None,
-        io_backend=arguments.text("hicache_io_backend", "kernel"),
         tp=arguments.count("tp_size", 1 if launched else None),
         dp=dp,
         enable_dp_attention=attn_dp > 1 or (not attn_dp and arguments.flag("enable_dp_attention")),
-        pp=arguments.count("pp_size", 1),
         pp_partition=_partition(environment.text("SGLANG_PP_LAYER_PARTITION"), arguments.source),
-        cp=arguments.count("attn_cp_size", 1),
-        enable_dsa_cache_layer_split=arguments.flag("enable_dsa_cache_layer_split"),
-        dcp=arguments.count("dcp_size", 1),
         tp_lcm_size=lcm if type(lcm) is int else 0,
         tag=storable(str(extra.get("extra_backend_tag") or "")),
-        speculative_algorithm=arguments.text("speculative_algorithm"),
         prefetch_threshold=max(threshold, 0) if type(threshold) is int else PREFETCH_THRESHOLD,
-        speculative_num_steps=arguments.count("speculative_num_steps", 0),
-        enable_multi_layer_eagle=arguments.flag("enable_multi_layer_eagle"),
-        speculative_draft_kv_cache_dtype=arguments.text("speculative_draft_kv_cache_dtype"),
-        dsa_prefill_backend=arguments.text("dsa_prefill_backend"),
-        dsa_decode_backend=arguments.text("dsa_decode_backend"),
-        disaggregation_mode=arguments.text("disaggregation_mode", "null"),
         mamba_ssm_dtype=environment.text("SGLANG_MAMBA_SSM_DTYPE")
         or arguments.text("mamba_ssm_dtype"),
-        mamba_conv_dtype=environment.text("SGLANG_MAMBA_CONV_DTYPE"),
-        disable_hybrid_swa_memory=arguments.flag("disable_hybrid_swa_memory"),
-        enable_scattered_sconv=arguments.flag("enable_scattered_sconv"),
         indexer_dtype=(
             "fp4"
             if arguments.flag("enable_deepseek_v4_fp4_indexer")
             else arguments.text("qsa_indexer_dtype")
         ),
-        dsv4_attn_backend=arguments.text("dsv4_attn_backend"),
-        dsv4_kv_layout=environment.text("SGLANG_DSV4_KV_LAYOUT"),
-        dsv4_compressed_kv_layout=environment.text("SGLANG_DSV4_COMPRESSED_KV_LAYOUT"),
-        dsv4_compress_state_dtype=environment.text("SGLANG_DSV4_COMPRESS_STATE_DTYPE"),
-        enable_encoder_swa_bounded_replay=arguments.flag("enable_encoder_swa_bounded_replay"),
+        **{flag.field: _stated(flag, arguments, environment) for flag in FLAGS if flag.argument},
         sglang=version,
         resolved=not launched,
         launched=launched,
     )
+
+
+def _stated(flag: Flag, arguments: _Arguments, environment: _Arguments) -> Any:
+    """Return the value that a server states for a flag, or its default."""
+    source = environment if flag.argument.isupper() else arguments
+    if flag.kind == "switch":
+        return source.flag(flag.argument)
+    if flag.kind == "count":
+        return source.count(flag.argument, flag.default)
+    return source.text(flag.argument) or flag.default
 
 
 def _extra_config(arguments: _Arguments) -> Mapping[str, Any]:

@@ -31,11 +31,14 @@ from hicachectl.cli.completions import store_names
 from hicachectl.cli.kept_files import head_of, kept_kind
 from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.sizes import parse_size
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, NEVER
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from hicachectl.formats.models.flag_table import Flag
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -288,6 +291,15 @@ def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
+def _server_flag(flag: Flag) -> Callable[[F], F]:
+    """Return the decorator of the option for a flag of servers."""
+    name = "--" + flag.parameter.replace("_", "-")
+    if flag.kind == "switch":
+        return _server(name, is_flag=True, help=flag.help)
+    types = {"count": click.IntRange(1), "layers": CommaList()}
+    return _server(name, type=types.get(flag.kind), metavar=flag.metavar, help=flag.help)
+
+
 output_option = _output(
     "-o",
     "--output",
@@ -370,103 +382,7 @@ profile_options = stack(
         metavar="DIR|TEXT",
         help="Name the weights of a separate draft model.",
     ),
-    _server(
-        "--served-model-name",
-        metavar="NAME",
-        help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
-    ),
-    _server(
-        "--sglang",
-        metavar="VERSION",
-        help="SGLang release that wrote the store; decides the key grammar.  [default: newest]",
-    ),
-    _server("--page-size", type=click.IntRange(1), metavar="N", help="Tokens per page."),
-    _server(
-        "--kv-cache-dtype",
-        metavar="DTYPE",
-        help="SGLang's --kv-cache-dtype.  [default: auto]",
-    ),
-    _server("--layout", metavar="LAYOUT", help="SGLang's --hicache-mem-layout."),
-    _server("--tp", type=click.IntRange(1), metavar="N", help="Tensor parallel size (--tp-size)."),
-    _server("--dp", type=click.IntRange(1), metavar="N", help="Data parallel size (--dp-size)."),
-    _server(
-        "--enable-dp-attention",
-        is_flag=True,
-        help="SGLang's --enable-dp-attention: attention TP is tp / dp.",
-    ),
-    _server("--pp", type=click.IntRange(1), metavar="N", help="Pipeline parallel size."),
-    _server(
-        "--pp-partition",
-        type=CommaList(),
-        metavar="N,N,…",
-        help="Layers of each pipeline stage.",
-    ),
-    _server("--cp", type=click.IntRange(1), metavar="N", help="Attention context parallel size."),
-    _server(
-        "--enable-dsa-cache-layer-split",
-        is_flag=True,
-        help="SGLang's option: context parallel ranks hold different layers.",
-    ),
-    _server("--dcp", type=click.IntRange(1), metavar="N", help="Decode context parallel size."),
-    _server(
-        "--tp-lcm-size",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Mooncake with split heads: tp_lcm_size, as given to SGLang.",
-    ),
-    _server("--tag", metavar="TAG", help="Mooncake: extra_backend_tag, as given to SGLang."),
-    _server(
-        "--speculative-algorithm",
-        metavar="NAME",
-        help="SGLang's --speculative-algorithm: EAGLE, EAGLE3, …",
-    ),
-    _server(
-        "--speculative-num-steps",
-        type=click.IntRange(1),
-        metavar="N",
-        help="SGLang's option; counts the layers of a draft with one layer for each step.",
-    ),
-    _server(
-        "--enable-multi-layer-eagle",
-        is_flag=True,
-        help="SGLang's option: the draft has one layer for each step.",
-    ),
-    _server(
-        "--dsa-prefill-backend",
-        metavar="NAME",
-        help="SGLang's option; decides the row format of fp8 DSA models.",
-    ),
-    _server(
-        "--dsa-decode-backend",
-        metavar="NAME",
-        help="SGLang's option; see --dsa-prefill-backend.",
-    ),
-    _server(
-        "--indexer-dtype",
-        metavar="NAME",
-        help="Index keys of MiniMax-M3 with fp8 KV, or SGLang's --qsa-indexer-dtype: bfloat16 or "
-        "fp8_e4m3. fp4: SGLang's --enable-deepseek-v4-fp4-indexer.",
-    ),
-    _server(
-        "--dsv4-attn-backend",
-        metavar="NAME",
-        help="SGLang's option; decides the row format of DeepSeek-V4.",
-    ),
-    _server(
-        "--dsv4-kv-layout",
-        metavar="NAME",
-        help="SGLANG_DSV4_KV_LAYOUT of the servers: v4, v41 or v41_new.",
-    ),
-    _server(
-        "--dsv4-compressed-kv-layout",
-        metavar="NAME",
-        help="SGLANG_DSV4_COMPRESSED_KV_LAYOUT of the servers: auto, fp8 or fp4.",
-    ),
-    _server(
-        "--dsv4-compress-state-dtype",
-        metavar="NAME",
-        help="SGLANG_DSV4_COMPRESS_STATE_DTYPE of the servers: float32 or bfloat16.",
-    ),
+    *map(_server_flag, OPTIONS),
     _server(
         "--draft-model-config",
         type=click.Path(path_type=Path),

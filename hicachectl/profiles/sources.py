@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.formats.releases import unknown_release
 from hicachectl.formats.spec import collision_of
@@ -22,21 +23,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
 
-# Options that describe a deployment, and their fields in DeploymentFlags.
-_FLAG_OPTIONS = {
-    "served_model_name": "model",
-    **{
-        name: name
-        for name in (
-            "page_size", "kv_cache_dtype", "layout", "tp", "dp", "enable_dp_attention", "pp",
-            "cp", "enable_dsa_cache_layer_split", "dcp", "tp_lcm_size", "tag",
-            "speculative_algorithm", "speculative_num_steps", "enable_multi_layer_eagle",
-            "dsa_prefill_backend", "dsa_decode_backend", "sglang",
-            "indexer_dtype", "dsv4_attn_backend", "dsv4_kv_layout", "dsv4_compressed_kv_layout",
-            "dsv4_compress_state_dtype",
-        )
-    },
-}  # fmt: skip
+# The options of flags, and their fields in DeploymentFlags.
+_FLAG_OPTIONS = {flag.parameter: flag.field for flag in OPTIONS if flag.kind != "layers"}
 _SOURCES = ("profile_file", "model_config", "server", "launch")
 _MAX_PROFILE_BYTES = 16 << 20  # a profile is kilobytes
 
