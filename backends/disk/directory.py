@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.durable import (
-    CREATE_FILE,
     is_named,
     new_file,
     sync_directory,
@@ -21,7 +20,9 @@ from hicachectl.backends.disk.durable import (
 )
 from hicachectl.backends.disk.durable import lock as lock_file
 from hicachectl.backends.disk.io import (
+    CREATE_FILE,
     OPEN_DIRECTORY,
+    OPEN_FILE,
     UNSUPPORTED,
     entries_of,
     read_up_to,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _OPEN_ENTRY = OPEN_DIRECTORY | os.O_NOFOLLOW
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_OPEN_FILE = OPEN_FILE | os.O_NOCTTY
 _CREATE_FILE = CREATE_FILE & ~os.O_WRONLY | os.O_RDWR
 _NO_LINKS = UNSUPPORTED | {errno.EXDEV, errno.EMLINK}
 _ROOT = 0

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from hicachectl.backends.disk.io import LIBC, OPEN_DIRECTORY, UNSUPPORTED
+from hicachectl.backends.disk.io import CREATE_FILE, LIBC, OPEN_DIRECTORY, UNSUPPORTED
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STDOUT = Path("/dev/stdout")
-CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # NFS locks only files that are open for writing (EBADF); a directory cannot be.
 _NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF, errno.EISDIR}
 _RENAME_NOREPLACE = 1

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Opening a FIFO does not wait for a writer.
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # Errors of a call that the file system lacks, or refuses for these files.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 # Errors of a file system that is itself unreachable: no answer about any file is valid.

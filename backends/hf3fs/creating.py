@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import new_file, sync_name
-from hicachectl.backends.disk.io import write_all
+from hicachectl.backends.disk.io import OPEN_FILE, write_all
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.formats.wording import failed
@@ -143,7 +143,7 @@ def _claim(path: str, tag: str) -> None:
 
 def _read(path: str) -> str | None:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, OPEN_FILE)
     except FileNotFoundError:
         return None
     try:

@@ -24,6 +24,7 @@ import numpy as np
 
 from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.directory import Directory, Trust
+from hicachectl.backends.disk.io import OPEN_FILE
 from hicachectl.backends.disk.names import OWN_PREFIX, VERSION
 from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.objects import PAGE_DIGITS
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import IntArray
 
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_OPEN_SIDE = _OPEN_FILE | os.O_DIRECTORY
+_OPEN_SIDE = OPEN_FILE | os.O_DIRECTORY
 _PREFIX = b"epoch-"
 _TEXT = re.compile(rb"epoch ([1-9][0-9]{0,18}) [^\n]*\n")  # Unix nanoseconds, the suffix
 _MOST_BYTES = 4096
@@ -122,7 +122,7 @@ class _Epoch(NamedTuple):
 
         known: the result of an earlier call, returned if the file is unchanged. Raises OSError.
         """
-        descriptor = os.open(name, _OPEN_FILE, dir_fd=side)
+        descriptor = os.open(name, OPEN_FILE, dir_fd=side)
         try:
             facts = os.fstat(descriptor)
             state = facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns

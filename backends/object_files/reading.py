@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from hicachectl.backends.base import ReadResult, Rows, Status, keys_of
 from hicachectl.backends.capabilities import trailer_schema
-from hicachectl.backends.disk.io import fill, read_ahead
+from hicachectl.backends.disk.io import OPEN_FILE, fill, read_ahead
 from hicachectl.backends.disk.names import VERSION, are_plain, check_key, version_fields
 from hicachectl.backends.disk.permissions import NOBODY, Permissions
 from hicachectl.backends.object_files.trailers import Verdict, trailer_in
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.trailer import Trailer
 
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _VERSION_BYTES = VERSION.size
 _VERSION_FIELDS = VERSION.size // 8
 
@@ -39,11 +38,11 @@ _VERSION_FIELDS = VERSION.size // 8
 def open_file(name: bytes, directory: int) -> int:
     """Open a file for reading, if possible (as its owner) without updating its atime."""
     try:
-        return os.open(name, READ_FLAGS | os.O_NOATIME, dir_fd=directory)
+        return os.open(name, OPEN_FILE | os.O_NOATIME, dir_fd=directory)
     except PermissionError as error:
         if error.errno != errno.EPERM:
             raise
-        return os.open(name, READ_FLAGS, dir_fd=directory)
+        return os.open(name, OPEN_FILE, dir_fd=directory)
 
 
 def read_file(

@@ -34,8 +34,8 @@ from hicachectl.backends.capabilities import (
     Touch,
 )
 from hicachectl.backends.disk.clock import file_system_ns
-from hicachectl.backends.disk.durable import CREATE_FILE, sync_directory
-from hicachectl.backends.disk.io import NO_ROOM, OPEN_DIRECTORY
+from hicachectl.backends.disk.durable import sync_directory
+from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_DIRECTORY, OPEN_FILE
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
@@ -43,7 +43,7 @@ from hicachectl.backends.object_files.faults import Faults, not_writable, unavai
 from hicachectl.backends.object_files.listing import FileLister, LeftOut
 from hicachectl.backends.object_files.markers import MarkedSizes
 from hicachectl.backends.object_files.mover import FileMover
-from hicachectl.backends.object_files.reading import READ_FLAGS, FileReader
+from hicachectl.backends.object_files.reading import FileReader
 from hicachectl.backends.object_files.trailers import TrailerChecks
 from hicachectl.backends.object_files.writing import FileWriter
 from hicachectl.formats.errors import UnsupportedByBackend
@@ -135,7 +135,7 @@ class ObjectFiles(
         """Open a file of each outer directory; a file that this user may not read counts, too."""
         for root in self.objects.roots:
             try:
-                os.close(os.open(name, READ_FLAGS, dir_fd=root))
+                os.close(os.open(name, OPEN_FILE, dir_fd=root))
             except FileNotFoundError:
                 continue
             except PermissionError:

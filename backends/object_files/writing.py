@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
-from hicachectl.backends.disk.durable import CREATE_FILE, move_noreplace
-from hicachectl.backends.disk.io import NO_ROOM, write_all, write_bytes
+from hicachectl.backends.disk.durable import move_noreplace
+from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_FILE, write_all, write_bytes
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import not_writable
 from hicachectl.backends.object_files.listing import SkippedEntries, names_in
-from hicachectl.backends.object_files.reading import READ_FLAGS
 from hicachectl.backends.object_files.tree import remove_seen
 from hicachectl.formats.errors import UntrustedError
 
@@ -270,7 +269,7 @@ class FileWriter:
         if self._objects.sync_file_systems():
             return
         for directory, name in files:
-            descriptor = os.open(name, READ_FLAGS, dir_fd=directory)
+            descriptor = os.open(name, OPEN_FILE, dir_fd=directory)
             try:
                 os.fsync(descriptor)
             finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import move_noreplace, sync_name
-from hicachectl.backends.disk.io import CHECK_MOUNT, write_all
+from hicachectl.backends.disk.io import CHECK_MOUNT, OPEN_FILE, write_all
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     ObjectReader,
@@ -307,7 +307,7 @@ def _created(partial: Path) -> int:
     Raises OSError, and StoreUnavailable if another process writes to the file.
     """
     with suppress(FileNotFoundError):
-        abandoned = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        abandoned = os.open(partial, OPEN_FILE)
         try:
             lock_pack(abandoned, str(partial))
             partial.unlink()

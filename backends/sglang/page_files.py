@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from hicachectl.backends.disk.io import fill, write_all
+from hicachectl.backends.disk.io import CREATE_FILE, OPEN_FILE, fill, write_all
 from hicachectl.backends.object_files.epochs import owner_of
 from hicachectl.backends.object_files.tree import remove_seen
 from hicachectl.formats.errors import FormatError
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.capacity import Capacity
     from hicachectl.backends.sglang.counters import Counters
 
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
-_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MODE = 0o666
 _PROCESS_BYTES = 4  # of the 12 in a token
 _TOUCHED_EVERY_NS = 3600 * 10**9
@@ -305,7 +303,7 @@ class PageFiles:
         trailer = self._trailers.dump(page_hash, digest)
         here, name = self._directory.place_for_new(key)
         temporary = self._temporary(key)
-        descriptor = os.open(temporary, _CREATE_FLAGS, _MODE, dir_fd=here)
+        descriptor = os.open(temporary, CREATE_FILE, _MODE, dir_fd=here)
         try:
             try:
                 call.check()
@@ -343,7 +341,7 @@ class PageFiles:
     def _open(self, page: Page) -> int:
         """Open a page's file for reading."""
         here, name = self._directory.place(page[0])
-        return os.open(name, _READ_FLAGS, dir_fd=here)
+        return os.open(name, OPEN_FILE, dir_fd=here)
 
     def _problem(self, page: Page, facts: os.stat_result, data: bytes) -> str:
         """Return why a file is no page of ours; "" if it is one, whatever its digest.
