@@ -20,12 +20,12 @@ from hicachectl.formats.kinds import kind_names, kind_of, kinds
 from hicachectl.formats.kinds.pool import Pool, StateTensor, default_hit_policy
 from hicachectl.formats.layouts import DTYPE_BYTES, LAYOUTS, UNSTORED_DTYPES
 from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Names
+from hicachectl.formats.releases import NEWEST_SGLANG
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NEWEST_SGLANG = "0.5.23"
 
 PREFETCH_THRESHOLD = (
     256  # SGLang's default (HybridCacheController.parse_storage_backend_extra_config)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hicachectl.formats.errors import ProfileError
 
+NEWEST_SGLANG = "0.5.23"  # the newest release that is known
 _VERSION = re.compile(r"v?([0-9]{1,9}(?:\.[0-9]{1,9})*)(?!\.?[0-9])")
 
 

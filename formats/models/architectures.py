@@ -65,6 +65,7 @@ from hicachectl.formats.models.families.windows import (
     swa,
     swa_or_mha,
 )
+from hicachectl.formats.releases import NEWEST_SGLANG
 from hicachectl.formats.wording import RUN_PROBE, WRITE_PROFILE
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _each(answer: Family | Refusal, *names: str) -> dict[str, Family | Refusal]:
     return dict.fromkeys(names, answer)
 
 
-_UNKNOWN = Refusal("is not an architecture of SGLang 0.5.23", RUN_PROBE)
+_UNKNOWN = Refusal(f"is not an architecture of SGLang {NEWEST_SGLANG}", RUN_PROBE)
 # model_loader/utils.py :: get_model_architecture
 _CHOSEN = Refusal(
     "is what SGLang itself runs other architectures as, and no config.json names it",

@@ -9,13 +9,13 @@ class Flag(NamedTuple):
     """A flag of servers.
 
     field: field of `DeploymentFlags`.
-    argument: field of ServerArgs, or variable of the server's environment, that has its value.
-        Empty where `server_info` derives it from several.
+    argument: field of ServerArgs, or variable of the server's environment, that states it.
     kind: form of the value. `layers` are numbers with commas between them.
     default: value of a server that does not state it.
     help: text of the option; empty for a flag without an option.
     metavar: name of the option's value in the help.
     option: name of the option, without dashes; empty for that of the field.
+    derived: whether `server_info` makes the value from several of these.
     """
 
     field: str
@@ -25,6 +25,7 @@ class Flag(NamedTuple):
     help: str = ""
     metavar: str = "NAME"
     option: str = ""
+    derived: bool = False
 
     @property
     def parameter(self) -> str:
@@ -34,18 +35,22 @@ class Flag(NamedTuple):
 
 # In the order of the help.
 FLAGS = (
-    Flag("model", help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
+    Flag("model", "served_model_name", derived=True,
+         help="Model name, as given to SGLang.  [default: _name_or_path of the config]",
          option="served_model_name"),
     Flag("sglang", metavar="VERSION",
          help="SGLang release that wrote the store; decides the key grammar.  [default: newest]"),
-    Flag("page_size", kind="count", metavar="N", help="Tokens per page."),
+    Flag("page_size", "page_size", derived=True, kind="count", metavar="N",
+         help="Tokens per page."),
     Flag("kv_cache_dtype", "kv_cache_dtype", default="auto", metavar="DTYPE",
          help="SGLang's --kv-cache-dtype.  [default: auto]"),
     Flag("layout", "hicache_mem_layout", default=None, metavar="LAYOUT",
          help="SGLang's --hicache-mem-layout."),
-    Flag("tp", kind="count", metavar="N", help="Tensor parallel size (--tp-size)."),
-    Flag("dp", kind="count", metavar="N", help="Data parallel size (--dp-size)."),
-    Flag("enable_dp_attention", kind="switch",
+    Flag("tp", "tp_size", derived=True, kind="count", metavar="N",
+         help="Tensor parallel size (--tp-size)."),
+    Flag("dp", "dp_size", derived=True, kind="count", metavar="N",
+         help="Data parallel size (--dp-size)."),
+    Flag("enable_dp_attention", "enable_dp_attention", derived=True, kind="switch",
          help="SGLang's --enable-dp-attention: attention TP is tp / dp."),
     Flag("pp", "pp_size", kind="count", default=1, metavar="N", help="Pipeline parallel size."),
     Flag("pp_partition", kind="layers", metavar="N,N,…", help="Layers of each pipeline stage."),

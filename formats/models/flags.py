@@ -11,12 +11,11 @@ from hicachectl.formats.objects import MAX_RANKS
 from hicachectl.formats.profile import (
     MAX_LAYERS,
     MAX_PAGE_SIZE,
-    NEWEST_SGLANG,
     PREFETCH_THRESHOLD,
     above,
     too_many,
 )
-from hicachectl.formats.releases import release_of
+from hicachectl.formats.releases import NEWEST_SGLANG, release_of
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:

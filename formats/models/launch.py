@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
+from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.models.flags import normalised_layout
 from hicachectl.formats.models.refused_flags import refused_flags
 from hicachectl.formats.models.server_info import ServerDeployment, read_deployment
-from hicachectl.formats.profile import NEWEST_SGLANG
+from hicachectl.formats.releases import NEWEST_SGLANG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -112,9 +113,11 @@ class _Values(dict[str, Any]):
         value = super().get(name, default)
         for part, why in self._unknown.items() if isinstance(value, str) else ():
             if part in value:
+                options = (flag.parameter for flag in OPTIONS if flag.argument == name)
+                give = "".join(f" give {flag_of(option)}," for option in options)
                 raise ProfileError(
                     f"{SOURCE}: {flag_of(name)}: {part:.80} is unknown ({why}); write its value in "
-                    f"its place, or {WAYS_OUT}"
+                    f"its place,{give} or {WAYS_OUT}"
                 )
         return value
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.profile import NEWEST_SGLANG
+from hicachectl.formats.releases import NEWEST_SGLANG
 
 if TYPE_CHECKING:
     import argparse

@@ -26,7 +26,8 @@ from hicachectl.formats.models.flags import (
 )
 from hicachectl.formats.models.loading import SETTINGS
 from hicachectl.formats.objects import MAX_RANKS
-from hicachectl.formats.profile import NEWEST_SGLANG, PREFETCH_THRESHOLD, Profile
+from hicachectl.formats.profile import PREFETCH_THRESHOLD, Profile
+from hicachectl.formats.releases import NEWEST_SGLANG
 from hicachectl.formats.transfer import retargeted
 from hicachectl.formats.wording import WRITE_PROFILE
 
@@ -228,7 +229,11 @@ def _flags(
             if arguments.flag("enable_deepseek_v4_fp4_indexer")
             else arguments.text("qsa_indexer_dtype")
         ),
-        **{flag.field: _stated(flag, arguments, environment) for flag in FLAGS if flag.argument},
+        **{
+            flag.field: _stated(flag, arguments, environment)
+            for flag in FLAGS
+            if flag.argument and not flag.derived
+        },
         sglang=version,
         resolved=not launched,
         launched=launched,

@@ -9,6 +9,7 @@ import ast
 import os
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,11 @@ from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
+from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.models.launch import WAYS_OUT, launched_deployment, logged_deployment
-from hicachectl.formats.models.loading import overridden_config
 from hicachectl.formats.models.server_flags import config_arguments, parse_arguments, server_flags
 from hicachectl.formats.wording import failed
-from hicachectl.profiles.server import ServerProfile, flags_with, not_here, read_model_config
+from hicachectl.profiles.server import ServerProfile, described, not_here
 from hicachectl.profiles.shell_words import Command, ScriptReader
 
 if TYPE_CHECKING:
@@ -109,18 +110,22 @@ def _profile_of(
     given: Mapping[str, Any],
 ) -> ServerProfile:
     version = given.get("sglang", "")
+    # What is given may be unknown in the command.
+    replaced = {flag.argument: given[flag.field] for flag in OPTIONS if flag.field in given}
+    replaced.pop("", None)
     if launch.logged is not None:
-        server = logged_deployment(launch.logged, unknown=launch.unknown, version=version)
+        fields = {**launch.logged, **replaced}
+        server = logged_deployment(fields, unknown=launch.unknown, version=version)
     else:
         server = launched_deployment(
-            _stated(launch), launch.environment, unknown=launch.unknown, version=version
+            {**_stated(launch), **replaced},
+            {**launch.environment, **{n: v for n, v in replaced.items() if n.isupper()}},
+            unknown=launch.unknown,
+            version=version,
         )
-    path = model_config or _local_model(launch, server.model_path, "--model-config")
-    draft = draft_model_config
-    if draft is None and server.draft_model_path:
-        draft = _local_model(launch, server.draft_model_path, "--draft-model-config")
-    config = overridden_config(read_model_config(path), server.settings)
-    profile = profile_from_config(config, flags_with(server, draft, given), source=str(path))
+    paths = model_config, draft_model_config
+    config, flags, source = described(server, partial(_local_model, launch), paths, given)
+    profile = profile_from_config(config, flags, source=source)
     notes = [*server.notes]
     if launch.passes_on:
         notes.append("the script passes on arguments of its own, which are not read")

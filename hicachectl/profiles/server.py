@@ -23,6 +23,8 @@ from hicachectl.formats.models.server_info import contradictions_with_layout, fl
 from hicachectl.formats.wording import RUN_PROBE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.server_info import ServerDeployment
     from hicachectl.formats.profile import Profile
@@ -114,14 +116,10 @@ def profile_from_server(
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
-    path = model_config or _local_model(server.model_path, "--model-config")
-    draft = draft_model_config
-    if draft is None and server.draft_model_path:
-        draft = _local_model(server.draft_model_path, "--draft-model-config")
-    flags = flags_with(server, draft, overrides or {})
-    config = overridden_config(read_model_config(path), server.settings)
+    paths = model_config, draft_model_config
+    config, flags, source = described(server, _local_model, paths, overrides or {})
     try:
-        profile = profile_from_config(config, flags, source=str(path))
+        profile = profile_from_config(config, flags, source=source)
     except ProfileError as error:
         why = str(error).removesuffix(f"; {RUN_PROBE}")  # which _told says, too
         raise ProfileError(f"{why}; {_told(flags, replies.layout)}") from error
@@ -165,15 +163,26 @@ def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
     )
 
 
-def flags_with(
-    server: ServerDeployment, draft: Path | None, overrides: Mapping[str, Any]
-) -> DeploymentFlags:
-    """Return a server's flags with its draft's config.
+def described(
+    server: ServerDeployment,
+    locate: Callable[[str, str], Path],
+    configs: tuple[Path | None, Path | None],
+    overrides: Mapping[str, Any],
+) -> tuple[dict[str, Any], DeploymentFlags, str]:
+    """Return the config and the flags that make a server's profile, and the config's path.
 
-    draft: the config, None without one. overrides: fields that replace the server's.
+    locate: returns the directory of a model that the server names. Its second argument is the
+        option that gives the config otherwise.
+    configs: the model's config and the draft's, as options give them.
+    overrides: fields of the flags that replace the server's.
     """
-    config = None if draft is None else read_model_config(draft)
-    return replace(server.flags, draft_model_config=config, **overrides)
+    model, draft = configs
+    model = model or locate(server.model_path, "--model-config")
+    if draft is None and server.draft_model_path:
+        draft = locate(server.draft_model_path, "--draft-model-config")
+    drafted = None if draft is None else read_model_config(draft)
+    flags = replace(server.flags, draft_model_config=drafted, **overrides)
+    return overridden_config(read_model_config(model), server.settings), flags, str(model)
 
 
 def _local_model(model_path: str, option: str) -> Path:

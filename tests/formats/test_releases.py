@@ -11,8 +11,13 @@ import pytest
 
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.file import TEMPORARY_PATTERN
-from hicachectl.formats.profile import NEWEST_SGLANG
-from hicachectl.formats.releases import NEWEST, release_of, sglang_version, unknown_release
+from hicachectl.formats.releases import (
+    NEWEST,
+    NEWEST_SGLANG,
+    release_of,
+    sglang_version,
+    unknown_release,
+)
 from hicachectl.formats.spec import object_specs
 from tests.formats.small_models import kda, mha, mla, profile
 

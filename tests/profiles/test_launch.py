@@ -316,6 +316,13 @@ def test_what_can_hold_any_flag_is_refused(invoke: Invoke, model: Path) -> None:
         assert "give pid:N of the running server, the command as bash -x prints it, or" in said
 
 
+def test_an_option_replaces_an_unknown_flag(invoke: Invoke, model: Path) -> None:
+    line = f"sglang serve {model} {FLAGS} --tp $TP --kv-cache-dtype $DTYPE"
+    assert "write its value in its place, give --tp, or give pid:N" in refused(invoke, line)
+    assert "give --kv-cache-dtype, or" in refused(invoke, line, "--tp", 2)
+    assert profile(invoke, line, "--tp", 2, "--kv-cache-dtype", "fp8_e5m2")["tp"] == 2
+
+
 def test_arguments_of_a_function_are_not_those_of_the_script(invoke: Invoke, model: Path) -> None:
     line = f'sglang serve {model} {FLAGS} "$@"'
     assert "passes on arguments of its own" in invoke("profile", "--launch", line).stderr

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.formats.profile import NEWEST_SGLANG, Profile, dump_profile, parse_profile
-from hicachectl.formats.releases import release_of
+from hicachectl.formats.profile import Profile, dump_profile, parse_profile
+from hicachectl.formats.releases import NEWEST_SGLANG, release_of
 from tests.stores import page, put, put_pages
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.cli.manpages.mdoc import literal_line, sentence_lines, text_line
 from hicachectl.formats.models.architectures import ARCHITECTURES
-from hicachectl.formats.profile import NEWEST_SGLANG
+from hicachectl.formats.releases import NEWEST_SGLANG
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
