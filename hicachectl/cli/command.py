@@ -39,7 +39,7 @@ RESOURCES = "Resources"
 MOONCAKE = "Mooncake"
 PROFILE = "Profile"
 SERVERS = "Server flags"  # with which --model-config and --server build a profile
-_SETTINGS = (OUTPUT, RESOURCES, MOONCAKE, PROFILE)  # whose options have a variable
+_SETTINGS = (OUTPUT, RESOURCES, MOONCAKE, PROFILE)  # their options have a variable
 _SCREEN = 40  # lines of --help
 _NAMED = 3  # options of a section that --help only names
 _COLUMN = 24  # characters of an option's names, else its text is on the next line
@@ -308,7 +308,7 @@ def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> No
     if not value or ctx.resilient_parsing:
         return
     formatter = ctx.make_formatter()
-    assert isinstance(ctx.command, Command)  # which alone has the option
+    assert isinstance(ctx.command, Command)  # no other class has the option
     ctx.command.format_whole_help(ctx, formatter)
     click.echo(formatter.getvalue().rstrip("\n"), color=ctx.color)
     ctx.exit()

@@ -80,7 +80,7 @@ def opened_store(
 def moment_of(store: Store, moment: float | None, *, changes: bool) -> float | None:
     """Return a time of an option in Unix seconds; an age counts by the clock of the store's times.
 
-    moment: from `PointInTime`. changes: see `present_ns`.
+    moment: a result of `PointInTime`. changes: see `present_ns`.
     """
     from hicachectl.backends.capabilities import present_ns
     from hicachectl.text.units import Ago

@@ -1,4 +1,4 @@
-"""Completion in bash, zsh and fish: that of click, with corrections for each shell."""
+"""click's completion in bash, zsh and fish, with corrections for each shell."""
 
 from __future__ import annotations
 

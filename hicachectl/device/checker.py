@@ -61,7 +61,7 @@ class DeviceChecker:
     ) -> None:
         """Allocate all device memory of the run.
 
-        device_bytes: of each device. largest: bytes of the largest object.
+        device_bytes: memory to use on each device. largest: bytes of the largest object.
         falls_back: after a device failure, `examine` returns None instead of raising.
         Raises UsageError if one object does not fit.
         """
@@ -259,7 +259,7 @@ def _named_errors(lane: Lane) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (TritonError, CalledProcessError, OSError) as error:  # from compilers
+    except (TritonError, CalledProcessError, OSError) as error:  # compilers raise these
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise DeviceError(
             f"{lane.device}: cannot build kernels: {reason}; install a C compiler, Python's "

@@ -100,7 +100,7 @@ def slab_size(
 ) -> int:
     """Return the bytes of a slab: up to SLAB_BYTES, but at least the largest object.
 
-    buffer_bytes: of the host arena; the lanes of all devices use at most half of it.
+    buffer_bytes: size of the host arena; the lanes of all devices use at most half of it.
     Raises UsageError if not even one object fits.
     """
     least = _aligned(max(largest, 1))

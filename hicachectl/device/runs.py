@@ -78,7 +78,7 @@ def form_of(expected: ObjectSpec, checker: ValueChecker | None) -> Hashable:
 class ObjectForm:
     """Objects of one form, `step` bytes apart. Thread-safe.
 
-    kernels: of each check that has one; empty without a checker.
+    kernels: kernel of each check that has one; empty without a checker.
     supported: whether all kernels support such objects.
     """
 
@@ -246,7 +246,7 @@ def _capturing(graph: torch.cuda.CUDAGraph, lane: Lane) -> Iterator[None]:
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
     """Stop Python's collector: if it destroys another graph in this thread, the capture ends."""
-    with _CAPTURES:  # of two checkers, the first to end would start the collector too early
+    with _CAPTURES:  # the first of two checkers to end would start the collector too early
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -30,7 +30,8 @@ _NAMED = 3  # weights in a message
 class Expected:
     """Identities of the objects of a profile's servers in one store.
 
-    identities: by affix; empty if the weights are unknown. marked: suffixes with markers.
+    identities: identity of the objects with each affix; empty if the weights are unknown.
+    marked: suffixes with markers.
     unknown: why objects with trailers cannot be compared with identities, else "".
     """
 
@@ -59,7 +60,7 @@ def with_marked_weights(profile: Profile, store: Store) -> Profile:
 def expected_identities(store: Store, profile: Profile | None) -> Expected:
     """Return the identities that a profile's objects must have in a store.
 
-    profile: from `with_marked_weights`.
+    profile: the result of `with_marked_weights`.
     """
     markers = markers_of(store)
     marked = frozenset(marker.suffix for marker in markers)

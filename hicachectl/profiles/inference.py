@@ -34,8 +34,9 @@ _UNRANKED_STATES_SGLANG = "0.5.18"
 def infer_profile(inventory: Inventory, scheme: str, choice: Selection) -> Profile:
     """Return the profile of the one matching deployment: shards, pools and object sizes.
 
-    scheme: of the store's keys. Raises ProfileError like `choose_deployment`, and if a profile
-    cannot describe the objects.
+    scheme: scheme of the store's keys.
+
+    Raises ProfileError like `choose_deployment`, and if a profile cannot describe the objects.
     """
     chosen = choose_deployment(inventory, choice)
     deployment = _seen(inventory, inventory.table.deployments[chosen])
@@ -50,7 +51,7 @@ def with_marked_facts(
     """Return an inferred profile with the facts that all markers of its objects agree on.
 
     Also the names of these facts: weights, draft_weights, layout, page_size, dtype of a pool.
-    scheme: of the store's keys.
+    scheme: scheme of the store's keys.
     """
     suffixes = {spec.affix[1] for spec in object_specs(profile, scheme)}
     found = [one.identity for one in markers if one.suffix in suffixes]

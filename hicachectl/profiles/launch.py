@@ -27,7 +27,8 @@ from hicachectl.profiles.shell_words import Command, ScriptReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_MAX_BYTES = 256 << 10  # of a script, a file of flags or a process's command line
+# Bytes of a script, a file of flags or a process's command line.
+_MAX_BYTES = 256 << 10
 _DEEPEST_SCRIPT = 4  # `bash -c` in `bash -c` …
 _DEEPEST = 64  # nested lists and mappings of YAML
 _MOST_YAML = 4 << 20  # characters, with those that aliases repeat
@@ -482,7 +483,7 @@ def _check_bounds(events: Iterator[Any]) -> None:
 
 
 def _parse_yaml(text: str) -> list[Any]:
-    """Parse YAML documents within bounds: of their depth, and of what aliases repeat."""
+    """Parse YAML documents of bounded depth, whose aliases repeat a bounded text."""
     try:
         import yaml
     except ImportError:
@@ -494,7 +495,7 @@ def _parse_yaml(text: str) -> list[Any]:
     try:
         _check_bounds(yaml.parse(text, loader))
         return list(yaml.load_all(text, loader))
-    except yaml.MarkedYAMLError as error:  # as a text, it has the line, which can have a password
+    except yaml.MarkedYAMLError as error:  # its text has the line, and perhaps a password
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise FormatError(f"not YAML: {line}{error.problem}"[:200]) from error
     except (yaml.YAMLError, ValueError) as error:

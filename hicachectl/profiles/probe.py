@@ -135,7 +135,8 @@ def _allocated(
 ) -> Any:
     """Return a configurator and the pools that it allocates, as ModelRunner has them.
 
-    target: of a draft, the target's runner. depth: of a draft with a runner for each step.
+    target: the target's runner, for a draft. depth: number of the step, for a draft with a runner
+        for each step.
     draft_backend: the attention backend that a worker names for its draft.
     """
     from sglang.srt.configs.model_config import AttentionArch
@@ -487,7 +488,7 @@ def takes_stages(architecture: str) -> bool:
     """Return whether a model has the argument that ModelRunner requires for several stages."""
     model_class, sources = _model_class(architecture)
     forward = getattr(model_class, "forward", None)
-    if forward is None:  # of modules that this machine cannot import, and of factories
+    if forward is None:  # factories, and modules that this machine cannot import, have none
         return "pp_proxy_tensors" in sources
     return "pp_proxy_tensors" in inspect.signature(forward).parameters
 

@@ -81,7 +81,7 @@ def server_service(
 ) -> tuple[HttpService, str]:
     """Return a client of an SGLang server, and the path of its endpoints.
 
-    option: named in messages. api_key, timeout_s: as in `fetch_server`. Raises UsageError for a
+    option: named in messages. api_key, timeout_s: see `fetch_server`. Raises UsageError for a
     malformed URL or key.
     """
     parts = urlsplit(checked_url(url, option))
@@ -121,7 +121,7 @@ def profile_from_server(
     try:
         profile = profile_from_config(config, flags, source=source)
     except ProfileError as error:
-        why = str(error).removesuffix(f"; {RUN_PROBE}")  # which _told says, too
+        why = str(error).removesuffix(f"; {RUN_PROBE}")  # _told says it, too
         raise ProfileError(f"{why}; {_told(flags, replies.layout)}") from error
     warnings = list(server.notes)
     if replies.layout is not None:

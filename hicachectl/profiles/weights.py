@@ -43,7 +43,7 @@ def with_weights(
         except (FormatError, UsageError) as error:
             warn(f"the weights are unknown: {error}")
     if names.get("draft_weights") == names.get("weights", profile.weights):
-        names["draft_weights"] = ""  # as weights
+        names["draft_weights"] = ""  # like weights
     named = replace(profile, **names)
     if named.draft_weights and not named.weights:
         raise UsageError("--draft-weights needs --weights")

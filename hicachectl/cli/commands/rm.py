@@ -369,7 +369,10 @@ def _plan_pages(ctx: click.Context, store: Store, options: dict[str, Any]) -> _R
 
 
 def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | None = None) -> None:
-    """Say what a removal took that ended early. free: of --free, which counts anew in each run."""
+    """Say what a removal took that ended early.
+
+    free: the value of --free, which counts anew in each run.
+    """
     if free is None:
         remark(ctx, f"{text}; run the same command again to remove the others")
         return

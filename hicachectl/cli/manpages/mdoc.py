@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
-RELEASE_DATE = "November 20, 2026"  # of the version in hicachectl/__init__.py
+RELEASE_DATE = "November 20, 2026"  # changes with the version in hicachectl/__init__.py
 
 # A line before its escapes; a break within --to-profile would show as a space.
 _WRAPPER = textwrap.TextWrapper(70, break_on_hyphens=False, break_long_words=False)
