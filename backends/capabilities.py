@@ -418,6 +418,22 @@ class FileTimes(Store):
         """
 
 
+class OtherFiles(Store):
+    """Store in a directory that can have directories and files of others.
+
+    path: path of the directory.
+    """
+
+    path: str
+
+    @abstractmethod
+    def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
+        """Return the names of sub-directories and of other files, without our own.
+
+        objects: the listing of a store without pages. Raises StoreUnavailable.
+        """
+
+
 class SideFiles(Store):
     """Store that can keep side files, which servers ignore: in its directory, unless `Emptied`."""
 

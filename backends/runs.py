@@ -19,11 +19,10 @@ from hicachectl.backends.nixl.disks import NixlDisks
 from hicachectl.backends.nixl.store import NixlStore
 from hicachectl.backends.object_files.store import ObjectFiles
 from hicachectl.backends.object_files.tree import give_like
-from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.pack.store import PackStore
 from hicachectl.backends.urls import StoreUrl, without_secrets
 from hicachectl.formats.documents import parse_json_object
-from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UnfinishedPackError, UsageError
 from hicachectl.formats.forms import convert
 from hicachectl.formats.quarantine import PACK_FILE, RUN_FILE, SIDE
 from hicachectl.formats.wording import failed

@@ -120,11 +120,24 @@ class PackParams(Params, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The store class of a URL scheme, and the parts that its URLs may have."""
+    """The store class of a URL scheme, and the parts that its URLs may have.
 
-    target: str  # "module:Class" of a backends.base.Store, imported when a store is opened
+    target: "module:Class" of a backends.base.Store, imported when a store is opened.
+    params: types of the parameters.
+    host: whether URLs have a host.
+    grammar: key grammar of the stores; "" if each store states its own.
+    directory: whether the path is the directory with the objects.
+    directories: whether the path is a list of directories, separated by commas.
+    archive: whether the path is one file with the objects.
+    """
+
+    target: str
     params: type[Params] = Params
     host: bool = False
+    grammar: str = ""
+    directory: bool = False
+    directories: bool = False
+    archive: bool = False
 
 
 PACK_SUFFIX = ".hcpack"
@@ -132,19 +145,25 @@ PACK_SUFFIX = ".hcpack"
 SIDE_PARAMETER = "side_directory"
 
 SCHEMES = {
-    "file": Scheme("hicachectl.backends.file.store:FileStore", FileParams),
+    "file": Scheme(
+        "hicachectl.backends.file.store:FileStore", FileParams, grammar="file", directory=True
+    ),
     # The path is a prefix: /data/hicache for /data/hicache.0.bin and so on.
-    "hf3fs": Scheme("hicachectl.backends.hf3fs.store:Hf3fsStore", Hf3fsParams),
+    "hf3fs": Scheme("hicachectl.backends.hf3fs.store:Hf3fsStore", Hf3fsParams, grammar="hf3fs"),
     "mooncake": Scheme(
-        "hicachectl.backends.mooncake.store:MooncakeStore", MooncakeParams, host=True
+        "hicachectl.backends.mooncake.store:MooncakeStore",
+        MooncakeParams,
+        host=True,
+        grammar="mooncake",
     ),
     # The directory of one client's SSD offload, or the parent of its rank_* directories.
     "mooncake-ssd": Scheme(
-        "hicachectl.backends.mooncake_ssd.store:MooncakeSsdStore", MooncakeSsdParams
+        "hicachectl.backends.mooncake_ssd.store:MooncakeSsdStore",
+        MooncakeSsdParams,
+        grammar="mooncake",
     ),
-    # The path is a list of directories.
-    "nixl": Scheme("hicachectl.backends.nixl.store:NixlStore", NixlParams),
-    "pack": Scheme("hicachectl.backends.pack.store:PackStore", PackParams),
+    "nixl": Scheme("hicachectl.backends.nixl.store:NixlStore", NixlParams, directories=True),
+    "pack": Scheme("hicachectl.backends.pack.store:PackStore", PackParams, archive=True),
 }
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -205,6 +224,16 @@ class StoreUrl:
     path: str = ""
     host: str = ""
     params: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Scheme:
+        """Facts about the scheme."""
+        return SCHEMES[self.scheme]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories of the path, or the path."""
+        return tuple(self.path.split(",")) if self.kind.directories else (self.path,)
 
     def __str__(self) -> str:
         host = quote(self.host, safe=":[]@,;")
@@ -288,9 +317,9 @@ def is_pack_path(path: str) -> bool:
 def target_of(url: StoreUrl) -> str:
     """Return the "module:Class" that opens a URL: a directory may be a quarantine run."""
     run_file = os.path.join(url.path, SIDE, RUN_FILE)  # noqa: PTH118 - names that are not UTF-8
-    if url.scheme == "file" and os.path.lexists(run_file):
+    if url.kind.directory and os.path.lexists(run_file):
         return _RUN_TARGET
-    return SCHEMES[url.scheme].target
+    return url.kind.target
 
 
 def parse_url(text: str, config: Config | None = None) -> StoreUrl:

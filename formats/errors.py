@@ -16,6 +16,10 @@ class FormatError(HicacheError):
     """Malformed bytes or text: a key, a profile, a catalog, a config."""
 
 
+class UnfinishedPackError(FormatError):
+    """The pack has no trailer: it is being written, or was cut off."""
+
+
 class ProfileError(FormatError):
     """An incomplete, contradictory or unsupported profile, or source of one."""
 

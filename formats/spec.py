@@ -145,6 +145,14 @@ def object_specs(profile: Profile, grammar: str) -> tuple[ObjectSpec, ...]:
     )
 
 
+def page_bytes(profile: Profile) -> int:
+    """Return the bytes of a page on a file store, of all ranks, without trailing pools.
+
+    Raises like `object_specs`.
+    """
+    return sum(spec.nbytes for spec in object_specs(profile, "file") if not spec.trailing)
+
+
 def collision_of(profile: Profile, grammar: str) -> str:
     """Return why ranks of a deployment overwrite each other's objects; "" if they do not.
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from hicachectl.backends.base import Result, Rows, Status, keys_of
-from hicachectl.backends.capabilities import SideFiles, Trailed
+from hicachectl.backends.capabilities import OtherFiles, SideFiles, Trailed
 from hicachectl.backends.disk.directory import Directory, Trust
 from hicachectl.backends.disk.io import OPEN_DIRECTORY
-from hicachectl.backends.disk.names import check_key
-from hicachectl.backends.file.folders import ObjectDirectory
+from hicachectl.backends.disk.names import OWN_PREFIX, check_key
+from hicachectl.backends.file.folders import ObjectDirectory, folder_of
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import unavailable
 from hicachectl.backends.object_files.store import ObjectFiles
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.marker import Marker
 
 
-class FileStore(ObjectFiles, SideFiles, Trailed):
+class FileStore(ObjectFiles, OtherFiles, SideFiles, Trailed):
     """A directory of objects, and its side files."""
 
     grammar = "file"
@@ -115,6 +115,29 @@ class FileStore(ObjectFiles, SideFiles, Trailed):
             if makes:
                 return here.make_directory(SIDE_DIRECTORY, exist_ok=True)
             return here.directory(SIDE_DIRECTORY) if here.has(SIDE_DIRECTORY) else None
+
+    def other_files(self, objects: Any) -> tuple[list[str], list[str]]:
+        """See `OtherFiles`. The folders of a store that has folders are our own."""
+        directories: list[str] = []
+        others: list[str] = []
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    is_directory = entry.is_dir(follow_symlinks=False)
+                    if entry.name == os.fsdecode(OWN_PREFIX) or (
+                        is_directory and self.objects.is_folder(os.fsencode(entry.name))
+                    ):
+                        continue
+                    (directories if is_directory else others).append(entry.name)
+        except OSError as error:
+            next_step = "check that the file system is mounted"
+            raise StoreUnavailable(
+                failed(self.path, "read the directory", error, next_step)
+            ) from error
+        if self.objects.folders:
+            keys = map(os.fsdecode, objects.column("key").to_pylist())
+            others += [key for key in keys if folder_of(os.fsencode(key)) is not None]
+        return directories, others
 
     def trust(self, *, writes: bool) -> Trust:
         """Return the trust of the store's directory."""

@@ -19,7 +19,7 @@ from blake3 import blake3
 from hicachectl.backends.disk.durable import is_named, lock
 from hicachectl.backends.disk.io import fill, write_all
 from hicachectl.backends.urls import is_pack_path
-from hicachectl.formats.errors import FormatError, StoreUnavailable
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UnfinishedPackError
 from hicachectl.formats.pack.index import ENTRIES, read_index, write_index
 from hicachectl.formats.pack.planes import Decoder
 from hicachectl.formats.pack.records import (
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _GIVE_PACK = "give a pack file"
 _HEAD_BYTES = RECORD_BYTES + 256  # enough for one read of a record's head, unless the key is long
-
-
-class UnfinishedPackError(FormatError):
-    """The pack has no trailer: it is being written, or was cut off."""
 
 
 class OtherContentError(FormatError):

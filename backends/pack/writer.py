@@ -23,7 +23,6 @@ from hicachectl.backends.disk.io import NO_ROOM, write_all
 from hicachectl.backends.disk.permissions import Permissions, as_umask_says
 from hicachectl.backends.pack.file import (
     PackEntries,
-    UnfinishedPackError,
     append_index,
     load_pack,
     lock_pack,
@@ -35,6 +34,7 @@ from hicachectl.formats.errors import (
     FormatError,
     ProfileError,
     StoreUnavailable,
+    UnfinishedPackError,
     UnsupportedByBackend,
 )
 from hicachectl.formats.pack.planes import Encoder, PlanMemory

@@ -29,7 +29,7 @@ def open_layers(settings: Settings, draft_weights: str = "") -> Layers:
 
 
 def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, written: bool) -> PageStore:
-    if url.scheme == "file":
+    if url.kind.directory:
         return FilePages(
             url,
             Counters(_name(url)),

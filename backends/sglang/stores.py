@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hicachectl.sglang")
 
-_GRAMMARS = {"mooncake": "mooncake", "hf3fs": "hf3fs"}  # by scheme; a pack states its own
 _SLOT_BYTES = 8 << 20  # or those of one page; larger ones were no faster
 _SLOTS_PER_THREAD = 2  # one for a call, one for a call that hangs
 _OBJECTS_PER_RUN = 128  # as SGLang's batches
@@ -97,8 +96,8 @@ class StorePages(PageStore):
         """
         earlier, self._pools = self._pools, {**self._pools, pool.name: pool}
         try:
-            if self._url.scheme in _GRAMMARS:
-                page_form(_GRAMMARS[self._url.scheme], pool, self._tag)
+            if grammar := self._url.kind.grammar:  # a pack states its own
+                page_form(grammar, pool, self._tag)
         except HicacheError as error:
             self._pools = earlier
             raise ValueError(f"{self.counters.place}: {error}") from None
@@ -156,7 +155,7 @@ class StorePages(PageStore):
             profile = store.recorded_profile()
             grammar, tag = store.grammar, "" if profile is None else profile.tag
         else:
-            grammar, tag = _GRAMMARS[self._url.scheme], self._tag
+            grammar, tag = store.grammar, self._tag
         forms = {pool.name: page_form(grammar, pool, tag) for pool in self._pools.values()}
         if isinstance(store, PageSized):
             objects = [one for form in forms.values() for one in form.objects]

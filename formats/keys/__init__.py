@@ -20,6 +20,11 @@ def grammar_of(name: str) -> Grammar:
     return grammars[name]
 
 
+def grammar_names() -> tuple[str, ...]:
+    """Return the names of all key grammars."""
+    return tuple(_grammars())
+
+
 @cache
 def _grammars() -> dict[str, Grammar]:
     from hicachectl.formats.keys.file import FileGrammar

@@ -23,6 +23,12 @@ Affix = tuple[str, str]  # text of a key before and after its page hash
 Readings = dict[Affix, tuple[Coordinate, ...]]
 
 HALVES = ("k", "v")
+# Unfinished writes of HiCacheFile.set and hicachectl's file store. SGLang 0.5.14 to 0.5.19 append
+# ".tmp.PID.THREAD.UUID" to the object's name; earlier releases write under the name itself.
+TEMPORARY_PATTERN = (
+    r"^(?:\.(?:hicachectl-)?[0-9a-f]{32}\.tmp"
+    r"|[0-9a-f]{64}[._].*\.bin\.tmp\.[0-9]+\.[0-9]+\.[0-9a-f]{32})$"
+)
 FILE_STORE = "use a file store"
 
 
@@ -120,6 +126,7 @@ class Grammar(ABC):
     unequal_halves: whether K and V can differ in size.
     refuses_oversized: whether SGLang treats an object that is too large as a miss; elsewhere it
         reads the start of one.
+    warm_ups: pattern of the keys that servers write when they start; "" if there are none.
     marker: bytes of the object that stands for an anchor without bytes; None without such objects.
     """
 
@@ -131,6 +138,7 @@ class Grammar(ABC):
     has_tag: ClassVar[bool] = False
     unequal_halves: ClassVar[bool] = False
     refuses_oversized: ClassVar[bool] = False
+    warm_ups: ClassVar[str] = ""
     marker: ClassVar[int | None] = None
 
     @abstractmethod

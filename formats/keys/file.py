@@ -30,13 +30,6 @@ _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")
 
-# Unfinished writes of HiCacheFile.set and hicachectl's file store. SGLang 0.5.14 to 0.5.19 append
-# ".tmp.PID.THREAD.UUID" to the object's name; earlier releases write under the name itself.
-TEMPORARY_PATTERN = (
-    r"^(?:\.(?:hicachectl-)?[0-9a-f]{32}\.tmp"
-    r"|[0-9a-f]{64}[._].*\.bin\.tmp\.[0-9]+\.[0-9]+\.[0-9a-f]{32})$"
-)
-
 
 class FileGrammar(Grammar):
     """HiCacheFile's file names."""

@@ -59,6 +59,7 @@ class MooncakeGrammar(Grammar):
     has_tag = True
     unequal_halves = True
     refuses_oversized = True
+    warm_ups = WARM_UP_PATTERN
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:
         """See `Grammar`."""

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.findings import findings, object_findings
-from hicachectl.formats.keys.file import TEMPORARY_PATTERN
-from hicachectl.formats.keys.mooncake import WARM_UP_PATTERN
+from hicachectl.formats.keys.base import TEMPORARY_PATTERN
 from hicachectl.formats.keys.table import pages_of
 from hicachectl.pages.ambiguity import ambiguous_affixes, remedy
 from hicachectl.pages.listing import key_text
@@ -80,10 +79,10 @@ def cleared_objects(inventory: Inventory, rows: IntArray, grace_start_ns: int) -
 def _foreign(inventory: Inventory, rows: IntArray, grace_start_ns: int) -> Iterator[pa.Table]:
     objects = inventory.take(rows, ["key", "mtime_ns"])
     keys = objects.column("key")
-    temporary, warm_up = (
-        pc.match_substring_regex(keys, pattern).to_numpy()
-        for pattern in (TEMPORARY_PATTERN, WARM_UP_PATTERN)
-    )
+    temporary = pc.match_substring_regex(keys, TEMPORARY_PATTERN).to_numpy()
+    warm_up, grammar = np.zeros(len(keys), dtype=np.bool_), inventory.table.grammar
+    if grammar.warm_ups:
+        warm_up = pc.match_substring_regex(keys, grammar.warm_ups).to_numpy()
     stale = stale_temporaries(objects, grace_start_ns).to_numpy(zero_copy_only=False)
     for code, chosen, detail in (
         (
@@ -92,7 +91,7 @@ def _foreign(inventory: Inventory, rows: IntArray, grace_start_ns: int) -> Itera
             "temporary file of an unfinished write; no server reads the file, so removing it is "
             "safe",
         ),
-        ("foreign-object", warm_up, "warm-up key of a Mooncake client, not a page"),
+        ("foreign-object", warm_up, f"warm-up key of a {grammar.title} client, not a page"),
         (
             "foreign-object",
             ~(temporary | warm_up),

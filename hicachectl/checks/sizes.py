@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.checks.codes import DESPITE, REFUSED_WHOLE
 from hicachectl.checks.findings import deployment_findings, object_findings
+from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.text.units import minute, written_between
@@ -200,8 +201,7 @@ def _ratios_by_pool(table: AffixTable) -> dict[int, _Ratios]:
 
 def oversized_rule(grammar: str) -> str | None:
     """Return the severity rule of oversized objects, by the grammar of their keys."""
-    # SGLang reads the start of an oversized file; Mooncake refuses such an object: a miss.
-    return REFUSED_WHOLE if grammar == "mooncake" else None
+    return REFUSED_WHOLE if grammar_of(grammar).refuses_oversized else None
 
 
 def _difference(actual: IntArray, expected: IntArray) -> pa.Array:

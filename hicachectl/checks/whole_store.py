@@ -56,7 +56,7 @@ def check_other_deployments(given: CheckSums) -> Iterator[pa.Table]:
     found = [
         (number, deployment)
         for number, deployment in enumerate(table.deployments)
-        if number and tally.states[number].any() and same_model(deployment, own, table.grammar.name)
+        if number and tally.states[number].any() and same_model(deployment, own, table.grammar)
     ]
     yield deployment_findings(
         "other-deployment",

@@ -121,7 +121,7 @@ def quarantine_directory(ctx: click.Context, text: str) -> Path:
     url = parse_url(text, config_of(ctx))
     if SIDE_PARAMETER in url.params:
         directory = side = Path(url.params[SIDE_PARAMETER])
-    elif url.scheme == "file":
+    elif url.kind.directory:
         directory = Path(url.path)
         side = directory / OWN_PREFIX.decode()
     else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray, IntArray
-    from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.profile import Profile
     from hicachectl.move.routes import Route
     from hicachectl.move.survey import Objects, Survey
@@ -237,24 +237,26 @@ def _refuse_other_topology(
                 "another topology or dtype wrote them; remove them (hicachectl rm), or give "
                 "another --to-tag or --to-model"
             )
-    if grammar == "mooncake":
-        _refuse_further_ranks(store, route, affixes, grammar)
+    spoken = grammar_of(grammar)
+    if spoken.has_tag:  # only a tag tells deployments of several TP sizes apart
+        _refuse_further_ranks(store, route, affixes, spoken)
 
 
-def _refuse_further_ranks(store: Store, route: Route, affixes: list[Affix], grammar: str) -> None:
+def _refuse_further_ranks(
+    store: Store, route: Route, affixes: list[Affix], grammar: Grammar
+) -> None:
     coordinates = [target.coordinate for target in route.targets]
     own = {(c.names, c.pool, c.part) for c in coordinates}
     ranks = {c.shard.tp_rank for c in coordinates if c.shard.tp_rank is not None}
     if not ranks:
         return
-    codec = grammar_of(grammar)
     for affix in affixes:
-        for reading in codec.readings(*affix)[:1]:
+        for reading in grammar.readings(*affix)[:1]:
             rank = reading.shard.tp_rank
             shared = (reading.names, reading.pool, reading.part) in own
             if shared and rank is not None and rank > max(ranks):
                 raise ProfileError(
                     f"{store.url}: already has objects of TP rank {rank} of {reading.names.model}, "
-                    f"but the new TP size is {max(ranks) + 1}: Mooncake keys carry no TP size, so "
-                    "both would share keys; remove them (hicachectl rm), or give another --to-tag"
+                    f"but the new TP size is {max(ranks) + 1}: {grammar.title} keys carry no TP "
+                    "size, so both would share keys; remove them (hicachectl rm), or give another --to-tag"
                 )

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from hicachectl.backends.disk.clock import file_system_ns
-from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import open_run
-from hicachectl.formats.errors import FormatError, UntrustedError
+from hicachectl.formats.errors import FormatError, UnfinishedPackError, UntrustedError
 from hicachectl.formats.quarantine import PURGED
 from hicachectl.formats.wording import reason_of
 from hicachectl.move.quarantine import (

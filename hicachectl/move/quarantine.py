@@ -22,7 +22,6 @@ from hicachectl.backends.capabilities import Emptied, SideFiles, Trailed, presen
 from hicachectl.backends.disk.directory import Directory
 from hicachectl.backends.disk.io import OPEN_DIRECTORY, write_bytes
 from hicachectl.backends.disk.names import OWN_PREFIX
-from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import (
     begin_run,
     make_run_folder,
@@ -30,7 +29,7 @@ from hicachectl.backends.runs import (
     open_run_folder,
     read_run,
 )
-from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
+from hicachectl.formats.errors import FormatError, StoreUnavailable, UnfinishedPackError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.quarantine import (
     FINDINGS_FILE,
@@ -96,7 +95,7 @@ class Quarantine:
             return cls(store=store)
         url = parse_url(quarantine)
         path = Path(url.path)
-        if url.scheme != "file" or (path.exists() and not path.is_dir()):
+        if not url.kind.directory or (path.exists() and not path.is_dir()):
             raise UsageError(f"--quarantine {quarantine}: not a local directory; give another path")
         if isinstance(store, Emptied):
             store.refuse_inside(path, f"--quarantine {quarantine}")

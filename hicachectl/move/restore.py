@@ -12,10 +12,9 @@ import pyarrow.compute as pc
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, mover_of
 from hicachectl.backends.disk.names import VERSION
-from hicachectl.backends.pack.file import UnfinishedPackError
 from hicachectl.backends.runs import open_run
 from hicachectl.backends.urls import without_secrets
-from hicachectl.formats.errors import UsageError
+from hicachectl.formats.errors import UnfinishedPackError, UsageError
 from hicachectl.formats.objects import ANCHOR, PAGE_DIGITS, Names
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.disk.names import OWN_PREFIX
-from hicachectl.backends.file.folders import folder_of
-from hicachectl.backends.file.store import FileStore
-from hicachectl.formats.errors import EmptyStore, StoreUnavailable
+from hicachectl.backends.capabilities import OtherFiles
+from hicachectl.formats.errors import EmptyStore
 from hicachectl.formats.quarantine import is_quarantine
-from hicachectl.formats.wording import failed, with_next
+from hicachectl.formats.wording import with_next
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,7 +29,7 @@ def refuse_empty(store: Store, objects: pa.Table) -> None:
 
 def _contents(store: Store, objects: pa.Table) -> str:
     """Return what a store without pages has, and the next step; "" if it has nothing."""
-    if not isinstance(store, FileStore):
+    if not isinstance(store, OtherFiles):
         keys = objects.column("key")
         if not len(keys):
             return ""
@@ -40,7 +38,7 @@ def _contents(store: Store, objects: pa.Table) -> str:
             f"{store.url} has no pages, only other objects ({len(keys)}), such as {first}; "
             "hicachectl verify --allow-empty describes them"
         )
-    directories, others = _entries(store, objects)
+    directories, others = store.other_files(objects)
     if is_quarantine(store.path, directories):
         return (
             f"{store.path} is a quarantine, not a store; each run in it is one; put its pages back "
@@ -73,30 +71,3 @@ def _cleared(objects: pa.Table) -> list[bytes]:
         objects.filter(objects.column("cleared_ns").is_valid()).column("key").to_pylist()
     )
     return keys
-
-
-def _entries(store: FileStore, objects: pa.Table) -> tuple[list[str], list[str]]:
-    """Return the names in a directory, except our own: sub-directories, and the rest.
-
-    The folders of a store that has folders are our own; the listing names their files.
-    """
-    directories: list[str] = []
-    others: list[str] = []
-    try:
-        with os.scandir(store.path) as entries:
-            for entry in entries:
-                is_directory = entry.is_dir(follow_symlinks=False)
-                if entry.name == os.fsdecode(OWN_PREFIX) or (
-                    is_directory and store.objects.is_folder(os.fsencode(entry.name))
-                ):
-                    continue
-                (directories if is_directory else others).append(entry.name)
-    except OSError as error:
-        next_step = "check that the file system is mounted"
-        raise StoreUnavailable(
-            failed(store.path, "read the directory", error, next_step)
-        ) from error
-    if store.objects.folders:
-        keys = map(os.fsdecode, objects.column("key").to_pylist())
-        others += [key for key in keys if folder_of(os.fsencode(key)) is not None]
-    return directories, others

@@ -9,6 +9,7 @@ from hicachectl.formats.objects import AXES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from hicachectl.formats.keys.base import Grammar
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.deployments import Deployment
 
@@ -93,14 +94,13 @@ def _ranks_text(deployment: Deployment, own: Deployment) -> str:
     return " ".join(found) or "other keys"
 
 
-def same_model(deployment: Deployment, own: Deployment, scheme: str) -> bool:
+def same_model(deployment: Deployment, own: Deployment, grammar: Grammar) -> bool:
     """Return whether a deployment has the model of `own`.
 
-    scheme: scheme of the keys.
-    Without a profile, the tag of Mooncake keys is a part of the model's name.
+    Without a profile, the tag in keys is a part of the model's name.
     """
     theirs, ours = deployment.names.model, own.names.model
-    return theirs == ours or (scheme == "mooncake" and theirs.endswith(f"_{ours}"))
+    return theirs == ours or (grammar.has_tag and theirs.endswith(f"_{ours}"))
 
 
 def listed(texts: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hicachectl.formats.keys import grammar_of
 from hicachectl.pages.empty import describe_empty
 from hicachectl.pages.groups import PageGroups
 from hicachectl.text.units import counted, human_age
@@ -95,7 +96,7 @@ def _listed(what: str, found: Iterable[tuple[Any, int]]) -> str:
 
 
 def _no_tags(store: Store, groups: PageGroups) -> str:
-    if store.grammar != "mooncake":
+    if not grammar_of(store.grammar).has_tag:
         return f"keys of {store.grammar} stores have no tag"
     if any(deployment.profile is not None for deployment in groups.deployments):
         return "no key in the store has a tag"

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.spec import object_specs
+from hicachectl.formats.spec import page_bytes
 from hicachectl.prewarming.value.reuse import reuse_values
 from hicachectl.prewarming.value.uses import Uses, walk_uses
 from hicachectl.requests.forest import prefix_closed
@@ -96,8 +96,7 @@ def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
         raise UsageError("--budget: block ids have no size; give --budget-pages")
     if profile is None:
         raise UsageError("--budget: page sizes need a profile; give --profile, or --budget-pages")
-    objects = object_specs(profile, "file")
-    page = sum(found.nbytes for found in objects if not found.trailing)
+    page = page_bytes(profile)
     if not page:
         raise UsageError("--budget: the profile does not give a page's bytes; give --budget-pages")
     return budget // page

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.keys.file import TEMPORARY_PATTERN
+from hicachectl.formats.keys.base import TEMPORARY_PATTERN
 from hicachectl.formats.releases import (
     NEWEST,
     NEWEST_SGLANG,

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hicachectl.backends.pack.file import (
     ObjectReader,
     RecordPlace,
-    UnfinishedPackError,
     load_pack,
     read_header,
 )
 from hicachectl.backends.pack.recovery import walk
-from hicachectl.formats.errors import FormatError
+from hicachectl.formats.errors import FormatError, UnfinishedPackError
 from hicachectl.formats.pack.records import HEADER_BYTES
 from tests.power.crash_states import Kind
 from tests.power.migration_writers import Migration

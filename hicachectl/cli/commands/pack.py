@@ -117,7 +117,7 @@ def _path(ctx: click.Context, pack: str) -> str:
     from hicachectl.backends.urls import parse_url
 
     url = parse_url(pack, config_of(ctx))
-    if url.scheme not in ("file", "pack"):
+    if not (url.kind.archive or url.kind.directory):
         raise click.UsageError(f"{pack}: this is a {url.scheme} store; give the file of a pack")
     return url.path
 

@@ -228,8 +228,7 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
 
     url = parse_url(store, config_of(ctx))
     place = Path(os.path.realpath(output))
-    directories = url.path.split(",") if url.scheme == "nixl" else [url.path]
-    if any(path and place.is_relative_to(os.path.realpath(path)) for path in directories):
+    if any(path and place.is_relative_to(os.path.realpath(path)) for path in url.paths):
         raise UsageError(f"{output}: lies in the store; name a file in another directory")
     if not place.is_file() or output == STDOUT:
         return
