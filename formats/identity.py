@@ -114,12 +114,12 @@ def differences(found: Identity, expected: Identity) -> str:
 
 
 @lru_cache(maxsize=8)
-def profile_identities(profile: Profile, scheme: str) -> Mapping[Affix, Identity]:
+def profile_identities(profile: Profile, grammar: str) -> Mapping[Affix, Identity]:
     """Return the identity of the objects of each affix, as far as the profile tells.
 
     Raises like `spec.object_specs`.
     """
-    found = {spec.affix: object_identity(profile, spec) for spec in object_specs(profile, scheme)}
+    found = {spec.affix: object_identity(profile, spec) for spec in object_specs(profile, grammar)}
     return {affix: identity for affix, identity in found.items() if identity is not None}
 
 

@@ -62,7 +62,7 @@ def transfer_plan(
 ) -> TransferPlan:
     """Plan the transfer of a page between two deployments.
 
-    Grammars are the schemes of `object_specs`. Raises UnsupportedByBackend, ProfileError or
+    Grammars are names, as for `object_specs`. Raises UnsupportedByBackend, ProfileError or
     UsageError if a page cannot be transferred whole.
     """
     sources = object_specs(source, source_grammar)

@@ -100,6 +100,7 @@ class FilePages(PageStore):
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None
         self._files: dict[str, PageFiles] = {}
+        self._suffixes: dict[str, bytes] = {}  # ends of the file names, by pool
 
     def add(self, pool: ServedPool) -> None:
         """Serve a pool. Raises ValueError, on all ranks alike.
@@ -114,6 +115,7 @@ class FilePages(PageStore):
                 f"{sizes}; remove the key"
             )
         self._pools[pool.name] = pool
+        self._suffixes[pool.name] = FileGrammar().affix(pool.coordinate)[1].encode()
 
     def exists(self, pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
         """Return which pages have a file of our identity and of the right length."""
@@ -222,7 +224,7 @@ class FilePages(PageStore):
         done = [False] * len(pages)
         other = "unwritable" if workers is self._writers else "unreadable"
         try:
-            left = enumerate(named(pages, _suffix(pool)))  # shared by the threads
+            left = enumerate(named(pages, self._suffixes[pool.name]))  # shared by the threads
         except ValueError as error:
             self.counters.refused(other, str(error), len(pages))
             return done
@@ -281,7 +283,7 @@ class FilePages(PageStore):
             self._begin(self._directory)
         if self._clears != self._cleared:
             clears = self._clears
-            own = [_suffix(pool) for pool in self._pools.values() if pool.writes]
+            own = [self._suffixes[pool.name] for pool in self._pools.values() if pool.writes]
             begin_epoch(self._directory, own)
             self._cleared = clears
 
@@ -297,7 +299,7 @@ class FilePages(PageStore):
 
     def _begin(self, directory: ObjectDirectory) -> None:
         """Write the markers, and serve all pools from now on."""
-        suffixes = {_suffix(pool): pool.name == ANCHOR for pool in self._written()}
+        suffixes = {self._suffixes[pool.name]: pool.name == ANCHOR for pool in self._written()}
         if self._capacity is None or not self._capacity.suffixes >= suffixes.keys():
             self._close_capacity()
             self._capacity = Capacity(
@@ -311,7 +313,7 @@ class FilePages(PageStore):
         trust = Trust(os.fstat(directory.descriptor), writes=True)
         with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
             for pool in self._written():
-                suffix = _suffix(pool).decode()
+                suffix = self._suffixes[pool.name].decode()
                 write_marker(here, Marker(suffix, pool.nbytes, pool.identity, self._digest))
         self._files = {
             pool.name: PageFiles(
@@ -322,7 +324,7 @@ class FilePages(PageStore):
 
     def _form(self, pool: ServedPool) -> Form:
         return Form(
-            suffix=_suffix(pool),
+            suffix=self._suffixes[pool.name],
             nbytes=pool.nbytes,
             identity=pool.identity.hash(),
             name=trailer_name(pool.name, pool.coordinate.part),
@@ -349,11 +351,6 @@ class FilePages(PageStore):
             (own_page,) = named([page], own.form.suffix)
             if own.remove(own_page, found):
                 self.counters.count("removed")
-
-
-def _suffix(pool: ServedPool) -> bytes:
-    """Return the end of a pool's file names, after the page hash."""
-    return FileGrammar().affix(pool.coordinate)[1].encode()
 
 
 def _may_change(directory: ObjectDirectory) -> bool:

@@ -258,5 +258,6 @@ def _refuse_further_ranks(
                 raise ProfileError(
                     f"{store.url}: already has objects of TP rank {rank} of {reading.names.model}, "
                     f"but the new TP size is {max(ranks) + 1}: {grammar.title} keys carry no TP "
-                    "size, so both would share keys; remove them (hicachectl rm), or give another --to-tag"
+                    "size, so both would share keys; remove them (hicachectl rm), or give another "
+                    "--to-tag"
                 )

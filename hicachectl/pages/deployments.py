@@ -199,9 +199,9 @@ def make_table(
 
 
 @lru_cache(maxsize=8)
-def profiled_deployment(profile: Profile, scheme: str) -> Deployment:
-    """Return the deployment of a profile, under a key scheme."""
-    specs = object_specs(profile, scheme)
+def profiled_deployment(profile: Profile, grammar: str) -> Deployment:
+    """Return the deployment of a profile, under a key grammar."""
+    specs = object_specs(profile, grammar)
     return Deployment(specs[0].coordinate.names, profile, specs)
 
 

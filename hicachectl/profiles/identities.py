@@ -74,16 +74,16 @@ def expect_identities(store: Store, profile: Profile | None) -> None:
         store.expect_identities(_known(profile, store.grammar))
 
 
-def _known(profile: Profile | None, scheme: str) -> Mapping[Affix, Identity]:
+def _known(profile: Profile | None, grammar: str) -> Mapping[Affix, Identity]:
     if profile is None or profile.inferred or not profile.weights:
         return {}
-    return profile_identities(profile, scheme)
+    return profile_identities(profile, grammar)
 
 
-def _agreeing(profile: Profile, scheme: str, markers: Iterable[Marker]) -> list[tuple[str, str]]:
+def _agreeing(profile: Profile, grammar: str, markers: Iterable[Marker]) -> list[tuple[str, str]]:
     """Return weights and draft weights of the markers that agree in everything else, sorted."""
     found: dict[str, set[str]] = defaultdict(set)
-    for spec, marker in _paired(profile, scheme, markers):
+    for spec, marker in _paired(profile, grammar, markers):
         facts = marker.identity
         if object_identity(_named(profile, facts.weights, facts.draft_weights), spec) == facts:
             found[facts.weights] |= {facts.draft_weights} - {""}
@@ -96,10 +96,10 @@ def _named(profile: Profile, weights: str, draft_weights: str) -> Profile:
 
 
 def _paired(
-    profile: Profile, scheme: str, markers: Iterable[Marker]
+    profile: Profile, grammar: str, markers: Iterable[Marker]
 ) -> Iterable[tuple[ObjectSpec, Marker]]:
     """Yield each marker with the spec whose keys it is about."""
-    specs = {spec.affix: spec for spec in object_specs(profile, scheme)}
+    specs = {spec.affix: spec for spec in object_specs(profile, grammar)}
     for marker in markers:
         if (spec := specs.get(("", marker.suffix))) is not None:
             yield spec, marker

@@ -31,29 +31,28 @@ _OTHER_SOURCES = "give --profile, --server, or --model-config with the server's 
 _UNRANKED_STATES_SGLANG = "0.5.18"
 
 
-def infer_profile(inventory: Inventory, scheme: str, choice: Selection) -> Profile:
+def infer_profile(inventory: Inventory, grammar: str, choice: Selection) -> Profile:
     """Return the profile of the one matching deployment: shards, pools and object sizes.
 
-    scheme: scheme of the store's keys.
-
+    grammar: key grammar of the store.
     Raises ProfileError like `choose_deployment`, and if a profile cannot describe the objects.
     """
     chosen = choose_deployment(inventory, choice)
     deployment = _seen(inventory, inventory.table.deployments[chosen])
     profile = _profile(deployment)
-    _check_says_all(profile, deployment, scheme)
+    _check_says_all(profile, deployment, grammar)
     return profile
 
 
 def with_marked_facts(
-    profile: Profile, markers: Iterable[Marker], scheme: str
+    profile: Profile, markers: Iterable[Marker], grammar: str
 ) -> tuple[Profile, list[str]]:
     """Return an inferred profile with the facts that all markers of its objects agree on.
 
     Also the names of these facts: weights, draft_weights, layout, page_size, dtype of a pool.
-    scheme: scheme of the store's keys.
+    grammar: key grammar of the store.
     """
-    suffixes = {spec.affix[1] for spec in object_specs(profile, scheme)}
+    suffixes = {spec.affix[1] for spec in object_specs(profile, grammar)}
     found = [one.identity for one in markers if one.suffix in suffixes]
     stated: dict[str, Any] = {}
     for name in ("weights", "draft_weights", "layout", "page_size"):
@@ -223,9 +222,9 @@ def _place(spec: ObjectSpec) -> str:
     return " ".join(texts) or (spec.coordinate.part or "every rank")
 
 
-def _check_says_all(profile: Profile, deployment: Deployment, scheme: str) -> None:
+def _check_says_all(profile: Profile, deployment: Deployment, grammar: str) -> None:
     """Raise ProfileError if the profile does not expect exactly the objects seen on each rank."""
-    expected = {e.coordinate for e in object_specs(profile, scheme)}
+    expected = {e.coordinate for e in object_specs(profile, grammar)}
     for spec in deployment.specs:
         if spec.coordinate not in expected:
             raise ProfileError(
