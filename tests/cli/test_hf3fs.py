@@ -114,7 +114,7 @@ def test_a_report_has_values_but_no_times(invoke: Invoke, place: Place, tmp_path
     assert "sizes: could not run: see the remarks" in text
     assert "The store lists no sizes for some objects, so objects are counted." in text
     assert "24 in objects of unknown size" in text
-    assert "keys without a model: 6 pages" in text
+    assert "keys without a model name: 6 pages" in text
     assert "Several sizes" not in text
 
 
