@@ -142,7 +142,7 @@ def served_store(
 
 
 def age(directory: Path, pages: Collection[str] | None = None) -> None:
-    """Give objects of these pages, or of all, old times, so that none is in flight.
+    """Give the objects old times, so that no page is in flight. pages: None: of all pages.
 
     Setting a file's times renews its ctime, which would bring back what a server has cleared.
     """

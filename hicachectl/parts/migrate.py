@@ -80,7 +80,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
 
 
 def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
-    """Yield what a part that is not settled has done, and what it has not."""
+    """Yield the remarks and the sums of a part that is not settled."""
     if not record.settled:
         facts = convert(record.facts, MigrationFacts, "The result")
         result = _result(manifest, [facts], facts.matched)

@@ -565,7 +565,7 @@ def _refuse_to_empty(
 
 
 def _left_alone(report: GroupReport, in_flight: int) -> Iterator[str]:
-    """Yield what was left because servers write or wrote to it. in_flight: number of pages."""
+    """Yield messages on pages that stay: servers write to them. in_flight: number of pages."""
     from hicachectl.text.units import counted
 
     if in_flight:
