@@ -8,7 +8,6 @@ and returns what the command of its name writes as JSON. Messages of a run are i
 from __future__ import annotations
 
 import inspect
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -30,7 +29,7 @@ from hicachectl.formats.errors import (
 )
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
-from hicachectl.io.interrupts import deferred
+from hicachectl.io.opening import open_store
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migration import MigrationRequest
 from hicachectl.pages.page_lists import PageList
@@ -43,12 +42,11 @@ from hicachectl.verification.request import VerifyRequest
 from hicachectl.verification.sampling import Sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
-    from hicachectl.backends.urls import Config
     from hicachectl.results import Result
 
 __all__ = [
@@ -117,42 +115,6 @@ def _takes(form: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _instead(name: str, form: type) -> str:
     return f"{name} takes its arguments as a hicachectl.{form.__name__}; see hicachectl-python(7)"
-
-
-@contextmanager
-def open_store(
-    url: str,
-    *,
-    config: Config | str | Path | None = None,
-    create: bool = False,
-    allow_leases: bool = False,
-    lease_wait: float | None = None,
-) -> Iterator[Store]:
-    """Open a store, and close it after the block.
-
-    url: a STORE argument, such as "file:///mnt/hicache" or "prod:".
-    config: the file that names stores; None: the user's.
-    create: make a missing directory or pack.
-    allow_leases: let look-ups on Mooncake grant leases.
-    lease_wait: seconds to wait before a Mooncake object is replaced; None: the store's default.
-    Raises UsageError, FormatError and StoreUnavailable.
-    """
-    from hicachectl.backends.base import open_store as opened
-    from hicachectl.backends.capabilities import Leases
-    from hicachectl.backends.urls import Config, load_config
-
-    if not isinstance(config, Config):
-        config = load_config(None if config is None else str(config))
-    store = opened(url, config=config, create=create)
-    try:
-        if isinstance(store, Leases):
-            store.allow_leases = allow_leases
-            if lease_wait is not None:
-                store.lease_wait_seconds = lease_wait
-        yield store
-    finally:
-        with deferred():  # close() writes the index of a pack
-            store.close()
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -67,7 +67,7 @@ def opened_store(
 
     verbose: show the messages of native libraries.
     """
-    from hicachectl.api import open_store
+    from hicachectl.io.opening import open_store
 
     with open_store(
         text, config=config, create=create, allow_leases=allow_leases, lease_wait=lease_wait

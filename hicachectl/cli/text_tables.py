@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.objects import AXES
-from hicachectl.move.reports import RESTORED, WOULD_RESTORE
 from hicachectl.pages.byte_sums import MOST_BYTES
 from hicachectl.text.jsontext import join_present
 from hicachectl.text.units import human_age, human_column, human_size, human_sizes
@@ -161,6 +160,8 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
 
 def worst_first(rows: pa.Table) -> pa.Table:
     """Return the rows of `restore`, those that were not restored first."""
+    from hicachectl.move.reports import RESTORED, WOULD_RESTORE
+
     done = pc.is_in(rows.column("state"), pa.array([RESTORED, WOULD_RESTORE]))
     return pa.concat_tables([rows.filter(pc.invert(done)), rows.filter(done)])
 

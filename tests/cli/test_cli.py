@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import signal
 import subprocess
@@ -45,6 +46,26 @@ for arguments in ["--help"], *([name, "--help"] for name in {list(COMMANDS)}):
     assert run(arguments) == 0
     heavy = {{"torch", "pyarrow", "numpy", "mooncake", "tqdm"}} & set(sys.modules)
     assert not heavy, (arguments, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "hits"])
+def test_commands_that_look_import_no_operation(command: str, tmp_path: Path) -> None:
+    """Each import delays the answer, and a store of one page shows most of the delay."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / f"{page(1)}_m.bin").write_bytes(b"kv")
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text(json.dumps([page(1)]))
+    words = {"show": [page(1)], "hits": ["--pages", str(pages)]}.get(command, [])
+    code = f"""
+import sys
+from hicachectl.__main__ import run
+assert run({[command, str(tmp_path / "store"), *words]}) == 0
+rooms = {{name.split(".")[1] for name in sys.modules if name.startswith("hicachectl.")}}
+unused = rooms & {{"api", "device", "kernels", "move", "parts", "prewarming", "report"}}
+assert not unused, unused
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

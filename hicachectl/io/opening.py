@@ -1,0 +1,49 @@
+"""Open a store for a block. It imports no operation: commands that look must start quickly."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hicachectl.backends.base import open_store as opened
+from hicachectl.backends.capabilities import Leases
+from hicachectl.backends.urls import Config, load_config
+from hicachectl.io.interrupts import deferred
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from hicachectl.backends.base import Store
+
+
+@contextmanager
+def open_store(
+    url: str,
+    *,
+    config: Config | str | Path | None = None,
+    create: bool = False,
+    allow_leases: bool = False,
+    lease_wait: float | None = None,
+) -> Iterator[Store]:
+    """Open a store, and close it after the block.
+
+    url: a STORE argument, such as "file:///mnt/hicache" or "prod:".
+    config: the file that names stores; None: the user's.
+    create: make a missing directory or pack.
+    allow_leases: let look-ups on Mooncake grant leases.
+    lease_wait: seconds to wait before a Mooncake object is replaced; None: the store's default.
+    Raises UsageError, FormatError and StoreUnavailable.
+    """
+    if not isinstance(config, Config):
+        config = load_config(None if config is None else str(config))
+    store = opened(url, config=config, create=create)
+    try:
+        if isinstance(store, Leases):
+            store.allow_leases = allow_leases
+            if lease_wait is not None:
+                store.lease_wait_seconds = lease_wait
+        yield store
+    finally:
+        with deferred():  # close() writes the index of a pack
+            store.close()
