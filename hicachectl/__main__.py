@@ -104,7 +104,7 @@ def _run(arguments: list[str], received: _Received) -> int:
             print(error.format_message(), file=sys.stderr)
         status = BAD_INPUT
     except click.ClickException as error:
-        from hicachectl.cli.refusals import one_line
+        from hicachectl.cli.command import one_line
 
         _say(one_line(error))
         status = BAD_INPUT

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import FILTERS, in_section, section_of
-from hicachectl.cli.options import FILE, NameList, PointInTime, stack
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.options import FILE, NameList, PointInTime
+from hicachectl.cli.parameters import FILTERS, on_command_line, options_of, stack
 from hicachectl.cli.session import moment_of, remark
 from hicachectl.formats.objects import AXES
 from hicachectl.text.vocabulary import STATES
@@ -17,28 +16,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from hicachectl.backends.base import Store
-    from hicachectl.cli.options import F
+    from hicachectl.cli.parameters import F
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.selection import Selection
 
-_filter = in_section(FILTERS)
-
 _FLAGS = ("tag", *AXES)  # options of these names also describe a profile
 _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
-    "model": _filter(
+    "model": FILTERS.option(
         "--model",
         metavar="NAME",
         help="Only this model, as org/name or org-name.",
     ),
-    "tag": _filter(
+    "tag": FILTERS.option(
         "--tag",
         absence="--no-tag",
         metavar="TAG",
         help="Only pages with this Mooncake extra_backend_tag.",
     ),
-    "no_tag": _filter("--no-tag", is_flag=True, help="Only pages without a tag."),
+    "no_tag": FILTERS.option("--no-tag", is_flag=True, help="Only pages without a tag."),
     **{
-        axis: _filter(
+        axis: FILTERS.option(
             f"--{axis}",
             type=click.IntRange(1),
             metavar="N",
@@ -46,35 +43,35 @@ _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
         )
         for axis in AXES
     },
-    "pool": _filter("--pool", metavar="POOL", help="Only pages that have this pool."),
-    "page": _filter(
+    "pool": FILTERS.option("--pool", metavar="POOL", help="Only pages that have this pool."),
+    "page": FILTERS.option(
         "--page",
         metavar="PREFIX",
         help="Only pages whose hash starts with PREFIX.",
     ),
-    "state": _filter(
+    "state": FILTERS.option(
         "--state",
         type=NameList(STATES),
         help="Only pages in these states; see PAGE STATES in hicachectl(1).",
     ),
-    "since": _filter(
+    "since": FILTERS.option(
         "--since",
         type=PointInTime(),
         help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
     ),
-    "before": _filter(
+    "before": FILTERS.option(
         "--before",
         type=PointInTime(),
         help="Only pages last written before TIME (ISO 8601, or an age such as 7d).",
     ),
-    "pages": _filter(
+    "pages": FILTERS.option(
         "--pages",
         type=FILE,
         help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which "
         "stands for one group of the page.",
     ),
 }
-_NO_TAG_BESIDE_FLAGS = _filter(
+_NO_TAG_BESIDE_FLAGS = FILTERS.option(
     "--no-tag",
     is_flag=True,
     help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters too, unless they "
@@ -115,7 +112,7 @@ def selection_of(
     from hicachectl.pages.selection import Selection, no_times
     from hicachectl.requests.reading import read_page_list
 
-    own = {option.name for option in ctx.command.params if section_of(option) == FILTERS}
+    own = {option.name for option in options_of(ctx.command) if option.section is FILTERS}
     describes = bool(options.get("model_config") or options.get("server"))
     filters = {name: options[name] for name in FILTER_NAMES if name in own}
     for name in _FLAGS:

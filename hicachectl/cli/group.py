@@ -10,7 +10,8 @@ from typing import NamedTuple
 import click
 
 from hicachectl import __version__
-from hicachectl.cli.command import Group, own_setting
+from hicachectl.cli.command import Group
+from hicachectl.cli.parameters import own_setting
 from hicachectl.cli.session import Settings
 from hicachectl.text.terminal import MessageHandler
 

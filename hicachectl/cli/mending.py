@@ -5,29 +5,19 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-import click
-
-from hicachectl.cli.command import Command
+from hicachectl.cli.command import words_of
+from hicachectl.cli.parameters import Option
 from hicachectl.cli.session import store_name
 from hicachectl.formats.objects import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    import click
+
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.verification.mending import Mending
-
-_WORDS = "hicachectl.words"  # in the context's meta: the arguments of the command
-
-
-class RememberedWords(Command):
-    """A command that keeps its arguments as they are, for `mending_of` and `with_value`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep the arguments, then parse them."""
-        ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
 
 
 def mending_of(
@@ -37,12 +27,14 @@ def mending_of(
     *,
     profile: Profile | None,
     quarantine: str = "",
-    not_next: Collection[str],
+    without: Collection[str] = (),
 ) -> Mending:
     """Return what commands that mend findings have in common with this one.
 
-    text: the STORE argument. profile: the given one, not an inferred one. quarantine: the given
-    one. not_next: names of options that only this command needs.
+    text: the STORE argument.
+    profile: the given profile, not an inferred one.
+    quarantine: the given directory.
+    without: parameters that the next commands do not have, although their options say so.
     """
     from hicachectl.backends.capabilities import SideFiles
     from hicachectl.verification.mending import Mending
@@ -53,7 +45,7 @@ def mending_of(
     return Mending(
         program=_program(ctx),
         store=text if named else store_name(ctx, text),
-        options=tuple(_next_words(ctx, not_next)),
+        options=tuple(_next_words(ctx, without)),
         profiled=profile is not None,
         deletes=store.traits.deletes,
         quarantine=quarantine or ("" if own is not None else "DIR"),
@@ -67,7 +59,7 @@ def with_value(ctx: click.Context, option: str, value: str) -> str:
     """Return the command with another value of an option, for a shell; secrets are masked."""
     from hicachectl.backends.urls import without_secrets
 
-    words: list[str] = list(ctx.meta[_WORDS])
+    words = words_of(ctx)
     for number, word in enumerate(words):
         if word == option and number + 1 < len(words):
             words[number + 1] = value
@@ -81,11 +73,11 @@ def _program(ctx: click.Context) -> tuple[str, ...]:
     return ("hicachectl", *(() if config is None else ("--config", str(config))))
 
 
-def _next_words(ctx: click.Context, not_next: Collection[str]) -> Iterator[str]:
+def _next_words(ctx: click.Context, without: Collection[str]) -> Iterator[str]:
     """Yield the given options that a next command needs, too, as they were given."""
-    values, _, order = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_WORDS]))
+    values, _, order = ctx.command.make_parser(ctx).parse_args(words_of(ctx))
     for param in dict.fromkeys(order):
-        if not isinstance(param, click.Option) or param.hidden or param.name in not_next:
+        if not isinstance(param, Option) or not param.repeats or param.name in without:
             continue
         value = values[param.name]
         for one in dict.fromkeys(value) if isinstance(value, list) else [value]:

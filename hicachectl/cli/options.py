@@ -4,45 +4,51 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import page_codes, remedies
-from hicachectl.cli.command import (
+from hicachectl.cli.completions import store_names
+from hicachectl.cli.kept_files import head_of, kept_kind
+from hicachectl.cli.parameters import (
+    AT_MERGE,
     MOONCAKE,
     OUTPUT,
+    OWN_VALUE,
     PARTS,
     PROFILE,
     RECORDS,
     RESOURCES,
+    SAME,
     SERVERS,
+    SHARED,
     TRANSFORM,
     CommaList,
+    Divided,
+    Entry,
+    F,
+    Section,
     argument,
-    in_section,
+    on_command_line,
     own_option,
+    stack,
 )
-from hicachectl.cli.completions import store_names
-from hicachectl.cli.kept_files import head_of, kept_kind
-from hicachectl.cli.precedence import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.sizes import parse_size
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, NEVER
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from click.shell_completion import CompletionItem
 
     from hicachectl.formats.models.flag_table import Flag
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-DEFAULT_GRACE = f"{DEFAULT_GRACE_SECONDS:g}s"
 FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -269,38 +275,19 @@ class MetricsFile(click.Path):
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
-_output = in_section(OUTPUT)
-_transform = in_section(TRANSFORM)
-_parts = in_section(PARTS)
-_resources = in_section(RESOURCES)
-_mooncake = in_section(MOONCAKE)
-_profile = in_section(PROFILE)
-_server = in_section(SERVERS)
-
 store_argument = argument("store", metavar="STORE", shell_complete=store_names)
-
-
-def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """Return one decorator for several options; help lists them in their order."""
-
-    def apply(function: F) -> F:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
-
-    return apply
 
 
 def _server_flag(flag: Flag) -> Callable[[F], F]:
     """Return the decorator of the option for a flag of servers."""
     name = "--" + flag.parameter.replace("_", "-")
     if flag.kind == "switch":
-        return _server(name, is_flag=True, help=flag.help)
+        return SERVERS.option(name, is_flag=True, help=flag.help)
     types = {"count": click.IntRange(1), "layers": CommaList()}
-    return _server(name, type=types.get(flag.kind), metavar=flag.metavar, help=flag.help)
+    return SERVERS.option(name, type=types.get(flag.kind), metavar=flag.metavar, help=flag.help)
 
 
-output_option = _output(
+output_option = OUTPUT.option(
     "-o",
     "--output",
     variable=False,
@@ -308,13 +295,13 @@ output_option = _output(
     help="Write the result to FILE instead of stdout.",
 )
 findings_options = stack(
-    _output(
+    OUTPUT.option(
         "--limit",
         type=click.IntRange(1),
         metavar="N",
         help="In a table, show N groups of findings.  [default: 20]",
     ),
-    _output(
+    OUTPUT.option(
         "--all-findings", is_flag=True, help="In a table, show every finding in a line of its own."
     ),
 )
@@ -330,7 +317,7 @@ def refuse_without_table(ctx: click.Context, output_format: str) -> None:
 
 
 output_options = stack(
-    _output(
+    OUTPUT.option(
         "--format",
         "output_format",
         type=click.Choice(FORMATS),
@@ -341,49 +328,72 @@ output_options = stack(
     output_option,
 )
 
-allow_leases_option = _mooncake(
+
+def metrics_option(section: Section) -> Callable[[F], F]:
+    """Return the option --metrics-file of a section."""
+    return section.option(
+        "--metrics-file",
+        variable=False,
+        type=MetricsFile(),
+        help="Write Prometheus textfile metrics to FILE.",
+    )
+
+
+allow_leases_option = MOONCAKE.option(
     "--allow-leases",
     is_flag=True,
     help="Mooncake: also use queries that grant leases, which delay eviction by some seconds.",
 )
-lease_wait_option = _mooncake(
+lease_wait_option = MOONCAKE.option(
     "--lease-wait",
     type=Duration(),
     help="Mooncake: wait this long for leases to end before a removal fails.  [default: 20s]",
 )
 
-profile_options = stack(
-    _profile(
+
+def profile_option(section: Section, why: str = "see") -> Callable[[F], F]:
+    """Return the option --profile of a section."""
+    return section.option(
         "--profile",
         "profile_file",
         type=FILE,
-        help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
-    ),
-    _profile(
+        variable=True,
+        describes=False,
+        entry=Entry("profile", ("store", "source", "destination")),
+        help="Read the deployment's profile from FILE (TOML or JSON); "
+        f"{why} hicachectl-profile(1).",
+    )
+
+
+profile_options = stack(
+    profile_option(PROFILE),
+    PROFILE.option(
         "--model-config",
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="Build the profile from a Hugging Face config.json (or its directory) and the "
         "options below.",
     ),
-    _profile(
+    PROFILE.option(
         "--server",
         metavar="URL",
         help="Build the profile from the answers of a live SGLang server.",
     ),
-    _profile(
+    PROFILE.option(
         "--weights",
+        describes=False,
         metavar="DIR|TEXT",
         help="Name the model's weights in the profile: read them from DIR, or TEXT as printed by "
         "hicachectl profile.  [default: those of --server, if its model path is on this machine]",
     ),
-    _profile(
+    PROFILE.option(
         "--draft-weights",
+        describes=False,
         metavar="DIR|TEXT",
         help="Name the weights of a separate draft model.",
     ),
     *map(_server_flag, OPTIONS),
-    _server(
+    SERVERS.option(
         "--draft-model-config",
         type=click.Path(path_type=Path),
         metavar="FILE",
@@ -392,34 +402,40 @@ profile_options = stack(
 )
 
 transform_options = stack(
-    _transform(
+    TRANSFORM.option(
         "--to-profile", type=FILE, help="Write the pages for the deployment of this profile."
     ),
-    _transform("--to-model", metavar="NAME", help="Served model name to write."),
-    _transform(
+    TRANSFORM.option("--to-model", metavar="NAME", help="Served model name to write."),
+    TRANSFORM.option(
         "--to-tag",
         absence="--to-no-tag",
         metavar="TAG",
         help="Mooncake: extra_backend_tag to write.",
     ),
-    _transform("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
-    _transform("--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."),
-    _transform("--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."),
-    _transform(
+    TRANSFORM.option("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
+    TRANSFORM.option(
+        "--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."
+    ),
+    TRANSFORM.option(
+        "--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."
+    ),
+    TRANSFORM.option(
         "--to-pp-partition",
         type=CommaList(),
         metavar="N,N,…",
         help="Layers of each pipeline stage to write.",
     ),
-    _transform(
+    TRANSFORM.option(
         "--to-tp-lcm-size",
         type=click.IntRange(1),
         metavar="N",
         help="Mooncake with split heads: tp_lcm_size to write.",
     ),
-    _transform("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
-    _transform("--to-sglang", metavar="VERSION", help="Write what this SGLang release reads."),
-    _transform(
+    TRANSFORM.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
+    TRANSFORM.option(
+        "--to-sglang", metavar="VERSION", help="Write what this SGLang release reads."
+    ),
+    TRANSFORM.option(
         "--trailers",
         type=click.Choice(["auto", "write", "drop"]),
         default="auto",
@@ -429,35 +445,40 @@ transform_options = stack(
     ),
 )
 
-lock_option = _resources(
+lock_option = RESOURCES.option(
     "--lock",
     type=FILE,
+    entry=Entry("lock", ("store", "destination", "quarantine")),
+    divided=Divided(instead="leave it out, since two processes may do the same part at once"),
     help="Lock FILE (flock) during the run, or do nothing if another process holds the lock. See "
     "LOCKS in hicachectl(1).",
 )
-jobs_option = _resources(
+jobs_option = RESOURCES.option(
     "--jobs", type=click.IntRange(1, 256), metavar="N", help="Read and write with N threads."
 )
-buffer_option = _resources(
+buffer_option = RESOURCES.option(
     "--buffer-bytes",
     type=Size(least=1),
     default="1GiB",
     show_default=True,
     help="Memory to read objects into.",
 )
-bwlimit_option = _resources(
-    "--bwlimit", type=Size(least=1), help="Read at most this many bytes per second."
+bwlimit_option = RESOURCES.option(
+    "--bwlimit",
+    type=Size(least=1),
+    divided=SHARED,
+    help="Read at most this many bytes per second.",
 )
 
 parts_options = stack(
-    _parts(
+    PARTS.option(
         "--shard",
         metavar="I/N",
         help="Do part I (from 0) of N of the run in --run; part 0 lists for all, and hicachectl "
         "merge joins the parts. /N takes I from Kubernetes (JOB_COMPLETION_INDEX) or Slurm "
         "(SLURM_ARRAY_TASK_ID).",
     ),
-    _parts(
+    PARTS.option(
         "--run",
         "run_directory",
         type=RunPath(),
@@ -466,20 +487,20 @@ parts_options = stack(
         "it is missing. All parts of --shard share it. With --ray, only this host uses it, to "
         "continue an interrupted run.",
     ),
-    _parts(
+    PARTS.option(
         "--wait",
         type=Duration(),
         default="1h",
         show_default=True,
         help="With --shard: wait so long for the listing of part 0.",
     ),
-    _parts(
+    PARTS.option(
         "--ray",
         metavar="ADDRESS",
         help="Divide the run among the nodes of a Ray cluster: auto (the cluster of this host), "
         "HOST:PORT, or local (this host).",
     ),
-    _parts(
+    PARTS.option(
         "--workers",
         type=click.IntRange(1, 10_000),
         metavar="N",
@@ -491,49 +512,111 @@ request_options = stack(
     own_option(
         "--prompts",
         type=FILE,
+        repeats=False,
+        divided=SAME,
         help="Requests as text or chat messages, one JSON value per line; needs a tokenizer.",
     ),
-    own_option("--token-ids", type=FILE, help="Requests as token ids, one JSON list per line."),
+    own_option(
+        "--token-ids",
+        type=FILE,
+        repeats=False,
+        divided=SAME,
+        help="Requests as token ids, one JSON list per line.",
+    ),
     own_option(
         "--pages",
         type=FILE,
+        repeats=False,
+        divided=SAME,
         help="Pages; a line is a hash, a JSON list of hashes (a chain) or a row of "
         "ls --format jsonl.",
     ),
     own_option(
         "--tokenizer",
         type=click.Path(file_okay=False, path_type=Path),
+        repeats=False,
+        divided=OWN_VALUE,
         metavar="DIR",
         help="Directory with tokenizer.json.  [default: the directory of --model-config or "
         "--profile]",
     ),
 )
 
-model_option = _profile(
+model_option = PROFILE.option(
     "--model",
     variable=False,
     metavar="NAME",
     help="Choose one of several models in STORE.",
 )
 
-prefetch_threshold_option = _server(
+prefetch_threshold_option = SERVERS.option(
     "--prefetch-threshold",
     type=click.IntRange(0),
+    repeats=False,
     metavar="TOKENS",
     help="SGLang's prefetch_threshold: servers fetch nothing if fewer tokens of a request are "
     "usable.  [default: as the profile states, else 256]",
 )
 
-grace_option = own_option(
-    "--grace",
-    type=Duration(),
-    default=DEFAULT_GRACE,
-    show_default=True,
-    help="Do not judge page groups younger than this; servers may still be writing them.",
-)
+
+def grace_option(text: str) -> Callable[[F], F]:
+    """Return the option --grace, whose help says what a command does with young groups."""
+    return own_option(
+        "--grace",
+        type=Duration(),
+        default=f"{DEFAULT_GRACE_SECONDS:g}s",
+        show_default=True,
+        repeats=True,
+        divided=SAME,
+        help=f"{text}; servers may still be writing them.",
+    )
+
+
+judging_grace_option = grace_option("Do not judge page groups younger than this")
+
+
+def sample_options(section: Section, day: str, *, repeats: bool) -> Callable[[F], F]:
+    """Return the options of a section that limit what checks read.
+
+    day: text that names the default of --sample-slice.
+    repeats: see `Option`.
+    """
+    return stack(
+        section.option(
+            "--sample",
+            metavar="PERCENT",
+            repeats=repeats,
+            divided=SAME,
+            help="Read only this share of the pages, such as 5%.",
+        ),
+        section.option(
+            "--sample-slice",
+            type=click.IntRange(0),
+            metavar="K",
+            repeats=repeats,
+            divided=SAME,
+            help=f"Read share number K.  [default: {day}]",
+        ),
+        section.option(
+            "--time-limit",
+            type=Duration(),
+            repeats=repeats,
+            divided=Divided(same=True, shared_by=("--shard",)),
+            help="Start no further read after this duration.",
+        ),
+    )
+
+
+def refuse_slice_alone(options: Mapping[str, Any]) -> None:
+    """Raise click.UsageError for --sample-slice without --sample."""
+    if options["sample_slice"] is not None and not options["sample"]:
+        raise click.UsageError("--sample-slice needs --sample")
+
 
 fail_on_option = own_option(
     "--fail-on",
+    repeats=False,
+    divided=SAME,
     type=click.Choice([*reversed(SEVERITIES[1:]), NEVER]),
     default="warning",
     show_default=True,
@@ -543,18 +626,23 @@ fail_on_option = own_option(
 allow_empty_option = own_option(
     "--allow-empty",
     is_flag=True,
+    repeats=False,
+    divided=OWN_VALUE,
     help="Accept a store without any page, which is refused else: it may not be mounted.",
 )
 
-allow_shrink_option = in_section(RECORDS)(
+allow_shrink_option = RECORDS.option(
     "--allow-shrink",
     is_flag=True,
+    repeats=False,
+    divided=AT_MERGE,
     help="Write a catalog with fewer than half as many entries as before.",
 )
 
 min_usable_option = own_option(
     "--min-usable",
     type=Share(),
+    divided=SAME,
     metavar="SHARE",
     help="Exit with 4 if servers would fetch less than this share of the requested tokens, such "
     "as 0.9.",

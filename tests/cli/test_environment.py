@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from hicachectl.cli.environment import variable_of
+from hicachectl.cli.parameters import variable_of
 from tests.cli.test_help import every_command
 from tests.cli.test_lock_held import held
 from tests.stores import put_pages

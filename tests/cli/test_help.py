@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from hicachectl.cli.command import Command, Group, sections
+from hicachectl.cli.command import Command, Group
 from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.cli.parameters import sections
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

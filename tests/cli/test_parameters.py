@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from hicachectl.cli.command import Argument, CommaList, Option
-from hicachectl.cli.environment import every_command, long_name
 from hicachectl.cli.group import COMMANDS, cli
+from hicachectl.cli.parameters import Argument, CommaList, Option, long_name
+from hicachectl.cli.settings import every_command
 from tests.stores import contents, put_pages
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import chosen_shard, opened_destination, run_divided
 from hicachectl.cli.group import COMMANDS, CommandEntry
-from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.options import lock_option, output_options, parts_options
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.parts import manifest
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@click.command("toy", cls=RememberedWords)
+@click.command("toy", cls=Command)
 @click.argument("store", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--factor", default=1)
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def toy_command(ctx: click.Context, /, store: str, destination: str, **options: Any) -> None:
     """Copy numbers."""
-    shard = chosen_shard(ctx, options, whole_only=("lock", "output", "output_format"))
+    shard = chosen_shard(ctx, options)
     if shard is not None:
         job = ToyJob(Path(store), Path(destination), factor=options["factor"])
         run_divided(ctx, options, shard, job, ToyJob, [])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from hicachectl.cli.command import Command, argument
+from hicachectl.cli.command import Command
 from hicachectl.cli.completions import VARIABLE
+from hicachectl.cli.parameters import argument
 
 
 @click.command(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from hicachectl.cli.command import Command, argument, own_option
+from hicachectl.cli.command import Command
+from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import remark
 
 

@@ -9,8 +9,9 @@ import click
 
 from hicachectl.checks.codes import SEVERITIES, Code
 from hicachectl.checks.registry import codes
-from hicachectl.cli.command import Command, argument
+from hicachectl.cli.command import Command
 from hicachectl.cli.options import output_options
+from hicachectl.cli.parameters import argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

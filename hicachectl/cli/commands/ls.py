@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command, own_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.filters import filter_options, say_unjudged, selection_of
 from hicachectl.cli.options import (
     allow_leases_option,
@@ -15,8 +15,9 @@ from hicachectl.cli.options import (
     profile_options,
     store_argument,
 )
-from hicachectl.cli.precedence import contradiction_remark
+from hicachectl.cli.parameters import own_option
 from hicachectl.cli.session import opened, progress, remark
+from hicachectl.cli.settings import contradiction_remark
 from hicachectl.text.vocabulary import SORT_COLUMNS
 
 if TYPE_CHECKING:

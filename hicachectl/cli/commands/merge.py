@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hicachectl.cli.command import Command, argument, own_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import refuse_inside, write_catalog
 from hicachectl.cli.options import (
     FILE,
-    MetricsFile,
     RunPath,
     allow_shrink_option,
     findings_options,
+    metrics_option,
     output_options,
     refuse_without_table,
 )
+from hicachectl.cli.parameters import OWN, argument, own_option
 from hicachectl.cli.session import remark
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ Examples:
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
 @allow_shrink_option
-@own_option("--metrics-file", type=MetricsFile(), help="Write Prometheus textfile metrics to FILE.")
+@metrics_option(OWN)
 @findings_options
 @output_options
 @click.pass_context

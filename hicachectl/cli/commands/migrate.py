@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import FILTERS, argument, in_section, own_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     is_on_cluster,
@@ -17,14 +17,12 @@ from hicachectl.cli.commands.parts import (
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.filters import filter_options, selection_of
-from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.options import (
-    DEFAULT_GRACE,
     FILE,
-    Duration,
     allow_empty_option,
     buffer_option,
     bwlimit_option,
+    grace_option,
     jobs_option,
     lease_wait_option,
     lock_option,
@@ -32,6 +30,14 @@ from hicachectl.cli.options import (
     parts_options,
     profile_options,
     transform_options,
+)
+from hicachectl.cli.parameters import (
+    FILTERS,
+    OWN_VALUE,
+    SAME,
+    Divided,
+    argument,
+    own_option,
 )
 from hicachectl.cli.session import (
     bytes_progress,
@@ -52,13 +58,10 @@ if TYPE_CHECKING:
     from hicachectl.parts.shards import Shard
     from hicachectl.results import Result
 
-_UNDIVIDED = ("move",)
-_WHOLE_ONLY = ("lock", "output", "output_format")
-
 
 @click.command(
     "migrate",
-    cls=RememberedWords,
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl migrate /mnt/hicache /backup/monday.hcpack --profile prod.toml
@@ -72,35 +75,63 @@ Examples:
 )
 @argument("source", metavar="SRC", shell_complete=store_names)
 @argument("destination", metavar="DST", shell_complete=store_names)
-@in_section(FILTERS)("--match", "page", metavar="PREFIX", help="Same as --page.")
-@in_section(FILTERS)("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
-@own_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
-@own_option("--resume", is_flag=True, hidden=True, expose_value=False, help="Has no effect.")
+@FILTERS.option("--match", "page", metavar="PREFIX", help="Same as --page.")
+@FILTERS.option("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
+@own_option(
+    "--dry-run",
+    is_flag=True,
+    divided=SAME,
+    help="Show what would be copied; change nothing.",
+)
+@own_option(
+    "--resume",
+    is_flag=True,
+    hidden=True,
+    expose_value=False,
+    divided=OWN_VALUE,
+    help="Has no effect.",
+)
 @own_option(
     "--if-exists",
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
+    divided=SAME,
     show_default=True,
     help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
 @own_option(
     "--verify",
     is_flag=True,
+    divided=SAME,
     help="Read back and compare the written objects, and compare pages that DST already has.",
 )
-@own_option("--move", is_flag=True, help="Delete pages from SRC after they were verified in DST.")
-@own_option("--yes", is_flag=True, help="Do not ask before --move.")
-@own_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
-@own_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
 @own_option(
-    "--grace",
-    type=Duration(),
-    default=DEFAULT_GRACE,
-    show_default=True,
-    help="Skip pages younger than this that are not whole; servers may still be writing them.",
+    "--move",
+    is_flag=True,
+    divided=Divided(same=True, on_cluster=False),
+    help="Delete pages from SRC after they were verified in DST.",
 )
+@own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before --move.")
+@own_option(
+    "--include-partial",
+    is_flag=True,
+    divided=SAME,
+    help="Also copy pages that are not whole.",
+)
+@own_option(
+    "--include-damaged",
+    is_flag=True,
+    divided=SAME,
+    help="Also copy pages that have errors.",
+)
+@grace_option("Skip pages younger than this that are not whole")
 @allow_empty_option
-@own_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
+@own_option(
+    "--no-space-check",
+    is_flag=True,
+    divided=SAME,
+    help="Start even if DST seems to lack space.",
+)
 @transform_options
 @lock_option
 @jobs_option
@@ -149,8 +180,8 @@ def command(
     """
     from hicachectl.cli.output import write_result
 
-    shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
-    on_cluster = is_on_cluster(ctx, options, undivided=_UNDIVIDED)
+    shard = chosen_shard(ctx, options)
+    on_cluster = is_on_cluster(ctx, options)
     if options["move"]:
         require_consent(yes=options["yes"], dry_run=options["dry_run"])
     with raised_once(), locked(options["lock"]) as is_ours:
@@ -195,7 +226,7 @@ def _migrated(
         if not _agreed(origin, target, options):
             return None
         reopened = reopened_stores(ctx, source, destination, request.profile, wait)
-        return run_divided(ctx, options, shard, job, make, reopened, "bwlimit")
+        return run_divided(ctx, options, shard, job, make, reopened)
 
 
 def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Group, argument, own_option
+from hicachectl.cli.command import Group
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.options import FILE
+from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import bytes_progress, config_of, remark
 
 if TYPE_CHECKING:

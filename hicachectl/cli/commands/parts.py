@@ -10,39 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.environment import long_name
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.mending import with_value
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.parameters import long_name, on_command_line, options_of
 from hicachectl.cli.session import bytes_progress, opened_store, progress, remark, whole_url
 from hicachectl.formats.errors import EmptyStore, StoreUnavailable, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.cli.parameters import Divided
     from hicachectl.formats.profile import Profile
     from hicachectl.parts.job import Job
     from hicachectl.parts.shards import Shard
     from hicachectl.results import Result
 
 _AGAIN = "to complete the work, run all parts with another --run"
-# Next step for parameters that a part cannot have; for all others, the option of `merge`.
-_INSTEAD = {
-    "dry_run": "leave out --shard",
-    "lock": "leave it out, since two processes may do the same part at once",
-}
 
 
-def chosen_shard(
-    ctx: click.Context, options: Mapping[str, Any], *, whole_only: Collection[str]
-) -> Shard | None:
+def chosen_shard(ctx: click.Context, options: Mapping[str, Any]) -> Shard | None:
     """Return the part that --shard names; None if the command runs as a whole.
 
-    whole_only: parameters that a part cannot have. Raises click.UsageError, UsageError.
+    Raises click.UsageError, and UsageError for an option that a part cannot have.
     """
     from hicachectl.parts.shards import parse_shard
 
@@ -57,18 +50,17 @@ def chosen_shard(
         raise click.UsageError("--shard cannot be combined with --ray, which divides by itself")
     if directory is None:
         raise click.UsageError("--shard needs --run DIR, a directory that all parts share")
-    for parameter, name in _given(ctx, whole_only):
-        instead = _INSTEAD.get(parameter, f"give {name} to hicachectl merge")
-        raise click.UsageError(f"{name} cannot be combined with --shard; {instead}")
+    for name, divided in _given(ctx):
+        if divided.instead:
+            instead = divided.instead.format(name)
+            raise click.UsageError(f"{name} cannot be combined with --shard; {instead}")
     return parse_shard(text)
 
 
-def is_on_cluster(
-    ctx: click.Context, options: Mapping[str, Any], *, undivided: Collection[str]
-) -> bool:
+def is_on_cluster(ctx: click.Context, options: Mapping[str, Any]) -> bool:
     """Return whether --ray is given.
 
-    undivided: parameters that a run on a cluster cannot have. Raises click.UsageError, UsageError.
+    Raises click.UsageError, and UsageError for an option that a run on a cluster cannot have.
     """
     if options["ray"] is None:
         if options["workers"] is not None:
@@ -77,20 +69,20 @@ def is_on_cluster(
     from hicachectl.parts.cluster import parse_address
 
     parse_address(options["ray"])
-    for _, name in _given(ctx, undivided):
-        raise click.UsageError(f"{name} cannot be combined with --ray; leave out one of them")
+    for name, divided in _given(ctx):
+        if not divided.on_cluster:
+            raise click.UsageError(f"{name} cannot be combined with --ray; leave out one of them")
     return True
 
 
-def _given(ctx: click.Context, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the parameters of these names on the command line, each with its option.
+def _given(ctx: click.Context) -> Iterator[tuple[str, Divided]]:
+    """Yield the options on the command line, each with what a run in parts does with it.
 
     Settings from elsewhere have no effect, and are not refused.
     """
-    for param in ctx.command.params:
-        name = param.name
-        if name in names and on_command_line(ctx, name):
-            yield name, long_name(param)
+    for option in options_of(ctx.command):
+        if option.divided is not None and on_command_line(ctx, str(option.name)):
+            yield long_name(option), option.divided
 
 
 def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
@@ -107,12 +99,19 @@ def refuse_inside(run: Path | None, files: Mapping[str, Path | None]) -> None:
             )
 
 
-def say_divided(ctx: click.Context, count: int, options: Mapping[str, Any], *limits: str) -> None:
+def say_divided(ctx: click.Context, count: int, divider: str) -> None:
     """Say which given limits of the whole run each part gets an equal share of.
 
-    count: number of parts at once. limits: names of parameters.
+    count: number of parts at once.
+    divider: option that divides the run.
     """
-    given = [f"--{name.replace('_', '-')}" for name in limits if options[name] is not None]
+    given = sorted(
+        long_name(option)
+        for option in options_of(ctx.command)
+        if option.divided is not None
+        and divider in option.divided.shared_by
+        and ctx.params[str(option.name)] is not None
+    )
     if given and count > 1:
         remark(ctx, f"Of {' and '.join(given)}, each of the {count} parts takes an equal share")
 
@@ -124,18 +123,16 @@ def run_divided(
     job: Job,
     make: Callable[..., Job],
     reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
-    *limits: str,
 ) -> Result | None:
     """Do a part of a run; without a shard, do all parts on a cluster, and return their result.
 
     job: the job of this process.
     make: function that returns an equal job on a node, from its stores.
     reopened: functions that open these stores on a node; they and `make` are picklable.
-    limits: names of the parameters that limit the whole run.
     """
     if shard is None:
-        return _on_cluster(ctx, options, job, partial(opened_job, make, reopened), limits)
-    say_divided(ctx, shard.count, options, *limits)
+        return _on_cluster(ctx, options, job, partial(opened_job, make, reopened))
+    say_divided(ctx, shard.count, "--shard")
     _do_part(ctx, options, shard, job)
     return None
 
@@ -179,7 +176,6 @@ def _on_cluster(
     options: Mapping[str, Any],
     job: Job,
     open_job: Callable[[], AbstractContextManager[Job]],
-    limits: Sequence[str],
 ) -> Result:
     """Divide a run among the nodes of a cluster; return the result of the whole run."""
     from hicachectl.parts.driver import Driver
@@ -192,7 +188,7 @@ def _on_cluster(
     with Driver(
         options["ray"], job, open_job, workers=options["workers"], path=path, say=say
     ) as driver:
-        say_divided(ctx, driver.workers, options, *limits)
+        say_divided(ctx, driver.workers, "--ray")
         try:
             with progress(ctx, "listing", " objects") as on_listed:
                 driver.begin(on_listed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.asked import asked_file, asked_in, refuse_other_sources
-from hicachectl.cli.command import MOONCAKE, OUTPUT, argument, in_section, own_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     is_on_cluster,
@@ -19,13 +19,11 @@ from hicachectl.cli.commands.parts import (
 )
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import locked
-from hicachectl.cli.mending import RememberedWords
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     FILE,
     FORMATS,
     Duration,
-    MetricsFile,
     Size,
     allow_empty_option,
     buffer_option,
@@ -33,6 +31,7 @@ from hicachectl.cli.options import (
     jobs_option,
     lease_wait_option,
     lock_option,
+    metrics_option,
     min_usable_option,
     output_option,
     parts_options,
@@ -41,7 +40,16 @@ from hicachectl.cli.options import (
     request_options,
     transform_options,
 )
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.parameters import (
+    MOONCAKE,
+    OUTPUT,
+    OWN_VALUE,
+    SAME,
+    Divided,
+    argument,
+    on_command_line,
+    own_option,
+)
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
@@ -66,15 +74,11 @@ if TYPE_CHECKING:
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
-_WHOLE_ONLY = ("dry_run", "lock", "metrics_file", "output", "output_format")
-
-_mooncake = in_section(MOONCAKE)
-_output = in_section(OUTPUT)
 
 
 @click.command(
     "prewarm",
-    cls=RememberedWords,
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl prewarm mooncake: --from /backup/monday.hcpack --trace day.jsonl \\
@@ -94,60 +98,80 @@ Examples:
     "source",
     metavar="SRC",
     shell_complete=store_names,
+    divided=SAME,
     help="Copy pages from this store.",
 )
 @request_options
 @own_option(
     "--trace",
     type=FILE,
+    divided=SAME,
     help="Requests with their times, one JSON object per line, with token_ids or (for --dry-run) "
     "hash_ids.",
 )
 @own_option(
-    "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
+    "--plan",
+    type=FILE,
+    divided=SAME,
+    help="Copy the pages of a plan that --dry-run wrote, in its order.",
 )
 @own_option(
     "--all",
     "all_",
     is_flag=True,
+    divided=SAME,
     help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
     "of little use.",
 )
-@own_option("--budget", type=Size(), help="Copy at most this many bytes.")
-@own_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
-@own_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
+@own_option("--budget", type=Size(), divided=SAME, help="Copy at most this many bytes.")
+@own_option(
+    "--budget-pages",
+    type=click.IntRange(0),
+    metavar="N",
+    divided=SAME,
+    help="Copy at most N pages.",
+)
+@own_option(
+    "--deadline",
+    type=Duration(),
+    divided=SAME,
+    help="Start no further copy after this duration.",
+)
 @min_usable_option
 @prefetch_threshold_option
-@_mooncake(
+@MOONCAKE.option(
     "--pin",
     variable=False,
     is_flag=True,
+    divided=SAME,
     help="Mooncake: protect the copied pages from eviction by soft pins; pages already in DST are "
     "not pinned.",
 )
-@_mooncake(
+@MOONCAKE.option(
     "--pin-ttl",
     variable=False,
     type=Duration(),
+    divided=SAME,
     help="Keep pins this long, at most the master's --max_kv_soft_pin_ttl (24h unless set).  "
     "[default: the master's --default_kv_soft_pin_ttl, 30m unless set]",
 )
-@own_option("--dry-run", is_flag=True, help="Print the plan, best page first; copy nothing.")
+@own_option(
+    "--dry-run",
+    is_flag=True,
+    divided=Divided(instead="leave out --shard", on_cluster=False),
+    help="Print the plan, best page first; copy nothing.",
+)
 @allow_empty_option
 @own_option(
     "--through-server",
     "servers",
     multiple=True,
+    divided=OWN_VALUE,
     metavar="URL",
     help="Make this live SGLang server load the prefixes from DST into its memory. Can be "
     "repeated.",
 )
-@_output(
-    "--metrics-file",
-    variable=False,
-    type=MetricsFile(),
-    help="Write Prometheus textfile metrics to FILE.",
-)
+@metrics_option(OUTPUT)
 @transform_options
 @lock_option
 @jobs_option
@@ -155,7 +179,7 @@ Examples:
 @bwlimit_option
 @lease_wait_option
 @parts_options
-@_output(
+@OUTPUT.option(
     "--format",
     "output_format",
     type=click.Choice(FORMATS),
@@ -212,8 +236,8 @@ def command(
             "a plan without stores"
         )
     _refuse_useless(options)
-    shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
-    on_cluster = is_on_cluster(ctx, options, undivided=("dry_run",))
+    shard = chosen_shard(ctx, options)
+    on_cluster = is_on_cluster(ctx, options)
     metrics_file = options["metrics_file"]
     with raised_once(), locked(options["lock"]) as is_ours:
         if is_ours:
@@ -278,7 +302,7 @@ def _plan_trace(
     from hicachectl.requests.reading import read_requests
     from hicachectl.text.units import counted
 
-    chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)  # refuses --shard and --run
+    chosen_shard(ctx, options)  # refuses --shard and --run
     if not options["dry_run"]:
         raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
     if output_format != "jsonl" and on_command_line(ctx, "output_format"):
@@ -399,7 +423,7 @@ def _in_parts(
     )
     job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
     reopened = reopened_stores(ctx, *names, request.profile, options["lease_wait"])
-    return run_divided(ctx, options, shard, job, partial(make, asked=None), reopened, "bwlimit")
+    return run_divided(ctx, options, shard, job, partial(make, asked=None), reopened)
 
 
 def _text(value: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import PROFILE, Command, argument, in_section, own_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.options import (
     OutputFile,
@@ -17,7 +17,7 @@ from hicachectl.cli.options import (
     prefetch_threshold_option,
     profile_options,
 )
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.parameters import PROFILE, argument, on_command_line, own_option
 from hicachectl.cli.session import opened, progress, remark, store_name
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from hicachectl.formats.profile import Profile
 
 _FORMATS = ("toml", "json")
-
-_choice = in_section(PROFILE)
 
 
 @click.command(
@@ -46,7 +44,7 @@ Examples:
 )
 @argument("store", metavar="[STORE]", required=False, shell_complete=store_names)
 @model_option
-@_choice(
+@PROFILE.option(
     "--launch",
     variable=False,
     metavar="COMMAND",

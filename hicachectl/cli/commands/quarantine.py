@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Group, argument, own_option
+from hicachectl.cli.command import Group
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.options import PointInTime, lock_option, output_options
+from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import quarantine_directory, remark
 from hicachectl.formats.wording import lock_held
 

@@ -18,13 +18,12 @@ from hicachectl.cli.asked import (
     refuse_choice,
     refuse_other_sources,
 )
-from hicachectl.cli.command import CHECKS, in_section, own_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, selection_of
-from hicachectl.cli.mending import RememberedWords, mending_of
+from hicachectl.cli.mending import mending_of
 from hicachectl.cli.options import (
     FILE,
-    Duration,
     NameList,
     OutputFile,
     PointInTime,
@@ -33,13 +32,15 @@ from hicachectl.cli.options import (
     buffer_option,
     bwlimit_option,
     fail_on_option,
-    grace_option,
+    judging_grace_option,
     prefetch_threshold_option,
     profile_options,
+    refuse_slice_alone,
     request_options,
+    sample_options,
     store_argument,
 )
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.parameters import CHECKS, on_command_line, own_option
 from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark, remark_wait
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
@@ -53,15 +54,8 @@ if TYPE_CHECKING:
     from hicachectl.report.picture import PictureRequest
     from hicachectl.requests.measuring import HitsRequest
 
-_check = in_section(CHECKS)
-
 _HEAD = b"<!DOCTYPE html>"
 _REQUESTS = ("prompts", "token_ids", "pages", "trace")
-# Of a command that mends findings: what only the report itself needs.
-_NOT_NEXT = {
-    "output", "marks", "checks", "fail_on", "page", "tokenizer", "sample", "sample_slice",
-    "time_limit", "allow_empty", *_REQUESTS,
-}  # fmt: skip
 
 
 class MarkedTime(click.ParamType[Any]):
@@ -90,7 +84,7 @@ def _listed_checks() -> tuple[str, ...]:
 
 @click.command(
     "report",
-    cls=RememberedWords,
+    cls=Command,
     epilog="""\b
 Examples:
   hicachectl report prod: -o store.html
@@ -106,6 +100,7 @@ Examples:
     "--output",
     type=OutputFile(),
     required=True,
+    repeats=False,
     help="Write the page to FILE, one HTML file; - is stdout.",
 )
 @own_option(
@@ -113,6 +108,7 @@ Examples:
     "marks",
     type=MarkedTime(),
     multiple=True,
+    repeats=False,
     metavar="[TEXT=]TIME",
     help="Mark TIME in the chart of writes, such as a deploy (ISO 8601, or an age such as 2h). Can "
     "be given several times.",
@@ -120,26 +116,22 @@ Examples:
 @own_option(
     "--page",
     metavar="PREFIX",
+    repeats=False,
     help="Show this page in full.  [default: a page with a finding, or the newest]",
 )
-@own_option("--trace", type=FILE, help="Requests as a trace; see hicachectl-prewarm(1).")
+@own_option(
+    "--trace", type=FILE, repeats=False, help="Requests as a trace; see hicachectl-prewarm(1)."
+)
 @request_options
 @prefetch_threshold_option
-@_check(
+@CHECKS.option(
     "--checks",
     type=NameList(group_names),
     default=_listed_checks,
     help="Checks of verify to run.  [default: those that read no object]",
 )
-@_check("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
-@_check(
-    "--sample-slice",
-    type=click.IntRange(0),
-    metavar="K",
-    help="Read share number K.  [default: the day number]",
-)
-@_check("--time-limit", type=Duration(), help="Start no further read after this duration.")
-@grace_option
+@sample_options(CHECKS, "the day number", repeats=False)
+@judging_grace_option
 @fail_on_option
 @allow_empty_option
 @buffer_option
@@ -195,7 +187,7 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             store,
             source,
             profile=request.verify.real_profile,
-            not_next={*_NOT_NEXT, *of_requests(options)},
+            without=of_requests(options),
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)
@@ -217,8 +209,7 @@ def _refuse_contradictions(options: dict[str, Any]) -> None:
         refuse_other_sources(options, _REQUESTS)
     elif options["tokenizer"]:
         raise click.UsageError("--tokenizer needs --prompts")
-    if options["sample_slice"] is not None and not options["sample"]:
-        raise click.UsageError("--sample-slice needs --sample")
+    refuse_slice_alone(options)
 
 
 def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:

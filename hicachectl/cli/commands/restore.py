@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command, argument, own_option, own_setting
+from hicachectl.cli.command import Command
 from hicachectl.cli.completions import store_names
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.filters import filter_options, given_filters, selection_of
-from hicachectl.cli.options import FILE, lock_option, output_options, store_argument
+from hicachectl.cli.options import lock_option, output_options, profile_option, store_argument
+from hicachectl.cli.parameters import OWN, argument, own_option
 from hicachectl.cli.session import opened, progress, quarantine_directory, remark, store_name
 from hicachectl.formats.wording import lock_held
 from hicachectl.text.vocabulary import LOCK
@@ -43,13 +44,7 @@ Examples:
 )
 @argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @store_argument
-@own_setting(
-    "--profile",
-    "profile_file",
-    type=FILE,
-    help="Read the deployment's profile from FILE (TOML or JSON); needed for 3FS stores. See "
-    "hicachectl-profile(1).",
-)
+@profile_option(OWN, "needed for 3FS stores. See")
 @own_option("--dry-run", is_flag=True, help="Show what would be restored; change nothing.")
 @own_option("--yes", is_flag=True, help="Do not ask before restoring.")
 @filter_options()

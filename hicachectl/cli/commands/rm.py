@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hicachectl.cli.command import Command, own_option, own_setting, removed_option
+from hicachectl.cli.command import Command
 from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.filters import filter_options, given_filters, say_unjudged, selection_of
 from hicachectl.cli.options import (
-    DEFAULT_GRACE,
     FILE,
-    Duration,
     Size,
+    grace_option,
     lease_wait_option,
     lock_option,
     output_options,
+    profile_option,
     store_argument,
 )
-from hicachectl.cli.precedence import contradiction_remark, on_command_line
+from hicachectl.cli.parameters import OWN, on_command_line, own_option, removed_option
 from hicachectl.cli.session import (
     moment_of,
     opened,
@@ -30,6 +30,7 @@ from hicachectl.cli.session import (
     remark_wait,
     store_name,
 )
+from hicachectl.cli.settings import contradiction_remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import lock_held
 
@@ -142,19 +143,8 @@ Examples:
     "--token-ids",
     "pages behind removed ones age out, or --free SIZE --trace FILE removes them before others",
 )
-@own_setting(
-    "--profile",
-    "profile_file",
-    type=FILE,
-    help="Read the deployment's profile from FILE (TOML or JSON); see hicachectl-profile(1).",
-)
-@own_option(
-    "--grace",
-    type=Duration(),
-    default=DEFAULT_GRACE,
-    show_default=True,
-    help="Leave pages younger than this that are not whole; servers may still be writing them.",
-)
+@profile_option(OWN)
+@grace_option("Leave pages younger than this that are not whole")
 @own_option(
     "--despite-profile",
     is_flag=True,

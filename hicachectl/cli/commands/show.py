@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import Command, argument
+from hicachectl.cli.command import Command
 from hicachectl.cli.options import (
     allow_leases_option,
-    grace_option,
+    judging_grace_option,
     output_options,
     profile_options,
     store_argument,
 )
-from hicachectl.cli.precedence import contradiction_remark
+from hicachectl.cli.parameters import argument
 from hicachectl.cli.session import opened, progress, remark
+from hicachectl.cli.settings import contradiction_remark
 from hicachectl.text.terminal import escape_controls
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ Examples:
 )
 @store_argument
 @argument("page", metavar="PAGE")
-@grace_option
+@judging_grace_option
 @allow_leases_option
 @output_options
 @profile_options

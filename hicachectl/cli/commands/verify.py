@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
-from hicachectl.cli.command import (
-    OUTPUT,
-    RECORDS,
-    RESOURCES,
-    CommaList,
-    in_section,
-    own_option,
-    own_setting,
-)
+from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import (
     chosen_shard,
     is_on_cluster,
@@ -37,12 +29,10 @@ from hicachectl.cli.commands.verify_repair import (
 )
 from hicachectl.cli.consent import locked
 from hicachectl.cli.filters import filter_options, selection_of
-from hicachectl.cli.mending import RememberedWords, mending_of
+from hicachectl.cli.mending import mending_of
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
     FILE,
-    Duration,
-    MetricsFile,
     NameList,
     Size,
     allow_empty_option,
@@ -52,16 +42,30 @@ from hicachectl.cli.options import (
     bwlimit_option,
     fail_on_option,
     findings_options,
-    grace_option,
+    judging_grace_option,
     lease_wait_option,
     lock_option,
+    metrics_option,
     output_options,
     parts_options,
     profile_options,
+    refuse_slice_alone,
     refuse_without_table,
+    sample_options,
     store_argument,
 )
-from hicachectl.cli.precedence import on_command_line
+from hicachectl.cli.parameters import (
+    OUTPUT,
+    OWN,
+    RECORDS,
+    RESOURCES,
+    SAME,
+    CommaList,
+    Entry,
+    on_command_line,
+    own_option,
+    own_setting,
+)
 from hicachectl.cli.session import (
     bytes_progress,
     opened,
@@ -85,25 +89,7 @@ if TYPE_CHECKING:
     from hicachectl.verification.verify import PartCheck
 
 
-_WHOLE_ONLY = (
-    "lock",
-    "metrics_file",
-    "output_format",
-    "output",
-    "limit",
-    "all_findings",
-    "allow_shrink",
-)
-# Of a command that mends findings: what only the run itself needs, and what the command states.
-_NOT_NEXT = {
-    "output_format", "output", "metrics_file", "fail_on", "limit", "all_findings", "shard",
-    "run_directory", "wait", "ray", "workers", "stamp", "update_catalog", "repair",
-    "repair_codes", "quarantine", "writers_stopped", "despite_profile", "yes", "dry_run",
-    "allow_empty", "allow_shrink",
-}  # fmt: skip
-
-
-class _Command(RememberedWords):
+class _Command(Command):
     """The verify command; its help lists the registered checks in place of CHECKS."""
 
     @property
@@ -113,11 +99,6 @@ class _Command(RememberedWords):
     @help.setter
     def help(self, text: str | None) -> None:
         self._help = cleandoc(text or "")
-
-
-_records = in_section(RECORDS)
-_output = in_section(OUTPUT)
-_resources = in_section(RESOURCES)
 
 
 @click.command(
@@ -142,59 +123,63 @@ Examples:
     "--checks",
     type=NameList(group_names),
     default=group_names,
+    repeats=True,
+    divided=SAME,
     help="Run only these checks.  [default: all that apply]",
 )
-@own_option("--sample", metavar="PERCENT", help="Read only this share of the pages, such as 5%.")
-@own_option(
-    "--sample-slice",
-    type=click.IntRange(0),
-    metavar="K",
-    help="Read share number K.  [default: the day number, so each night reads another share]",
-)
-@own_option("--time-limit", type=Duration(), help="Start no further read after this duration.")
-@grace_option
-@_records(
+@sample_options(OWN, "the day number, so each night reads another share", repeats=True)
+@judging_grace_option
+@RECORDS.option(
     "--catalog",
     variable=True,
     type=FILE,
+    entry=Entry("catalog", ("store",)),
+    repeats=True,
     help="Compare objects with the digests recorded in FILE.",
 )
-@_records(
-    "--update-catalog", is_flag=True, help="Record digests in the catalog; create a missing one."
+@RECORDS.option(
+    "--update-catalog",
+    is_flag=True,
+    writes=True,
+    repeats=False,
+    help="Record digests in the catalog; create a missing one.",
 )
 @allow_shrink_option
-@_records(
+@RECORDS.option(
     "--identity",
     type=NameList(),
+    repeats=True,
     help="Fields whose change since the catalog means that a server rewrote the object, such as "
     "inode,mtime. For an unknown field, the error lists the fields of the store.  [default: all "
     "fields]",
 )
-@_records(
-    "--stamp", is_flag=True, help="Record the profile and the weights version beside the store."
+@RECORDS.option(
+    "--stamp",
+    is_flag=True,
+    writes=True,
+    repeats=False,
+    help="Record the profile and the weights version beside the store.",
 )
-@_records(
+@RECORDS.option(
     "--weights-version",
     metavar="TEXT",
+    repeats=True,
     help="Weights version to record with --stamp, or to compare with the stamp.",
 )
 @fail_on_option
 @allow_empty_option
-@_output(
-    "--metrics-file",
-    variable=False,
-    type=MetricsFile(),
-    help="Write Prometheus textfile metrics to FILE.",
-)
+@metrics_option(OUTPUT)
 @own_setting(
     "--device",
     type=CommaList(),
     default="cpu",
+    repeats=True,
+    divided=SAME,
     show_default=True,
     metavar="cpu|cuda|auto",
     help="Check and digest objects on this device; cuda:0,cuda:1 share the work.",
 )
-@_resources(
+@RESOURCES.option(
     "--device-bytes",
     type=Size(),
     default="2GiB",
@@ -203,7 +188,7 @@ Examples:
 )
 @repair_options
 @lock_option
-@_resources(
+@RESOURCES.option(
     "--jobs",
     type=click.IntRange(1, 256),
     metavar="N",
@@ -258,9 +243,9 @@ def command(
 
     _refuse_contradictions(ctx, options)
     refuse_without_table(ctx, output_format)
-    shard = chosen_shard(ctx, options, whole_only=_WHOLE_ONLY)
-    on_cluster = is_on_cluster(ctx, options, undivided=())
-    refuse_early(options)
+    shard = chosen_shard(ctx, options)
+    on_cluster = is_on_cluster(ctx, options)
+    refuse_early(ctx, options)
     metrics_file = options["metrics_file"]
     with locked(options["lock"]) as is_ours:
         if is_ours:
@@ -302,7 +287,6 @@ def _verified(
             source,
             profile=request.real_profile,
             quarantine=options["quarantine"],
-            not_next=_NOT_NEXT,
         )
         if not divided:
             return _at_once(ctx, source, request, mending, options)
@@ -314,8 +298,7 @@ def _verified(
             looks_only=_looks_only(options),
             **leases,
         )
-        limits = ("bwlimit", "time_limit") if shard is not None else ("bwlimit",)
-        return run_divided(ctx, options, shard, make(source), make, [reopened], *limits)
+        return run_divided(ctx, options, shard, make(source), make, [reopened])
 
 
 def _at_once(
@@ -390,8 +373,7 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     if path and not (asked or path.exists()):
         remark(ctx, f"{path}: the catalog does not exist yet; record it with --update-catalog")
         options["catalog"] = None
-    if options["sample_slice"] is not None and not options["sample"]:
-        raise click.UsageError("--sample-slice needs --sample")
+    refuse_slice_alone(options)
 
 
 def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyRequest) -> None:

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.command import REPAIR, in_section, removed_option
 from hicachectl.cli.consent import agreed, require_consent
-from hicachectl.cli.options import RepairCode, stack
+from hicachectl.cli.options import RepairCode
+from hicachectl.cli.parameters import (
+    OWN_VALUE,
+    REPAIR,
+    long_name,
+    options_of,
+    removed_option,
+    stack,
+)
 from hicachectl.cli.session import progress, remark
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
@@ -22,56 +29,50 @@ if TYPE_CHECKING:
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
 
-_repair = in_section(REPAIR)
-
 repair_options = stack(
-    _repair(
+    REPAIR.option(
         "--repair",
         type=click.Choice(["none", "quarantine", "delete"]),
         default="none",
         show_default=True,
+        writes=True,
         help="Move page groups with an error to the quarantine, or delete them.",
     ),
-    _repair(
+    REPAIR.option(
         "--repair-code",
         "repair_codes",
         type=RepairCode(),
         multiple=True,
         help="Also repair findings of this code, such as a warning. Can be repeated.",
     ),
-    _repair(
+    REPAIR.option(
         "--quarantine",
         metavar="DIR",
         help="Quarantine directory.  [default: .hicachectl/quarantine/ in a file store, "
         "quarantine/ in a side_directory]",
     ),
     removed_option("--token-ids", "pages behind removed ones age out; leave it out"),
-    _repair(
+    REPAIR.option(
         "--writers-stopped",
         is_flag=True,
         help="3FS: confirm that no engine writes; --repair then releases leaked pages.",
     ),
-    _repair(
+    REPAIR.option(
         "--despite-profile",
         is_flag=True,
         help="Repair although the newest pages suggest that the profile is wrong.",
     ),
-    _repair("--yes", is_flag=True, help="Do not ask before a repair."),
-    _repair("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
+    REPAIR.option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before a repair."),
+    REPAIR.option("--dry-run", is_flag=True, help="Show what a repair would do; change nothing."),
 )
 
 
-def refuse_early(options: dict[str, Any]) -> None:
+def refuse_early(ctx: click.Context, options: dict[str, Any]) -> None:
     """Raise UsageError for contradicting options, before the store is opened."""
-    names = (
-        "repair_codes", "quarantine", "writers_stopped", "despite_profile", "dry_run",
-        "yes",
-    )  # fmt: skip
-    given = [name for name in names if options[name]]
     if options["repair"] == "none":
-        if given:
-            name = given[0].replace("repair_codes", "repair_code").replace("_", "-")
-            raise click.UsageError(f"--{name} needs --repair")
+        for option in options_of(ctx.command):
+            if option.section is REPAIR and not option.writes and options[str(option.name)]:
+                raise click.UsageError(f"{long_name(option)} needs --repair")
         return
     if options["repair"] == "delete" and options["quarantine"]:
         raise click.UsageError("--repair delete uses no quarantine; leave out --quarantine")

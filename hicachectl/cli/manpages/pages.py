@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from hicachectl.checks.registry import codes
-from hicachectl.cli.command import OWN, sections
-from hicachectl.cli.environment import every_command
 from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import (
     escaped,
@@ -26,6 +24,8 @@ from hicachectl.cli.manpages.mdoc import (
 from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
 from hicachectl.cli.manpages.prose import SEE_ALSO, Item, prose, section_lines
 from hicachectl.cli.metrics import METRICS
+from hicachectl.cli.parameters import OWN, sections
+from hicachectl.cli.settings import every_command
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import (
     ARCHITECTURES,
@@ -238,8 +238,8 @@ def _variables(ctx: click.Context) -> list[Item]:
         for title, options in sections(command.params).items():
             names = {str(option.envvar): None for option in options if option.envvar}
             found.setdefault(title, {}).update(names)
-    elsewhere = {name for title, names in found.items() if title != OWN for name in names}
-    others = [name for name in found.pop(OWN) if name not in elsewhere]
+    elsewhere = {name for title, names in found.items() if title != OWN.title for name in names}
+    others = [name for name in found.pop(OWN.title) if name not in elsewhere]
     return [
         *(Item(title, ", ".join(names)) for title, names in found.items() if names),
         Item("Others", ", ".join(others)),
@@ -273,7 +273,7 @@ def _subcommands(command: click.Command, ctx: click.Context) -> Iterator[str]:
 def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
     """Yield the options by section; the synopsis and the description have the arguments."""
     for title, options in sections(command.get_params(ctx)).items():
-        if title != OWN:
+        if title != OWN.title:
             yield f".Ss {title}"
         yield ".Bl -tag -width Ds"
         for option in options:

@@ -1,0 +1,268 @@
+"""Arguments and options: their sections in the help, and what the program does with their values.
+
+What holds for an option is said where it is declared, or by its section. No list elsewhere names
+options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+import click
+from click.core import ParameterSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+PREFIX = "HICACHECTL_"
+
+
+class Entry(NamedTuple):
+    """Where the config file states the value of an option.
+
+    member: member of a store's table.
+    stores: parameters that name the store; the first one given counts.
+    """
+
+    member: str
+    stores: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What a run in parts does with an option.
+
+    same: whether all parts must have the same value.
+    shared_by: options that divide the run such that each part takes an equal share of the value.
+    instead: next step of the message with which a part refuses the option; empty if it takes it.
+        {} stands for the option's name.
+    on_cluster: whether a run with --ray takes the option.
+    """
+
+    same: bool = False
+    shared_by: tuple[str, ...] = ()
+    instead: str = ""
+    on_cluster: bool = True
+
+
+SAME = Divided(same=True)
+"""All parts must have the same value."""
+
+OWN_VALUE = Divided()
+"""Each part has a value of its own."""
+
+SHARED = Divided(shared_by=("--shard", "--ray"))
+"""Each part takes an equal share of the value."""
+
+AT_MERGE = Divided(instead="give {} to hicachectl merge")
+"""The value is about the result of the whole run."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the help, and what holds for its options unless they say otherwise.
+
+    variable: whether they are settings, which have a variable.
+    describes: whether they describe servers in place of --profile.
+    repeats: see `Option`.
+    divided: see `Option`.
+    """
+
+    title: str
+    variable: bool = False
+    describes: bool = False
+    repeats: bool | None = None
+    divided: Divided | None = None
+
+    def option(self, *names: str, **attributes: Any) -> Callable[[F], F]:
+        """Return the decorator of an option of the section, as `click.option` does."""
+        return click.option(*names, cls=Option, section=self, **attributes)
+
+
+OWN = Section("Options")
+FILTERS = Section("Filters", repeats=True, divided=SAME)
+CHECKS = Section("Checks", repeats=False)
+REPAIR = Section("Repair", repeats=False, divided=SAME)
+RECORDS = Section("Catalogs and stamps", divided=SAME)
+OUTPUT = Section("Output", variable=True, repeats=False, divided=AT_MERGE)
+TRANSFORM = Section("Another deployment", divided=SAME)
+PARTS = Section("Parts of a run", repeats=False, divided=OWN_VALUE)
+RESOURCES = Section("Resources", variable=True, repeats=True, divided=OWN_VALUE)
+MOONCAKE = Section("Mooncake", variable=True, repeats=True, divided=OWN_VALUE)
+PROFILE = Section("Profile", variable=True, describes=True, repeats=True, divided=SAME)
+SERVERS = Section("Server flags", describes=True, repeats=True, divided=SAME)
+
+
+class CommaList(click.ParamType[Any]):
+    """A text of members between commas; subclasses parse it further."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Pass the text through."""
+        return value
+
+
+class _Given(click.Parameter):
+    """A parameter that refuses an empty text, and a second value if it takes one.
+
+    A script with an unset variable gives an empty text, which must not choose everything.
+    """
+
+    absence = ""
+
+    def consume_value(self, ctx: click.Context, opts: Any) -> tuple[Any, ParameterSource]:
+        """Return the value as given, and its source.
+
+        Raises BadParameter for an empty text, for a list with an empty member, and for several
+        values of a parameter that takes one.
+        """
+        given = opts.get(self.name)
+        if isinstance(given, list) and not self.multiple:
+            opts = {**opts, str(self.name): self._single(ctx, given)}
+        value, source = super().consume_value(ctx, opts)
+        if source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT):
+            ctx.set_parameter_source(str(self.name), source)  # so that an error names the variable
+            for text in value if isinstance(value, (list, tuple)) else [value]:
+                self._refuse_empty(ctx, text)
+        return value, source
+
+    def _single(self, ctx: click.Context, values: list[Any]) -> Any:
+        different = list(dict.fromkeys(values))
+        if len(different) > 1 and not ctx.resilient_parsing:
+            named = " and ".join(map(repr, different))
+            self._refuse(ctx, f"takes one value, but has {named}; leave out all but one")
+        return values[-1]
+
+    def _refuse_empty(self, ctx: click.Context, text: Any) -> None:
+        if ctx.resilient_parsing or not isinstance(text, str):
+            return
+        if not text.strip():
+            instead = self.absence or ("" if self.required else "leave it out")
+            self._refuse(ctx, f"empty; give a value{instead and ', or '}{instead}")
+        if isinstance(self.type, CommaList) and not all(map(str.strip, text.split(","))):
+            self._refuse(ctx, f"{text!r} has an empty member; write one comma between members")
+
+    def _refuse(self, ctx: click.Context, text: str) -> NoReturn:
+        raise click.BadParameter(text, ctx=ctx, param=self)
+
+
+class Argument(_Given, click.Argument):
+    """An argument."""
+
+
+class Option(_Given, click.Option):
+    """An option of a section of the help; click's own options belong to the section `OWN`.
+
+    absence: the option that says in a word what an empty value could mean.
+    entry: where the config file states the value; None for an option that it cannot state.
+    writes: whether the command writes to its store only with this option or another such one.
+
+    The section says these three, if the option does not:
+
+    describes: whether the option describes servers in place of --profile.
+    repeats: whether a command that a message suggests has the option, too.
+    divided: what a run in parts does with the option.
+
+    variable: whether the option is a setting, which has a variable; None: as its section says.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        section: Section,
+        variable: bool | None = None,
+        absence: str = "",
+        entry: Entry | None = None,
+        writes: bool = False,
+        describes: bool | None = None,
+        repeats: bool | None = None,
+        divided: Divided | None = None,
+        **attributes: Any,
+    ) -> None:
+        super().__init__(*args, **attributes)
+        self.section = section
+        self.absence = absence
+        self.entry = entry
+        self.writes = writes
+        self.describes = section.describes if describes is None else describes
+        self.repeats = section.repeats if repeats is None else repeats
+        self.divided = section.divided if divided is None else divided
+        if section.variable if variable is None else variable:
+            self.envvar = variable_of(self)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Make the parser keep every value, of which click would keep the last."""
+        if self.is_flag or self.count or self.multiple:
+            super().add_to_parser(parser, ctx)
+        else:
+            parser.add_option(
+                obj=self, opts=self.opts, dest=self.name, action="append", nargs=self.nargs
+            )
+
+
+argument = partial(click.argument, cls=Argument)
+"""`click.argument` for every command."""
+
+own_option = OWN.option
+"""`click.option` for a command's own option."""
+
+own_setting = partial(own_option, variable=True)
+"""`click.option` for a command's own option that is a setting."""
+
+
+def removed_option(name: str, instead: str) -> Callable[[F], F]:
+    """Return the decorator of an option that is refused, with what to do instead."""
+
+    def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None and not ctx.resilient_parsing:
+            raise click.UsageError(f"{name}: no longer an option; {instead}")
+
+    return own_option(
+        name, hidden=True, expose_value=False, callback=refuse, repeats=False, divided=OWN_VALUE
+    )
+
+
+def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Return one decorator for several options; help lists them in their order."""
+
+    def apply(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+def options_of(command: click.Command) -> list[Option]:
+    """Return the options of a command, without those that click has for the help."""
+    return [parameter for parameter in command.params if isinstance(parameter, Option)]
+
+
+def sections(parameters: Iterable[click.Parameter]) -> dict[str, list[click.Option]]:
+    """Return the options that help shows by section: `OWN` first, then as declared."""
+    found: dict[str, list[click.Option]] = {OWN.title: []}
+    for parameter in parameters:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            section = parameter.section if isinstance(parameter, Option) else OWN
+            found.setdefault(section.title, []).append(parameter)
+    return found
+
+
+def long_name(option: click.Parameter) -> str:
+    """Return an option's long name, as --buffer-bytes."""
+    return max(option.opts, key=len)
+
+
+def variable_of(option: click.Parameter) -> str:
+    """Return the variable of an option's name, as HICACHECTL_BUFFER_BYTES."""
+    return PREFIX + long_name(option).removeprefix("--").replace("-", "_").upper()
+
+
+def on_command_line(ctx: click.Context, name: str) -> bool:
+    """Return whether the command line has a parameter."""
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE

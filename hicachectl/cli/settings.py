@@ -1,0 +1,228 @@
+"""Settings: values of options from the environment and the config file.
+
+A setting says how a command works, or what a place is always used with. HICACHECTL_NAME is the
+variable of the option --name, in every command that has it. The config file states some options for
+a store. What a command does, chooses or removes is said on the command line only. An option's
+declaration says which it is: see `Option`.
+
+The command line beats the environment, which beats the config file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from hicachectl.cli.parameters import (
+    PREFIX,
+    SERVERS,
+    Option,
+    long_name,
+    on_command_line,
+    options_of,
+    variable_of,
+)
+from hicachectl.cli.session import config_of, remark
+from hicachectl.formats.errors import HicacheError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from hicachectl.backends.urls import Config
+    from hicachectl.cli.parameters import Entry
+
+_OF_TESTS = "HICACHECTL_TEST_"
+_SOURCES = (ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
+_PROFILE = "profile_file"
+
+
+def every_command(ctx: click.Context) -> Iterator[click.Command]:
+    """Yield a group and all its commands, which are imported."""
+    yield ctx.command
+    if isinstance(ctx.command, click.Group):
+        for name in ctx.command.list_commands(ctx):
+            command = ctx.command.get_command(ctx, name)
+            if command is not None:
+                yield from every_command(click.Context(command, info_name=name, parent=ctx))
+
+
+def unused_variables(ctx: click.Context) -> Iterator[str]:
+    """Yield a remark on each variable that no command reads."""
+    own = {option.envvar for above in _chain(ctx) for option in above.command.params}
+    asked = {
+        name for name in os.environ if name.startswith(PREFIX) and not name.startswith(_OF_TESTS)
+    } - own
+    if not asked:
+        return
+    from hicachectl.profiles.server import API_KEY_VARIABLE
+
+    if asked == {API_KEY_VARIABLE}:
+        return  # without importing every command
+    options = [option for command in every_command(ctx.find_root()) for option in command.params]
+    known = {str(option.envvar) for option in options if option.envvar} | {API_KEY_VARIABLE}
+    named = {variable_of(option): long_name(option) for option in options}
+    for variable in sorted(asked - known):
+        if variable in named:
+            yield f"{variable}: no command reads it; give {named[variable]} on the command line"
+        else:
+            names = [name.removeprefix(PREFIX) for name in known]
+            close = get_close_matches(variable.removeprefix(PREFIX), names, n=1)
+            instead = (
+                f"did you mean {PREFIX}{close[0]}?" if close else "unset it, or see hicachectl(1)"
+            )
+            yield f"{variable}: no option has this name; {instead}"
+
+
+def refuse_server_variables(command: click.Command) -> None:
+    """Raise UsageError for a variable of a server's flag, which earlier releases read."""
+    for option in options_of(command):
+        if option.section is SERVERS and os.environ.get(variable := variable_of(option)):
+            raise UsageError(
+                f"{variable}: flags of servers are no longer read from the environment; unset it, "
+                f"and give {long_name(option)} or --profile"
+            )
+
+
+@contextmanager
+def named_variables(ctx: click.Context) -> Iterator[None]:
+    """Name the variables whose values an error is about.
+
+    They stand in place of their options, and before a path that they name.
+    """
+    try:
+        yield
+    except click.BadParameter:  # `one_line` names it
+        raise
+    except click.UsageError as error:
+        raise click.UsageError(_naming_variables(ctx, error.message), error.ctx) from None
+    except HicacheError as error:
+        error.args = (_naming_variables(ctx, str(error)),)
+        raise
+
+
+def _naming_variables(ctx: click.Context, text: str) -> str:
+    for above in _chain(ctx):
+        for option in above.command.params:
+            source = above.get_parameter_source(str(option.name))
+            if source is not ParameterSource.ENVIRONMENT or str(option.envvar) in text:
+                continue
+            named = re.sub(rf"(?<![\w-]){long_name(option)}(?![\w-])", str(option.envvar), text)
+            value = above.params.get(str(option.name))
+            if named == text and isinstance(value, Path) and str(value) in text:
+                named = f"{option.envvar}: {text}"
+            text = named
+    return text
+
+
+def _chain(ctx: click.Context | None) -> Iterator[click.Context]:
+    while ctx is not None:
+        yield ctx
+        ctx = ctx.parent
+
+
+def contradiction_remark(ctx: click.Context) -> Callable[[str], None] | None:
+    """Return a function that reports a profile the store contradicts, or None to refuse it.
+
+    A profile from elsewhere than the command line is about the store that servers use now. It may
+    have pages of their predecessors only, and they can be listed and removed all the same.
+    """
+    if ctx.params.get(_PROFILE) is None or on_command_line(ctx, _PROFILE):
+        return None
+    return partial(remark, ctx)
+
+
+def settle(ctx: click.Context) -> None:
+    """Fill parameters from the config file; drop those that give way to a stronger source.
+
+    Raises UsageError and FormatError for the config file.
+    """
+    options = options_of(ctx.command)
+    for option in options:
+        _fill(ctx, option)
+    others = {str(option.name) for option in options if option.describes} - {_PROFILE}
+    strongest = max((_strength(ctx, name) for name in others), default=0)
+    _drop(ctx, {_PROFILE} if strongest > _strength(ctx, _PROFILE) else others)
+    if not _writes(ctx, options):
+        _drop(ctx, {"lock"})
+
+
+@contextmanager
+def named_settings(ctx: click.Context) -> Iterator[None]:
+    """Name the config file and the store's entry in an error about a file that they state."""
+    try:
+        yield
+    except HicacheError as error:
+        for option in options_of(ctx.command):
+            name, text = str(option.name), str(error)
+            value, source = ctx.params.get(name), ctx.get_parameter_source(name)
+            if option.entry is None or source is not ParameterSource.DEFAULT_MAP:
+                continue
+            if value is not None and str(value) in text:
+                config, member = config_of(ctx), option.entry.member
+                table = _table(ctx, config, option.entry, value)
+                text = text.removeprefix(f"--{member} ").removeprefix(f"--{member}: ")
+                error.args = (f"{config.source}: {table}: {member}: {text}",)
+                break
+        raise
+
+
+def _table(ctx: click.Context, config: Config, entry: Entry, value: object) -> str:
+    """Return the table of the config file that states a setting for the store of a command."""
+    own = (_store_text(ctx, entry) or "").removesuffix(":")
+    names = [own, *config.stores]  # a store's URL may name another, which has the setting
+    found = next(n for n in names if getattr(config.stores.get(n), entry.member, None) == value)
+    return f"stores.{found}"
+
+
+def _strength(ctx: click.Context, name: str) -> int:
+    """Return 0 for a default."""
+    source = ctx.get_parameter_source(name)
+    return _SOURCES.index(source) + 1 if source in _SOURCES else 0
+
+
+def _writes(ctx: click.Context, options: Collection[Option]) -> bool:
+    """Return whether the command changes the store as one run."""
+    if ctx.params.get("dry_run") or ctx.params.get("shard") is not None:
+        return False
+    asked = [ctx.params[str(option.name)] for option in options if option.writes]
+    return not asked or any(value not in ("none", False) for value in asked)
+
+
+def _fill(ctx: click.Context, option: Option) -> None:
+    from hicachectl.backends.urls import named_store
+
+    name, entry = str(option.name), option.entry
+    if entry is None or _strength(ctx, name):
+        return
+    text = _store_text(ctx, entry)
+    if text is None or ":" not in text or "/" in text:
+        return
+    named = named_store(text, config_of(ctx))
+    value = None if named is None else getattr(named, entry.member)
+    if value is not None:
+        ctx.params[name] = value
+        ctx.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
+
+
+def _store_text(ctx: click.Context, entry: Entry) -> str | None:
+    """Return the store of an entry, if a parameter names it as a text."""
+    text = next((ctx.params[store] for store in entry.stores if ctx.params.get(store)), None)
+    return text if isinstance(text, str) else None
+
+
+def _drop(ctx: click.Context, names: Collection[str]) -> None:
+    """Reset parameters, except those of the command line."""
+    for option in ctx.command.params:
+        name = str(option.name)
+        if name in names and _strength(ctx, name) and not on_command_line(ctx, name):
+            is_flag = isinstance(option, click.Option) and option.is_flag
+            ctx.params[name] = False if is_flag else None
+            ctx.set_parameter_source(name, ParameterSource.DEFAULT)
