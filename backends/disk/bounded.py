@@ -1,4 +1,4 @@
-"""Read untrusted files up to a size limit, whole or line by line.
+"""Read untrusted files up to a size limit: whole, line by line, or a JSON config of SGLang.
 
 An option may name a pipe (`<(...)`) or device (/dev/stdin): reading stops at the limit. A file that
 another file names must be regular: opening a FIFO would wait for a writer.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
 from hicachectl.formats.wording import failed
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+MAX_CONFIG_BYTES = 1 << 20
 MAX_LINE_BYTES = 256 << 20  # a request of a million tokens takes about 8 MB
 
 
@@ -79,3 +81,17 @@ def _opened(path: Path | str, regular: bool) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def read_config(path: str, where: str) -> dict[str, Any]:
+    """Read a config file. where: the file's name in messages.
+
+    Raises UsageError if the file cannot be read, FormatError if it is not a JSON object.
+    """
+    data = read_bounded(
+        path, MAX_CONFIG_BYTES, what="a config of SGLang", regular=True, where=where
+    )
+    try:
+        return parse_json_object(data, where)
+    except FormatError as error:
+        raise FormatError(f"{error}; give the JSON config that the servers read") from None

@@ -1,7 +1,8 @@
-"""What the mount of a file system promises."""
+"""Facts about file systems: whether flock on a mount excludes other hosts, and the time."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,3 +53,14 @@ def _mount_of(descriptor: int) -> tuple[str, str] | None:
                 kind, _, options = rest.split(" ")[:3]
                 return kind, options
     return None
+
+
+def file_system_ns(directory: int) -> int:
+    """Return the present time of an open directory's file system, Unix nanoseconds.
+
+    Times of files are compared with it: this host's clock may differ from the file server's. The
+    directory is touched, and its ctime is the time. No file is made that a kill could leave, or for
+    which a full file system has no room. Raises OSError without the right to write.
+    """
+    os.utime(directory)  # "now", which NFS clients leave to the server
+    return os.fstat(directory).st_ctime_ns

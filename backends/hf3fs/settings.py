@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from hicachectl.backends.disk.bounded import read_config
 from hicachectl.backends.http import service_url
-from hicachectl.backends.sglang_config import read_config
 from hicachectl.backends.urls import MAX_FILE_SIZE, Hf3fsParams, StoreUrl, params_of
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hicachectl.backends.sglang_config import read_config
+from hicachectl.backends.disk.bounded import read_config
 from hicachectl.backends.urls import MooncakeParams, StoreUrl, params_of, without_secrets
 from hicachectl.formats.errors import FormatError, HicacheError, UsageError
 from hicachectl.formats.forms import convert

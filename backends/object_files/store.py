@@ -33,9 +33,9 @@ from hicachectl.backends.capabilities import (
     SystemCopy,
     Touch,
 )
-from hicachectl.backends.disk.clock import file_system_ns
 from hicachectl.backends.disk.durable import sync_directory
 from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_DIRECTORY, OPEN_FILE
+from hicachectl.backends.disk.mounts import file_system_ns
 from hicachectl.backends.disk.names import OWN_PREFIX, check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin

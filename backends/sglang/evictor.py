@@ -19,8 +19,7 @@ from hicachectl.backends.disk.durable import is_named, lock
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import open_side, owner_of
 from hicachectl.backends.sglang.ledger import HIGH, Ledger
-from hicachectl.backends.sglang.removal import Remover
-from hicachectl.backends.sglang.sweeping import Sweeper, Trusted
+from hicachectl.backends.sglang.sweeping import Remover, Sweeper, Trusted
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.wording import reason_of
 

@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.context import read_context, weight_version
 from hicachectl.backends.sglang.counters import Moved
-from hicachectl.backends.sglang.opening import open_layers
 from hicachectl.backends.sglang.pools import ThisRankError, served_pool
 from hicachectl.backends.sglang.settings import parse_settings
+from hicachectl.backends.sglang.store_list import open_stores
 from hicachectl.formats.restorable import ALL_PAGES, PoolPages, restorable
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._settings = parse_settings(storage_config.extra_config)
         self._context = read_context(self._settings)
-        self._layers = open_layers(self._settings, self._context.draft_weights)
-        self._counters = self._layers.counters
+        self._stores = open_stores(self._settings, self._context.draft_weights)
+        self._counters = self._stores.counters
         self._pools: dict[str, ServedPool] = {}
         self._complete = False  # all pools of the attachment are registered
         # Pages whose sidecars failed, until their KV has been refused.
@@ -124,7 +124,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         others_lack_it = name != PoolName.KV and self._config.pp_size > 1
         try:
             pool = served_pool(str(name), host_pool, self._config, self._context)
-            self._layers.add(pool)
+            self._stores.add(pool)
         except Exception as error:
             alone = others_lack_it or self._complete or isinstance(error, ThisRankError)
             if not alone:
@@ -150,10 +150,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             self._context.page_size,
             self._pools[str(PoolName.KV)].identity.layout,
         )
-        if not self._layers.writes:
+        if not self._stores.writes:
             logger.info("%s: nothing is written: packs are only read", self._counters.place)
         with self._call() as call:
-            self._layers.open(call)
+            self._stores.open(call)
 
     @_never_raises(lambda: None)
     def clear(self) -> None:
@@ -162,12 +162,12 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             logger.warning("%s: not cleared, since on_clear is refuse", self._counters.place)
             return
         with self._call() as call:
-            self._layers.clear(call)
+            self._stores.clear(call)
 
     @_never_raises(lambda: None)
     def close(self) -> None:
         """Release everything; later calls are misses."""
-        self._layers.close()
+        self._stores.close()
 
     def get_stats(self) -> Any:
         """Return SGLang's StorageMetrics of the reads and writes since the last call, or None."""
@@ -214,7 +214,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         with self._call() as call:
             while start < len(keys):
                 asked = slice(start, start + length)
-                present[:, asked] = self._layers.exists(pools, keys[asked], call)
+                present[:, asked] = self._stores.exists(pools, keys[asked], call)
                 if not present[0, asked].all():
                     break
                 start, length = start + length, length * 2
@@ -249,7 +249,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             return [False] * len(keys)
         begun = time.perf_counter()
         pieces = pool.host.pieces(_first_indices(pool, keys, host_indices))
-        read = self._layers.read(pool, keys, pieces, call)
+        read = self._stores.read(pool, keys, pieces, call)
         self._count(self._reads, sum(read), pool, begun)
         return read
 
@@ -286,7 +286,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             keys = transfer.keys or []
             written = self._write(self._pool_of(transfer), keys, transfer.host_indices)
             results[transfer.name] = written
-            if self._layers.writes and _is_needed(transfer):
+            if self._stores.writes and _is_needed(transfer):
                 self._remember(key for key, ok in zip(keys, written, strict=True) if not ok)
         return results
 
@@ -303,7 +303,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         for start in range(0, len(wanted), _BATCH):
             some = wanted[start : start + _BATCH]
             with self._call() as call:
-                done = self._layers.write(
+                done = self._stores.write(
                     pool, [keys[n] for n in some], [pieces[n] for n in some], call
                 )
             for index, ok in zip(some, done, strict=True):

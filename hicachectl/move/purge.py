@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from hicachectl.backends.disk.clock import file_system_ns
+from hicachectl.backends.disk.mounts import file_system_ns
 from hicachectl.backends.runs import open_run
 from hicachectl.formats.errors import FormatError, UnfinishedPackError, UntrustedError
 from hicachectl.formats.quarantine import PURGED

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
-from hicachectl.backends.sglang.host_pages import EvenPages
+from hicachectl.backends.sglang.pools import EvenPages
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.trailer import PoolTrailers, digest_function
 from tests.backends.sglang.pages import HostPool

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicachectl.backends.disk.bounded import MAX_CONFIG_BYTES
 from hicachectl.backends.mooncake.settings import (
     CONFIG_VARIABLE,
     MooncakeSettings,
     settings_from,
     split_address,
 )
-from hicachectl.backends.sglang_config import MAX_CONFIG_BYTES
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import FormatError, UsageError
 

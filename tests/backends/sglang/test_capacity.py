@@ -25,8 +25,7 @@ from hicachectl.backends.sglang.calls import Ended
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.page_files import PageFiles
-from hicachectl.backends.sglang.removal import Remover
-from hicachectl.backends.sglang.sweeping import Trusted
+from hicachectl.backends.sglang.sweeping import Remover, Trusted
 from hicachectl.formats.errors import UsageError
 from tests.backends.sglang.page_writer import (
     INDEXER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicachectl.backends.sglang.host_pages import EvenPages
+from hicachectl.backends.sglang.pools import EvenPages
 
 K, V = 1 << 20, 1 << 21
 PAGES = EvenPages(8, 3, [(K, 100, 96), (V, 50, 50)])

@@ -27,17 +27,17 @@ def test_a_page_is_written_and_read_without_click_and_pyarrow(tmp_path: Path) ->
         sys.modules["click"] = sys.modules["pyarrow"] = None  # importing them fails
         from hicachectl.backends.sglang import HiCacheStore
         from hicachectl.backends.sglang.calls import Call
-        from hicachectl.backends.sglang.opening import open_layers
+        from hicachectl.backends.sglang.store_list import open_stores
         from hicachectl.backends.sglang.settings import parse_settings
         from tests.backends.sglang.pages import HostPool, hashes
 
-        layers = open_layers(parse_settings({{"interface_v1": 1, "store": {str(tmp_path)!r}}}))
+        stores = open_stores(parse_settings({{"interface_v1": 1, "store": {str(tmp_path)!r}}}))
         host, pages = HostPool(), hashes(2)
-        layers.add(host.pool)
-        for act in (layers.write, layers.read):
+        stores.add(host.pool)
+        for act in (stores.write, stores.read):
             with Call(5) as call:
                 print(*act(host.pool, pages, host.pieces(range(2)), call))
-        layers.close()
+        stores.close()
         """
     )
     done = subprocess.run(

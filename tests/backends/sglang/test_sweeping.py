@@ -22,8 +22,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
-from hicachectl.backends.sglang.removal import Remover
-from hicachectl.backends.sglang.sweeping import Sweeper, Trusted
+from hicachectl.backends.sglang.sweeping import Remover, Sweeper, Trusted
 from hicachectl.backends.urls import parse_url
 from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
 from tests.backends.sglang.pages import HostPool, hashes

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hicachectl.backends.sglang import layers as layers_module
+from hicachectl.backends.sglang import store_list
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
-from hicachectl.backends.sglang.layers import Layers
 from hicachectl.backends.sglang.served import PageStore, Pieces, ServedPool
+from hicachectl.backends.sglang.store_list import StoreList
 from tests.backends.sglang.pages import HostPool, hashes
 
 if TYPE_CHECKING:
@@ -78,17 +78,17 @@ class MemoryPages(PageStore):
         self.cleared = True
 
 
-def layered(*stores: PageStore, writes: bool = True) -> Layers:
-    layers = Layers(stores, Counters("test"), writes=writes)
+def listed(*stores: PageStore, writes: bool = True) -> StoreList:
+    them = StoreList(stores, Counters("test"), writes=writes)
     for pool in (KV, INDEXER, MAMBA):
-        layers.add(pool)
-    return layers
+        them.add(pool)
+    return them
 
 
-def read(layers: Layers, pool: ServedPool, pages: Sequence[str] = PAGES) -> list[bool]:
+def read(them: StoreList, pool: ServedPool, pages: Sequence[str] = PAGES) -> list[bool]:
     """Read pages into the slots of their numbers."""
     pieces = pool.host.pieces([PAGES.index(page) for page in pages])
-    return layers.read(pool, pages, pieces, Call(5))
+    return them.read(pool, pages, pieces, Call(5))
 
 
 def seed_read(pool: ServedPool, page: int) -> int:
@@ -105,11 +105,11 @@ def test_one_store_is_asked_directly() -> None:
     store = MemoryPages()
     store.hold(KV, 0, 1, 3)
     store.hold(INDEXER, 0, 3)
-    layers = layered(store)
-    found = layers.exists([KV, INDEXER], PAGES, Call(5))
+    them = listed(store)
+    found = them.exists([KV, INDEXER], PAGES, Call(5))
     assert found.tolist() == [[True, True, False, True], [True, False, False, True]]
     assert store.asked == 4 + 3  # sidecars only where the anchor is
-    assert read(layers, KV) == [True, True, False, True]
+    assert read(them, KV) == [True, True, False, True]
 
 
 def test_a_page_comes_from_the_first_store_that_has_it_whole() -> None:
@@ -119,11 +119,11 @@ def test_a_page_comes_from_the_first_store_that_has_it_whole() -> None:
     first.hold(INDEXER, 0)
     second.hold(KV, 0, 1, 2, seed=1)
     second.hold(INDEXER, 0, 1, 2, seed=1)
-    layers = layered(first, second)
-    found = layers.exists([KV, INDEXER], PAGES, Call(5))
+    them = listed(first, second)
+    found = them.exists([KV, INDEXER], PAGES, Call(5))
     assert found.tolist() == [[True, True, True, False]] * 2
     for pool in (KV, INDEXER):
-        assert read(layers, pool) == [True, True, True, False]
+        assert read(them, pool) == [True, True, True, False]
         assert [seed_read(pool, page) for page in (0, 1, 2)] == [0, 1, 1]
 
 
@@ -132,12 +132,12 @@ def test_a_store_with_the_trailing_state_comes_first() -> None:
     first.hold(KV, 0, 1)
     second.hold(KV, 0, 1, seed=1)
     second.hold(MAMBA, 1, seed=1)
-    layers = layered(first, second)
-    found = layers.exists([KV, MAMBA], PAGES, Call(5))
+    them = listed(first, second)
+    found = them.exists([KV, MAMBA], PAGES, Call(5))
     assert found.tolist() == [[True, True, False, False], [False, True, False, False]]
-    assert read(layers, KV, PAGES[:2]) == [True, True]
+    assert read(them, KV, PAGES[:2]) == [True, True]
     assert [seed_read(KV, page) for page in (0, 1)] == [0, 1]
-    assert read(layers, MAMBA, PAGES[1:2]) == [True]
+    assert read(them, MAMBA, PAGES[1:2]) == [True]
 
 
 def test_sidecars_follow_the_anchor_although_another_request_asked_since() -> None:
@@ -145,15 +145,15 @@ def test_sidecars_follow_the_anchor_although_another_request_asked_since() -> No
     first, second = MemoryPages(), MemoryPages()
     for pool in (KV, INDEXER):
         second.hold(pool, 0, seed=1)
-    layers = layered(first, second)
-    layers.exists([KV, INDEXER], PAGES, Call(5))
-    assert read(layers, KV, PAGES[:1]) == [True]
+    them = listed(first, second)
+    them.exists([KV, INDEXER], PAGES, Call(5))
+    assert read(them, KV, PAGES[:1]) == [True]
     for pool in (KV, INDEXER):
         first.hold(pool, 0)
-    layers.exists([KV, INDEXER], PAGES, Call(5))
-    assert read(layers, INDEXER, PAGES[:1]) == [True]
+    them.exists([KV, INDEXER], PAGES, Call(5))
+    assert read(them, INDEXER, PAGES[:1]) == [True]
     assert seed_read(INDEXER, 0) == seed_read(KV, 0) == 1
-    assert read(layers, KV, PAGES[:1]) == read(layers, INDEXER, PAGES[:1]) == [True]
+    assert read(them, KV, PAGES[:1]) == read(them, INDEXER, PAGES[:1]) == [True]
     assert seed_read(INDEXER, 0) == seed_read(KV, 0) == 0
 
 
@@ -161,50 +161,50 @@ def test_a_page_that_cannot_be_read_is_looked_for_again() -> None:
     first, second = MemoryPages(), MemoryPages()
     first.hold(KV, 0)
     second.hold(KV, 0, seed=1)
-    layers = layered(first, second)
-    layers.exists([KV], PAGES, Call(5))
+    them = listed(first, second)
+    them.exists([KV], PAGES, Call(5))
     first.held.clear()
-    assert read(layers, KV, PAGES[:1]) == [False]
+    assert read(them, KV, PAGES[:1]) == [False]
     second.hold(INDEXER, 0, seed=1)
     second.hold(MAMBA, 0, seed=1)
-    assert read(layers, KV, PAGES[:1]) == [True]
+    assert read(them, KV, PAGES[:1]) == [True]
     assert seed_read(KV, 0) == 1
 
 
 def test_pages_are_read_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang may skip exists, and choices beyond the bound are forgotten."""
-    monkeypatch.setattr(layers_module, "_MOST_CHOICES", 2)
+    monkeypatch.setattr(store_list, "_MOST_CHOICES", 2)
     first, second = MemoryPages(), MemoryPages()
     for pool in (KV, INDEXER, MAMBA):
         second.hold(pool, 0, 1, 2, seed=1)
-    layers = layered(first, second)
+    them = listed(first, second)
     for pool in (KV, INDEXER):
-        assert read(layers, pool, PAGES[:2]) == [True, True]
-    layers.exists([KV], PAGES, Call(5))
-    assert len(layers._chosen) == len(layers._anchored) == 2
-    assert read(layers, KV, PAGES[:1]) == [True]
+        assert read(them, pool, PAGES[:2]) == [True, True]
+    them.exists([KV], PAGES, Call(5))
+    assert len(them._chosen) == len(them._anchored) == 2
+    assert read(them, KV, PAGES[:1]) == [True]
 
 
 def test_a_store_that_hangs_leaves_time_for_the_next() -> None:
     first, second = MemoryPages(hangs=True), MemoryPages()
     second.hold(KV, 0)
-    layers = layered(first, second)
-    found = layers.exists([KV], PAGES, Call(4))
+    them = listed(first, second)
+    found = them.exists([KV], PAGES, Call(4))
     assert found.tolist() == [[True, False, False, False]]
 
 
 def test_only_the_first_store_is_written_and_cleared() -> None:
     first, second = MemoryPages(), MemoryPages()
     second.hold(KV, 0)
-    layers = layered(first, second)
-    assert layers.write(KV, PAGES[1:2], KV.host.pieces([0]), Call(5)) == [True]
+    them = listed(first, second)
+    assert them.write(KV, PAGES[1:2], KV.host.pieces([0]), Call(5)) == [True]
     assert ("kv", PAGES[1]) in first.held
     assert ("kv", PAGES[1]) not in second.held
-    layers.clear(Call(5))
+    them.clear(Call(5))
     assert first.cleared
     assert not second.cleared
-    assert not np.any(layers.exists([KV], PAGES[:1], Call(5)))
-    assert read(layers, KV, PAGES[:1]) == [False]
+    assert not np.any(them.exists([KV], PAGES[:1], Call(5)))
+    assert read(them, KV, PAGES[:1]) == [False]
 
 
 def test_stores_that_are_only_read_serve_until_a_clear() -> None:
@@ -212,14 +212,14 @@ def test_stores_that_are_only_read_serve_until_a_clear() -> None:
     for count in (1, 2):
         stores = [MemoryPages() for _ in range(count)]
         stores[-1].hold(KV, 0, seed=1)
-        layers = layered(*stores, writes=False)
-        assert layers.exists([KV], PAGES, Call(5)).tolist() == [[True, False, False, False]]
-        assert read(layers, KV) == [True, False, False, False]
-        assert layers.write(KV, PAGES[1:3], KV.host.pieces([0, 1]), Call(5)) == [False, False]
-        assert layers.counters.snapshot() == {"unwritable": 2}
-        layers.clear(Call(5))
-        assert not np.any(layers.exists([KV], PAGES, Call(5)))
-        assert read(layers, KV) == [False] * 4
+        them = listed(*stores, writes=False)
+        assert them.exists([KV], PAGES, Call(5)).tolist() == [[True, False, False, False]]
+        assert read(them, KV) == [True, False, False, False]
+        assert them.write(KV, PAGES[1:3], KV.host.pieces([0, 1]), Call(5)) == [False, False]
+        assert them.counters.snapshot() == {"unwritable": 2}
+        them.clear(Call(5))
+        assert not np.any(them.exists([KV], PAGES, Call(5)))
+        assert read(them, KV) == [False] * 4
         assert not any(store.cleared or ("kv", PAGES[1]) in store.held for store in stores)
 
 
@@ -237,7 +237,7 @@ def test_all_stores_are_closed_although_one_of_them_raises(
     for number, store in enumerate(stores):
         monkeypatch.setattr(store, "close", partial(close, number))
     with pytest.raises(OSError, match="Input/output error"):
-        layered(*stores).close()
+        listed(*stores).close()
     assert sorted(closed) == [0, 1, 2]
 
 
@@ -245,14 +245,14 @@ def test_a_clear_during_a_call_lets_it_end() -> None:
     """SGLang clears in another thread than it asks."""
     first, second = MemoryPages(), MemoryPages()
     second.hold(KV, 0)
-    layers = layered(first, second)
+    them = listed(first, second)
     ask = first.exists
 
     def clear_meanwhile(pool: ServedPool, pages: Sequence[str], call: Call) -> list[bool]:
-        layers.clear(Call(5))
+        them.clear(Call(5))
         return ask(pool, pages, call)
 
     first.exists = clear_meanwhile  # type: ignore[method-assign]
-    assert layers.exists([KV], PAGES, Call(5)).shape == (1, 4)
+    assert them.exists([KV], PAGES, Call(5)).shape == (1, 4)
     first.exists = ask  # type: ignore[method-assign]
-    assert not np.any(layers.exists([KV], PAGES, Call(5)))
+    assert not np.any(them.exists([KV], PAGES, Call(5)))

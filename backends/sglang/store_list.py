@@ -16,15 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.backends.sglang.calls import Call
+from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.objects import ANCHOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import PageStore, Pieces, ServedPool
+    from hicachectl.backends.sglang.settings import Settings
+    from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray
-
 
 logger = logging.getLogger("hicachectl.sglang")
 
@@ -32,7 +35,7 @@ _LEAST_SECONDS = 0.05  # a store that is asked with less time left would count a
 _MOST_CHOICES = 1 << 16  # pages
 
 
-class Layers:
+class StoreList:
     """Stores in the order of their list."""
 
     def __init__(
@@ -74,19 +77,19 @@ class Layers:
             return present
         chosen = np.zeros(len(pages), dtype=np.int64)
         best = np.full(len(pages), -1, dtype=np.int64)
-        open_ = np.arange(len(pages))  # pages that a later store may have in a better state
+        undecided = np.arange(len(pages))  # pages that a later store may have in a better state
         for place, store in enumerate(stores):
-            if not len(open_) or call.seconds_left < _LEAST_SECONDS:
+            if not len(undecided) or call.seconds_left < _LEAST_SECONDS:
                 break
-            found = np.zeros((len(pools), len(open_)), dtype=np.bool_)
+            found = np.zeros((len(pools), len(undecided)), dtype=np.bool_)
             with _share(call, len(stores) - place) as share:
-                _ask(store, pools, [pages[n] for n in open_.tolist()], share, found)
+                _ask(store, pools, [pages[n] for n in undecided.tolist()], share, found)
             scores = _scores(pools, found)
-            better = scores > best[open_]
-            taken = open_[better]
+            better = scores > best[undecided]
+            taken = undecided[better]
             present[:, taken] = found[:, better]
             chosen[taken], best[taken] = place, scores[better]
-            open_ = open_[best[open_] < _best_score(pools)]
+            undecided = undecided[best[undecided] < _best_score(pools)]
         with self._lock:
             self._pools.update((pool.name, pool) for pool in pools)
             _remember(self._chosen, zip(pages, chosen.tolist(), strict=True))
@@ -219,3 +222,48 @@ def _remember(choices: dict[str, int], found: Iterable[tuple[str, int]]) -> None
         choices[page] = place
     while len(choices) > _MOST_CHOICES:
         del choices[next(iter(choices))]
+
+
+def open_stores(settings: Settings, draft_weights: str = "") -> StoreList:
+    """Return the stores of a server, not yet open.
+
+    draft_weights: of the deployment's draft, also on ranks without it; "" without one.
+    """
+    writes = not settings.reads_only
+    stores = [
+        _store(settings, url, draft_weights, written=writes and not n)
+        for n, url in enumerate(settings.stores)
+    ]
+    return StoreList(stores, Counters(_name(settings.stores[0])), writes=writes)
+
+
+def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, written: bool) -> PageStore:
+    if url.kind.directory:
+        return FilePages(
+            url,
+            Counters(_name(url)),
+            digest=settings.digest,
+            reads_unstamped=settings.unstamped == "read",
+            reads_unranked=settings.unranked == "read",
+            replaces_foreign=settings.on_foreign == "replace",
+            reads_only=not written,
+            threads=settings.threads,
+            max_size=settings.max_size or 0 if written else 0,
+            min_free_space=settings.min_free_space if written else 0,
+            evict=settings.evict,
+        )
+    # Imported late: servers on a file store do without pyarrow.
+    from hicachectl.backends.sglang.stores import StorePages
+
+    return StorePages(
+        url,
+        Counters(_name(url)),
+        writes=written,
+        draft_weights=draft_weights,
+        reads_unstamped=settings.unstamped == "read",
+        threads=settings.threads,
+    )
+
+
+def _name(url: StoreUrl) -> str:
+    return without_secrets(str(url))
