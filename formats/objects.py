@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 PAGE_DIGITS = 64  # A page hash in a key is lowercase hexadecimal, two digits for each byte.
 ANCHOR = "kv"  # SGLang's name for the pool that servers look for to find a page.
+HALVES = ("k", "v")  # Parts of a page, with the keys and the values of its tokens.
 AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
 # Along one axis, far above any deployment. A key of one rank stands for all: untrusted names must
 # not make as many as they like.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hicachectl.backends.sglang.calls import Workers
-from hicachectl.formats.keys.base import HALVES, RankPool
+from hicachectl.formats.keys.base import RankPool
 from hicachectl.formats.keys.file import FileGrammar
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import Names
+from hicachectl.formats.objects import HALVES, Names
 from hicachectl.formats.releases import RELEASES
 from hicachectl.formats.wording import reason_of
 

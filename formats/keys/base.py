@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from hicachectl.formats.errors import CollidingKeys, UnsupportedByBackend
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import Coordinate, Names
+from hicachectl.formats.objects import HALVES, Coordinate, Names
 from hicachectl.formats.releases import since
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Affix = tuple[str, str]  # text of a key before and after its page hash
 Readings = dict[Affix, tuple[Coordinate, ...]]
 
-HALVES = ("k", "v")
 # Unfinished writes of HiCacheFile.set and hicachectl's file store. SGLang 0.5.14 to 0.5.19 append
 # ".tmp.PID.THREAD.UUID" to the object's name; earlier releases write under the name itself.
 TEMPORARY_PATTERN = (
@@ -192,4 +191,4 @@ def part_in_keys(page: RankPool, part: str | None) -> str | None:
     pool = pool_name(page.pool)
     if pool.states or page.halved:
         return part
-    return "k" if pool.mooncake in ("kv", "parts") else None
+    return HALVES[0] if pool.parts and not pool.whole else None

@@ -19,10 +19,10 @@ import re
 from typing import TYPE_CHECKING
 
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.keys.base import FILE_STORE, HALVES, WHOLE, Grammar, PageObject
+from hicachectl.formats.keys.base import FILE_STORE, WHOLE, Grammar, PageObject
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Names, Shard
+from hicachectl.formats.objects import ANCHOR, HALVES, MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from hicachectl.formats.keys.base import RankPool, Ranks

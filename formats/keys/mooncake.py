@@ -24,9 +24,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 from hicachectl.formats.errors import UnsupportedByBackend
-from hicachectl.formats.keys.base import FILE_STORE, HALVES, Grammar, PageObject, part_in_keys
+from hicachectl.formats.keys.base import FILE_STORE, Grammar, PageObject, part_in_keys
 from hicachectl.formats.kinds.pool import pool_name, pool_names
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Names, Shard
+from hicachectl.formats.objects import ANCHOR, HALVES, MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,6 @@ _DCP_PREFIX = re.compile(
 _SLICES = re.compile(r"\['[0-9_]+'(?:, '[0-9_]+')*\]")
 _MHA_RANK = re.compile(f"{_NUMBER}(?:_{_NUMBER})?")
 _DCP_RANK = re.compile(f"dcp{_NUMBER}_cp{_NUMBER}(?:_{_NUMBER})?")
-_CONV = re.compile(f"conv_{_NUMBER}")
 # The 4 KiB key that each SGLang client leaves (MooncakeStore.warmup).
 WARM_UP_PATTERN = r"^sglang_mooncake_store_warmup_key[0-9a-f]{32}$"
 
@@ -165,7 +164,7 @@ def _is_ranked(page: RankPool) -> bool:
             f"pools[{page.pool}]: Mooncake stores one object per state, which kind opaque cannot "
             "name, and SGLang does not store slot side states there at all; use kind mamba"
         )
-    if pool.mooncake == "shared":
+    if not pool.parts:
         ranked = False
     elif pool.states or pool.draft or page.opaque:
         ranked = pool.states or page.sharded
@@ -235,23 +234,33 @@ def _read_prefix(text: str) -> tuple[str, Shard | None]:
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield (rank text, pool, part) for every component that can end `suffix`."""
-    for name, pool, part in _components(pool_names()):
-        if suffix.startswith("_") and suffix.endswith(f"_{name}"):
-            yield suffix[1 : -len(name) - 1], pool, part
-    head, _, tail = suffix.rpartition("_conv_")
-    if head.startswith("_") and _CONV.fullmatch(f"conv_{tail}"):
-        yield head[1:], "mamba", f"conv_{tail}"
+    for pattern, pool in _components(pool_names()):
+        if match := pattern.fullmatch(suffix):
+            yield match[1] or "", pool.name, match[2] or None
 
 
 @lru_cache(maxsize=1)
-def _components(pools: tuple[PoolName, ...]) -> tuple[tuple[str, str, str | None], ...]:
-    found: list[tuple[str, str, str | None]] = []
-    for pool in pools:
-        if pool.mooncake in ("shared", "window"):
-            found.append((pool.name, pool.name, None))
-        if pool.mooncake in ("parts", "window"):
-            found += [(f"{pool.name}_{part}", pool.name, part) for part in ("k", "v")]
-    return (("k", "kv", "k"), ("v", "kv", "v"), ("temporal", "mamba", "temporal"), *found)
+def _components(names: tuple[PoolName, ...]) -> tuple[tuple[re.Pattern[str], PoolName], ...]:
+    return tuple(
+        (re.compile(f"_(?:(.*)_)?{_component_pattern(one)}", re.DOTALL), one)
+        for one in names
+        if one.mooncake
+    )
+
+
+def _component_pattern(pool: PoolName) -> str:
+    """Return the regular expression of a pool's components; its group is the part."""
+    name = re.escape(pool.name)
+    if not pool.parts:
+        return f"{name}()"
+    if _has_bare_parts(pool):
+        return pool.part_pattern
+    return f"{name}(?:_{pool.part_pattern}){'?' * pool.whole}"
+
+
+def _has_bare_parts(pool: PoolName) -> bool:
+    """Return whether components are parts without the pool's name."""
+    return pool.name == ANCHOR or pool.states
 
 
 def _rank_readings(text: str, dcp: Shard | None) -> Iterator[Rank]:
@@ -294,10 +303,9 @@ def _slice_readings(text: str, sizes: Shard) -> Iterator[Rank]:
 
 def _agrees(pool: str, part: str | None, is_mha: bool, shard: Shard) -> bool:
     """Return whether SGLang writes this pool with this form of rank."""
-    form = pool_name(pool).mooncake
-    if form == "shared" or (form == "window" and part is None):
+    if part is None:
         return not is_mha or shard.heads is not None
-    return is_mha or not (form in ("states", "window") or part == "v")
+    return is_mha or (part == HALVES[0] and not pool_name(pool).whole)
 
 
 def _within_sizes(shard: Shard) -> bool:
@@ -320,6 +328,6 @@ def _rank_text(coordinate: Coordinate) -> str:
 
 
 def _component_text(coordinate: Coordinate) -> str:
-    if pool_name(coordinate.pool).mooncake in ("kv", "states"):
+    if _has_bare_parts(pool_name(coordinate.pool)):
         return str(coordinate.part)
     return coordinate.pool if coordinate.part is None else f"{coordinate.pool}_{coordinate.part}"

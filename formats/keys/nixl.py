@@ -26,7 +26,7 @@ from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.keys.base import FILE_STORE, WHOLE, Grammar, PageObject, part_in_keys
 from hicachectl.formats.kinds.pool import pool_name, pool_names
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS
-from hicachectl.formats.objects import ANCHOR, MAX_RANKS, Coordinate, Names, Shard
+from hicachectl.formats.objects import ANCHOR, HALVES, MAX_RANKS, Coordinate, Names, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -40,7 +40,6 @@ _UintArray = npt.NDArray[np.uint64]
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
-_KV_PARTS = ("k", "v")
 # Of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools begin at a
 # page (pool_host/common.py :: HostTensorAllocator).
 _ALIGNMENT = 4096
@@ -74,7 +73,7 @@ class NixlGrammar(Grammar):
                 for reading in found
                 if reading.part is not None
                 or reading.pool != "kv"
-                or not any(other.part in _KV_PARTS for other in found)
+                or not any(other.part in HALVES for other in found)
             )
             for affix, found in readings.items()
         }
@@ -111,7 +110,7 @@ class NixlGrammar(Grammar):
         states = pool_name(page.pool).states
         # HiCacheNixl._get_hybrid_zero_copy_buffers writes parts under names that batch_exists_v2
         # does not ask for: it counts a temporal state that models with convolutions only lack.
-        if states and page.parts[0] != "temporal":
+        if states and page.parts[0] != pool_name(page.pool).parts[0]:
             raise UnsupportedByBackend(
                 f"pools[{page.pool}]: SGLang's NIXL backend never finds states without a temporal "
                 f"one again, because it looks for one more object than it writes; {FILE_STORE}"
@@ -181,29 +180,29 @@ def routes(hashes: _UintArray, directories: int) -> tuple[_UintArray, _UintArray
 
 def _component_readings(suffix: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield (text before the component, pool, part), longest component first."""
-    for name, pool in _pools(pool_names()):
-        match = re.search(f"_{name}(?:_(k|v|temporal|conv_{_NUMBER}|{_NUMBER}))?$", suffix)
-        if match is None:
-            continue
-        part = match[1]
-        if part is None or _can_be(pool, part):
-            yield suffix[: match.start()], pool.name, part
-    for part in _KV_PARTS:
+    for pattern, pool in _components(pool_names()):
+        if match := pattern.search(suffix):
+            yield suffix[: match.start()], pool.name, match[1]
+    for part in HALVES:
         if suffix.endswith(f"_{part}"):
             yield suffix.removesuffix(f"_{part}"), "kv", part
     yield suffix, "kv", None
 
 
 @lru_cache(maxsize=1)
-def _pools(names: tuple[PoolName, ...]) -> tuple[tuple[str, PoolName], ...]:
-    found = ((re.escape(one.name), one) for one in names if one.name != "kv")
+def _components(names: tuple[PoolName, ...]) -> tuple[tuple[re.Pattern[str], PoolName], ...]:
+    numbered = f"({'|'.join(HALVES)}|(?:0|[1-9][0-9]{{0,8}}))"
+    found = (
+        (
+            re.compile(
+                f"_{re.escape(one.name)}(?:_{one.part_pattern if one.states else numbered})?$"
+            ),
+            one,
+        )
+        for one in names
+        if one.name != ANCHOR
+    )
     return tuple(sorted(found, key=lambda pair: -len(pair[1].name)))
-
-
-def _can_be(pool: PoolName, part: str) -> bool:
-    """Return whether keys of a pool can name a part."""
-    is_state = part == "temporal" or part.startswith("conv_")
-    return is_state == pool_name(pool.name).states
 
 
 def _rank_readings(text: str) -> Iterator[tuple[str, Shard]]:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool, StateTensor
     from hicachectl.formats.objects import Shard
 
-MAMBA_POOLS = (PoolName(name="mamba", trailing=True, dcp=True, states=True, mooncake="states"),)
+MAMBA_POOLS = (
+    PoolName(name="mamba", trailing=True, dcp=True, states=True, parts=("temporal", "conv_")),
+)
 
 
 def local_state_shape(place: str, state: StateTensor, tp: int) -> tuple[int, ...]:

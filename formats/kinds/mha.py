@@ -14,7 +14,7 @@ from hicachectl.formats.errors import ProfileError, UnsupportedByBackend
 from hicachectl.formats.kinds.base import PoolKind, holder
 from hicachectl.formats.kinds.pool import PoolName
 from hicachectl.formats.layouts import PAGE_FIRST_LAYOUTS, PAGE_LAYOUTS, TensorLayout
-from hicachectl.formats.objects import ANCHOR
+from hicachectl.formats.objects import ANCHOR, HALVES
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.base import Span
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 # Pools of K and V; in MLA models they hold latents instead.
 KV_POOLS = (
-    PoolName(name="kv", dcp=True, cp_split=True, mooncake="kv"),
-    PoolName(name="swa", trailing=True, mooncake="window"),
-    PoolName(name="auxiliary_swa", trailing=True),
-    PoolName(name="draft", draft=True, dcp=True, mooncake="parts"),
-    PoolName(name="draft_swa", trailing=True, draft=True, dcp=True, mooncake="window"),
+    PoolName(name="kv", dcp=True, cp_split=True, parts=HALVES),
+    PoolName(name="swa", trailing=True, parts=HALVES, whole=True),
+    PoolName(name="auxiliary_swa", trailing=True, parts=HALVES, whole=True, mooncake=False),
+    PoolName(name="draft", draft=True, dcp=True, parts=HALVES),
+    PoolName(name="draft_swa", trailing=True, draft=True, dcp=True, parts=HALVES, whole=True),
 )
 
 

@@ -21,10 +21,10 @@ class PoolName:
               indices_from_pool).
     states:   holds recurrent states. Servers need one page's states only, and keys name a TP rank
               even if ranks share the anchor.
-    mooncake: form of the Mooncake keys: "kv" (k and v), "parts" (pool name with k and v),
-              "window" (like "parts"; pool name alone if all TP ranks share the pool), "shared"
-              (pool name; all TP ranks always share the pool), "states" (name of each state), ""
-              (SGLang stores no keys).
+    parts:    names of the parts that keys can name, such as "k"; a number follows a name that
+              ends in an underscore.
+    whole:    keys can name the whole page, without a part, of a pool that all TP ranks share.
+    mooncake: SGLang stores the pool on Mooncake.
     """
 
     name: str
@@ -34,7 +34,17 @@ class PoolName:
     cp_split: bool = False
     follows: str = ""
     states: bool = False
-    mooncake: str = ""
+    parts: tuple[str, ...] = ()
+    whole: bool = False
+    mooncake: bool = True
+
+    @property
+    def part_pattern(self) -> str:
+        """Regular expression of the names of parts, in one group."""
+        names = (
+            f"{one}(?:0|[1-9][0-9]{{0,8}})" if one.endswith("_") else one for one in self.parts
+        )
+        return f"({'|'.join(names)})"
 
 
 _NAMES: dict[str, PoolName] = {}
@@ -42,7 +52,7 @@ _NAMES: dict[str, PoolName] = {}
 
 def pool_name(name: str) -> PoolName:
     """Return the properties of a pool name; defaults if unknown."""
-    return _NAMES.get(name) or PoolName(name=name)
+    return _NAMES.get(name) or PoolName(name=name, mooncake=False)
 
 
 def pool_names() -> tuple[PoolName, ...]:
