@@ -32,14 +32,12 @@ from hicachectl.formats.transfer import retargeted
 from hicachectl.io.opening import open_store
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migration import MigrationRequest
-from hicachectl.pages.page_lists import PageList
-from hicachectl.pages.selection import Selection
+from hicachectl.pages.selection import PageList, Selection
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.requests.chains import Hashing, Requests, requests_of
 from hicachectl.requests.measuring import HitsReport, HitsRequest, measure_hits
 from hicachectl.requests.reading import Request
-from hicachectl.verification.request import VerifyRequest
-from hicachectl.verification.sampling import Sample
+from hicachectl.verification.request import Sample, VerifyRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

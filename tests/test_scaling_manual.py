@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hicachectl.parts.shards import parse_shard
+from hicachectl.parts.manifest import parse_shard
 from tests.test_readme import check_arguments, manual_blocks
 
 PAGE = "hicachectl-scaling.7"

@@ -331,14 +331,14 @@ for _check in (
         group=None,
         codes=(known.STAMP_MISMATCH,),
         scope=Scope.STORE,
-        function="hicachectl.checks.whole_store:check_stamp",
+        function="hicachectl.checks.structure:check_stamp",
     ),
     Check(
         name="collisions",
         group=None,
         codes=(known.COLLIDING_KEYS,),
         scope=Scope.LISTING,
-        function="hicachectl.checks.whole_store:check_collision",
+        function="hicachectl.checks.structure:check_collision",
     ),
     Check(
         name="losses",
@@ -348,14 +348,14 @@ for _check in (
             known.LOST_OBJECTS,
         ),
         scope=Scope.LISTING,
-        function="hicachectl.checks.whole_store:check_losses",
+        function="hicachectl.checks.structure:check_losses",
     ),
     Check(
         name="ambiguous-keys",
         group=NAMES,
         codes=(known.AMBIGUOUS_KEY,),
         scope=Scope.SUMS,
-        function="hicachectl.checks.names:check_ambiguous_keys",
+        function="hicachectl.checks.structure:check_ambiguous_keys",
     ),
     Check(
         name="names",
@@ -364,7 +364,7 @@ for _check in (
             known.FOREIGN_OBJECT,
             known.STALE_TEMPORARY,
         ),
-        function="hicachectl.checks.names:check_names",
+        function="hicachectl.checks.structure:check_names",
     ),
     Check(
         name="groups",
@@ -375,7 +375,7 @@ for _check in (
             known.MISSING_RANK,
             known.ORPHAN_SIDECAR,
         ),
-        function="hicachectl.checks.group:check_groups",
+        function="hicachectl.checks.structure:check_groups",
     ),
     Check(
         name="sizes",
@@ -398,7 +398,7 @@ for _check in (
         codes=(known.OTHER_DEPLOYMENT,),
         needs=frozenset({Need.PROFILE}),
         scope=Scope.SUMS,
-        function="hicachectl.checks.whole_store:check_other_deployments",
+        function="hicachectl.checks.structure:check_other_deployments",
     ),
     Check(
         name=READING,  # `verification.reading` notes the findings, for any check that reads.
@@ -430,7 +430,7 @@ for _check in (
         group=DIGESTS,
         codes=(known.DIGEST_MISMATCH, known.RE_RECORDED),
         needs=frozenset({Need.DIGESTS, Need.BYTES}),
-        function="hicachectl.checks.digests:check_digests",
+        function="hicachectl.checks.replicas:check_digests",
     ),
     Check(
         name="identities",  # `verification.reading` notes the findings.
@@ -473,7 +473,7 @@ for _check in (
         ),
         needs=frozenset({Need.PAGE_TABLES}),
         scope=Scope.STORE,
-        function="hicachectl.checks.live_tables:check_tables_of",
+        function="hicachectl.checks.page_tables:check_tables_of",
     ),
 ):
     register(_check)

@@ -1,4 +1,4 @@
-"""Check copies of objects: ranks with the same KV heads, and the replicas that a store keeps."""
+"""Compare bytes: with recorded digests, among ranks with the same KV heads, among replicas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.checks.catalogs import MISMATCH, REWRITTEN
+from hicachectl.checks.codes import VERSIONS_RECUR
 from hicachectl.checks.findings import object_findings
 from hicachectl.formats.kinds import kind_of
-from hicachectl.pages.page_order import page_ranks
+from hicachectl.pages.census import page_ranks
+from hicachectl.text.units import minute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.checks.registry import CheckInput
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable, Deployment
 
@@ -103,3 +107,32 @@ def check_placement(given: CheckInput) -> Iterator[pa.Table]:
     uneven, detail = rows[smallest != largest], "replicas of the object differ in size"
     yield object_findings(inventory, uneven, "replica-mismatch", detail)
     yield object_findings(inventory, rows[~fast], "disk-only")
+
+
+_DIFFER = "bytes differ from the recorded digest, but the store shows no rewrite since then"
+
+
+def check_digests(given: CheckInput) -> Iterator[pa.Table]:
+    """Yield digest-mismatch and re-recorded findings from a comparison with a catalog."""
+    if given.digested is None or given.compared is None:
+        return
+    rows, outcome = np.flatnonzero(given.digested), given.compared.outcome
+    differs = outcome == MISMATCH
+    rule = VERSIONS_RECUR if given.store.traits.versions_recur else None
+    yield object_findings(
+        given.inventory,
+        rows[differs],
+        "digest-mismatch",
+        _last_right(given.compared.verified_ns[differs]),
+        rule=rule,
+    )
+    rewritten = rows[outcome == REWRITTEN]
+    yield object_findings(given.inventory, rewritten, "re-recorded")
+
+
+def _last_right(verified_ns: IntArray) -> pa.Array:
+    """Return what is wrong with each object, and when its bytes were last right."""
+    times = {
+        ns: f"{_DIFFER}; they were right on {minute(ns)} UTC" for ns in set(verified_ns.tolist())
+    }
+    return pa.array([times[ns] for ns in verified_ns.tolist()], pa.string())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
-    from hicachectl.verification.mending import Mending
+    from hicachectl.verification.report_text import Mending
 
 
 def mending_of(
@@ -37,7 +37,7 @@ def mending_of(
     without: parameters that the next commands do not have, although their options say so.
     """
     from hicachectl.backends.capabilities import SideFiles
-    from hicachectl.verification.mending import Mending
+    from hicachectl.verification.report_text import Mending
 
     own = store.side_directory() if isinstance(store, SideFiles) else None
     # A URL can have a password; NAME: of the config file has none.

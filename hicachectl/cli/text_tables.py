@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.objects import AXES
-from hicachectl.pages.byte_sums import MOST_BYTES
+from hicachectl.pages.census import MOST_BYTES
 from hicachectl.text.jsontext import join_present
 from hicachectl.text.units import human_age, human_column, human_size, human_sizes
 

@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import IDENTITY_MISMATCH, OVERSIZED, TRUNCATED
-from hicachectl.checks.findings import LOCATED_SCHEMA, combine
-from hicachectl.checks.group import check_groups
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine, located
 from hicachectl.checks.registry import codes
-from hicachectl.checks.running import located
+from hicachectl.checks.structure import check_groups
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.move.planning import described_groups, plan_repair
 from hicachectl.pages.group_table import ORPHAN

@@ -14,7 +14,7 @@ from hicachectl.checks.registry import is_structural
 from hicachectl.formats.objects import ANCHOR
 from hicachectl.move.planning import BY_CHOICE
 from hicachectl.move.removal_batch import RemovalBatch, Shape, facts_of
-from hicachectl.pages.byte_sums import column_sums
+from hicachectl.pages.census import column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import ABSENT
 

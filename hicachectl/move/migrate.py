@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hicachectl.checks.live_tables import check_tables, saved_tables
+from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.batches import COMPARING, WRITING, Action
 from hicachectl.move.migration import MOVE, OVERWRITE, Migration

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.checks.findings import LOCATED_SCHEMA, combine
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine, listing_findings, located
 from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.running import listing_findings, located
 from hicachectl.move.batches import Action
 from hicachectl.move.copy_plan import CopyPlan, oldest_first
 from hicachectl.move.destination import has_whole
@@ -26,9 +25,7 @@ from hicachectl.pages.in_flight import (
     look_again,
     needs_second_look,
 )
-from hicachectl.pages.page_lists import NamedGroups
-from hicachectl.pages.selection import select
-from hicachectl.pages.unmatched import explain_selection
+from hicachectl.pages.selection import NamedGroups, explain_selection, select
 from hicachectl.verification.coverage import unmet_needs
 
 if TYPE_CHECKING:

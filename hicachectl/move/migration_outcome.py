@@ -11,7 +11,7 @@ import pyarrow as pa
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.wording import OTHER_BYTES
 from hicachectl.move.results import Problem, problem_lines, problem_rows
-from hicachectl.pages.unmatched import explain_parts
+from hicachectl.pages.selection import explain_parts
 from hicachectl.results import Result
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import FULL

@@ -23,7 +23,7 @@ from hicachectl.move.quarantine import (
     remove_run,
     run_folders,
 )
-from hicachectl.pages.byte_sums import column_sum
+from hicachectl.pages.census import column_sum
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.text.units import Ago

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.keys.table import join_keys
 from hicachectl.move.results import GroupStatus
-from hicachectl.pages.byte_sums import column_sums
+from hicachectl.pages.census import column_sums
 from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.checks.codes import DESPITE, STAMP_MISMATCH
-from hicachectl.checks.live_tables import suspicious_keys
+from hicachectl.checks.page_tables import suspicious_keys
 from hicachectl.checks.registry import remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt

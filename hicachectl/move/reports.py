@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.results import GroupStatus
-from hicachectl.pages.byte_sums import byte_sum
+from hicachectl.pages.census import byte_sum
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from hicachectl.move.reports import (
     states_of,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
-from hicachectl.pages.byte_sums import column_sum, column_sums
+from hicachectl.pages.census import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory

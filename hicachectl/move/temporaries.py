@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, present_ns
-from hicachectl.checks.names import stale_temporaries
+from hicachectl.checks.structure import stale_temporaries
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.move.reports import (
     FAILED,
@@ -23,7 +23,7 @@ from hicachectl.move.reports import (
     Taken,
     telling,
 )
-from hicachectl.pages.byte_sums import column_sum
+from hicachectl.pages.census import column_sum
 from hicachectl.pages.listing import key_text
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 

@@ -38,7 +38,7 @@ from hicachectl.move.reports import (
     telling,
 )
 from hicachectl.move.results import GroupStatus, MoveResult
-from hicachectl.pages.byte_sums import column_sum
+from hicachectl.pages.census import column_sum
 from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:

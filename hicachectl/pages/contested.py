@@ -21,9 +21,8 @@ from hicachectl.formats.keys.resolve import (
 )
 from hicachectl.formats.objects import ANCHOR
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.pages.census import SEVERAL
+from hicachectl.pages.census import SEVERAL, page_ranks
 from hicachectl.pages.deployments import make_table
-from hicachectl.pages.page_order import page_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
     from hicachectl.formats.objects import Coordinate
-    from hicachectl.pages.census import Census
+    from hicachectl.pages.census import Census, Objects
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.page_order import Objects
 
     Ids = npt.NDArray[np.int32]
     Readings = Sequence[Sequence[Coordinate]]

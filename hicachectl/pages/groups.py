@@ -13,10 +13,9 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.keys.labels import AMBIGUOUS
 from hicachectl.formats.keys.table import join_keys
-from hicachectl.pages.byte_sums import byte_sum, byte_sums
+from hicachectl.pages.census import byte_sum, byte_sums, page_ranks
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import UNKNOWN, GroupTable, fill_table
-from hicachectl.pages.page_order import page_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Name deployments in documents and messages."""
+"""Name deployments, and keys with several readings, in documents and messages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 from hicachectl.formats.objects import AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.keys.base import Grammar
+    from hicachectl.formats.objects import Coordinate
     from hicachectl.formats.profile import Profile
-    from hicachectl.pages.deployments import Deployment
+    from hicachectl.pages.deployments import AffixTable, Deployment
+
 
 NAMELESS = "keys without a model name"
-_SHOWN = 8
 
 
 def profile_document(profile: Profile) -> dict[str, Any]:
@@ -103,8 +105,40 @@ def same_model(deployment: Deployment, own: Deployment, grammar: Grammar) -> boo
     return theirs == ours or (grammar.has_tag and theirs.endswith(f"_{ours}"))
 
 
-def listed(texts: Iterable[str]) -> str:
-    """Return distinct texts in one line, the first of many."""
-    every = sorted(set(texts))
-    more = [f"{len(every) - _SHOWN} more"] if len(every) > _SHOWN else []
-    return ", ".join([*every[:_SHOWN], *more])
+def ambiguous_affixes(table: AffixTable, objects: IntArray) -> dict[int, str]:
+    """Return the number and the readings of ambiguous keys as text, by affix id.
+
+    objects: [affixes + 1] number of objects by affix, from `pages.tally`.
+    """
+    found = {}
+    for affix, resolved in enumerate(table.resolved):
+        if resolved.ambiguous and objects[affix]:
+            meanings = " or ".join(map(_reading_words, resolved.readings))
+            noun = "key" if objects[affix] == 1 else "keys"
+            form = "<hash>".join(table.affixes[affix])
+            found[affix] = f"{objects[affix]} {noun} {form} can be {meanings}"
+    return found
+
+
+def ambiguity_remark(table: AffixTable, objects: IntArray) -> str:
+    """Return one line about the ambiguous keys and the remedy; "" without any."""
+    found = list(ambiguous_affixes(table, objects).values())
+    if not found:
+        return ""
+    more = f" (and {len(found) - 1} more forms)" if len(found) > 1 else ""
+    return f"{found[0]}{more}; {ambiguity_remedy(table)}"
+
+
+def ambiguity_remedy(table: AffixTable) -> str:
+    """Return the next step for ambiguous keys."""
+    profile = table.profile
+    if profile is None or profile.inferred:
+        return "give --profile to decide"
+    return (
+        "the profile does not decide; give the profile of the servers that wrote the pages, or "
+        "remove them with hicachectl rm STORE --state unknown if no server uses them"
+    )
+
+
+def _reading_words(reading: Coordinate) -> str:
+    return f"{reading.pool} of model {reading.names.model!r} {reading.shard.ranks_text()}".rstrip()

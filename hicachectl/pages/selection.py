@@ -1,26 +1,168 @@
-"""Filters on page groups: one class for every command."""
+"""Filters on page groups: one class for every command, lists of pages, and why none matched."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.objects import AXES
 from hicachectl.pages.group_table import PARTIAL
 from hicachectl.pages.groups import PageGroups
-from hicachectl.pages.page_lists import NamedGroups, PageList
+from hicachectl.pages.inventory import describe_empty
+from hicachectl.text.units import counted, first_of, human_age
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from hicachectl.formats.arrays import BoolArray
+    from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.inventory import Inventory
+
+
+_SHOWN_LABELS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages that a file names, in the file's order.
+
+    source: the file, for messages.
+    pages: page hashes.
+    groups: each page's group label (`ls` shows it as "group"); None: all groups.
+    lengths: pages in each line; a line of several is a chain.
+    """
+
+    source: str
+    pages: list[str]
+    groups: list[str | None]
+    lengths: list[int]
+
+    @classmethod
+    def of_pages(cls, pages: Iterable[str], source: str = "pages") -> PageList:
+        """Return a list of pages, each in all its groups."""
+        listed = list(pages)
+        return cls(source, listed, [None] * len(listed), [1] * len(listed))
+
+    @property
+    def labelled(self) -> int:
+        """Number of rows with a group label."""
+        return sum(group is not None for group in self.groups)
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether any line is a chain of several pages."""
+        return any(length > 1 for length in self.lengths)
+
+    def chains(self) -> Iterator[list[str]]:
+        """Yield the pages of each line."""
+        pages = iter(self.pages)
+        return (list(islice(pages, length)) for length in self.lengths)
+
+    def only_in_others(self, label: str) -> list[str]:
+        """Return the pages that rows name only in groups other than `label`."""
+        rows = list(zip(self.pages, self.groups, strict=True))
+        named = {page for page, group in rows if group in (None, label)}
+        return [page for page, _ in rows if page not in named]
+
+
+@dataclass(frozen=True)
+class NamedGroups:
+    """Groups of a store that a page list names.
+
+    A row with a group label names that group; a bare page names all its groups.
+    """
+
+    listed: PageList
+    groups: PageGroups
+
+    @cached_property
+    def _distinct(self) -> pa.StringArray:
+        return pc.unique(pa.array(self.listed.pages, pa.string()))
+
+    @cached_property
+    def _at(self) -> IntArray:
+        """Index of each group's page among the distinct pages, -1 if not listed: [groups]."""
+        at: IntArray = pc.index_in(self.groups.pages, value_set=self._distinct).fill_null(-1)
+        return np.asarray(at, dtype=np.int64)
+
+    @cached_property
+    def _rows(self) -> tuple[IntArray, IntArray]:
+        """Indices of each row's distinct page and of its label; labels: -1 bare, -2 unknown."""
+        numbers: dict[str | None, int] = {t: n for n, t in enumerate(self.groups.labels)}
+        numbers[None] = -1
+        labels = [numbers.get(group, -2) for group in self.listed.groups]
+        pages = pa.array(self.listed.pages, pa.string())
+        at = pc.index_in(pages, value_set=self._distinct).to_numpy(zero_copy_only=False)
+        return at.astype(np.int64), np.array(labels, dtype=np.int64)
+
+    @cached_property
+    def by_page(self) -> BoolArray:
+        """Groups named by their page alone: [groups]."""
+        at, labels = self._rows
+        is_bare = np.zeros(len(self._distinct) + 1, dtype=np.bool_)
+        is_bare[at[labels == -1]] = True
+        named: BoolArray = is_bare[self._at]
+        return named
+
+    @cached_property
+    def chosen(self) -> BoolArray:
+        """Groups named by page or label: [groups]."""
+        at, labels = self._rows
+        known = labels >= 0
+        wanted = at[known] * len(self.groups.labels) + labels[known]
+        named: BoolArray = np.isin(self._codes, wanted) | self.by_page
+        return named
+
+    @property
+    def matched(self) -> int:
+        """Number of rows with a label that name a group of the store."""
+        at, labels = self._rows
+        codes = at * len(self.groups.labels) + labels
+        return int(((labels >= 0) & np.isin(codes, self._codes)).sum())
+
+    @cached_property
+    def _codes(self) -> IntArray:
+        """One number for each group's page and label, -1 if not listed: [groups]."""
+        codes = self._at * len(self.groups.labels) + self.groups.label_ids
+        return np.where(self._at >= 0, codes, -1)
+
+    def refuse_several(self, among: BoolArray, store: str) -> None:
+        """Raise UsageError if a bare page names groups of several deployments.
+
+        among: [groups] whether other filters select the group.
+        """
+        count = len(self.groups.labels)
+        codes = np.unique(self._codes[self.by_page & among])
+        pages, first, groups = np.unique(codes // count, return_index=True, return_counts=True)
+        several = np.flatnonzero(groups > 1)
+        if not len(several):
+            return
+        one, number = first[several[0]], groups[several[0]]
+        labels = [self.groups.labels[c % count] for c in codes[one : one + number].tolist()]
+        shown = ", ".join(map(label_text, labels[:_SHOWN_LABELS])) + (
+            ", …" if number > _SHOWN_LABELS else ""
+        )
+        page = self._distinct[int(pages[several[0]])].as_py()
+        more = f" ({len(several)} such pages)" if len(several) > 1 else ""
+        raise UsageError(
+            f"{self.listed.source}: page {page} has groups of {number} deployments: {shown}{more}; "
+            f"list rows that name the group (hicachectl ls {store} --format jsonl), choose one "
+            "with --model, --tag, --tp, --pp or --cp, or give --all-deployments to remove all"
+        )
+
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -167,3 +309,91 @@ def _option_text(name: str, value: Any) -> str:
     if name == "states":
         return f"--state {','.join(value)}"
     return f"--{name} {value}"
+
+
+def explain_selection(store: Store, listed: Inventory, selection: Selection) -> str:
+    """Return why a selection matches no page, in one line. listed: the whole store."""
+    groups = PageGroups(listed)
+    if not len(groups):
+        return describe_empty(store, listed.objects)
+    filters = selection.alone()
+    if not filters:
+        return ""
+    several = len(filters) > 1
+    alone = [text for text, one in filters.items() if not (several and one.chosen(groups).any())]
+    if not alone:
+        return f"{', '.join(filters)}: no page matches all of these; leave out one of them"
+    known = [_what_is_there(store, groups, listed, text.split(" ", 1)[0]) for text in alone]
+    return "; ".join(
+        [f"{' or '.join(alone)}: no page matches", *filter(None, dict.fromkeys(known))]
+    )
+
+
+def explain_parts(parts: Iterable[tuple[int, str]]) -> str:
+    """Return why no page was chosen in any part of a store, as the largest part tells.
+
+    parts: number of listed objects of each part, and what explains it there.
+    """
+    counted_parts = list(parts)
+    listed, text = max(counted_parts)
+    whole = listed == sum(number for number, _ in counted_parts)
+    return text if whole or not text else f"{text}; this is counted in the largest part only"
+
+
+def _what_is_there(store: Store, groups: PageGroups, listed: Inventory, option: str) -> str:
+    """Return the values that the store has for an option."""
+    used = np.bincount(groups.deployment_ids[groups.deployment_ids >= 0])
+    counted = list(zip(groups.deployments, used.tolist(), strict=False))
+    said = ""
+    match option:
+        case "--model":
+            said = _values("models", ((d.names.model, pages) for d, pages in counted))
+        case "--tag" | "--no-tag":
+            tags = _values("tags", ((d.names.tag, pages) for d, pages in counted))
+            said = tags or _no_tags(store, groups)
+        case "--tp" | "--pp" | "--cp" | "--dcp":
+            name = f"{option[2:]}_size"
+            sizes = ((getattr(d.shard, name), n) for d, n in counted)
+            said = _values(f"{option[2:]} sizes", sizes)
+        case "--pool":
+            present = np.unique(listed.affix_ids[listed.affix_ids >= 0]).tolist()
+            resolved = [listed.table.resolved[affix].coordinate for affix in present]
+            said = _values("pools", ((r.pool, 0) for r in resolved if r is not None))
+        case "--state":
+            states = np.bincount(groups.states, minlength=len(STATES)).tolist()
+            said = _values("states", ((s, n) for s, n in zip(STATES, states, strict=True) if n))
+        case "--since" | "--before":
+            said = _ages(groups)
+    return said
+
+
+def _values(what: str, found: Iterable[tuple[Any, int]]) -> str:
+    pages: Counter[Any] = Counter()
+    for name, count in found:
+        if name or name == 0:
+            pages[name] += count
+    if not pages:
+        return ""
+    named = (
+        f"{name} ({counted(count, 'page')})" if count else str(name)
+        for name, count in pages.items()
+    )
+    return f"{what} in the store: {first_of(named)}"
+
+
+def _no_tags(store: Store, groups: PageGroups) -> str:
+    if not grammar_of(store.grammar).has_tag:
+        return f"keys of {store.grammar} stores have no tag"
+    if any(deployment.profile is not None for deployment in groups.deployments):
+        return "no key in the store has a tag"
+    return "without a profile, tags cannot be distinguished from model names; give --profile"
+
+
+def _ages(groups: PageGroups) -> str:
+    times = groups.newest_ns[groups.newest_ns > 0]
+    if not len(times):
+        return ""
+    now = time.time()
+    oldest, newest = (human_age(max(now - ns / 1e9, 0)) for ns in (times.min(), times.max()))
+    span = newest if oldest == newest else f"{oldest} to {newest}"
+    return f"pages in the store were written {span} ago"

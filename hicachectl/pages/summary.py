@@ -11,11 +11,9 @@ import pyarrow.compute as pc
 from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.pages.byte_sums import column_sum, column_sums
-from hicachectl.pages.census import Census
+from hicachectl.pages.census import Census, column_sum, column_sums, page_ranks
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.listing import seconds
-from hicachectl.pages.page_order import page_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
-from hicachectl.pages.byte_sums import MOST_BYTES, byte_sums
-from hicachectl.pages.census import Census
+from hicachectl.pages.census import MOST_BYTES, Census, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.text.vocabulary import STATES
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.move.batches import CopyOptions
-    from hicachectl.pages.page_lists import PageList
-    from hicachectl.pages.selection import Selection
+    from hicachectl.pages.selection import PageList, Selection
     from hicachectl.parts.job import PartInput
     from hicachectl.parts.manifest import Manifest
 

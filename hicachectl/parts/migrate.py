@@ -16,7 +16,7 @@ import numpy as np
 from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.findings import LOCATED_SCHEMA as FOUND_SCHEMA
-from hicachectl.checks.live_tables import check_tables, saved_tables
+from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import named_table, read_share, read_table, write_table

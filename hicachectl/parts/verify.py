@@ -13,10 +13,9 @@ from hicachectl.backends.capabilities import permissions_of, trust_of
 from hicachectl.backends.urls import without_secrets
 from hicachectl.checks.catalogs import of_another_store, save_catalog, streamed_catalog
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, combine, packed
-from hicachectl.checks.live_tables import check_tables, saved_tables
+from hicachectl.checks.findings import LOCATED_SCHEMA, NAMED_SCHEMA, combine, located, packed
+from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.checks.registry import GROUPS
-from hicachectl.checks.running import located
 from hicachectl.formats.catalog import NO_ENTRIES
 from hicachectl.formats.catalog import SCHEMA as CATALOG_SCHEMA
 from hicachectl.formats.errors import FormatError
@@ -45,7 +44,6 @@ from hicachectl.parts.job import Kind, PartInput
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
 from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
-from hicachectl.verification.mending import Mending
 from hicachectl.verification.report import (
     PartResult,
     StoreDescription,
@@ -54,8 +52,11 @@ from hicachectl.verification.report import (
     doubted,
     report_of,
 )
-from hicachectl.verification.request import VerifyRequest
-from hicachectl.verification.sampling import Sample  # noqa: TC001 - msgspec reads it
+from hicachectl.verification.report_text import Mending
+from hicachectl.verification.request import (
+    Sample,
+    VerifyRequest,
+)
 from hicachectl.verification.verify import (
     check_part,
     lister_findings,

@@ -17,17 +17,16 @@ from hicachectl.formats.errors import UnsupportedByBackend, UsageError
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.pages.byte_sums import byte_sum, byte_sums
+from hicachectl.pages.census import byte_sum, byte_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
-from hicachectl.pages.naming import listed
 from hicachectl.prewarming.plan_file import read_plan
 from hicachectl.prewarming.ranking import rank_by_value
 from hicachectl.profiles.acceptance import acceptance_of
 from hicachectl.requests.chains import Hashing, requests_of
 from hicachectl.requests.hits import find_hits
 from hicachectl.requests.reading import read_requests
-from hicachectl.text.units import counted, human_age, human_size
+from hicachectl.text.units import counted, first_of, human_age, human_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -210,7 +209,7 @@ def _refuse_unordered(
         if len(labels) > 1:
             raise UsageError(
                 f"--keep-plan: {store.url} has pages of {len(labels)} deployments "
-                f"({listed(map(label_text, labels))}), but a plan is of one; give "
+                f"({first_of(map(label_text, labels))}), but a plan is of one; give "
                 "--profile, or choose one by --model, --tp, --pp or --cp"
             )
 

@@ -13,7 +13,7 @@ from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.results import Problem, problem_lines, problem_rows
 from hicachectl.pages.naming import deployment_text
-from hicachectl.requests.gate import failed_text, passes, served_share, served_text
+from hicachectl.requests.measuring import failed_text, passes, served_share, served_text
 from hicachectl.results import Result
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL

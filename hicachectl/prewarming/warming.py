@@ -15,8 +15,7 @@ from hicachectl.move.store_pair import StorePair
 from hicachectl.move.trailers import plan_trailers
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.pages.selection import EVERYTHING
-from hicachectl.pages.unmatched import explain_selection
+from hicachectl.pages.selection import EVERYTHING, explain_selection
 from hicachectl.prewarming.choice import leave_misfits, leave_too_large
 from hicachectl.prewarming.page_plan import plan_chains, plan_pages
 from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks

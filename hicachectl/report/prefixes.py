@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hicachectl.formats.restorable import positions_of
 from hicachectl.report.names import NO_RANKS, pool_text, rank_text
-from hicachectl.requests.gate import served_share
+from hicachectl.requests.measuring import served_share
 from hicachectl.text.terminal import escape_controls
 
 if TYPE_CHECKING:

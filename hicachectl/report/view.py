@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from hicachectl.report.picture import Picture
     from hicachectl.report.prefixes import PrefixTree
     from hicachectl.verification.inspection import PageReport
-    from hicachectl.verification.mending import Mending
-    from hicachectl.verification.report_text import FindingGroup
+    from hicachectl.verification.report_text import FindingGroup, Mending
 
 _DEPLOYMENTS = 6  # with charts of their own; the tables have more
 _ROWS = 200  # of a table

@@ -21,7 +21,7 @@ from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.forms import decode
 from hicachectl.formats.wording import failed
-from hicachectl.pages.page_lists import PageList
+from hicachectl.pages.selection import PageList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

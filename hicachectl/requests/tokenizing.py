@@ -16,14 +16,14 @@ from hicachectl.backends.disk.bounded import read_bounded
 from hicachectl.formats.documents import parse_json, parse_json_object
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.formats.wording import failed, reason_of
-from hicachectl.requests.chat_tools import template_tools
 from hicachectl.requests.reading import Chat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from hicachectl.requests.reading import Prompt
+
 
 _TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest known file has about 40 MB
@@ -258,3 +258,65 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     data = read_bounded(file, _MAX_CONFIG_BYTES, what="the config of a tokenizer", regular=True)
     return parse_json_object(data, str(file))
+
+
+_ALWAYS = ("description", "name", "parameters")  # null if a request omits the member
+_WHERE_GIVEN = ("strict", "defer_loading")
+_TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
+_CHOICES = ("auto", "required", "none")
+
+
+def template_tools(chat: Chat) -> list[dict[str, Any]] | None:
+    """Return the tools that SGLang passes to a chat's template, or None.
+
+    Raises FormatError for a malformed tool, an unknown choice, and types in JSON schemas that
+    SGLang would replace.
+    """
+    tools = [_tool(tool, number) for number, tool in enumerate(chat.tools)]
+    choice = chat.tool_choice
+    if isinstance(choice, str):
+        if choice not in _CHOICES:
+            raise FormatError(f"tool_choice: {choice!r:.40} is not one of {', '.join(_CHOICES)}")
+        return tools if tools and choice != "none" else None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    chosen = [tool for tool in tools if tool["function"]["name"] == name]
+    if not chosen:
+        raise FormatError(f"tool_choice: {name!r:.40} is not one of the tools; name one")
+    return chosen
+
+
+def _tool(tool: Mapping[str, Any], number: int) -> dict[str, Any]:
+    given = tool.get("function")
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise FormatError(f"tools[{number}]: has no function with a name; give one")
+    _refuse_other_types(given.get("parameters"), f"tools[{number}].function.parameters")
+    later = tool.get("defer_loading")
+    function = {name: value for name, value in given.items() if name in (*_ALWAYS, *_WHERE_GIVEN)}
+    function |= {name: None for name in _ALWAYS if name not in function}
+    if later is not None and function.get("defer_loading") is None:
+        function["defer_loading"] = later
+    for name in _WHERE_GIVEN:
+        if name in function and function[name] is None:
+            del function[name]
+    return {"type": tool.get("type", "function"), "function": function, "defer_loading": later}
+
+
+def _refuse_other_types(schema: object, where: str) -> None:
+    """Raise FormatError for a type name that SGLang replaces (function_call/utils.py)."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        if not isinstance(part, dict):
+            continue
+        waiting += part.values()
+        stated = part.get("type")
+        names: Sequence[object] = stated if isinstance(stated, list) else [stated]
+        for name in names:
+            if isinstance(name, str) and name not in _TYPES:
+                raise FormatError(
+                    f"{where}: {name!r:.40} is not a JSON schema type, so SGLang would replace "
+                    "it; give --token-ids with the ids that were served"
+                )

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 class Ago(float):
@@ -71,6 +71,13 @@ def written_between(oldest_ns: int, newest_ns: int) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `1 page`, `2 pages`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first_of(texts: Iterable[str], most: int = 8) -> str:
+    """Return distinct texts in one line: of many, the first and the number of the others."""
+    every = sorted(set(texts))
+    more = [f"{len(every) - most} more"] if len(every) > most else []
+    return ", ".join([*every[:most], *more])
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:

@@ -17,11 +17,10 @@ from hicachectl.checks.registry import (
 )
 from hicachectl.formats.spec import UNKNOWN_SIZE, object_specs
 from hicachectl.formats.wording import GIVE_PROFILE, PAGES_COMPARED
-from hicachectl.pages.ambiguity import ambiguity_remark
 from hicachectl.pages.group_table import UNKNOWN
-from hicachectl.pages.naming import deployment_document, deployment_text, listed
+from hicachectl.pages.naming import ambiguity_remark, deployment_document, deployment_text
 from hicachectl.profiles.identities import expected_identities
-from hicachectl.text.units import counted
+from hicachectl.text.units import counted, first_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -211,7 +210,7 @@ def unjudged(
             for deployment, states in zip(table.deployments[1:], tally.states[1:-1], strict=True)
             if states.any()
         )
-        why = f"objects of {listed(others)} that the profile does not describe: "
+        why = f"objects of {first_of(others)} that the profile does not describe: "
         yield "other-deployments", why + "they were only compared with each other"
     unlisted = {s.pool for d in table.deployments for s in d.specs if not s.listed}
     if unlisted:

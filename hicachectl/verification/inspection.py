@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.capabilities import Trailed
-from hicachectl.checks.findings import combine
-from hicachectl.checks.names import cleared_objects
+from hicachectl.checks.findings import combine, listing_findings
 from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.running import listing_findings
+from hicachectl.checks.structure import cleared_objects
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.trailer import digest_text
@@ -22,8 +21,7 @@ from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.in_flight import ListingTime, groups_in_flight
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import object_rows, page_rows
-from hicachectl.pages.selection import EVERYTHING, Selection, select
-from hicachectl.pages.unmatched import explain_selection
+from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection, select
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 from hicachectl.verification.coverage import unmet_needs
 from hicachectl.verification.reading import (

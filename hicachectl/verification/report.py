@@ -29,8 +29,8 @@ from hicachectl.checks.registry import (
 )
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import UsageError
-from hicachectl.pages.byte_sums import MOST_BYTES
-from hicachectl.pages.unmatched import explain_parts
+from hicachectl.pages.census import MOST_BYTES
+from hicachectl.pages.selection import explain_parts
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.results import Result
 from hicachectl.text.units import minute
@@ -44,9 +44,8 @@ from hicachectl.verification.coverage import (
     reading_gaps,
     unjudged,
 )
-from hicachectl.verification.mending import Mending
 from hicachectl.verification.reading import known_specs
-from hicachectl.verification.report_text import report_lines
+from hicachectl.verification.report_text import Mending, report_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

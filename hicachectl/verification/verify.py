@@ -11,8 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.capabilities import Losing
-from hicachectl.checks.findings import LOCATED_SCHEMA, combine_named, name_findings
-from hicachectl.checks.live_tables import saved_tables
+from hicachectl.checks.findings import (
+    LOCATED_SCHEMA,
+    combine_named,
+    labelled,
+    located,
+    name_findings,
+)
+from hicachectl.checks.page_tables import saved_tables
 from hicachectl.checks.registry import (
     GROUPS,
     READING,
@@ -21,9 +27,8 @@ from hicachectl.checks.registry import (
     Scope,
     checks,
 )
-from hicachectl.checks.running import labelled, located
 from hicachectl.device.devices import refuse_missing
-from hicachectl.pages.byte_sums import column_sum
+from hicachectl.pages.census import column_sum
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.in_flight import (
     ListingTime,
@@ -32,13 +37,16 @@ from hicachectl.pages.in_flight import (
     look_again,
 )
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.pages.selection import select
+from hicachectl.pages.selection import explain_selection, select
 from hicachectl.pages.tally import tally_of
-from hicachectl.pages.unmatched import explain_selection
 from hicachectl.profiles.stamps import stamp_differences
-from hicachectl.verification.catalog_comparison import compare_with_catalog
 from hicachectl.verification.coverage import nothing_selected
-from hicachectl.verification.part_reading import ReadingReasons, choose_objects, read_chosen
+from hicachectl.verification.part_reading import (
+    ReadingReasons,
+    choose_objects,
+    compare_with_catalog,
+    read_chosen,
+)
 from hicachectl.verification.report import PartResult, VerifyFacts
 
 if TYPE_CHECKING:

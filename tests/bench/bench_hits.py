@@ -28,11 +28,10 @@ from hicachectl.formats.hashing import page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.requests.chains import Hashing, Requests, hex_pages, requests_of
-from hicachectl.requests.elsewhere import find_elsewhere
-from hicachectl.requests.hit_rows import hit_rows
+from hicachectl.requests.elsewhere import find_elsewhere, suspect_hashing
 from hicachectl.requests.hits import find_hits
+from hicachectl.requests.measuring import hit_rows
 from hicachectl.requests.reading import Request, read_requests
-from hicachectl.requests.suspicion import suspect_hashing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator

@@ -9,8 +9,8 @@ import numpy as np
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.checks.findings import combine
-from hicachectl.checks.group import check_groups
 from hicachectl.checks.registry import CheckInput
+from hicachectl.checks.structure import check_groups
 from tests.move.repairs import dsa_store, kv, scanned
 from tests.stores import page, put_pages
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.base import open_store
-from hicachectl.checks import live_tables as table_checks
+from hicachectl.checks import page_tables as table_checks
 from hicachectl.checks.findings import combine
-from hicachectl.checks.live_tables import check_tables, saved_tables
+from hicachectl.checks.page_tables import check_tables, saved_tables
 from tests.backends.hf3fs.place import Place
 
 if TYPE_CHECKING:

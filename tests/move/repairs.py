@@ -13,11 +13,10 @@ from hicachectl.backends.base import Store
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.writing import FileWriter
-from hicachectl.checks.findings import LOCATED_SCHEMA, combine
-from hicachectl.checks.group import check_groups
+from hicachectl.checks.findings import LOCATED_SCHEMA, combine, located
 from hicachectl.checks.registry import CheckInput
-from hicachectl.checks.running import located
 from hicachectl.checks.sizes import check_sizes
+from hicachectl.checks.structure import check_groups
 from hicachectl.formats.profile import Profile, parse_profile
 from hicachectl.move.planning import RepairPlan, plan_repair
 from hicachectl.move.withdrawal import remove_groups

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.pages.byte_sums import MOST_BYTES, byte_sum, byte_sums, column_sum, column_sums
+from hicachectl.pages.census import MOST_BYTES, byte_sum, byte_sums, column_sum, column_sums
 
 EXACT = 2**53
 SIZES = st.one_of(

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.keys.table import KeySplitter
+from hicachectl.pages.census import page_ranks
 from hicachectl.pages.deployments import assign_affixes
 from hicachectl.pages.inventory import Inventory
-from hicachectl.pages.page_order import page_ranks
 
 # Hashes that begin alike, unlike those of real stores.
 PAGES = st.one_of(

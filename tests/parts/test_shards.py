@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.parts.shards import Shard, parse_shard
+from hicachectl.parts.manifest import Shard, parse_shard
 
 
 def slurm(number: int, *, least: int = 0, step: int = 1, count: int = 8) -> dict[str, str]:

@@ -163,8 +163,8 @@ def _main(store: str, destination: str, run: str, shard: str, *settings: str) ->
     from hicachectl.__main__ import _say
     from hicachectl.formats.errors import HicacheError
     from hicachectl.parts.directory import RunDirectory
+    from hicachectl.parts.manifest import parse_shard
     from hicachectl.parts.running import begin, join, run_part
-    from hicachectl.parts.shards import parse_shard
 
     values = dict(setting.split("=") for setting in settings)
     settle(values)

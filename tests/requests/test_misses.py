@@ -9,7 +9,7 @@ import pytest
 
 import hicachectl
 from hicachectl.formats.hashing import namespace_seed, page_hashes_hex
-from hicachectl.requests.gate import passes
+from hicachectl.requests.measuring import passes
 from tests.stores import page, put_pages
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.verification.mending import Mending
+from hicachectl.verification.report_text import Mending
 from tests.move.repairs import dsa_store, indexer, kv, shorten
 from tests.stores import DSA, page, put
 

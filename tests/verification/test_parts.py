@@ -14,8 +14,7 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import Selection
 from hicachectl.verification.report import describe_store, report_of
-from hicachectl.verification.request import VerifyRequest
-from hicachectl.verification.sampling import Sample
+from hicachectl.verification.request import Sample, VerifyRequest
 from hicachectl.verification.verify import check_part, start_run
 from tests.move.migrations import demo_store
 from tests.speed import slow

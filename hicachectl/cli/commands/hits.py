@@ -87,8 +87,13 @@ def command(
     refuse_other_sources(options, _SOURCES)
     from hicachectl.cli.output import write_document
     from hicachectl.cli.text_tables import hits_for_people
-    from hicachectl.requests.gate import failed_text, passes, served_text
-    from hicachectl.requests.measuring import HitsRequest, measure_hits
+    from hicachectl.requests.measuring import (
+        HitsRequest,
+        failed_text,
+        measure_hits,
+        passes,
+        served_text,
+    )
     from hicachectl.text.tables import table_lines
 
     with (

@@ -94,8 +94,7 @@ def command(
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import take_inventory
     from hicachectl.pages.listing import in_order
-    from hicachectl.pages.selection import select
-    from hicachectl.pages.unmatched import explain_selection
+    from hicachectl.pages.selection import explain_selection, select
     from hicachectl.profiles.identities import markers_of
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.text.tables import table_lines
@@ -188,7 +187,7 @@ def _say_what_is_odd(ctx: click.Context, inventory: Inventory, *, judged: bool) 
     if inventory.is_foreign.all():
         return
     from hicachectl.formats.wording import PAGES_COMPARED
-    from hicachectl.pages.ambiguity import ambiguity_remark
+    from hicachectl.pages.naming import ambiguity_remark
     from hicachectl.pages.tally import object_counts
 
     said = ambiguity_remark(inventory.table, object_counts(inventory))

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.move.migration import MigrationRequest
-    from hicachectl.parts.shards import Shard
+    from hicachectl.parts.manifest import Shard
     from hicachectl.results import Result
 
 

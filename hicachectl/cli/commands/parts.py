@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.cli.parameters import Divided
     from hicachectl.formats.profile import Profile
     from hicachectl.parts.job import Job
-    from hicachectl.parts.shards import Shard
+    from hicachectl.parts.manifest import Shard
     from hicachectl.results import Result
 
 _AGAIN = "to complete the work, run all parts with another --run"
@@ -37,7 +37,7 @@ def chosen_shard(ctx: click.Context, options: Mapping[str, Any]) -> Shard | None
 
     Raises click.UsageError, and UsageError for an option that a part cannot have.
     """
-    from hicachectl.parts.shards import parse_shard
+    from hicachectl.parts.manifest import parse_shard
 
     text, directory = options["shard"], options["run_directory"]
     if text is None:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import Store
-    from hicachectl.parts.shards import Shard
+    from hicachectl.parts.manifest import Shard
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.pulling import LiveServer

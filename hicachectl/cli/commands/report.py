@@ -235,8 +235,7 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PictureRequest:
     from hicachectl.report.picture import PictureRequest
-    from hicachectl.verification.request import VerifyRequest
-    from hicachectl.verification.sampling import Sample
+    from hicachectl.verification.request import Sample, VerifyRequest
 
     selection = selection_of(ctx, store, options)
     if any(options[name] for name in _REQUESTS):

@@ -303,7 +303,7 @@ def _refuse_about_free(options: dict[str, Any]) -> None:
 
 def _plan_temporaries(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Removal:
     from hicachectl.move.temporaries import find_temporaries, remove_temporaries
-    from hicachectl.pages.byte_sums import column_sum
+    from hicachectl.pages.census import column_sum
     from hicachectl.text.units import counted, human_size
 
     dry_run = options["dry_run"]
@@ -381,7 +381,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
         needs_second_look,
     )
     from hicachectl.pages.inventory import take_inventory
-    from hicachectl.pages.unmatched import explain_selection
+    from hicachectl.pages.selection import explain_selection
     from hicachectl.profiles.sources import profile_from_options
 
     selection = selection_of(ctx, store, options, changes=not options["dry_run"])
@@ -486,7 +486,7 @@ def _removable(
     from dataclasses import replace
 
     from hicachectl.pages.deployments import UNRESOLVED
-    from hicachectl.pages.page_lists import NamedGroups
+    from hicachectl.pages.selection import NamedGroups
 
     chosen = selection.chosen(groups)
     if selection.pages is not None:
@@ -506,9 +506,9 @@ def _remark_choice(
     choice: _Choice,
 ) -> None:
     """Say which groups are left although the options could mean them, and which are unclear."""
-    from hicachectl.pages.ambiguity import ambiguity_remark
     from hicachectl.pages.group_table import UNKNOWN
-    from hicachectl.pages.page_lists import NamedGroups
+    from hicachectl.pages.naming import ambiguity_remark
+    from hicachectl.pages.selection import NamedGroups
     from hicachectl.pages.tally import object_counts
     from hicachectl.text.units import counted
 

@@ -82,9 +82,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.parts.job import Job
-    from hicachectl.parts.shards import Shard
+    from hicachectl.parts.manifest import Shard
     from hicachectl.results import Result
-    from hicachectl.verification.mending import Mending
+    from hicachectl.verification.report_text import Mending
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
 
@@ -414,8 +414,7 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.device.devices import parse_devices
     from hicachectl.formats.catalog import NO_ENTRIES
     from hicachectl.profiles.sources import profile_to_look
-    from hicachectl.verification.request import VerifyRequest
-    from hicachectl.verification.sampling import Sample
+    from hicachectl.verification.request import Sample, VerifyRequest
 
     changes = options["repair"] != "none" and not options["dry_run"]
     path, catalog = options["catalog"], None
