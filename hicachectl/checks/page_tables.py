@@ -338,7 +338,7 @@ def suspicious_keys(found: pa.Table) -> list[bytes]:
 
 
 def _suspicious(found: pa.Table) -> pa.ChunkedArray:
-    codes = pa.array([code.name for code in PAGE_INDEX_CODES])
+    codes = pa.array(PAGE_INDEX_CODES)
     return pc.is_in(found.column("code"), codes)
 
 

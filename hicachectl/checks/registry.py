@@ -15,8 +15,7 @@ from enum import Enum, StrEnum, auto
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hicachectl.checks import codes as known
-from hicachectl.checks.codes import SEVERITIES, Code
+from hicachectl.checks.codes import PAGE_INDEX_CODES, SEVERITIES, Code, codes_of
 from hicachectl.formats.wording import OTHER_BYTES
 
 if TYPE_CHECKING:
@@ -329,65 +328,54 @@ for _check in (
     Check(
         name="stamp",
         group=None,
-        codes=(known.STAMP_MISMATCH,),
+        codes=codes_of("stamp-mismatch"),
         scope=Scope.STORE,
         function="hicachectl.checks.structure:check_stamp",
     ),
     Check(
         name="collisions",
         group=None,
-        codes=(known.COLLIDING_KEYS,),
+        codes=codes_of("colliding-keys"),
         scope=Scope.LISTING,
         function="hicachectl.checks.structure:check_collision",
     ),
     Check(
         name="losses",
         group=None,
-        codes=(
-            known.MISPLACED_OBJECT,
-            known.LOST_OBJECTS,
-        ),
+        codes=codes_of("misplaced-object", "lost-objects"),
         scope=Scope.LISTING,
         function="hicachectl.checks.structure:check_losses",
     ),
     Check(
         name="ambiguous-keys",
         group=NAMES,
-        codes=(known.AMBIGUOUS_KEY,),
+        codes=codes_of("ambiguous-key"),
         scope=Scope.SUMS,
         function="hicachectl.checks.structure:check_ambiguous_keys",
     ),
     Check(
         name="names",
         group=NAMES,
-        codes=(
-            known.FOREIGN_OBJECT,
-            known.STALE_TEMPORARY,
-        ),
+        codes=codes_of("foreign-object", "stale-temporary"),
         function="hicachectl.checks.structure:check_names",
     ),
     Check(
         name="groups",
         group=GROUPS,
-        codes=(
-            known.MISSING_POOL,
-            known.MISSING_PART,
-            known.MISSING_RANK,
-            known.ORPHAN_SIDECAR,
-        ),
+        codes=codes_of("missing-pool", "missing-part", "missing-rank", "orphan-sidecar"),
         function="hicachectl.checks.structure:check_groups",
     ),
     Check(
         name="sizes",
         group=SIZES,
-        codes=(known.TRUNCATED, known.OVERSIZED),
+        codes=codes_of("truncated", "oversized"),
         needs=frozenset({Need.SIZES}),
         function="hicachectl.checks.sizes:check_sizes",
     ),
     Check(
         name="mixed-sizes",
         group=SIZES,
-        codes=(known.MIXED_SIZES,),
+        codes=codes_of("mixed-sizes"),
         needs=frozenset({Need.SIZES}),
         scope=Scope.SUMS,
         function="hicachectl.checks.sizes:check_mixed_sizes",
@@ -395,7 +383,7 @@ for _check in (
     Check(
         name="other-deployments",
         group=GROUPS,
-        codes=(known.OTHER_DEPLOYMENT,),
+        codes=codes_of("other-deployment"),
         needs=frozenset({Need.PROFILE}),
         scope=Scope.SUMS,
         function="hicachectl.checks.structure:check_other_deployments",
@@ -403,73 +391,61 @@ for _check in (
     Check(
         name=READING,  # `verification.reading` notes the findings, for any check that reads.
         group=None,
-        codes=(known.TRUNCATED, known.OVERSIZED, known.UNREADABLE),
+        codes=codes_of("truncated", "oversized", "unreadable"),
         needs=frozenset({Need.BYTES}),
     ),
     ValueCheck(
         name="numbers",
         group=VALUES,
-        codes=(
-            known.NAN,
-            known.INF,
-            known.BAD_SCALE,
-            known.ALL_ZERO,
-        ),
+        codes=codes_of("nan", "inf", "bad-scale", "all-zero"),
         prepare="hicachectl.checks.values:number_check",
         kernel="hicachectl.device.number_kernel:NumberKernel",
     ),
     ValueCheck(
         name="layout",
         group=VALUES,
-        codes=(known.LAYOUT_MISMATCH,),
+        codes=codes_of("layout-mismatch"),
         prepare="hicachectl.checks.layouts:layout_check",
         kernel="hicachectl.device.order_kernel:OrderKernel",
     ),
     Check(
         name="digests",
         group=DIGESTS,
-        codes=(known.DIGEST_MISMATCH, known.RE_RECORDED),
+        codes=codes_of("digest-mismatch", "re-recorded"),
         needs=frozenset({Need.DIGESTS, Need.BYTES}),
         function="hicachectl.checks.replicas:check_digests",
     ),
     Check(
         name="identities",  # `verification.reading` notes the findings.
         group=None,
-        codes=(known.IDENTITY_MISMATCH,),
+        codes=codes_of("identity-mismatch"),
         needs=frozenset({Need.BYTES}),
     ),
     Check(
         name="placement",
         group=SIZES,
-        codes=(
-            known.REPLICA_MISMATCH,
-            known.DISK_ONLY,
-        ),
+        codes=codes_of("replica-mismatch", "disk-only"),
         needs=frozenset({Need.REPLICAS}),
         function="hicachectl.checks.replicas:check_placement",
     ),
     Check(
         name="replicas",
         group=VALUES,
-        codes=(known.REPLICA_MISMATCH,),
+        codes=codes_of("replica-mismatch"),
         needs=frozenset({Need.PROFILE, Need.TENSORS, Need.BYTES}),
         function="hicachectl.checks.replicas:check_replicas",
     ),
     Check(
         name="availability",  # `verification.reading` notes objects that the store cannot return.
         group=None,
-        codes=(known.DIGEST_MISMATCH, known.NO_REPLICA, known.UNWRITTEN_PAGE),
+        codes=codes_of("digest-mismatch", "no-replica", "unwritten-page"),
         needs=frozenset({Need.BYTES}),
     ),
     Check(
         name="page-tables",
         group=GROUPS,
-        codes=(
-            *known.PAGE_INDEX_CODES,
-            known.TRUNCATED,
-            known.SNAPSHOT_STALE,
-            known.PAGE_LEAKED,
-            known.PAGE_COUNT_MISMATCH,
+        codes=codes_of(
+            *PAGE_INDEX_CODES, "truncated", "snapshot-stale", "page-leaked", "page-count-mismatch"
         ),
         needs=frozenset({Need.PAGE_TABLES}),
         scope=Scope.STORE,

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.codes import IDENTITY_MISMATCH, OVERSIZED, TRUNCATED
 from hicachectl.checks.findings import LOCATED_SCHEMA, combine, located
 from hicachectl.checks.registry import codes
 from hicachectl.checks.structure import check_groups
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree
 _LEAST_NEWEST = 8
-_SIZES = (TRUNCATED.name, OVERSIZED.name)
+_SIZES = ("truncated", "oversized")
 
 
 class Listed(Protocol):
@@ -114,7 +113,7 @@ def _judged_groups(checked: Listed, judged: Judged | None, code: Code, pool: str
     elif code.name in _SIZES:
         sizes = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
         objects = of_pool & ((sizes != UNKNOWN_SIZE) | judged.tried)
-    elif code == IDENTITY_MISMATCH:
+    elif code.name == "identity-mismatch":
         objects = of_pool & judged.identified
     else:
         objects = of_pool & judged.valued

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicachectl.checks.codes import DESPITE, STAMP_MISMATCH
+from hicachectl.checks.codes import DESPITE
 from hicachectl.checks.page_tables import suspicious_keys
 from hicachectl.checks.registry import remedies
 from hicachectl.checks.sizes import rows_of_mixes
@@ -90,7 +90,7 @@ def left_remarks(plan: RepairPlan, *, stamps: bool) -> Iterator[str]:
     stamps: the run writes a new stamp, which mends a stamp-mismatch.
     """
     instead, unplaced = remedies(), plan.unplaced
-    mended = {STAMP_MISMATCH.name} if stamps else set()
+    mended = {"stamp-mismatch"} if stamps else set()
     for code in sorted((unplaced.keys() & instead) - mended):
         yield f"Not repaired: {unplaced[code]} {code}; {instead[code]}"
     if plan.others:

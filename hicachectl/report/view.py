@@ -11,7 +11,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from hicachectl import __version__
-from hicachectl.checks.codes import MIXED_SIZES, SEVERITIES
+from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import codes, group_names
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.report.charts import (
@@ -135,7 +135,7 @@ def _verdict(picture: Picture) -> dict[str, str]:
         kind, text = "error", f"{counted(counts['error'], 'error')}: servers could read wrong data"
     elif counts["warning"]:
         kind = "warning"
-        mixed = any(group.code == MIXED_SIZES.name for group in picture.findings)
+        mixed = any(group.code == "mixed-sizes" for group in picture.findings)
         risk = "servers may read wrong data" if mixed else "lost hits or lost space"
         text = f"No errors found; {counted(counts['warning'], 'warning')}: {risk}"
     elif picture.page_only and picture.worst() != "info":

@@ -12,7 +12,7 @@ import pyarrow as pa
 from hicachectl.backends.base import take_rows
 from hicachectl.backends.capabilities import Confirm
 from hicachectl.checks.catalogs import MISMATCH, Comparison, Digested, carry_forward, compare
-from hicachectl.checks.codes import UNWRITTEN_PAGE
+from hicachectl.checks.codes import builtin_codes
 from hicachectl.checks.registry import DIGESTS, VALUES
 from hicachectl.checks.replicas import NO_REPLICAS, replica_sets
 from hicachectl.device.devices import open_checker
@@ -251,7 +251,7 @@ def read_chosen(
             reading.replace(again.rows, read_objects(store, inventory, again))
     reading.objects += int(hollow.sum())
     for row in plan.rows[hollow].tolist():
-        reading.report(UNWRITTEN_PAGE.name, row, UNWRITTEN_PAGE.detail)
+        reading.report("unwritten-page", row, builtin_codes()["unwritten-page"].detail)
     for row in choice.huge.tolist():
         nbytes = inventory.objects.column("nbytes")[row].as_py()
         reading.report("unreadable", row, f"not read: {over_buffer(nbytes, request.buffer_bytes)}")

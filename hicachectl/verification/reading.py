@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
-from hicachectl.checks.codes import NO_REPLICA
+from hicachectl.checks.codes import builtin_codes
 from hicachectl.checks.findings import object_findings
 from hicachectl.checks.sizes import oversized_rule
 from hicachectl.formats.catalog import DIGEST_BYTES
@@ -59,7 +59,7 @@ _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
     Status.FOREIGN: ("identity-mismatch", "the store reports another identity"),
-    Status.UNREACHABLE: (NO_REPLICA.name, NO_REPLICA.detail),
+    Status.UNREACHABLE: ("no-replica", builtin_codes()["no-replica"].detail),
 }
 
 

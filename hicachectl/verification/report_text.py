@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hicachectl.checks.codes import OPTIONS, SEVERITIES, STAMP_MISMATCH, STORE, is_repair
+from hicachectl.checks.codes import OPTIONS, SEVERITIES, STORE, is_repair
 from hicachectl.checks.registry import codes
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.objects import AXES
@@ -294,7 +294,7 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
         if done and is_repair(template) and not code.remedy and severity == "error":
             continue
         said = mending.command(template, deployment) if template else code.next_step
-        if mending.stamped and name == STAMP_MISMATCH.name:
+        if mending.stamped and name == "stamp-mismatch":
             said = "nothing to do: this run compared with the old stamp and wrote a new one"
         if code.alternative and mending.deletes:
             said = f"{mending.command(code.alternative)}\n  {said}"
