@@ -40,14 +40,12 @@ from hicachectl.parts.running import begin, run_part
 from hicachectl.text.units import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
     from contextlib import AbstractContextManager
 
-    from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.cluster import Node
-    from hicachectl.parts.job import Job, PartCount, PartInput, Tables
-    from hicachectl.parts.manifest import Manifest, Published
-    from hicachectl.parts.records import Record, StageResult
+    from hicachectl.parts.job import Job, PartInput
+    from hicachectl.parts.records import StageResult
     from hicachectl.parts.running import Begun, Say
     from hicachectl.results import Result
 
@@ -267,39 +265,6 @@ class _Stages:
         return result_from(outcome, tables)
 
 
-class _RemoteJob:
-    """A job whose parts are done on a node; all else is done here."""
-
-    def __init__(
-        self,
-        local: Job,
-        work: Callable[[PartInput, Callable[[int, int], None]], StageResult],
-    ) -> None:
-        self._local = local
-        self._work = work
-        self.kind = local.kind
-        self.identity = local.identity
-        self.options = local.options
-        self.permissions = local.permissions
-        self.trust = local.trust
-
-    def publish(
-        self, folder: Directory, parts: PartCount, on_listed: Callable[[int], None]
-    ) -> Published:
-        return self._local.publish(folder, parts, on_listed)
-
-    def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
-        return self._local.tables(folder, manifest, part)
-
-    def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
-        return self._work(given, on_progress)
-
-    def finish(
-        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
-    ) -> StageResult:
-        return self._local.finish(folder, manifest, results)
-
-
 class _Progress:
     """Bytes done, and an estimate of the total, which each part tells when it begins."""
 
@@ -404,9 +369,10 @@ class _Work:
         try:
             outcome = run_part(
                 self._run,
-                _RemoteJob(self._job, partial(self._stages.do, node, self._stopped.is_set)),
+                self._job,
                 self._begun,
                 part,
+                work=partial(self._stages.do, node, self._stopped.is_set),
                 on_progress=lambda new, total: self._calls.put(
                     partial(progress.moved, part, new, total)
                 ),

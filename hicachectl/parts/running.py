@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hicachectl.parts.job import Job, PartCount
     from hicachectl.parts.records import StageResult
 
+    Work = Callable[[PartInput, Callable[[int, int], None]], StageResult]
+
 _OF_THE_RUN = -1  # in place of a part
 _LOOK_SECONDS = 1.0  # between two looks for the manifest, less at first
 _FIRST_LOOK_SECONDS = 0.05
@@ -116,17 +118,20 @@ def run_part(
     begun: Begun,
     part: int,
     *,
+    work: Work | None = None,
     on_progress: Callable[[int, int], None] = lambda new, total: None,
 ) -> PartOutcome:
     """Do one part of a run, unless it has a result; after the last one, finish the run.
 
-    on_progress: takes new and total bytes. Raises UsageError, FormatError, and as the methods of
+    work: function that does the part in place of `Job.work`, such as on another machine.
+    on_progress: takes new and total bytes.
+    Raises UsageError, FormatError, and as the methods of
     the job.
     """
     with usage_errors(run.path / PARTS):
         results = run.results(create=True)
     with results:
-        outcome = _attempt(run, results, job, begun, part, on_progress)
+        outcome = _attempt(run, results, job, begun, part, work or job.work, on_progress)
     if outcome is None:
         earlier = result_of(run, begun.manifest, job.kind, part)
         outcome = PartOutcome(earlier.form, earlier=True)
@@ -201,6 +206,7 @@ def _attempt(
     job: Job,
     begun: Begun,
     part: int,
+    work: Work,
     on_progress: Callable[[int, int], None],
 ) -> PartOutcome | None:
     """Do a part and publish its result; return None if another attempt has published one."""
@@ -222,7 +228,7 @@ def _attempt(
             seconds_of=lambda limit: limit / manifest.parts,
             age=lambda: max(before + time.monotonic() - began, time.monotonic() - begun.since),
         )
-        result = job.work(given, on_progress)
+        result = work(given, on_progress)
     form = _form(manifest, part, result, began)
     with usage_errors(run.path / PARTS):
         ours = save(results, name, form, result.tables, job.kind.schemas)
