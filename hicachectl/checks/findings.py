@@ -15,7 +15,7 @@ from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.listing import object_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator
 
     from hicachectl.checks.registry import CheckInput
     from hicachectl.formats.arrays import IntArray
@@ -199,17 +199,17 @@ def combine(tables: Iterable[pa.Table], schema: pa.Schema = SCHEMA) -> pa.Table:
     """
     given = (packed(table.select(schema.names)) for table in tables)
     table = pa.concat_tables([packed(schema.empty_table()), *given])
-    severities, codes = (table.column(name).unify_dictionaries() for name in ("severity", "code"))
-    names = sorted(_words(codes))
-    ranks = _numbers(severities, {name: -rank for rank, name in enumerate(SEVERITIES)})
-    of_code = _numbers(codes, {name: number for number, name in enumerate(names)})
-    ordering = table.select(["page", "key"]).append_column(
-        "kind", pa.array(ranks * len(names) + of_code)
-    )
+    codes = pc.cast(table.column("code"), pa.string())
+    names = pa.array(sorted(codes.unique().to_pylist()), pa.string())
+    of_code = pc.index_in(codes, value_set=names).to_numpy()
+    kinds = pa.array(of_code - severity_ranks(table) * len(names))
+    ordering = table.select(["page", "key"]).append_column("kind", kinds)
     order = pc.sort_indices(ordering, [(name, "ascending") for name in ("kind", "page", "key")])
-    del ordering, ranks, of_code
+    del ordering, codes, of_code, kinds
     slices = (order.slice(at, _ROWS_AT_ONCE) for at in range(0, len(order), _ROWS_AT_ONCE))
-    return pa.concat_tables([schema.empty_table(), *(_taken(table, rows) for rows in slices)])
+    return pa.concat_tables(
+        [schema.empty_table(), *(_taken(table, rows).cast(schema) for rows in slices)]
+    )
 
 
 def packed(table: pa.Table) -> pa.Table:
@@ -226,46 +226,22 @@ def packed(table: pa.Table) -> pa.Table:
 
 
 def _taken(table: pa.Table, rows: pa.Array) -> pa.Table:
-    """Return some rows, with plain columns.
+    """Return some rows.
 
     Rows that follow one another are of few parts: Arrow would join all chunks of a column.
     """
     first, last = pc.min_max(rows).values() if len(rows) else (pa.scalar(0), pa.scalar(-1))
     near = table.slice(first.as_py(), last.as_py() - first.as_py() + 1)
-    return near.take(pc.subtract(rows, first)).cast(_plain(table.schema))
-
-
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """Return a schema without dictionaries."""
-    return pa.schema(
-        [
-            field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-            for field in schema
-        ]
-    )
+    return near.take(pc.subtract(rows, first))
 
 
 def severity_ranks(table: pa.Table) -> npt.NDArray[np.int64]:
     """Return the index in `SEVERITIES` of each finding's severity, [n]."""
-    encoded = table.column("severity").dictionary_encode().unify_dictionaries()
-    return _numbers(encoded, {name: rank for rank, name in enumerate(SEVERITIES)})
-
-
-def _words(column: pa.ChunkedArray) -> list[str]:
-    """Return the texts of a column with a unified dictionary."""
-    texts: list[str] = column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
-    return texts
-
-
-def _numbers(column: pa.ChunkedArray, numbers: Mapping[str, int]) -> npt.NDArray[np.int64]:
-    """Return the number of each text of a column with a unified dictionary, [n]."""
-    if not len(column):
-        return np.zeros(0, dtype=np.int64)
-    of_word = np.array([numbers[word] for word in _words(column)], dtype=np.int64)
-    found: npt.NDArray[np.int64] = of_word[
-        np.concatenate([chunk.indices.to_numpy() for chunk in column.chunks])
-    ]
-    return found
+    severities = pc.cast(table.column("severity"), pa.string())
+    ranks: npt.NDArray[np.int64] = (
+        pc.index_in(severities, value_set=pa.array(SEVERITIES)).to_numpy().astype(np.int64)
+    )
+    return ranks
 
 
 def listing_findings(given: CheckInput, unmet: Collection[Need] = ()) -> Iterator[pa.Table]:

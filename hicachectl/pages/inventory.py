@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,16 +135,15 @@ def take_inventory(
     Memory: about 120 bytes per object. Raises StoreUnavailable.
     """
     wanted = scan_columns(store, columns)
-    return _inventory(
-        store.scan(wanted),
-        scan_schema(wanted),
-        store,
-        profile,
+    understand = partial(
+        understood,
+        store=store,
+        profile=profile,
         only_others=only_others,
         needs_pages=needs_pages,
         on_contradiction=on_contradiction,
-        on_batch=on_batch,
     )
+    return _inventory(store.scan(wanted), scan_schema(wanted), understand, on_batch)
 
 
 def scan_columns(store: Store, columns: Collection[str]) -> list[str]:
@@ -167,7 +167,8 @@ def look_up(
     columns = _columns(store)
     tables = (store.look(pa.table({"key": part}), columns) for part in some)
     batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
-    found = _inventory(batches, scan_schema(columns), store, profile, only_others=only_others)
+    understand = partial(understood, store=store, profile=profile, only_others=only_others)
+    found = _inventory(batches, scan_schema(columns), understand)
     return replace(found, partial=True)
 
 
@@ -181,24 +182,12 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[pa.Array, slice]]:
 def _inventory(
     scanned: Iterable[pa.RecordBatch],
     schema: pa.Schema,
-    store: Store,
-    profile: Profile | None,
-    *,
-    only_others: bool,
-    needs_pages: bool = False,
-    on_contradiction: Callable[[str], None] | None = None,
+    understand: Callable[[Spool], tuple[AffixTable, Iterator[Inventory]]],
     on_batch: Callable[[int], None] = lambda objects: None,
 ) -> Inventory:
     spool = Spool(schema)
     spool.fill(scanned, on_batch)
-    (inventory,) = understood(
-        spool,
-        store,
-        profile,
-        only_others=only_others,
-        needs_pages=needs_pages,
-        on_contradiction=on_contradiction,
-    )[1]
+    (inventory,) = understand(spool)[1]
     pa.default_memory_pool().release_unused()
     return inventory.without_unused_columns()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NO_TIME = 0  # write time in a store that keeps no times
 _LATEST = np.iinfo(np.int64).max
+_ARRAYS = ("objects", "unsized", "states", "nbytes", "oldest_ns", "newest_ns")
 _Time = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -86,16 +87,8 @@ class Tally:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the counts for JSON."""
-        form = _TallyForm(
-            objects=self.objects.tolist(),
-            unsized=self.unsized.tolist(),
-            first_keys=list(self.first_keys.items()),
-            pages=self.pages,
-            states=self.states.tolist(),
-            nbytes=self.nbytes.tolist(),
-            oldest_ns=self.oldest_ns.tolist(),
-            newest_ns=self.newest_ns.tolist(),
-        )
+        arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
+        form = _TallyForm(first_keys=list(self.first_keys.items()), pages=self.pages, **arrays)
         mapping: dict[str, Any] = msgspec.to_builtins(form)
         return mapping
 
@@ -103,22 +96,21 @@ class Tally:
     def from_mapping(cls, mapping: Any, table: AffixTable, source: str) -> Tally:
         """Return the counts that `to_mapping` wrote. Raises FormatError, naming the source."""
         form = convert(mapping, _TallyForm, source)
-        columns = [np.array(column, np.int64) for column in (form.objects, form.unsized)]
-        none = cls.nothing(table)
-        sums = [np.array(sums, np.int64) for sums in (form.nbytes, form.oldest_ns, form.newest_ns)]
-        if any(len(row) != len(STATES) for row in form.states) or (
-            [*map(len, columns), *{len(form.states), *map(len, sums)}]
-            != [*map(len, (none.objects, none.unsized, none.states))]
-        ):
-            raise FormatError(f"{source}: has counts of other affixes or deployments")
+        nothing, arrays = cls.nothing(table), {}
+        for name in _ARRAYS:
+            try:
+                arrays[name] = np.array(getattr(form, name), np.int64)
+            except ValueError:  # rows of different lengths
+                arrays[name] = np.zeros(0, np.int64)
+            if arrays[name].shape != getattr(nothing, name).shape:
+                raise FormatError(f"{source}: has counts of other affixes or deployments")
         counted = zip(table.resolved, form.objects, strict=False)  # the last is for foreign keys
         ambiguous = [
             affix for affix, (one, objects) in enumerate(counted) if one.ambiguous and objects
         ]
         if sorted(first_keys := dict(form.first_keys)) != ambiguous:
             raise FormatError(f"{source}: has the first keys of other affixes")
-        states = np.array(form.states, np.int64)
-        return cls(columns[0], columns[1], first_keys, form.pages, states, *sums)
+        return cls(first_keys=first_keys, pages=form.pages, **arrays)
 
     @property
     def groups(self) -> int:

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
     from hicachectl.parts.cluster import Node
     from hicachectl.parts.job import Job, PartInput
+    from hicachectl.parts.manifest import Manifest
     from hicachectl.parts.records import StageResult
-    from hicachectl.parts.running import Begun, Say
+    from hicachectl.parts.running import Say
     from hicachectl.results import Result
 
     # Opens the stores of a job on a node; picklable.
@@ -125,7 +126,7 @@ class Driver:
 
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
         """List and plan, unless an earlier driver has. on_listed: see `running.begin`."""
-        self._begun = begin(self._run, self._job, self._count, on_listed=on_listed)
+        self._manifest = begin(self._run, self._job, self._count, on_listed=on_listed)
 
     def work(self, on_progress: Callable[[int, int], None] = lambda new, total: None) -> None:
         """Do all parts; then disconnect.
@@ -134,7 +135,7 @@ class Driver:
         no node is left, and as the methods of the job.
         """
         try:
-            work = _Work(self._run, self._job, self._begun, self._stages, self._nodes, self._say)
+            work = _Work(self._run, self._job, self._manifest, self._stages, self._nodes, self._say)
             work.run(on_progress)
         finally:
             self._cluster_stack.close()
@@ -296,18 +297,18 @@ class _Work:
         self,
         run: RunDirectory,
         job: Job,
-        begun: Begun,
+        manifest: Manifest,
         stages: _Stages,
         nodes: _Nodes,
         say: Say,
     ) -> None:
         self._run = run
         self._job = job
-        self._begun = begun
+        self._manifest = manifest
         self._stages = stages
         self._nodes = nodes
         self._say_now = say
-        self._todo = deque(range(begun.manifest.parts))
+        self._todo = deque(range(manifest.parts))
         self._lost_on: dict[int, list[Node]] = defaultdict(list)
         self._stopped = threading.Event()
         self._errors: list[BaseException] = []
@@ -316,8 +317,8 @@ class _Work:
 
     def run(self, on_progress: Callable[[int, int], None]) -> None:
         """Do all parts. Raises the first error of any; an interrupt cancels all stages."""
-        progress = _Progress(self._begun.manifest.parts, on_progress)
-        count = min(self._stages.workers, self._begun.manifest.parts)
+        progress = _Progress(self._manifest.parts, on_progress)
+        count = min(self._stages.workers, self._manifest.parts)
         threads = [
             threading.Thread(target=self._do_parts, args=[progress], name="part", daemon=True)
             for _ in range(count)
@@ -370,7 +371,7 @@ class _Work:
             outcome = run_part(
                 self._run,
                 self._job,
-                self._begun,
+                self._manifest,
                 part,
                 work=partial(self._stages.do, node, self._stopped.is_set),
                 on_progress=lambda new, total: self._calls.put(

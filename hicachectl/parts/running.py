@@ -46,27 +46,18 @@ class PartOutcome:
     earlier: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A run whose listing is published. since: monotonic time, not before the listing began."""
-
-    manifest: Manifest
-    since: float
-
-
 def begin(
     run: RunDirectory,
     job: Job,
     parts: PartCount,
     *,
     on_listed: Callable[[int], None] = lambda objects: None,
-) -> Begun:
+) -> Manifest:
     """Return the manifest of a run; if there is none, list and plan for all parts.
 
     on_listed: takes the number of new objects. Raises UsageError if the run is finished, or was
     begun with other options; FormatError for a damaged manifest; and as `Job.publish`.
     """
-    since = time.monotonic()
     manifest = run.manifest()
     if manifest is None:
         _list(run, job, parts, on_listed)
@@ -75,9 +66,8 @@ def begin(
             raise UsageError(f"{run.path}: {MANIFEST} was removed; run the part again")
         with usage_errors(run.path):
             run.remove_listings(besides=manifest.folder)
-    else:
-        since = time.monotonic()
-    return _begun(run, job, parts, manifest, since)
+    _refuse_other(run, job, parts, manifest)
+    return manifest
 
 
 def join(
@@ -88,7 +78,7 @@ def join(
     wait_seconds: float,
     lister: str,
     say: Say = lambda text: None,
-) -> Begun:
+) -> Manifest:
     """Return the manifest of a run; wait for part 0 to publish it.
 
     lister: command line of part 0. say: takes what this process waits for, at once and each minute.
@@ -109,13 +99,14 @@ def join(
         # A short wait becomes little longer, and a long one asks the file system rarely.
         pause = min(_LOOK_SECONDS, _FIRST_LOOK_SECONDS + waited / 10)
         time.sleep(min(pause, wait_seconds - waited))
-    return _begun(run, job, parts, manifest, time.monotonic())
+    _refuse_other(run, job, parts, manifest)
+    return manifest
 
 
 def run_part(
     run: RunDirectory,
     job: Job,
-    begun: Begun,
+    manifest: Manifest,
     part: int,
     *,
     work: Work | None = None,
@@ -131,12 +122,12 @@ def run_part(
     with usage_errors(run.path / PARTS):
         results = run.results(create=True)
     with results:
-        outcome = _attempt(run, results, job, begun, part, work or job.work, on_progress)
+        outcome = _attempt(run, results, job, manifest, part, work or job.work, on_progress)
     if outcome is None:
-        earlier = result_of(run, begun.manifest, job.kind, part)
+        earlier = result_of(run, manifest, job.kind, part)
         outcome = PartOutcome(earlier.form, earlier=True)
     if job.kind.finishes:
-        _finish(run, job, begun.manifest)
+        _finish(run, job, manifest)
     return outcome
 
 
@@ -179,10 +170,8 @@ def _list(run: RunDirectory, job: Job, parts: PartCount, on_listed: Callable[[in
         run.remove_unpublished(lister)
 
 
-def _begun(
-    run: RunDirectory, job: Job, parts: PartCount, manifest: Manifest, since: float
-) -> Begun:
-    """Return the begun run. Raises UsageError if it is another one, or finished."""
+def _refuse_other(run: RunDirectory, job: Job, parts: PartCount, manifest: Manifest) -> None:
+    """Raise UsageError if a run is another one than the job's, or is finished."""
     mine = _identity(job, manifest.parts if callable(parts) else parts)
     refuse_other(manifest, job.kind.command, mine, str(run.path))
     if is_finished(run, manifest, job.kind):
@@ -191,7 +180,6 @@ def _begun(
             f"--run {run.path.parent}/$(date +%F), or print this one with: hicachectl merge "
             f"{run.path}"
         )
-    return Begun(manifest, since)
 
 
 def _identity(job: Job, parts: int) -> dict[str, Any]:
@@ -204,14 +192,14 @@ def _attempt(
     run: RunDirectory,
     results: Directory,
     job: Job,
-    begun: Begun,
+    manifest: Manifest,
     part: int,
     work: Work,
     on_progress: Callable[[int, int], None],
 ) -> PartOutcome | None:
     """Do a part and publish its result; return None if another attempt has published one."""
     began = time.monotonic()
-    manifest, name = begun.manifest, result_name(part)
+    name = result_name(part)
     with usage_errors(run.path / PARTS):
         if results.has(f"{name}.json"):
             return None
@@ -226,7 +214,7 @@ def _attempt(
             divided=manifest.parts,
             parts_here=1,
             seconds_of=lambda limit: limit / manifest.parts,
-            age=lambda: max(before + time.monotonic() - began, time.monotonic() - begun.since),
+            age=lambda: before + time.monotonic() - began,
         )
         result = work(given, on_progress)
     form = _form(manifest, part, result, began)

@@ -73,11 +73,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def first_of(texts: Iterable[str], most: int = 8) -> str:
+_NAMED = 8
+
+
+def first_of(texts: Iterable[str]) -> str:
     """Return distinct texts in one line: of many, the first and the number of the others."""
     every = sorted(set(texts))
-    more = [f"{len(every) - most} more"] if len(every) > most else []
-    return ", ".join([*every[:most], *more])
+    more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
+    return ", ".join([*every[:_NAMED], *more])
 
 
 def human_column(values: pa.Array, text: Callable[[Any], str]) -> pa.StringArray:

@@ -42,10 +42,10 @@ class ToyRun:
         job = ToyJob(self.store, self.destination, **settings)
         with RunDirectory.create(self.path, job.permissions, job.trust) as run:
             if part:
-                begun = join(run, job, parts, wait_seconds=0, lister="toy 0/N")
+                manifest = join(run, job, parts, wait_seconds=0, lister="toy 0/N")
             else:
-                begun = begin(run, job, parts)
-            return run_part(run, job, begun, part)
+                manifest = begin(run, job, parts)
+            return run_part(run, job, manifest, part)
 
     def all(self, parts: int) -> None:
         """Do all parts in this process."""

@@ -179,12 +179,12 @@ def _main(store: str, destination: str, run: str, shard: str, *settings: str) ->
             chosen = parse_shard(shard)
             if chosen.number:
                 wait = float(values.get("wait", 60))
-                begun = join(
+                manifest = join(
                     opened, job, chosen.count, wait_seconds=wait, lister="toy 0/N", say=_say
                 )
             else:
-                begun = begin(opened, job, chosen.count)
-            outcome = run_part(opened, job, begun, chosen.number)
+                manifest = begin(opened, job, chosen.count)
+            outcome = run_part(opened, job, manifest, chosen.number)
     except HicacheError as error:
         _say(str(error))
         sys.exit(2)

@@ -147,13 +147,13 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
     with RunDirectory.create(path, job.permissions, job.trust) as run:
         if shard.number == 0:
             with progress(ctx, "listing", " objects") as on_listed:
-                begun = begin(run, job, shard.count, on_listed=on_listed)
+                manifest = begin(run, job, shard.count, on_listed=on_listed)
         else:
             lister = with_value(ctx, "--shard", f"0/{shard.count}")
             wait = options["wait"]
-            begun = join(run, job, shard.count, wait_seconds=wait, lister=lister, say=say)
+            manifest = join(run, job, shard.count, wait_seconds=wait, lister=lister, say=say)
         with bytes_progress(ctx, f"part {shard.number}") as on_progress:
-            outcome = run_part(run, job, begun, shard.number, on_progress=on_progress)
+            outcome = run_part(run, job, manifest, shard.number, on_progress=on_progress)
     name, record = f"Part {shard.number} of {shard.count}", outcome.record
     if outcome.earlier:
         name = f"{name} was done at {minute(record.ended_ns)} UTC, on {record.host}"
@@ -165,7 +165,7 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
         say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
         remark(ctx, f"{name} is not complete; {_AGAIN}", failure=True)
-    for text in job.kind.said(begun.manifest, record):
+    for text in job.kind.said(manifest, record):
         remark(ctx, text, failure=True)
     if job.kind.parts_fail and not record.settled:
         ctx.exit(FINDINGS)
