@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.backends.base import take_rows
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.formats.catalog import (
     SCHEMA,
@@ -30,20 +31,25 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.formats.arrays import IntArray
+    from hicachectl.pages.inventory import Inventory
 
 
-# Outcomes of comparing an object with its entry; UNKNOWN without an entry.
+# Outcomes of the comparison of an object with its entry; UNKNOWN without an entry.
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """Digested objects, [n] each.
+    """Digested objects, [n] each, compared with a catalog if there is one.
 
+    rows: rows of the objects in the inventory.
     identities: [n, len(identity_fields)] uint64.
     digests: [n, 32] uint8.
+    outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
+    verified_ns: when the recorded bytes were last read, Unix nanoseconds; 0 without an entry.
     """
 
+    rows: IntArray
     keys: pa.BinaryArray
     pages: pa.StringArray
     pools: pa.StringArray
@@ -51,26 +57,45 @@ class Digested:
     identities: npt.NDArray[np.uint64]
     identity_fields: tuple[str, ...]
     digests: npt.NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Digested objects, compared with a catalog, [n] each.
-
-    outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
-    verified_ns: when the recorded bytes were last read, Unix nanoseconds; 0 without an entry.
-    """
-
     outcome: npt.NDArray[np.int8]
     verified_ns: IntArray
 
-    @classmethod
-    def nothing(cls, count: int) -> Comparison:
-        """Return the comparison of objects with no entries."""
-        return cls(np.full(count, UNKNOWN, dtype=np.int8), np.zeros(count, dtype=np.int64))
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def mismatched(self) -> IntArray:
+        """Rows of the objects that differ from the catalog without a rewrite."""
+        mismatched: IntArray = self.rows[self.outcome == MISMATCH]
+        return mismatched
+
+
+def digested_objects(
+    inventory: Inventory,
+    rows: IntArray,
+    identities: npt.NDArray[np.uint64],
+    identity_fields: tuple[str, ...],
+    digests: npt.NDArray[np.uint8],
+) -> Digested:
+    """Return some objects of an inventory with their digests, compared with no catalog."""
+    some = rows if len(rows) < len(inventory.objects) else None
+    objects = inventory.objects.select(["key", "nbytes"])
+    if some is not None:
+        objects = take_rows(objects, some)
+    pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
+    ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
+    return Digested(
+        rows=rows,
+        keys=objects.column("key").combine_chunks(),
+        pages=inventory.pages(some).combine_chunks(),
+        pools=pa.array(pools, pa.string()).take(ids),
+        nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
+        identities=identities,
+        identity_fields=identity_fields,
+        digests=digests,
+        outcome=np.full(len(rows), UNKNOWN, dtype=np.int8),
+        verified_ns=np.zeros(len(rows), dtype=np.int64),
+    )
 
 
 def load_catalog(path: Path) -> Catalog:
@@ -161,44 +186,43 @@ def of_another_store(path: Path, recorded: str, store: str) -> str | None:
     return f"{path}: the catalog records {recorded}, not {store}; objects are compared by key"
 
 
-def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Comparison:
-    """Compare objects with a catalog.
+def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Digested:
+    """Return digested objects, compared with a catalog.
 
     fields: identity fields; if all are equal, the object was not rewritten. If the catalog has
     none of them, every difference is a MISMATCH.
     """
-    compared = Comparison.nothing(len(digested))
     if not len(catalog.entries):  # `take` needs an entry
-        return compared
+        return digested
     places = _places(catalog, digested.keys)
     known = places >= 0
     recorded = catalog.entries.take(pa.array(np.maximum(places, 0)))
-    outcome = compared.outcome
+    outcome, verified_ns = digested.outcome.copy(), digested.verified_ns.copy()
     equal = _rows(recorded.column("digest"), 32) == digested.digests
     same_bytes = equal.all(axis=1)
     same_object = _same_object(catalog, recorded, digested, fields)
     outcome[known & same_bytes] = SAME
     outcome[known & ~same_bytes] = REWRITTEN
     outcome[known & ~same_bytes & same_object] = MISMATCH
-    compared.verified_ns[known] = recorded.column("last_verified_ns").to_numpy()[known]
-    return compared
+    verified_ns[known] = recorded.column("last_verified_ns").to_numpy()[known]
+    return replace(digested, outcome=outcome, verified_ns=verified_ns)
 
 
 def carry_forward(
     catalog: Catalog | None,
     digested: Digested,
-    outcome: npt.NDArray[np.int8],
     *,
     store: str,
-    present: pa.BinaryArray,
+    listed: Inventory,
     now_ns: int,
 ) -> Catalog:
     """Return the catalog after a run: digested objects, and old entries still in the store.
 
     A mismatch keeps its old entry: the next run reports it again, with the time when the object was
     last right.
-    present: all keys of the store.
+    listed: all objects of the store; entries of objects that a `clear` made misses are left out.
     """
+    outcome = digested.outcome
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
     recorded = np.flatnonzero(outcome != MISMATCH)
     first_seen = np.full(len(digested), now_ns, dtype=np.int64)
@@ -225,6 +249,9 @@ def carry_forward(
         fresh = fresh.take(pa.array(recorded))
     if not len(kept):
         return Catalog(fresh, store, digested.identity_fields)
+    usable = np.ones(len(listed.objects), dtype=np.bool_)
+    usable[listed.cleared_rows] = False
+    present = listed.objects.column("key").filter(pa.array(usable)).combine_chunks()
     still_there = pc.is_in(kept.column("key"), value_set=present)
     replaced = pc.is_in(kept.column("key"), value_set=fresh.column("key").combine_chunks())
     kept = kept.filter(pc.and_(still_there, pc.invert(replaced)))

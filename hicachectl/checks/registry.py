@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.page_tables import TableState
-    from hicachectl.checks.catalogs import Comparison
+    from hicachectl.checks.catalogs import Digested
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
@@ -127,7 +127,7 @@ class CheckInput:
     stamp_differences: Sequence[str] = ()
     digests: npt.NDArray[Any] | None = None
     digested: npt.NDArray[Any] | None = None
-    compared: Comparison | None = None
+    compared: Digested | None = None
     skip: Callable[[str, str], None] = lambda name, why: None
 
 

@@ -114,19 +114,18 @@ _DIFFER = "bytes differ from the recorded digest, but the store shows no rewrite
 
 def check_digests(given: CheckInput) -> Iterator[pa.Table]:
     """Yield digest-mismatch and re-recorded findings from a comparison with a catalog."""
-    if given.digested is None or given.compared is None:
+    if given.compared is None:
         return
-    rows, outcome = np.flatnonzero(given.digested), given.compared.outcome
-    differs = outcome == MISMATCH
+    differs = given.compared.outcome == MISMATCH
     rule = VERSIONS_RECUR if given.store.traits.versions_recur else None
     yield object_findings(
         given.inventory,
-        rows[differs],
+        given.compared.mismatched,
         "digest-mismatch",
         _last_right(given.compared.verified_ns[differs]),
         rule=rule,
     )
-    rewritten = rows[outcome == REWRITTEN]
+    rewritten = given.compared.rows[given.compared.outcome == REWRITTEN]
     yield object_findings(given.inventory, rewritten, "re-recorded")
 
 

@@ -77,7 +77,7 @@ _NAMED = 8
 
 
 def first_of(texts: Iterable[str]) -> str:
-    """Return distinct texts in one line: of many, the first and the number of the others."""
+    """Return distinct texts in one line, the first eight and the number of the others."""
     every = sorted(set(texts))
     more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
     return ", ".join([*every[:_NAMED], *more])

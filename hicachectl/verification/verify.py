@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.capabilities import Losing
+from hicachectl.checks.catalogs import carry_forward
 from hicachectl.checks.findings import (
     LOCATED_SCHEMA,
     combine_named,
@@ -236,7 +237,7 @@ def check_part(
         stamp_differences=differences,
         digests=reading.digests,
         digested=reading.digested,
-        compared=digested.compared if request.compares_catalog else None,
+        compared=digested if request.compares_catalog else None,
         skip=skipped.__setitem__,
     )
     found = _findings(given, reading, request, request.unmet(store), first=first)
@@ -265,7 +266,13 @@ def check_part(
     )
     catalog = None
     if request.update_catalog:
-        catalog = digested.updated(request.catalog, listed, store.url, start.listing.start_ns)
+        catalog = carry_forward(
+            request.catalog,
+            digested,
+            store=store.url,
+            listed=listed,
+            now_ns=start.listing.start_ns,
+        )
     judged = _judged(inventory, choice.plan, reading)
     result = PartResult(facts, tally, found)
     return PartCheck(result, catalog, start.listing, inventory, groups, in_flight, judged)
