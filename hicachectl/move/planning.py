@@ -64,7 +64,7 @@ class RepairPlan:
 def plan_repair(found: pa.Table, *, codes: Collection[str] = ()) -> RepairPlan:
     """Plan to remove every group with an error or with a finding of one of `codes`.
 
-    found: findings as `checks.running.located` returns them: findings.LOCATED_SCHEMA.
+    found: findings as `checks.findings.located` returns them: findings.LOCATED_SCHEMA.
     """
     wanted = severity_ranks(found) == SEVERITIES.index("error")
     named = pc.is_in(found.column("code"), value_set=pa.array(list(codes), pa.string()))

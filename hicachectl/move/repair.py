@@ -62,7 +62,7 @@ class Repaired:
 def plan_of(checked: PartCheck, found: pa.Table, options: RepairOptions) -> RepairPlan:
     """Plan the repair of a checked store, or of a part, by its findings.
 
-    found: findings as `checks.running.located` returns them: findings.LOCATED_SCHEMA.
+    found: findings as `checks.findings.located` returns them: findings.LOCATED_SCHEMA.
 
     Groups that the profile does not describe stay. Unless `despite_profile` is set, pages of a mix
     (`SizeMix`) stay, too, and all pages if the findings make the profile doubtful: the plan then
