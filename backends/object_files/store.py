@@ -36,7 +36,7 @@ from hicachectl.backends.capabilities import (
 from hicachectl.backends.disk.durable import sync_directory
 from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_DIRECTORY, OPEN_FILE
 from hicachectl.backends.disk.mounts import file_system_ns
-from hicachectl.backends.disk.names import OWN_PREFIX, check_key
+from hicachectl.backends.disk.names import check_key
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.object_files.copies import FileCopier, Origin
 from hicachectl.backends.object_files.faults import Faults, not_writable, unavailable
@@ -114,7 +114,7 @@ class ObjectFiles(
         about a random name in a directory that it has open. A later run of this owner removes a
         file that a kill left.
         """
-        name = self._writer.probe_name()
+        name = self._writer.temporaries.outer_name()
         made: list[int] = []
         try:
             for root in self.objects.roots:
@@ -336,7 +336,7 @@ class ObjectFiles(
         if os.fstat(target).st_dev != os.fstat(root).st_dev:
             return True
         # Between mounts of one file system, the rename fails with EXDEV, even for a missing name.
-        name = _random_name()
+        name = self._writer.temporaries.outer_name()
         try:
             os.rename(name, name, src_dir_fd=target, dst_dir_fd=root)
         except FileNotFoundError:
@@ -351,11 +351,6 @@ class ObjectFiles(
         """Return the file system's free bytes for users other than root."""
         space = os.fstatvfs(self.objects.descriptor)
         return space.f_bavail * space.f_frsize
-
-
-def _random_name() -> bytes:
-    """Return a temporary name that no other process uses."""
-    return b"%s-%s.tmp" % (OWN_PREFIX, os.urandom(16).hex().encode())
 
 
 def _versions_of(rows: Rows) -> list[bytes | None]:

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Self
 
 from hicachectl.backends.disk.directory import Directory, Trust
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 SIDE_DIRECTORY = os.fsdecode(OWN_PREFIX)
 FOLDER_NAMES = frozenset(b"%02x" % number for number in range(256))
+_TEMPORARY = OWN_PREFIX + b"-"
+_OWNER_BYTES, _PROCESS_BYTES = 8, 4
 _MANY = 8  # directories; one syncfs takes less time than so many syncs of directories
 
 
@@ -207,34 +210,55 @@ def give_like(folder: int, outer: os.stat_result) -> None:
         os.fchmod(folder, stat.S_IMODE(outer.st_mode))
 
 
-def remove_seen(
-    objects: ObjectTree,
-    key: bytes,
-    seen: os.stat_result,
-    temporary: bytes,
-    *,
-    used_since: bool,
-) -> bool:
-    """Remove an object's file if it is the one seen; return whether.
+class Temporaries:
+    """The temporary files of one owner in a tree, which SGLang ignores.
 
-    It is taken away first and looked at then, since a writer can replace or touch it at any time: a
-    touch that found the name shows here. used_since: also remove a file that was used since; a
-    stale one must not come back under its name, which would make it new. temporary: an unused name
-    of ours. Raises OSError.
+    Their names have 16 bytes in hex digits: 8 of the owner, 4 of the process, 4 of a counter.
     """
-    try:
-        here, name = objects.place(key)
-        os.rename(name, temporary, src_dir_fd=here, dst_dir_fd=here)
-    except FileNotFoundError:
-        return False
-    taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
-    same = _state(taken) == _state(seen) and (used_since or taken.st_atime_ns == seen.st_atime_ns)
-    if not same:
-        with suppress(FileExistsError):  # replaced once more
-            move_noreplace(here, temporary, here, name)
+
+    def __init__(self, objects: ObjectTree, owner: bytes) -> None:
+        """owner: 16 hex digits. Two processes with the same owner still get different names."""
+        self._objects = objects
+        self._token = owner + os.urandom(_PROCESS_BYTES).hex().encode()
+        self._numbers = count()
+
+    def name(self, key: bytes) -> bytes:
+        """Return a new name for a file beside an object's."""
+        return self._objects.temporary_name(key, self._token, next(self._numbers))
+
+    def outer_name(self) -> bytes:
+        """Return a new random name for a file in an outer directory."""
+        return b"%s%s%s.tmp" % (_TEMPORARY, self._token, os.urandom(4).hex().encode())
+
+    def remove_seen(self, key: bytes, seen: os.stat_result, *, used_since: bool) -> bool:
+        """Remove an object's file if it is the one seen; return whether it was removed.
+
+        Rename it first and compare it then: a writer may have replaced or touched it, and then it
+        gets its name back. used_since: also remove a file that was used since; a stale one must not
+        come back under its name, which would make it new. Raises OSError.
+        """
+        temporary = self.name(key)
+        try:
+            here, name = self._objects.place(key)
+            os.rename(name, temporary, src_dir_fd=here, dst_dir_fd=here)
+        except FileNotFoundError:
             return False
-    os.unlink(temporary, dir_fd=here)
-    return same
+        taken = os.stat(temporary, dir_fd=here, follow_symlinks=False)
+        used = taken.st_atime_ns != seen.st_atime_ns and not used_since
+        same = _state(taken) == _state(seen) and not used
+        if not same:
+            with suppress(FileExistsError):  # replaced once more
+                move_noreplace(here, temporary, here, name)
+                return False
+        os.unlink(temporary, dir_fd=here)
+        return same
+
+
+def owner_in(name: str) -> str:
+    """Return the owner that the name of a temporary file states; "" for other names."""
+    start = len(_TEMPORARY)
+    is_ours = name.startswith(os.fsdecode(_TEMPORARY)) and name.endswith(".tmp")
+    return name[start : start + 2 * _OWNER_BYTES] if is_ours else ""
 
 
 def _state(facts: os.stat_result) -> tuple[int, ...]:

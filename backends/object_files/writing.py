@@ -8,7 +8,6 @@ import stat
 import threading
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,12 +15,12 @@ import numpy as np
 from hicachectl.backends.base import Result, Rows, Status, keys_of, mtimes_of
 from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.disk.io import CREATE_FILE, NO_ROOM, OPEN_FILE, write_all, write_bytes
-from hicachectl.backends.disk.names import OWN_PREFIX, check_key, check_new_key, version_of
+from hicachectl.backends.disk.names import check_key, check_new_key, version_of
 from hicachectl.backends.disk.permissions import Permissions, give_file
 from hicachectl.backends.object_files.epochs import Epochs
 from hicachectl.backends.object_files.faults import not_writable
 from hicachectl.backends.object_files.listing import SkippedEntries, names_in
-from hicachectl.backends.object_files.tree import remove_seen
+from hicachectl.backends.object_files.tree import Temporaries, owner_in
 from hicachectl.formats.errors import UntrustedError
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.object_files.tree import ObjectTree
     from hicachectl.formats.arrays import BoolArray, IntArray
 
-# The 16 bytes of a temporary name: 8 of the owner, 4 of the process, 4 of a counter.
-_OWNER_BYTES, _TOKEN_BYTES = 8, 12
 # Errors that every new file in the directory would get.
 _NO_NEW_FILES = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
@@ -63,9 +60,7 @@ class FileWriter:
         self._sizes = sizes
         self._limit = Permissions()  # of new files
         self._limiting = threading.Lock()
-        self._numbers = count()
-        self._token = b""  # of temporary names
-        self.own_temporaries(os.urandom(_OWNER_BYTES).hex(), sweep=False)
+        self.temporaries = Temporaries(objects, os.urandom(8).hex().encode())
         facts = os.fstat(objects.descriptor)
         # As root, new files get the directory's owner and group.
         self._owner = None if os.geteuid() or not facts.st_uid else (facts.st_uid, facts.st_gid)
@@ -131,7 +126,7 @@ class FileWriter:
                 here, name = self._objects.place(key)
                 now = os.stat(name, dir_fd=here, follow_symlinks=False)
                 if now.st_ino == touched[index].st_ino:
-                    remove_seen(self._objects, key, now, self._temporary(key), used_since=True)
+                    self.temporaries.remove_seen(key, now, used_since=True)
         return rows
 
     def write(
@@ -239,7 +234,7 @@ class FileWriter:
             return False
         if not stat.S_ISREG(facts.st_mode) or not Epochs(self._objects).stale(key, facts):
             return False
-        return remove_seen(self._objects, key, facts, self._temporary(key), used_since=True)
+        return self.temporaries.remove_seen(key, facts, used_since=True)
 
     def remove(self, key: bytes, version: bytes | None) -> Status:
         """Remove a key's file. version: an object with another version stays, and is CHANGED.
@@ -255,8 +250,7 @@ class FileWriter:
         if not stat.S_ISREG(facts.st_mode) or version_of(facts) != version:
             return Status.CHANGED
         try:
-            aside = self._temporary(key)
-            removed = remove_seen(self._objects, key, facts, aside, used_since=True)
+            removed = self.temporaries.remove_seen(key, facts, used_since=True)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -282,25 +276,16 @@ class FileWriter:
 
         Raises OSError.
         """
-        # Two processes with the same owner still get different names.
-        self._token = owner.encode() + os.urandom(_TOKEN_BYTES - _OWNER_BYTES).hex().encode()
+        self.temporaries = Temporaries(self._objects, owner.encode())
         if not sweep:
             return
-        prefix = os.fsdecode(OWN_PREFIX) + f"-{owner}"
         directories = {directory for _, directory in self._objects.directories([])}
         for directory in directories.union(self._objects.roots):
             for names in names_in(directory, SkippedEntries()):
                 for name in names:
-                    if name.startswith(prefix):
+                    if owner_in(name) == owner:
                         with suppress(FileNotFoundError):
                             os.unlink(name, dir_fd=directory)
-
-    def probe_name(self) -> bytes:
-        """Return a new random name of this owner for a file in an outer directory."""
-        return b"%s-%s%s.tmp" % (OWN_PREFIX, self._token, os.urandom(4).hex().encode())
-
-    def _temporary(self, key: bytes) -> bytes:
-        return self._objects.temporary_name(key, self._token, next(self._numbers))
 
     def write_temporary(
         self,
@@ -317,7 +302,7 @@ class FileWriter:
         """
         mode, owner = new or self._new
         directory, _ = self._objects.place_for_new(key, nbytes)
-        name = self._temporary(key)
+        name = self.temporaries.name(key)
         file = Temporary(directory, name)
         try:
             descriptor = os.open(name, CREATE_FILE, mode, dir_fd=directory)

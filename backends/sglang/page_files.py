@@ -14,12 +14,11 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.backends.disk.io import CREATE_FILE, OPEN_FILE, fill, write_all
 from hicachectl.backends.object_files.epochs import owner_of
-from hicachectl.backends.object_files.tree import remove_seen
+from hicachectl.backends.object_files.tree import Temporaries
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.trailer import (
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 _BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
 _MODE = 0o666
-_PROCESS_BYTES = 4  # of the 12 in a token
 _TOUCHED_EVERY_NS = 3600 * 10**9
 _MOST_IN_USE = 1 << 15  # pages
 
@@ -148,8 +146,7 @@ class PageFiles:
             form.rank,
             knows_unranked=form.unranked,
         )
-        self._token = owner_of(form.suffix) + os.urandom(_PROCESS_BYTES).hex().encode()
-        self._numbers = count()
+        self._temporaries = Temporaries(directory, owner_of(form.suffix))
         self._unused_ns = 0  # a file with an earlier atime is touched when it is read
         self._in_use: set[bytes] = set()  # pages that need no touch until `_in_use_until`
         self._in_use_until = 0
@@ -302,7 +299,7 @@ class PageFiles:
         digest = self._digest(views, call)
         trailer = self._trailers.dump(page_hash, digest)
         here, name = self._directory.place_for_new(key)
-        temporary = self._temporary(key)
+        temporary = self._temporaries.name(key)
         descriptor = os.open(temporary, CREATE_FILE, _MODE, dir_fd=here)
         try:
             try:
@@ -329,14 +326,10 @@ class PageFiles:
 
     def remove(self, page: Page, found: Found) -> bool:
         """Remove a page's file if it is still the one examined. Return whether it was removed."""
-        key, facts = page[0], found.facts
-        removed = remove_seen(self._directory, key, facts, self._temporary(key), used_since=True)
+        removed = self._temporaries.remove_seen(page[0], found.facts, used_since=True)
         if removed:
-            self._capacity.removed(self.form.suffix, facts.st_size)
+            self._capacity.removed(self.form.suffix, found.facts.st_size)
         return removed
-
-    def _temporary(self, key: bytes) -> bytes:
-        return self._directory.temporary_name(key, self._token, next(self._numbers))
 
     def _open(self, page: Page) -> int:
         """Open a page's file for reading."""

@@ -20,9 +20,9 @@ import numpy as np
 from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.io import entries_of
 from hicachectl.backends.disk.mounts import file_system_ns
-from hicachectl.backends.disk.names import OWN_PREFIX, storable_ns
+from hicachectl.backends.disk.names import storable_ns
 from hicachectl.backends.object_files.epochs import EpochReader, owner_of
-from hicachectl.backends.object_files.tree import remove_seen
+from hicachectl.backends.object_files.tree import Temporaries, owner_in
 from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from hicachectl.backends.file.folders import ObjectDirectory
 
 
-_TEMPORARY_PREFIX = os.fsdecode(OWN_PREFIX) + "-"
-_TEMPORARY_END = ".tmp"
 _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
 _CLOCKS_DIFFER_NS = 10**9
 # Younger sidecars stay: a writer may be about to write their anchor.
@@ -128,7 +126,7 @@ class Sweeper:
                 name = entry.name
                 kind = found.kind_of.get(name[PAGE_DIGITS:])
                 if kind is None:
-                    if name.startswith(_TEMPORARY_PREFIX):
+                    if owner_in(name) in self._owners:
                         self._sweep(descriptor, name, found)
                     else:
                         found.count_other(entry)
@@ -145,9 +143,6 @@ class Sweeper:
 
     def _sweep(self, descriptor: int, name: str, found: _Found) -> None:
         """Remove a temporary file of the suffixes if its writer must have ended."""
-        start = len(_TEMPORARY_PREFIX)
-        if name[start : start + 16] not in self._owners or not name.endswith(_TEMPORARY_END):
-            return
         with suppress(OSError):
             facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
             if not found.trusted(facts):
@@ -303,8 +298,7 @@ class Remover:
         self._directory = directory
         self._suffixes = suffixes
         self._has_anchor = has_anchor
-        self._token = owner_of(suffixes[0]) + os.urandom(4).hex().encode()
-        self._numbers = 0
+        self._temporaries = Temporaries(directory, owner_of(suffixes[0]))
 
     def remove_page(self, page: str, sizes: Mapping[int, int], listed_ns: int) -> int:
         """Remove a page's objects, the anchor first; return the bytes that are free now.
@@ -324,7 +318,7 @@ class Remover:
                 return gone
         freed = 0
         for kind in sorted(found):
-            if self._remove(self._key(page, kind), found[kind]):
+            if self._temporaries.remove_seen(self._key(page, kind), found[kind], used_since=False):
                 freed += found[kind].st_size
             elif kind == 0 and self._has_anchor:
                 break  # it is in use again: its sidecars stay
@@ -336,7 +330,7 @@ class Remover:
         seen = self._look(key)
         if seen is None or seen.st_ctime_ns > epoch_ns:
             return 0
-        return seen.st_size if self._remove(key, seen, used_since=True) else 0
+        return seen.st_size if self._temporaries.remove_seen(key, seen, used_since=True) else 0
 
     def _is_in_flight(self, found: Mapping[int, os.stat_result]) -> bool:
         """Return whether a writer may be about to write the page's anchor.
@@ -361,12 +355,6 @@ class Remover:
         if not self._trusted(facts):
             raise OSError(errno.EPERM, "not a regular file of a trusted user")
         return facts
-
-    def _remove(self, key: bytes, seen: os.stat_result, *, used_since: bool = False) -> bool:
-        """Remove an object's file as `remove_seen` does."""
-        self._numbers += 1
-        temporary = self._directory.temporary_name(key, self._token, self._numbers)
-        return remove_seen(self._directory, key, seen, temporary, used_since=used_since)
 
 
 def _used_ns(facts: os.stat_result) -> int:

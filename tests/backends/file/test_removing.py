@@ -10,7 +10,7 @@ import pytest
 from hicachectl.backends.disk.durable import move_noreplace
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files import tree
-from hicachectl.backends.object_files.tree import remove_seen
+from hicachectl.backends.object_files.tree import Temporaries
 from tests.stores import OLD, page, put
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAME = f"{page(0)}_m.bin"
-TEMPORARY = b".hicachectl-0"
 
 
 @pytest.fixture
@@ -28,7 +27,8 @@ def directory(tmp_path: Path) -> Iterator[ObjectDirectory]:
 
 
 def removed(directory: ObjectDirectory, seen: os.stat_result, *, used_since: bool = True) -> bool:
-    return remove_seen(directory, NAME.encode(), seen, TEMPORARY, used_since=used_since)
+    temporaries = Temporaries(directory, b"0" * 16)
+    return temporaries.remove_seen(NAME.encode(), seen, used_since=used_since)
 
 
 def replace(path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_changed_since_stays(
     before = path.read_bytes(), path.lstat().st_ino
     assert not removed(directory, seen)
     assert (path.read_bytes(), path.lstat().st_ino) == before
-    assert not (tmp_path / os.fsdecode(TEMPORARY)).exists()
+    assert not list(tmp_path.glob(".hicachectl-*"))
 
 
 @pytest.mark.parametrize("used_since", [True, False])
