@@ -72,6 +72,39 @@ class Trailer(NamedTuple):
     rank: int = NO_RANK
 
 
+class Expected(NamedTuple):
+    """What trailers of a pool's objects must state.
+
+    names: possible names, from `trailer_name`; without any, every name and rank is possible.
+    ranks: possible ranks, from `trailer_rank`. Trailers that name no rank are accepted, too.
+    identity: 16 bytes; None for any identity.
+    """
+
+    names: frozenset[bytes]
+    ranks: frozenset[int]
+    identity: bytes | None = None
+
+    def difference(self, trailer: Trailer, nbytes: int, page: bytes) -> str:
+        """Return which field of an object's trailer is another's; "" if none is.
+
+        "nbytes", "page" and "name" show damage; "identity" and "rank" another writer. nbytes: of
+        the object. page: the 32 bytes of its page hash.
+        """
+        if trailer.nbytes != nbytes:
+            return "nbytes"
+        if trailer.page != page:
+            return "page"
+        if self.names and trailer.name not in self.names:
+            return "name"
+        if self.identity not in (None, trailer.identity):
+            return "identity"
+        return "" if self.has_rank(trailer) else "rank"
+
+    def has_rank(self, trailer: Trailer) -> bool:
+        """Return whether a trailer names a possible rank, or no rank."""
+        return trailer.rank == NO_RANK or not self.names or trailer.rank in self.ranks
+
+
 def trailer_name(pool: str, part: str | None = None) -> bytes:
     """Return the 24 bytes that name a pool, or a part of it, in a trailer."""
     text = (pool if part is None else f"{pool}.{part}").encode()

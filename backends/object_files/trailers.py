@@ -13,6 +13,7 @@ from hicachectl.formats.identity import differences
 from hicachectl.formats.keys import grammar_of
 from hicachectl.formats.trailer import (
     NO_RANK,
+    Expected,
     Trailer,
     digest_function,
     dump_trailer,
@@ -42,6 +43,7 @@ class Verdict(NamedTuple):
 
 
 _OK = Verdict(Status.OK)
+_ANY = Expected(frozenset(), frozenset())
 
 
 def split_key(key: bytes) -> tuple[bytes, bytes] | None:
@@ -59,15 +61,13 @@ class TrailerChecks:
     def __init__(self, facts: Callable[[bytes], Identity | None] = lambda hash_: None) -> None:
         self._facts = facts
         self._identities: dict[bytes, Identity] = {}  # expected, by suffix
-        self._expected: dict[bytes, bytes] = {}  # their hashes
-        self._claims: dict[bytes, _Claims] = {}
+        self._known: dict[bytes, Expected] = {}  # by suffix
         self._suspended = 0
 
     def expect(self, identities: Mapping[Affix, Identity]) -> None:
         """Expect these identities, by affix; those of an earlier call no longer."""
         self._identities = _by_suffix(identities)
-        self._expected = {suffix: one.hash() for suffix, one in self._identities.items()}
-        self._claims.clear()
+        self._known.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -80,20 +80,21 @@ class TrailerChecks:
 
     def compare(self, key: bytes, nbytes: int, trailer: Trailer) -> Verdict:
         """Compare a trailer with its object's key and size: OK, DAMAGED or FOREIGN."""
-        if trailer.nbytes != nbytes:
-            return _damaged(f"its trailer says {trailer.nbytes} bytes, but it has {nbytes}")
-        parts = split_key(key)
-        if parts is None:  # in a quarantine
-            return _OK
-        page, suffix = parts
-        if trailer.page != page:
-            return _damaged(f"its trailer is of page {trailer.page.hex()}")
-        claims = self._claims_of(suffix)
-        if claims.names and trailer.name not in claims.names:
-            return _damaged("its trailer is of another pool")
-        if trailer.identity != self._expected.get(suffix, trailer.identity):
-            return Verdict(Status.FOREIGN, self._difference(trailer.identity, suffix))
-        return _OK if claims.has_rank(trailer) else _of_another_rank(trailer, claims)
+        parts = split_key(key)  # None in a quarantine
+        page, suffix = parts or (trailer.page, b"")
+        expected = self._expected(suffix) if parts else _ANY
+        match expected.difference(trailer, nbytes, page):
+            case "nbytes":
+                return _damaged(f"its trailer says {trailer.nbytes} bytes, but it has {nbytes}")
+            case "page":
+                return _damaged(f"its trailer is of page {trailer.page.hex()}")
+            case "name":
+                return _damaged("its trailer is of another pool")
+            case "identity":
+                return Verdict(Status.FOREIGN, self._difference(trailer.identity, suffix))
+            case "rank":
+                return _of_another_rank(trailer, expected)
+        return _OK
 
     def _difference(self, found: bytes, suffix: bytes) -> str:
         facts = self._facts(found)
@@ -127,33 +128,19 @@ class TrailerChecks:
     def has_rank(self, key: bytes, trailer: Trailer) -> bool:
         """Return whether a trailer names the key's rank, or no rank."""
         parts = split_key(key)
-        return parts is None or self._claims_of(parts[1]).has_rank(trailer)
+        return parts is None or self._expected(parts[1]).has_rank(trailer)
 
-    def _claims_of(self, suffix: bytes) -> _Claims:
-        claims = self._claims.get(suffix)
-        if claims is None:
-            if len(self._claims) >= _MOST_SUFFIXES:
-                self._claims.clear()
-            claims = self._claims[suffix] = _claims(suffix, self._identities.get(suffix))
-        return claims
-
-
-class _Claims(NamedTuple):
-    """What trailers of objects with one suffix can state; both empty for an unknown grammar.
-
-    names: from `trailer_name`. ranks: from `trailer_rank`, without NO_RANK.
-    """
-
-    names: frozenset[bytes]
-    ranks: frozenset[int]
-
-    def has_rank(self, trailer: Trailer) -> bool:
-        """Return whether a trailer's rank is possible; NO_RANK is."""
-        return trailer.rank == NO_RANK or not self.ranks or trailer.rank in self.ranks
+    def _expected(self, suffix: bytes) -> Expected:
+        expected = self._known.get(suffix)
+        if expected is None:
+            if len(self._known) >= _MOST_SUFFIXES:
+                self._known.clear()
+            expected = self._known[suffix] = _expected(suffix, self._identities.get(suffix))
+        return expected
 
 
-def _claims(suffix: bytes, identity: Identity | None) -> _Claims:
-    """Return what trailers can state, by all readings of a suffix.
+def _expected(suffix: bytes, identity: Identity | None) -> Expected:
+    """Return what trailers can state, by all readings of a suffix; anything without a reading.
 
     identity: identity of the objects, if known. It tells where the model's name ends.
     """
@@ -162,9 +149,10 @@ def _claims(suffix: bytes, identity: Identity | None) -> _Claims:
     except UnicodeDecodeError:
         readings = ()
     own = [one for one in readings if identity is not None and one.names.model == identity.model]
-    return _Claims(
+    return Expected(
         frozenset(trailer_name(one.pool, one.part) for one in readings),
         frozenset(trailer_rank(one.shard) for one in own or readings) - {NO_RANK},
+        None if identity is None else identity.hash(),
     )
 
 
@@ -179,7 +167,7 @@ class NewTrailers:
         self.identities = _by_suffix(identities)
         self._hashes = {suffix: one.hash() for suffix, one in self.identities.items()}
         self._ranks = {
-            suffix: _only(_claims(suffix, one).ranks) for suffix, one in self.identities.items()
+            suffix: _only(_expected(suffix, one).ranks) for suffix, one in self.identities.items()
         }
         self._kind = kind
         self._digest = digest_function(kind)
@@ -242,8 +230,8 @@ def trailer_in(data: Buffer) -> Trailer | Verdict:
         return Verdict(Status.DAMAGED, str(error))
 
 
-def _of_another_rank(trailer: Trailer, claims: _Claims) -> Verdict:
-    ours = " or ".join(map(rank_text, sorted(claims.ranks)))
+def _of_another_rank(trailer: Trailer, expected: Expected) -> Verdict:
+    ours = " or ".join(map(rank_text, sorted(expected.ranks))) or "no rank"
     theirs = rank_text(trailer.rank)
     return Verdict(Status.FOREIGN, f"its trailer is of {theirs}, but its key of {ours}")
 

@@ -26,6 +26,7 @@ from hicachectl.formats.trailer import (
     NO_RANK_BYTES,
     RANK_BYTES,
     TRAILER_BYTES,
+    Expected,
     PoolTrailers,
     digest_function,
     parse_trailer,
@@ -146,6 +147,7 @@ class PageFiles:
             form.rank,
             knows_unranked=form.unranked,
         )
+        self._expected = Expected(frozenset((form.name,)), frozenset((form.rank,)), form.identity)
         self._temporaries = Temporaries(directory, owner_of(form.suffix))
         self._unused_ns = 0  # a file with an earlier atime is touched when it is read
         self._in_use: set[bytes] = set()  # pages that need no touch until `_in_use_until`
@@ -353,11 +355,10 @@ class PageFiles:
             trailer = parse_trailer(data)
         except FormatError:
             return "damaged"
-        ours = form.nbytes, page[1], form.name
-        if trailer is None or (trailer.nbytes, trailer.page, trailer.name) != ours:
+        if trailer is None:
             return "damaged"
-        if trailer.identity != form.identity or trailer.rank not in (form.rank, NO_RANK):
-            return "foreign"
+        if different := self._expected.difference(trailer, form.nbytes, page[1]):
+            return "foreign" if different in ("identity", "rank") else "damaged"
         return "" if form.unranked or trailer.rank else "unranked"
 
 
