@@ -152,23 +152,27 @@ class Capacity:
                 os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        # The mark sets the ctime, and so lifts the object over an epoch that came meanwhile.
+        # The mark has set the ctime, which revives an object that a `clear` has made stale.
         epoch = self.epoch(key[PAGE_DIGITS:])
         epoch.look()
         return not epoch.stale(facts)
 
     # reading
 
-    def used(self, suffix: bytes, descriptor: int, facts: os.stat_result) -> None:
+    def used(self, suffix: bytes, descriptor: int, facts: os.stat_result) -> bool:
         """Note that an object of a suffix was read, for the order of eviction.
 
-        descriptor: of its open file. facts: its fstat.
+        descriptor: of its open file. facts: its fstat. Return False if a `clear` came meanwhile,
+        so that the object has to be removed.
         """
-        # The touch sets the ctime: it must not lift an object over an epoch that came meanwhile.
+        # A touch sets the ctime, which would revive an object that a `clear` has made stale.
         epoch = self.epoch(suffix)
         epoch.look()
-        if not epoch.stale(facts):
-            LIBC.futimens(descriptor, _ATIME_ONLY)
+        if epoch.stale(facts):
+            return True  # it was not touched
+        LIBC.futimens(descriptor, _ATIME_ONLY)
+        epoch.look()
+        return not epoch.stale(facts)
 
     def epoch(self, suffix: bytes) -> EpochReader:
         """Return the epoch of a suffix."""

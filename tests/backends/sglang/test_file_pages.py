@@ -306,7 +306,7 @@ def test_files_without_trailer_are_pages_only_if_asked(
         assert exists(store, host) == [False] * 4
         assert read(store, host) == [False] * 4
     used = []  # atimes would show the mount's own updates, too
-    monkeypatch.setattr(Capacity, "used", lambda *arguments: used.append(arguments[-1].st_ino))
+    monkeypatch.setattr(Capacity, "used", lambda *seen: not used.append(seen[-1].st_ino))
     with opened(tmp_path, host, reads_unstamped=True) as store:
         assert exists(store, host) == [True] * 4
         for page in PAGES:
@@ -347,7 +347,7 @@ def test_a_page_in_use_is_marked_again_after_an_hour(
     with opened(tmp_path, host) as store:
         write(store, host)
         monkeypatch.setattr(page_files, "time", SimpleNamespace(time_ns=lambda: now_ns))
-        monkeypatch.setattr(Capacity, "used", lambda *_: used.append(now_ns))
+        monkeypatch.setattr(Capacity, "used", lambda *_: not used.append(now_ns))
         for hours in (2, 0, 2, 0, 2):
             now_ns += hours * hour_ns
             assert read(store, host, PAGES[:1]) == [True]

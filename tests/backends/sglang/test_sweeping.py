@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.disk.directory import Directory
+from hicachectl.backends.disk.io import LIBC
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import (
     EpochReader,
@@ -195,6 +196,30 @@ def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirector
         assert epoch.stale(file.stat())
         # A writer that found the object marks it, and learns that it has to write it.
         assert not capacity.keep(os.fsencode(file.name), seen)
+
+
+def test_a_clear_during_the_touch_of_a_read_is_noticed(
+    directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The touch makes the object new, so its reader has to remove it."""
+
+    class Late:
+        @staticmethod
+        def futimens(descriptor: int, times: object) -> None:
+            begin_epoch(directory, [KV])
+            _tick(_epoch_file(directory, KV))
+            LIBC.futimens(descriptor, times)
+
+    monkeypatch.setattr("hicachectl.backends.sglang.capacity.LIBC", Late)
+    capacity = Capacity(directory, {}, counters=Counters("test"))
+    file = put(directory, 0, KV)
+    with file.open("rb") as opened:
+        seen = os.fstat(opened.fileno())
+        assert not capacity.used(KV, opened.fileno(), seen)
+    epoch = EpochReader(directory, KV)
+    epoch.look()
+    assert epoch.stale(seen)
+    assert not epoch.stale(file.stat())
 
 
 @pytest.mark.parametrize("limit", [0, slow(1 << 20)])
