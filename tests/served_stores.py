@@ -17,6 +17,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.served import ServedPool
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import parse_url
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.identity import object_identity
@@ -68,7 +69,9 @@ class Rank:
     """One rank of a deployment, with a page's memory for each of its pools."""
 
     def __init__(self, directory: Path, profile: Profile, rank: int, **options: Any) -> None:
-        self.store = FilePages(parse_url(str(directory)), Counters(str(directory)), **options)
+        url = parse_url(str(directory))
+        settings = Settings(stores=(url,), **options)
+        self.store = FilePages(url, Counters(str(directory)), settings)
         self.specs: dict[str, ObjectSpec] = {}
         self.hosts: dict[str, Page] = {}
         self.pools: dict[str, ServedPool] = {}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import Pieces, ServedPool
+    from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
 
 _BYTES_PER_TASK = 1 << 20  # fewer bytes are not worth another thread
@@ -65,36 +66,20 @@ class FilePages(PageStore):
         self,
         url: StoreUrl,
         counters: Counters,
+        settings: Settings,
         *,
-        digest: str = "xxh3",
-        reads_unstamped: bool = False,
-        reads_unranked: bool = True,
-        replaces_foreign: bool = True,
-        reads_only: bool = False,
-        threads: int = 4,
-        max_size: int = 0,
-        min_free_space: int = 0,
-        evict: str = "owner",
+        writes: bool = True,
     ) -> None:
         """Serve from the directory of a `file:` URL, which `open` opens.
 
-        digest: kind of new trailers. reads_unstamped: files without a trailer are pages.
-        reads_unranked: files whose trailers name no rank are pages.
-        replaces_foreign: writes replace files of another identity or rank. reads_only: change
-        nothing in the directory, and do not create it. A directory that this process may not change
-        is only read, too. `Capacity` explains max_size, min_free_space and evict.
+        writes: without, change nothing in the directory, and do not create it. A directory that
+        this process may not change is only read, too.
         """
-        super().__init__(counters, threads)
+        super().__init__(counters, settings.threads)
         self._url = url
-        self._digest = digest
-        self._reads_unstamped = reads_unstamped
-        self._reads_unranked = reads_unranked
-        self._replaces_foreign = replaces_foreign
-        self._reads_only = reads_only
-        self._changes = not reads_only  # as far as the open directory allows it
-        self._max_size = max_size
-        self._min_free_space = min_free_space
-        self._evict = evict
+        self._settings = settings
+        self._writes = writes
+        self._changes = writes  # as far as the open directory allows it
         self._seconds: dict[Workers, float] = {}  # of a thread for a page, in the last call
         self._clears = self._cleared = 0  # asked for, and done
         self._directory: ObjectDirectory | None = None
@@ -108,7 +93,7 @@ class FilePages(PageStore):
         For names that no file can have, and for ranks that no trailer can name if it has to.
         """
         _check_names(pool)
-        if not self._reads_unranked and trailer_rank(pool.coordinate.shard) == NO_RANK:
+        if self._settings.unranked != "read" and trailer_rank(pool.coordinate.shard) == NO_RANK:
             sizes = pool.coordinate.shard.sizes_text()
             raise ValueError(
                 f"unranked: 'refuse' would refuse every page: trailers cannot name the ranks of "
@@ -161,6 +146,7 @@ class FilePages(PageStore):
         if not self._changes:
             self.counters.refused("unwritable", "the directory is only read", len(pages))
             return [False] * len(pages)
+        keeps_foreign = self._settings.on_foreign == "leave"
 
         def write(files: PageFiles, page: Page, index: int) -> bool:
             try:
@@ -173,7 +159,7 @@ class FilePages(PageStore):
                 # Evicted meanwhile, or cleared: then the mark has made it newer than the epoch.
                 files.remove(page, found)
                 found = None
-            if found is not None and found.problem == "foreign" and not self._replaces_foreign:
+            if found is not None and found.problem == "foreign" and keeps_foreign:
                 self._refuse("foreign", pool, pages[index])
                 return False
             views = [_view(*piece) for piece in pieces[index]]
@@ -278,7 +264,7 @@ class FilePages(PageStore):
             self._files = {}
             self._close_capacity()
             self._directory = self._directory_now(self._directory)
-            self._changes = not self._reads_only and _may_change(self._directory)
+            self._changes = self._writes and _may_change(self._directory)
         if self._pools.keys() - self._files.keys():
             self._begin(self._directory)
         if self._clears != self._cleared:
@@ -289,12 +275,12 @@ class FilePages(PageStore):
 
     def _directory_now(self, earlier: ObjectDirectory | None) -> ObjectDirectory:
         """Return the directory that the path names; make it unless this store is only read."""
-        if earlier is None and self._reads_only:
+        if earlier is None and not self._writes:
             return ObjectDirectory.open(self._url.path)
         if earlier is None:
             folders = params_of(self._url, FileParams).folders is not None or None
             return ObjectDirectory.create(self._url.path, folders=folders)
-        earlier.reopen(makes=not self._reads_only)
+        earlier.reopen(makes=self._writes)
         return earlier
 
     def _begin(self, directory: ObjectDirectory) -> None:
@@ -305,16 +291,18 @@ class FilePages(PageStore):
             self._capacity = Capacity(
                 directory,
                 suffixes,
-                max_size=self._max_size,
-                min_free_space=self._min_free_space,
-                evict=self._evict,
+                max_size=self._settings.max_size or 0 if self._writes else 0,
+                min_free_space=self._settings.min_free_space if self._writes else 0,
+                evict=self._settings.evict,
                 counters=self.counters,
             )
         trust = Trust(os.fstat(directory.descriptor), writes=True)
         with Directory(os.dup(directory.descriptor), directory.path, trust) as here:
             for pool in self._written():
                 suffix = self._suffixes[pool.name].decode()
-                write_marker(here, Marker(suffix, pool.nbytes, pool.identity, self._digest))
+                write_marker(
+                    here, Marker(suffix, pool.nbytes, pool.identity, self._settings.digest)
+                )
         self._files = {
             pool.name: PageFiles(
                 directory, self._form(pool), self._capacity, self.counters, touches=self._changes
@@ -329,9 +317,9 @@ class FilePages(PageStore):
             identity=pool.identity.hash(),
             name=trailer_name(pool.name, pool.coordinate.part),
             rank=trailer_rank(pool.coordinate.shard),
-            digest=self._digest,
-            bare=self._reads_unstamped,
-            unranked=self._reads_unranked,
+            digest=self._settings.digest,
+            bare=self._settings.unstamped == "read",
+            unranked=self._settings.unranked == "read",
         )
 
     def _refuse(self, problem: str, pool: ServedPool, page: str) -> None:

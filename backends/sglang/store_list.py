@@ -238,31 +238,13 @@ def open_stores(settings: Settings, draft_weights: str = "") -> StoreList:
 
 
 def _store(settings: Settings, url: StoreUrl, draft_weights: str, *, written: bool) -> PageStore:
+    counters = Counters(_name(url))
     if url.kind.directory:
-        return FilePages(
-            url,
-            Counters(_name(url)),
-            digest=settings.digest,
-            reads_unstamped=settings.unstamped == "read",
-            reads_unranked=settings.unranked == "read",
-            replaces_foreign=settings.on_foreign == "replace",
-            reads_only=not written,
-            threads=settings.threads,
-            max_size=settings.max_size or 0 if written else 0,
-            min_free_space=settings.min_free_space if written else 0,
-            evict=settings.evict,
-        )
+        return FilePages(url, counters, settings, writes=written)
     # Imported late: servers on a file store do without pyarrow.
     from hicachectl.backends.sglang.stores import StorePages
 
-    return StorePages(
-        url,
-        Counters(_name(url)),
-        writes=written,
-        draft_weights=draft_weights,
-        reads_unstamped=settings.unstamped == "read",
-        threads=settings.threads,
-    )
+    return StorePages(url, counters, settings, writes=written, draft_weights=draft_weights)
 
 
 def _name(url: StoreUrl) -> str:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.served import Pieces, ServedPool
+    from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix
@@ -236,23 +237,21 @@ class StorePages(PageStore):
         self,
         url: StoreUrl,
         counters: Counters,
+        settings: Settings,
         *,
         writes: bool = True,
         draft_weights: str = "",
-        reads_unstamped: bool = False,
-        threads: int = 2,
     ) -> None:
         """Serve from the store of a mooncake, hf3fs or pack URL, which `open` opens.
 
-        writes: the server writes to the store. draft_weights: of the deployment's draft, also on
-        ranks without it; "" without one. reads_unstamped: use packs that do not name weights.
-        threads: that read, and that write.
+        writes: the server writes to the store. draft_weights: weights of the deployment's draft,
+        also on ranks without it; "" without one.
         """
-        super().__init__(counters, threads)
+        super().__init__(counters, settings.threads)
         self._url = url
         self._writes = writes
         self._draft_weights = draft_weights
-        self._reads_unstamped = reads_unstamped
+        self._reads_unstamped = settings.unstamped == "read"
         self._forms: dict[str, PageForm] = {}
         self._store: Store | None = None
         self._slots: Slots | None = None

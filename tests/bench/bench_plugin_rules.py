@@ -27,6 +27,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.pools import EvenPages
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.trailer import PoolTrailers, digest_function
 from tests.backends.sglang.pages import HostPool
@@ -174,7 +175,8 @@ class Ours:
     def __init__(self, directory: Path, digest: str, memory: HostPool, host: EvenPages) -> None:
         self.host = host
         self.pool = dataclasses.replace(memory.pool, host=host)
-        self.store = FilePages(parse_url(str(directory)), Counters("bench"), digest=digest)
+        url = parse_url(str(directory))
+        self.store = FilePages(url, Counters("bench"), Settings(stores=(url,), digest=digest))
         self.store.add(self.pool)
 
     def run(self, name: str, pages: Sequence[str], start: int) -> None:

@@ -19,6 +19,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.trailer import TRAILER_BYTES
 from tests.backends.sglang.pages import HostPool
@@ -44,9 +45,11 @@ class PageWriter:
 
     def __init__(self, path: str, limit: int = 0, min_free: int = 0, *, weights: str = "w") -> None:
         self.counters = Counters(path)
-        self._store = FilePages(
-            parse_url(path), self.counters, max_size=limit, min_free_space=min_free, threads=2
+        url = parse_url(path)
+        settings = Settings(
+            stores=(url,), max_size=limit or None, min_free_space=min_free, threads=2
         )
+        self._store = FilePages(url, self.counters, settings)
         self._kv = HostPool(KV_BYTES - TRAILER_BYTES, _NODE, weights=weights)
         self._indexer = HostPool(
             INDEXER_BYTES - TRAILER_BYTES, _NODE, name="indexer", weights=weights

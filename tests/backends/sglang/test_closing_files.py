@@ -14,6 +14,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.page_files import PageFiles
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import StoreUrl, parse_url
 from tests.backends.sglang.pages import HostPool, hashes
 
@@ -71,7 +72,9 @@ def _descriptors() -> int:
 
 
 def store_of(directory: Path, host: HostPool, **options: Any) -> FilePages:
-    store = FilePages(parse_url(str(directory)), Counters(str(directory)), **options)
+    url, writes = parse_url(str(directory)), options.pop("writes", True)
+    settings = Settings(stores=(url,), **options)
+    store = FilePages(url, Counters(str(directory)), settings, writes=writes)
     store.add(host.pool)
     return store
 
@@ -115,7 +118,7 @@ def test_closing_waits_for_no_folder_that_hangs(
     tmp_path: Path, host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = StoreUrl("file", str(tmp_path), params={"folders": "hex2"})
-    store = FilePages(url, Counters(str(url)))
+    store = FilePages(url, Counters(str(url)), Settings(stores=(url,)))
     store.add(host.pool)
     exists(store, host)
     held = Held(monkeypatch, "mkdir")
@@ -241,11 +244,11 @@ def test_a_directory_that_is_replaced_costs_a_reader_no_descriptors(
 ) -> None:
     """It is read in the form that it has, and never made."""
     path = tmp_path / "store"
-    store = store_of(path, host, reads_only=True)
+    store = store_of(path, host, writes=False)
     descriptors = set()
     for number in range(6):
         url = StoreUrl("file", str(path), params={"folders": "hex2"} if number % 2 else {})
-        writer = FilePages(url, Counters(str(url)))
+        writer = FilePages(url, Counters(str(url)), Settings(stores=(url,)))
         writer.add(host.pool)
         assert write(writer, host) == [True] * 4
         writer.close()

@@ -22,6 +22,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.keys.base import Ranks
 from hicachectl.formats.keys.file import FileGrammar
@@ -43,7 +44,9 @@ SECONDS = 60.0  # for calls that end; a busy machine may be slow
 
 @contextmanager
 def opened(directory: Path, *hosts: HostPool, **options: Any) -> Iterator[FilePages]:
-    store = FilePages(parse_url(str(directory)), Counters(str(directory)), **options)
+    url, writes = parse_url(str(directory)), options.pop("writes", True)
+    settings = Settings(stores=(url,), **options)
+    store = FilePages(url, Counters(str(directory)), settings, writes=writes)
     for host in hosts:
         store.add(host.pool)
     try:
@@ -94,7 +97,7 @@ def test_a_directory_mounted_read_only_is_read(
                 os.truncate(file_of(fixed, page), NBYTES)
         subprocess.run(["mount", "-o", "remount,ro", fixed], check=True)
         host.fill(3)
-        with opened(fixed, host, max_size=1 << 30, reads_unstamped=True) as store:
+        with opened(fixed, host, max_size=1 << 30, unstamped="read") as store:
             assert exists(store, host) == read(store, host) == [True] * 4
             assert host.page(2) == before
             assert write(store, host, hashes(2, seed=1)) == [False] * 2
@@ -223,7 +226,7 @@ def test_pages_of_another_rank_are_misses_and_replaced(
         write(store, other)
     renamed(tmp_path, other, host)
     host.fill(7)
-    junk, options = host.page(1), {"replaces_foreign": replaces}
+    junk, options = host.page(1), {"on_foreign": "replace" if replaces else "leave"}
     with opened(tmp_path, host, **options) as store:
         assert exists(store, host) == read(store, host) == [False] * 4
         assert host.page(1) == junk
@@ -252,7 +255,7 @@ def test_trailers_without_a_rank_are_misses_if_asked(tmp_path: Path, host: HostP
     with opened(tmp_path, host) as store:
         write(store, host)
         forget_ranks(tmp_path)
-    with opened(tmp_path, host, reads_unranked=False, replaces_foreign=False) as store:
+    with opened(tmp_path, host, unranked="refuse", on_foreign="leave") as store:
         assert exists(store, host) == read(store, host) == [False] * 4
         assert store.counters.snapshot() == {"unranked": 8}
         assert write(store, host) == exists(store, host) == read(store, host) == [True] * 4
@@ -267,7 +270,7 @@ def test_ranks_that_no_trailer_can_name(tmp_path: Path) -> None:
         assert store.counters.snapshot() == {}
     with (
         pytest.raises(ValueError, match=r"^unranked: 'refuse' .* the ranks of tp 1024; remove"),
-        opened(tmp_path, host, reads_unranked=False),
+        opened(tmp_path, host, unranked="refuse"),
     ):
         pass
 
@@ -287,7 +290,7 @@ def test_pages_of_other_weights_are_misses_and_replaced(tmp_path: Path, host: Ho
 
 def test_pages_of_other_weights_are_left_if_asked(tmp_path: Path, host: HostPool) -> None:
     other = HostPool(NBYTES, weights="other")
-    with opened(tmp_path, other) as theirs, opened(tmp_path, host, replaces_foreign=False) as ours:
+    with opened(tmp_path, other) as theirs, opened(tmp_path, host, on_foreign="leave") as ours:
         write(theirs, other)
         assert write(ours, host) == [False] * 4
         assert read(theirs, other) == [True] * 4
@@ -307,7 +310,7 @@ def test_files_without_trailer_are_pages_only_if_asked(
         assert read(store, host) == [False] * 4
     used = []  # atimes would show the mount's own updates, too
     monkeypatch.setattr(Capacity, "used", lambda *seen: not used.append(seen[-1].st_ino))
-    with opened(tmp_path, host, reads_unstamped=True) as store:
+    with opened(tmp_path, host, unstamped="read") as store:
         assert exists(store, host) == [True] * 4
         for page in PAGES:
             os.utime(file_of(tmp_path, page), (time.time(), hours_ago))
@@ -441,7 +444,7 @@ def test_the_directory_is_made_again(tmp_path: Path, host: HostPool) -> None:
 
 def test_folders_hold_the_files(tmp_path: Path, host: HostPool) -> None:
     url = StoreUrl("file", str(tmp_path), params={"folders": "hex2"})
-    store = FilePages(url, Counters(str(url)))
+    store = FilePages(url, Counters(str(url)), Settings(stores=(url,)))
     store.add(host.pool)
     assert write(store, host) == [True] * 4
     assert file_of(tmp_path / PAGES[0][:2], PAGES[0]).is_file()
@@ -598,7 +601,7 @@ def test_a_folder_that_is_a_link_costs_its_pages_alone(tmp_path: Path, host: Hos
     """Nothing is written or read through it, and pages in other folders are served."""
     url = StoreUrl("file", str(tmp_path / "store"), params={"folders": "hex2"})
     (tmp_path / "elsewhere").mkdir()
-    store = FilePages(url, Counters(str(url)))
+    store = FilePages(url, Counters(str(url)), Settings(stores=(url,)))
     store.add(host.pool)
     with Call(SECONDS) as call:
         store.open(call)
@@ -619,7 +622,7 @@ def test_a_store_that_is_only_read_is_not_changed(tmp_path: Path, host: HostPool
     for path in tmp_path.iterdir():
         os.utime(path, (1, 1))
     before = {path.name: path.stat() for path in tmp_path.iterdir()}
-    with opened(tmp_path, host, reads_only=True) as store:
+    with opened(tmp_path, host, writes=False) as store:
         assert exists(store, host) == read(store, host) == [False, True, True, True]
     after = {path.name: path.stat() for path in tmp_path.iterdir()}
     assert before.keys() == after.keys()
@@ -628,7 +631,7 @@ def test_a_store_that_is_only_read_is_not_changed(tmp_path: Path, host: HostPool
 
 
 def test_a_missing_store_that_is_only_read_is_not_made(tmp_path: Path, host: HostPool) -> None:
-    with opened(tmp_path / "missing", host, reads_only=True) as store:
+    with opened(tmp_path / "missing", host, writes=False) as store:
         assert exists(store, host) == [False] * 4
     assert not list(tmp_path.iterdir())
 

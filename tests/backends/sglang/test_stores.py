@@ -21,6 +21,7 @@ from hicachectl.backends.capabilities import Archive
 from hicachectl.backends.sglang.archives import archive_problem
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.sglang.stores import StorePages
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
@@ -49,6 +50,12 @@ DRAFTED = profile(mha(), mha("draft", layers=1), page_size=4, weights="w", pp=2)
 MODELS = {"mla, indexer": DSA, "mha, mamba": MHA, "mla, mamba": KIMI}
 
 
+def _settings(url: str, options: dict[str, Any]) -> Settings:
+    """Return the settings of a store; take them out of the options."""
+    chosen = {name: options.pop(name) for name in ("unstamped", "threads") if name in options}
+    return Settings(stores=(parse_url(url),), **{"threads": 2, **chosen})
+
+
 class Served:
     """A rank's pools, and the pages of one store."""
 
@@ -57,7 +64,7 @@ class Served:
         self.pools = rank_pools(model, **ranks)
         self.counters = Counters(url)
         without = options.pop("without", "")
-        self.store = StorePages(parse_url(url), self.counters, **options)
+        self.store = StorePages(parse_url(url), self.counters, _settings(url, options), **options)
         for name, host in self.pools.items():
             if name != without:
                 self.store.add(host.pool)
@@ -256,7 +263,7 @@ def test_pages_of_other_weights_on_3fs_are_misses(hf3fs_url: str, tmp_path: Path
 
 def test_a_rank_that_cannot_name_its_weights_claims_no_3fs(hf3fs_url: str, tmp_path: Path) -> None:
     pool = rank_pools(DSA)["kv"].pool
-    store = StorePages(parse_url(hf3fs_url), Counters("test"))
+    store = StorePages(parse_url(hf3fs_url), Counters("test"), _settings(hf3fs_url, {}))
     store.add(replace(pool, identity=replace(pool.identity, weights="")))
     with Call(SECONDS) as call:
         store.open(call)
@@ -422,7 +429,7 @@ def test_a_store_that_opens_after_its_close_is_closed(
         return store
 
     monkeypatch.setattr("hicachectl.backends.sglang.stores.open_store", open_late)
-    store = StorePages(parse_url(hf3fs_url), Counters(hf3fs_url))
+    store = StorePages(parse_url(hf3fs_url), Counters(hf3fs_url), _settings(hf3fs_url, {}))
     for host in rank_pools(DSA).values():
         store.add(host.pool)
     with Call(0.3) as call:
@@ -456,7 +463,7 @@ def test_memory_that_a_store_takes_after_its_close_is_released(
         return store
 
     monkeypatch.setattr("hicachectl.backends.sglang.stores.open_store", open_now)
-    store = StorePages(parse_url(hf3fs_url), Counters(hf3fs_url))
+    store = StorePages(parse_url(hf3fs_url), Counters(hf3fs_url), _settings(hf3fs_url, {}))
     for host in rank_pools(DSA).values():
         store.add(host.pool)
     with Call(0.3) as call:
@@ -590,7 +597,7 @@ def test_a_pack_of_a_nixl_store_is_a_miss_and_one_error(
 
 def test_a_pack_without_weights_is_read_on_request(tmp_path: Path) -> None:
     url, held = packed(tmp_path / "pages.hcpack", structs.replace(MHA, weights=""))
-    with served(url, MHA, writes=False, reads_unstamped=True) as found:
+    with served(url, MHA, writes=False, unstamped="read") as found:
         expect_all(found, held)
 
 

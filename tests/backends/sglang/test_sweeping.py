@@ -23,6 +23,7 @@ from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
+from hicachectl.backends.sglang.settings import Settings
 from hicachectl.backends.sglang.sweeping import Remover, Sweeper, Trusted
 from hicachectl.backends.urls import parse_url
 from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
@@ -274,7 +275,8 @@ def test_what_a_killed_write_of_a_page_leaves_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, path = HostPool(), tmp_path / "store"
-    store = FilePages(parse_url(str(path)), Counters("test"))
+    url = parse_url(str(path))
+    store = FilePages(url, Counters("test"), Settings(stores=(url,)))
     store.add(host.pool)
     with Call(PATIENCE_S) as call:
         assert store.exists(host.pool, hashes(1), call) == [False]  # the store is open
