@@ -250,12 +250,7 @@ class Store(ABC):
         return ()
 
     def write_from(
-        self,
-        rows: Rows,
-        offsets: IntArray,
-        sizes: IntArray,
-        *,
-        if_absent: bool,
+        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
         """Write objects from the arena, each atomically; they are durable on return.
 

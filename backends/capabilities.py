@@ -142,8 +142,11 @@ class Profiled(Store):
         """
 
 
-class PageSized(Store):
-    """Store that needs the bytes of its objects, from a profile or without one."""
+class Claimed(Store):
+    """Store whose keys name no deployment and whose pages state no size: it holds one deployment's.
+
+    It needs the bytes of its objects, from a profile or without one.
+    """
 
     @abstractmethod
     def use_sizes(self, sizes: Mapping[tuple[str, str], int]) -> None:
@@ -151,10 +154,6 @@ class PageSized(Store):
 
         Raises ProfileError if the store cannot hold objects of these sizes together.
         """
-
-
-class Claimed(Store):
-    """Store whose keys do not name the deployment, so that it holds the pages of one only."""
 
     @abstractmethod
     def claimed_by(self, tag: str, *, writes: bool) -> str | None:

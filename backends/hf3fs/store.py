@@ -29,14 +29,7 @@ from hicachectl.backends.base import (
     keys_of,
     scan_schema,
 )
-from hicachectl.backends.capabilities import (
-    Announces,
-    Claimed,
-    FilePermissions,
-    PageSized,
-    Profiled,
-    Touch,
-)
+from hicachectl.backends.capabilities import Announces, Claimed, FilePermissions, Profiled, Touch
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.hf3fs.creating import TableMaker, claimed_by
 from hicachectl.backends.hf3fs.data_files import DataFiles, FilePages, PageReader
@@ -64,7 +57,7 @@ if TYPE_CHECKING:
 _HIGHEST = np.iinfo(np.int64).max
 
 
-class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Profiled, Touch):
+class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touch):
     """Tables of a metadata server (or its snapshot), and data files.
 
     Object sizes are unknown before `use_profile`.
@@ -480,12 +473,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageSized, PageTables, Pro
     # writing
 
     def write_from(
-        self,
-        rows: Rows,
-        offsets: IntArray,
-        sizes: IntArray,
-        *,
-        if_absent: bool,
+        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
         """Write pages as SGLang does: reserve, write, confirm.
 

@@ -298,12 +298,7 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
             nbytes[at] = max(-1, self._data().size(key)) if key is not None else -1
 
     def write_from(
-        self,
-        rows: Rows,
-        offsets: IntArray,
-        sizes: IntArray,
-        *,
-        if_absent: bool,
+        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
         """Put objects and read them back, because a put of an existing key also succeeds.
 

@@ -224,12 +224,7 @@ class ObjectFiles(
         self._reader.expect(rows, capacities)
 
     def write_from(
-        self,
-        rows: Rows,
-        offsets: IntArray,
-        sizes: IntArray,
-        *,
-        if_absent: bool,
+        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
         """Write temporary files, sync them together, rename them, and sync their directories."""
         memory = self.memory(offsets, sizes, len(rows))

@@ -308,12 +308,7 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
             os.posix_fadvise(self._descriptor, place.offset, place.length, os.POSIX_FADV_WILLNEED)
 
     def write_from(
-        self,
-        rows: Rows,
-        offsets: IntArray,
-        sizes: IntArray,
-        *,
-        if_absent: bool,
+        self, rows: Rows, offsets: IntArray, sizes: IntArray, *, if_absent: bool
     ) -> Result:
         """Append objects, compressed if smaller, with one sync at the end."""
         if self._writer is None:

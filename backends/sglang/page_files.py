@@ -265,9 +265,9 @@ class PageFiles:
 
         facts: of the file before it was read, since the mount may update the atime then.
         """
-        if self._touches and facts.st_atime_ns < self._unused_ns:
-            if not self._capacity.used(self.form.suffix, descriptor, facts):
-                self.remove(page, Found("stale", facts))
+        is_unused = self._touches and facts.st_atime_ns < self._unused_ns
+        if is_unused and not self._capacity.used(self.form.suffix, descriptor, facts):
+            self.remove(page, Found("stale", facts))
         self._in_use.add(page[1])
 
     def keep(self, page: Page, found: Found) -> bool:

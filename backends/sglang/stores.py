@@ -20,14 +20,7 @@ import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status, Store, open_store
-from hicachectl.backends.capabilities import (
-    Archive,
-    Claimed,
-    Confirm,
-    Leases,
-    PageSized,
-    RacyWrites,
-)
+from hicachectl.backends.capabilities import Archive, Claimed, Confirm, Leases, RacyWrites
 from hicachectl.backends.sglang.archives import archive_problem
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.errors import HicacheError
@@ -328,7 +321,7 @@ class StorePages(PageStore):
         else:
             grammar, tag = store.grammar, self._tag
         forms = {pool.name: page_form(grammar, pool, tag) for pool in self._pools.values()}
-        if isinstance(store, PageSized):
+        if isinstance(store, Claimed):
             objects = [one for form in forms.values() for one in form.objects]
             store.use_sizes({one.affix: one.nbytes for one in objects})
         return forms
