@@ -126,6 +126,7 @@ class Scheme:
     params: types of the parameters.
     host: whether URLs have a host.
     grammar: key grammar of the stores; "" if each store states its own.
+    served: whether servers read and write the stores through the storage plug-in.
     directory: whether the path is the directory with the objects.
     directories: whether the path is a list of directories, separated by commas.
     archive: whether the path is one file with the objects.
@@ -135,6 +136,7 @@ class Scheme:
     params: type[Params] = Params
     host: bool = False
     grammar: str = ""
+    served: bool = False
     directory: bool = False
     directories: bool = False
     archive: bool = False
@@ -146,15 +148,22 @@ SIDE_PARAMETER = "side_directory"
 
 SCHEMES = {
     "file": Scheme(
-        "hicachectl.backends.file.store:FileStore", FileParams, grammar="file", directory=True
+        "hicachectl.backends.file.store:FileStore",
+        FileParams,
+        grammar="file",
+        served=True,
+        directory=True,
     ),
     # The path is a prefix: /data/hicache for /data/hicache.0.bin and so on.
-    "hf3fs": Scheme("hicachectl.backends.hf3fs.store:Hf3fsStore", Hf3fsParams, grammar="hf3fs"),
+    "hf3fs": Scheme(
+        "hicachectl.backends.hf3fs.store:Hf3fsStore", Hf3fsParams, grammar="hf3fs", served=True
+    ),
     "mooncake": Scheme(
         "hicachectl.backends.mooncake.store:MooncakeStore",
         MooncakeParams,
         host=True,
         grammar="mooncake",
+        served=True,
     ),
     # The directory of one client's SSD offload, or the parent of its rank_* directories.
     "mooncake-ssd": Scheme(

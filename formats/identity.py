@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from hicachectl.formats.keys import WHOLE_PAGES
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.objects import ANCHOR
@@ -153,7 +154,7 @@ def profile_tag(profile: Profile) -> str | None:
     None if the profile does not name the weights, or the form of some bytes is unknown. Raises like
     `spec.object_specs`.
     """
-    specs = object_specs(profile, "file")
+    specs = object_specs(profile, WHOLE_PAGES)
     own = [spec for spec in specs if not pool_name(spec.pool).draft]
     found = {spec.pool: object_identity(profile, spec) for spec in own}
     dtypes = {pool: identity.dtype for pool, identity in found.items() if identity is not None}

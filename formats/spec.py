@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicachectl.formats.errors import CollidingKeys, ProfileError, UnsupportedByBackend
-from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.keys import WHOLE_PAGES, grammar_of
 from hicachectl.formats.keys.base import RankPool, Ranks
 from hicachectl.formats.kinds import kind_of
 from hicachectl.formats.kinds.pool import Pool, pool_name
@@ -150,7 +150,7 @@ def page_bytes(profile: Profile) -> int:
 
     Raises like `object_specs`.
     """
-    return sum(spec.nbytes for spec in object_specs(profile, "file") if not spec.trailing)
+    return sum(spec.nbytes for spec in object_specs(profile, WHOLE_PAGES) if not spec.trailing)
 
 
 def collision_of(profile: Profile, grammar: str) -> str:

@@ -10,7 +10,7 @@ from hicachectl.backends.base import Status
 from hicachectl.backends.object_files.markers import Marker
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.identity import differences
-from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.keys import WHOLE_PAGES, grammar_of
 from hicachectl.formats.trailer import (
     NO_RANK,
     Expected,
@@ -145,7 +145,7 @@ def _expected(suffix: bytes, identity: Identity | None) -> Expected:
     identity: identity of the objects, if known. It tells where the model's name ends.
     """
     try:
-        readings = grammar_of("file").readings("", suffix.decode())
+        readings = grammar_of(WHOLE_PAGES).readings("", suffix.decode())
     except UnicodeDecodeError:
         readings = ()
     own = [one for one in readings if identity is not None and one.names.model == identity.model]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from hicachectl.formats.identity import object_identity
-from hicachectl.formats.keys.nixl import BUFFERED, DIRECT
+from hicachectl.formats.keys import WHOLE_PAGES, grammar_of
 from hicachectl.formats.spec import object_specs
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ def archive_problem(
             "does not name the weights of its pages; pack them again with a profile that does, or "
             'give "unstamped": "read"'
         )
-    if archive.grammar in (DIRECT, BUFFERED):
+    if not (grammar := grammar_of(archive.grammar)).served:
         return (
-            "has the keys of a NIXL store, which servers cannot read; migrate the pack to a file "
-            "store, and that one to a pack"
+            f"has the keys of a {grammar.title} store, which servers cannot read; migrate the pack "
+            "to a file store, and that one to a pack"
         )
-    specs = object_specs(profile, "file")
+    specs = object_specs(profile, WHOLE_PAGES)
     for pool in pools:
         files = [spec for spec in specs if spec.pool == pool.name]
         if files and (different := [*_differences(profile, files, pool)]):

@@ -13,7 +13,7 @@ from hicachectl.backends.urls import SCHEMES, parse_url, without_secrets
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.sizes import parse_size
-from hicachectl.formats.trailer import DIGEST_KINDS
+from hicachectl.formats.trailer import DEFAULT_DIGEST, DIGEST_KINDS
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
@@ -39,14 +39,10 @@ _SGLANG_KEYS = (
     "prefetch_timeout_per_ki_token",
     "tp_lcm_size",
 )
-_WRITABLE = ("file", "hf3fs", "mooncake")  # by servers
-_ARCHIVE = "pack"
 _NAMED_STORE = re.compile(r"([^/:]+):")
 _LONGEST_IDENTITY = 200
 # Without an effect unless the first store has files.
 _WRITTEN_FILES = ("max_size", "min_free_space", "evict", "on_foreign")
-# Without an effect unless a store has one of these schemes.
-_READ_FILES = {"unstamped": ("file", _ARCHIVE), "unranked": ("file",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +71,7 @@ class Settings:
     @property
     def reads_only(self) -> bool:
         """Whether no store of the list can be written by a server."""
-        return self.stores[0].scheme not in _WRITABLE
+        return not self.stores[0].kind.served
 
 
 def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
@@ -98,10 +94,12 @@ def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
         )
     stores = _stores(given.pop("store", None))
     _refuse_idle(given, stores)
-    digest = "xxh3" if stores[0].scheme == "file" else "off"
+    has_trailers = stores[0].kind.directory
     values = {key: _PARSERS[key](key, value) for key, value in given.items()}
-    settings = Settings(**{"stores": stores, "digest": digest, **values})
-    if settings.digest != "off" and stores[0].scheme != "file":
+    settings = Settings(
+        **{"stores": stores, "digest": DEFAULT_DIGEST if has_trailers else "off", **values}
+    )
+    if settings.digest != "off" and not has_trailers:
         raise ValueError(
             f"digest: {settings.digest!r} has no room in a {stores[0].scheme} store; remove the "
             'key, or give "off"'
@@ -121,12 +119,13 @@ def _stores(value: Any) -> tuple[StoreUrl, ...]:
         if store in stores[:position]:
             raise ValueError(f"store: {_safe(store)} is given twice; give each store once")
     for store in stores:
-        if store.scheme not in (*_WRITABLE, _ARCHIVE):
+        if not (store.kind.served or store.kind.archive):
+            served = ", ".join(name for name, kind in SCHEMES.items() if kind.served)
             raise ValueError(
                 f"store: {_safe(store)} is no store that servers can use; migrate it to one of "
-                f"{', '.join(_WRITABLE)}, or to a pack"
+                f"{served}, or to a pack"
             )
-    writable = [store for store in stores if store.scheme in _WRITABLE]
+    writable = [store for store in stores if store.kind.served]
     if writable and stores[0] not in writable:
         raise ValueError(
             f"store: {_safe(stores[0])} cannot be written by a server; put {_safe(writable[0])} "
@@ -154,10 +153,12 @@ def _safe(store: StoreUrl) -> str:
 
 def _refuse_idle(given: Iterable[str], stores: tuple[StoreUrl, ...]) -> None:
     """Refuse keys that would have no effect on these stores."""
-    schemes = [store.scheme for store in stores]
+    has_files = any(store.kind.directory for store in stores)
+    has_archive = any(store.kind.archive for store in stores)
+    effects = dict.fromkeys(_WRITTEN_FILES, stores[0].kind.directory)
+    effects |= {"unranked": has_files, "unstamped": has_files or has_archive}
     for key in given:
-        unwritten = key in _WRITTEN_FILES and schemes[0] != "file"
-        if unwritten or (key in _READ_FILES and not {*schemes} & {*_READ_FILES[key]}):
+        if not effects.get(key, True):
             raise ValueError(f"{key}: has no effect on a {stores[0].scheme} store; remove the key")
 
 

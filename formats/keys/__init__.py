@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from hicachectl.formats.keys.base import Grammar
 
 
+# Name of the grammar whose objects are whole pages of one rank.
+WHOLE_PAGES = "file"
+
+
 def grammar_of(name: str) -> Grammar:
     """Return the key grammar of a name. Raises UsageError if unknown."""
     grammars = _grammars()

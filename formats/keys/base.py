@@ -126,6 +126,7 @@ class Grammar(ABC):
     refuses_oversized: whether SGLang treats an object that is too large as a miss; elsewhere it
         reads the start of one.
     warm_ups: pattern of the keys that servers write when they start; "" if there are none.
+    served: whether servers can read the keys through the storage plug-in.
     marker: bytes of the object that stands for an anchor without bytes; None without such objects.
     """
 
@@ -138,6 +139,7 @@ class Grammar(ABC):
     unequal_halves: ClassVar[bool] = False
     refuses_oversized: ClassVar[bool] = False
     warm_ups: ClassVar[str] = ""
+    served: ClassVar[bool] = True
     marker: ClassVar[int | None] = None
 
     @abstractmethod

@@ -52,6 +52,7 @@ class NixlGrammar(Grammar):
     name = DIRECT
     title = "NIXL"
     unequal_halves = True
+    served = False
     marker = _ALIGNMENT
 
     def readings(self, prefix: str, suffix: str) -> tuple[Coordinate, ...]:

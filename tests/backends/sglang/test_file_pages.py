@@ -309,7 +309,12 @@ def test_files_without_trailer_are_pages_only_if_asked(
         assert exists(store, host) == [False] * 4
         assert read(store, host) == [False] * 4
     used = []  # atimes would show the mount's own updates, too
-    monkeypatch.setattr(Capacity, "used", lambda *seen: not used.append(seen[-1].st_ino))
+
+    def note(_: Capacity, suffix: bytes, descriptor: int, facts: os.stat_result) -> bool:
+        used.append(facts.st_ino)
+        return True
+
+    monkeypatch.setattr(Capacity, "used", note)
     with opened(tmp_path, host, unstamped="read") as store:
         assert exists(store, host) == [True] * 4
         for page in PAGES:
@@ -347,10 +352,15 @@ def test_a_page_in_use_is_marked_again_after_an_hour(
     """A page that is read all the time would age otherwise, and be evicted."""
     hour_ns, now_ns = 3600 * 10**9, time.time_ns()
     used: list[int] = []
+
+    def note(_: Capacity, *arguments: object) -> bool:
+        used.append(now_ns)
+        return True
+
+    monkeypatch.setattr(Capacity, "used", note)
     with opened(tmp_path, host) as store:
         write(store, host)
         monkeypatch.setattr(page_files, "time", SimpleNamespace(time_ns=lambda: now_ns))
-        monkeypatch.setattr(Capacity, "used", lambda *_: not used.append(now_ns))
         for hours in (2, 0, 2, 0, 2):
             now_ns += hours * hour_ns
             assert read(store, host, PAGES[:1]) == [True]
