@@ -76,7 +76,7 @@ class HttpService:
     timeout_s: seconds for a whole reply, or for each block of a streamed one.
     headers:   sent with every request.
     tls:       use TLS, and check the certificate.
-    max_reply_bytes: of a whole reply; None for MAX_REPLY_BYTES.
+    max_reply_bytes: most bytes of a whole reply; None for MAX_REPLY_BYTES.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def write_catalog(
     store: str,
     identity_fields: Iterable[str] = (),
 ) -> None:
-    """Write a catalog, table by table. tables: of SCHEMA."""
+    """Write a catalog, table by table. tables: each has the columns of SCHEMA."""
     import pyarrow.parquet as pq
 
     metadata = {

@@ -17,9 +17,9 @@ from hicachectl.formats.errors import FormatError, HicacheError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_VALUES = 1_000_000  # of one document; large real documents have ten thousand
+MAX_VALUES = 1_000_000  # large real documents have ten thousand
 MAX_TABLES = 50_000  # keys, tables and arrays of one TOML document
-MAX_KEY_PARTS = 8  # of one TOML key or header: a.b.c has three parts
+MAX_KEY_PARTS = 8  # the TOML key a.b.c has three parts
 MAX_DEPTH = 64
 _MAX_REASON_CHARS = 200
 

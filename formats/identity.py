@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 class Identity:
     """Facts about the bytes of one kind of object.
 
-    model: as in keys, "-" for "/".
+    model: the name that keys have, "-" for "/".
     weights: text that names the target's weights, from `formats.weights` or chosen by the user.
     draft_weights: the same of the draft, for draft pools and packed draft layers; else "".
-    pool, part: as in `objects.Coordinate`.
-    dtype: of the object's tensors in order, without repetitions, joined by "+".
+    pool, part: see `objects.Coordinate`.
+    dtype: dtypes of the object's tensors in order, without repetitions, joined by "+".
     layout: SGLang's --hicache-mem-layout after normalisation.
     page_size: tokens of a page.
     layer_bytes: bytes of one layer of the object; 0 for a logical anchor.
-    pp_partition: from `pools.partition_text`: equal keys have other layers under another division.
+    pp_partition: result of `pools.partition_text`. Under another division, equal keys have other
+    layers.
     """
 
     model: str
@@ -137,11 +138,11 @@ def deployment_tag(
     All objects of a group need one tag, so it is equal on all ranks and stages, which have equal
     pools but for drafts. Sizes are compared at each read.
 
-    anchor: of the anchor's page with all parts.
+    anchor: identity of the anchor's page with all parts.
     sidecars: dtypes of the other pools by name, without drafts.
     tp_size: attention TP ranks that keys name; None if the ranks share the anchor. With fewer heads
         than ranks, objects of one rank but other TP sizes have equal bytes of other heads.
-    draft_weights: of the deployment's draft, also on stages without it; "" without a draft.
+    draft_weights: name of the draft's weights, also on stages without it; "" without a draft.
     """
     facts = _hashed(replace(anchor, part=None, draft_weights=draft_weights))
     text = json.dumps([facts, dict(sidecars), tp_size, pp_size], sort_keys=True, ensure_ascii=True)

@@ -90,7 +90,7 @@ class Column:
     """Items of one dtype and meaning in each row of a tensor.
 
     offset:      bytes from the start of the row.
-    axes, shape: of the items, outermost first.
+    axes, shape: axes of the items and their lengths, outermost first.
     scale_floor: lowest legal fp32 scale; None if the items are not scales.
     scales:      column of the scales of these codes, equally many codes per scale. Codes with a
                  legal scale of 0 are not judged.

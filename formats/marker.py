@@ -32,7 +32,8 @@ _Count = Annotated[int, Meta(ge=0, le=_MAX_OBJECT_BYTES)]
 class Marker(NamedTuple):
     """Objects with trailers that share a suffix, an identity and a size.
 
-    suffix: text of their keys after the page hash. nbytes: of each, without the trailer.
+    suffix: text of their keys after the page hash.
+    nbytes: size of each object, without the trailer.
     digest: one of `trailer.DIGEST_KINDS`.
     """
 
@@ -44,7 +45,8 @@ class Marker(NamedTuple):
     @property
     def name(self) -> str:
         """Return the name of the marker's file."""
-        text = f"{self.nbytes} {self.suffix}".encode(errors="surrogatepass")  # as JSON allows
+        # A name in JSON can have lone surrogates.
+        text = f"{self.nbytes} {self.suffix}".encode(errors="surrogatepass")
         short = hashlib.blake2b(text, digest_size=8).hexdigest()
         return f"{self.identity.hash().hex()}-{short}.json"
 

@@ -29,7 +29,7 @@ TENANT_END = (
     b"\0"  # in a stored key, between the tenant and the key; older releases store no tenant
 )
 OFFSET_VERSION = 3
-VALUE_ALIGNMENT = 4096  # of values, from the start of their record
+VALUE_ALIGNMENT = 4096  # a value begins at a multiple of it, from the start of its record
 MAX_RECORD_KEY_BYTES = 1 << 20
 RECORD = np.dtype(
     [
@@ -42,8 +42,8 @@ RECORD = np.dtype(
 )
 
 _MAX_BYTES = 1 << 60  # no file is larger, and sums of sizes fit int64
-_MAX_NODES = 1 << 24  # as Mooncake's own bound
-_MAX_BUCKET_KEYS = 1 << 18  # of one bucket; Mooncake's default is 500
+_MAX_NODES = 1 << 24  # Mooncake has the same bound
+_MAX_BUCKET_KEYS = 1 << 18  # Mooncake's default is 500
 _BUCKET_FIELDS = {0x08: "data_size", 0x12: "keys", 0x1A: "metadatas"}
 _OFFSET_FIELDS = {
     0x08: "version",
@@ -83,10 +83,10 @@ class BucketMeta:
 
 @dataclass(frozen=True, slots=True)
 class OffsetMeta:
-    """A checkpoint of an offset file: which extents had records.
+    """A checkpoint of an offset file: the extents that had records.
 
-    starts, sizes: [n] int64, bytes in the data file. sequence: of the first record after the
-    checkpoint. evicted: stored keys whose records are no longer valid.
+    starts, sizes: [n] int64, bytes in the data file. sequence: number of the first record
+    after the checkpoint. evicted: stored keys whose records are no longer valid.
     """
 
     starts: IntArray
@@ -202,7 +202,8 @@ def _fields(
 ) -> Iterator[tuple[str, int, memoryview]]:
     """Yield name, number and content of each field; one of the last two is empty.
 
-    names: by tag, a byte with the number of the field and its wire type (0 number, 2 bytes).
+    names: names of fields by their tags. A tag is a byte with the number of the field and its wire
+    type (0 number, 2 bytes).
     """
     view, at, nothing = memoryview(data), 0, memoryview(b"")
     while at < len(view):

@@ -17,7 +17,7 @@ AXES = ("tp", "pp", "cp", "dcp")  # axes of ranks
 # not make as many as they like.
 MAX_RANKS = 4096
 
-Sizes = tuple[int | None, ...]  # of tp, pp, cp, dcp, then tokens of the DCP page
+Sizes = tuple[int | None, ...]  # tp, pp, cp, dcp, then tokens of the DCP page
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class ObjectSpec:
     trailing_pages: how many last pages of a stored node have the object (Mamba, SWA); 0: all.
     listed: False if found in the store, but not in the profile.
     tensors: contents without gaps; empty if the form is unknown.
-    layers, padding_layers: as in `pools.PoolPiece`.
+    layers, padding_layers: see `pools.PoolPiece`.
     """
 
     affix: Affix
@@ -156,7 +156,7 @@ def page_bytes(profile: Profile) -> int:
 def collision_of(profile: Profile, grammar: str) -> str:
     """Return why ranks of a deployment overwrite each other's objects; "" if they do not.
 
-    grammar: as for `object_specs`, which refuses such a deployment.
+    grammar: see `object_specs`, which refuses such a deployment.
     """
     try:
         _check_ranks(profile, grammar_of(grammar))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TRAILER_BYTES = 128
 IDENTITY_BYTES = 16
-DIGEST_KINDS = ("off", "xxh3", "blake3")  # by number in the trailer
+DIGEST_KINDS = ("off", "xxh3", "blake3")  # a trailer has the number of one
 DEFAULT_DIGEST = "xxh3"
 NO_RANK = 0  # in trailers that do not name a rank
 # The bytes of a trailer that name the rank, and their value if they name none.
@@ -58,9 +58,13 @@ _LONG_NAME = b"\xff"  # first byte of a hashed name; no UTF-8 text starts with i
 class Trailer(NamedTuple):
     """What a trailer says of an object.
 
-    digest_kind: one of DIGEST_KINDS. digest: 32 bytes, zero-padded. nbytes: of the object, without
-    the trailer. page: the 32 bytes of the page hash. identity: 16 bytes. name: 24 bytes, from
-    `trailer_name`. rank: from `trailer_rank`.
+    digest_kind: one of DIGEST_KINDS.
+    digest: 32 bytes, zero-padded.
+    nbytes: size of the object, without the trailer.
+    page: the 32 bytes of the page hash.
+    identity: 16 bytes.
+    name: 24 bytes, see `trailer_name`.
+    rank: see `trailer_rank`.
     """
 
     digest_kind: str

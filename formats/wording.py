@@ -103,7 +103,7 @@ def no_quarantine(url: str, *, nameable: bool) -> str:
 
 
 def no_stamp_place(url: str, *, nameable: bool) -> str:
-    """Return the message for a store without a place for stamps. nameable: as `no_quarantine`."""
+    """Return the message for a store without a place for stamps. nameable: see `no_quarantine`."""
     either = f"{_NAME_SIDE_DIRECTORY}, or " if nameable else ""
     return f"{url}: no directory for a stamp; {either}leave out --stamp and --weights-version"
 

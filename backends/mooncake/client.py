@@ -65,7 +65,7 @@ MESSAGES = {
     NOT_REGISTERED: "the tenant is not registered with the master",
     UNKNOWN_TENANT: "the tenant is unknown",
 }
-_LOCAL_BUFFER_BYTES = 16 << 20  # as in SGLang; our reads and writes use the arena instead
+_LOCAL_BUFFER_BYTES = 16 << 20  # SGLang's value; our reads and writes use the arena instead
 _REACH_SECONDS = 5.0
 # Time limit of a request to the master, unless the environment sets it; Mooncake's default: 30 s.
 _RPC_TIMEOUT_VARIABLE, _RPC_TIMEOUT_MS = "MC_RPC_TIMEOUT_MS", "15000"
@@ -161,7 +161,7 @@ class MooncakeClient:
     ) -> Codes:
         """Write objects from registered memory; existing objects stay, but their code is also 0.
 
-        pin_seconds: as in `MooncakeStore.pin_writes`.
+        pin_seconds: see `MooncakeStore.pin_writes`.
         """
         configuration = self._configuration()
         if pin:

@@ -91,7 +91,7 @@ class Segment:
     """Memory that one storage process contributes to the cluster."""
 
     name: str
-    endpoint: str  # as in a replica's location
+    endpoint: str  # equals the endpoint in a replica's location
     protocol: str
     status: str  # "OK", or a stage of the segment's removal
     used_bytes: int
@@ -223,7 +223,7 @@ class MasterAdmin:
         mismatch: whether replicas differ in size.
         version:  size, hash of the memory replicas' sorted endpoints, and address of the first,
             each uint64 little-endian. Null for objects only on disk.
-        replicas: of the kinds memory, nof (NVMe over Fabrics), disk, local_disk.
+        replicas: the kinds are memory, nof (NVMe over Fabrics), disk and local_disk.
         """
         # The master splits at commas, even encoded ones. For a key that is not UTF-8, its JSON
         # writer would fail the whole request.

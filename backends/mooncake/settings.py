@@ -106,7 +106,7 @@ class _SettingsSource:
 
     where: str  # prefix of a setting's name
     error: type[HicacheError]
-    names: Mapping[str, str]  # of the settings in that source
+    names: Mapping[str, str]  # name of each setting in that source
     stated: _SettingsForm
 
     def name(self, field: str) -> str:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 SCAN_ROWS = 16384
 LEASE_SECONDS = 10.0  # the master's --default_kv_lease_ttl in Mooncake 0.3.13
 _LEASE_POLL_SECONDS = 0.5
-_LEASE_RETRIES = 3  # of reads that outlast their lease, as on a busy machine
+_LEASE_RETRIES = 3  # a read outlasts its lease on a busy machine
 _TCP = "tcp"
 _CARD_READERS = 4  # not measured on an RDMA network
 _WITH_MESSAGE = (Status.ERROR, Status.UNREACHABLE)

@@ -68,7 +68,7 @@ _FILE_PER_KEY_FOLDERS = frozenset("abcdefghijklmnop")
 # A bucket has 500 keys by default. An allocator has at most 9.6 million nodes of 32 bytes.
 _MAX_BUCKET_META_BYTES = 64 << 20
 _MAX_OFFSET_META_BYTES = 1 << 30
-_MAX_KEYS_BYTES = (1 << 31) - 1  # of one Arrow array
+_MAX_KEYS_BYTES = (1 << 31) - 1  # an Arrow array holds no more
 _HEAD_BYTES = RECORD.itemsize + 512  # a record's header, and nearly every key
 _RECORDS_AT_ONCE = 1 << 16
 
@@ -106,7 +106,7 @@ class Index:
     """The objects of a store, in the order of their files and places.
 
     keys: [n] binary. objects: [n] OBJECT. files: the data files.
-    prefix: of the tenant, before keys in the files. losses: objects that no client can read any
+    prefix: text of the tenant before keys in the files. losses: objects that no client can read any
     more. remarks: what the listing leaves out, and why.
     """
 
@@ -339,7 +339,7 @@ class _Reader:
         return int((~sound).sum()) + cut, int(late.sum())
 
     def _lose(self, place: str, what: str, facts: os.stat_result | None = None) -> None:
-        """Note a loss. facts: of a file that a client may be writing."""
+        """Note a loss. facts: stat of a file that a client may be writing."""
         changed_ns = 0 if facts is None else facts.st_mtime_ns
         self._losses.append(Loss("lost-objects", place, what, changed_ns))
 
@@ -369,7 +369,7 @@ class _Reader:
         return None
 
     def index(self) -> Index:
-        """Return the objects: of several with one key, the newest that is whole.
+        """Return the objects. If several have one key, the newest whole object counts.
 
         Raises UnsupportedByBackend if nothing but an offset file without metadata is there.
         """

@@ -83,7 +83,7 @@ class MooncakeSsdStore(Losing):
         self._tenant = params_of(url, MooncakeSsdParams).tenant or DEFAULT_TENANT
         self._reading = threading.Lock()
         self._places: list[Place] = []
-        self._replaced: list[list[Place]] = []  # whose directories a reader may still use
+        self._replaced: list[list[Place]] = []  # a reader may still use their directories
         self._index: Index | None = None
         try:
             self._root = Directory.named(url.path, writes=False)

@@ -252,7 +252,8 @@ class PackStore(Announces, Archive, FilePermissions, Resumable):
         profile = stored_profile(profile)
         recorded = self.recorded_profile()
         if self._writer.entries and not (recorded is not None and recorded.weights):
-            profile = replace(profile, weights="", draft_weights="")  # of the objects so far
+            # The weights of the objects that are already in the pack are unknown.
+            profile = replace(profile, weights="", draft_weights="")
         if profile != recorded:
             self._writer.use_metadata(profile=dump_profile(profile))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _UNIFIED = UnifiedGrammar()
-_NUMBER = "(0|[1-9][0-9]{0,8})"  # as Python prints an int
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # the text of an int in Python
 _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 _CP = re.compile(f"_cp{_NUMBER}_{_NUMBER}$")
 _DCP = re.compile(f"_tp{_NUMBER}_dcp{_NUMBER}_{_NUMBER}_page{_NUMBER}$")

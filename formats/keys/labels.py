@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Coordinate, Names, Shard
 
 AMBIGUOUS = "?"  # label of objects with ambiguous keys
-_NAMELESS = "-"  # of keys without tag and model
+_NAMELESS = "-"  # label of keys without tag and model
 
 # Escaped in names: white space ends a name, ? and - are labels.
 _RESERVED = re.compile(rf"[%\s\x00-\x1f]|^[{AMBIGUOUS}{_NAMELESS}]$")

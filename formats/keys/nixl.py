@@ -43,7 +43,7 @@ _PAIR = re.compile(f"_{_NUMBER}_{_NUMBER}$")
 # Of memory that O_DIRECT can transfer (HiCacheNixl.register_mem_pool_host). Host pools begin at a
 # page (pool_host/common.py :: HostTensorAllocator).
 _ALIGNMENT = 4096
-_BLOCK = 512  # of any disk: O_DIRECT transfers no other sizes
+_BLOCK = 512  # O_DIRECT transfers only multiples of it, on any disk
 
 
 class NixlGrammar(Grammar):

@@ -60,7 +60,7 @@ _FP8 = "float8_e4m3fn"
 _CODES = (Numbers("codes", 0, 512, _FP8),)
 _V4 = (Numbers("codes", 0, 448, _FP8), Numbers("rope", 448, 64, "bfloat16"))
 _SCALES = (Numbers("scales", 0, 16, "ue8m0"),)
-_FP4_SCALES = (Numbers("scales", 0, 32, _FP8),)  # of 512 e2m1 codes, which have no NaN
+_FP4_SCALES = (Numbers("scales", 0, 32, _FP8),)  # they scale 512 e2m1 codes, which have no NaN
 DSV4_ROWS = {
     "v4": RowForm(576, 8, 576, _V4, (Numbers("scales", 0, 7, "ue8m0"),)),  # a byte is unused
     "v41": RowForm(512, 16, 512, _CODES, _SCALES),

@@ -52,8 +52,8 @@ ENTRY_FIELDS = (
     pa.field("key", pa.binary(), nullable=False),
     pa.field("nbytes", pa.int64(), nullable=False),
     pa.field("mtime_ns", pa.int64()),
-    pa.field("offset", pa.int64(), nullable=False),  # of the record in the file
-    pa.field("length", pa.int64(), nullable=False),  # of the whole record
+    pa.field("offset", pa.int64(), nullable=False),  # place of the record in the file
+    pa.field("length", pa.int64(), nullable=False),  # bytes of the whole record
     pa.field("planes", pa.uint8(), nullable=False),
     pa.field("digest", pa.binary(DIGEST_BYTES), nullable=False),
 )
@@ -70,7 +70,7 @@ SCHEMA = pa.schema(
 )
 _WRITE_AGAIN = "use the release that wrote it, or write the pack again"
 _BATCH_ROWS = 1 << 16
-_HASH_PLACE = 32  # of a byte that lies in the page hash of most keys
+_HASH_PLACE = 32  # most keys have a byte of the page hash at this place
 _METADATA = {
     "form": "hicachectl.pack",
     "grammar": "hicachectl.grammar",
@@ -192,7 +192,7 @@ def _copied(column: pa.Array) -> pa.Array:
 def _joined(pieces: dict[str, list[pa.Array]]) -> pa.Table:
     """Return one table with few chunks, since taking rows joins all chunks each time.
 
-    pieces: of each column; they are removed once joined, so that the memory is not doubled.
+    pieces: arrays of each column. They are removed once joined, so that the memory is not doubled.
     """
     joined = []
     for field in ENTRIES:
@@ -260,7 +260,7 @@ def _check_nulls(entries: pa.RecordBatch) -> None:
 def _check_values(entries: pa.RecordBatch, before: int, end: int, row: int) -> int:
     """Check the rows from `row` on; return the end of the last record.
 
-    before: end of the record before them. end: of all records.
+    before: end of the record before them. end: end of all records.
     """
     if not len(entries):
         return before

@@ -141,7 +141,7 @@ class Decoder:
             )
         except zstandard.ZstdError as error:
             raise FormatError(f"a zstd frame is damaged: {error}") from error
-        return data  # of the claimed size: zstd refuses a frame of another
+        return data  # it has the claimed size: zstd refuses other frames
 
 
 @dataclass(slots=True)

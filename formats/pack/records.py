@@ -62,8 +62,11 @@ _KINDS = {int(kind): kind for kind in Kind}
 class Record:
     """The head of a record.
 
-    nbytes: of the content. stored: bytes of each plane; a plane of nbytes / len(stored) bytes is
-    raw, a shorter one a zstd frame. digest: BLAKE3 of the content. mtime_ns: None if unknown.
+    nbytes: size of the content.
+    stored: bytes of each plane. A plane of nbytes / len(stored) bytes is raw, a shorter one a zstd
+    frame.
+    digest: BLAKE3 of the content.
+    mtime_ns: None if unknown.
     """
 
     kind: Kind
@@ -88,7 +91,7 @@ class Metadata(Struct, frozen=True, kw_only=True, rename={"version": "hicachectl
     """Content of a pack's metadata record.
 
     grammar: key scheme of the objects (`formats.keys`). profile: TOML text; "" without a profile.
-    version: of the hicachectl that wrote the pack.
+    version: release of hicachectl that wrote the pack.
     """
 
     grammar: str

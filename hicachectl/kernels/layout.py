@@ -209,7 +209,7 @@ def _is_hinted(sets: IntArray, read: ReadRows, pages: IntArray) -> BoolArray:
 def is_hinted(gain: Floats, usable: BoolArray, margin: float = 0.0) -> BoolArray:
     """Return which pages hint at a rival order, from correlation gains [pages, sets].
 
-    margin: as in `is_unseen`.
+    margin: see `is_unseen`.
     """
     mean, error = _mean_and_error(gain, usable, MIN_SETS // 2)
     hinted: BoolArray = mean + margin >= _SCREEN_OTHER_SIGMA * error

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hicachectl.kernels.layout import OrderLook
 
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-MARGIN = 1e-3  # of correlation: rounding error against the reference
+MARGIN = 1e-3  # largest rounding error of a correlation against the reference
 
 
 def correlations(
@@ -37,7 +37,7 @@ def correlations(
     pool:    1D uint8, aligned; `tensors` pools, `tensor_bytes` apart.
     rows:    [3, sets] int64, byte offsets in a pool, in page slot 0.
     slots:   [n] int64; slots are `slot_bytes` apart.
-    weights: of the two correlations in the result.
+    weights: weights of the two correlations in the result.
     Returns [n, tensors * sets] float32, and bool, whether a set is usable. Does not synchronise.
     """
     item = look.itemsize

@@ -245,7 +245,7 @@ def _plan_step(
     order = tl.load(lru + slot, mask=in_n, other=0)
     newest = length - 1
     short = length <= N
-    end = tl.where(short, length, newest)  # of the positions that have slots
+    end = tl.where(short, length, newest)  # end of the positions that have slots
     inside = (position >= 0) & (position < end)
     column = position // PAGE_SIZE
     has_page = inside & (column < page_columns)
@@ -279,9 +279,9 @@ def _plan_step(
     # The first entry of a missing position leaves the lowest mark, which is below marks of slots.
     tl.atomic_min(marks + position, entry - BLOCK_K, mask=miss, sem="relaxed")
     flag = tl.load(used + slot, mask=in_n, other=0)
-    flag = tl.where(in_n, tl.gather(flag, order, 0), 0).to(tl.int32)  # of the slot order[i]
+    flag = tl.where(in_n, tl.gather(flag, order, 0), 0).to(tl.int32)  # flag of the slot order[i]
     hits = tl.cumsum(flag, 0)  # up to i
-    rank = slot - hits  # of i among the stale slots, if it is one
+    rank = slot - hits  # rank of i among the stale slots, if it is stale
     stale = in_n & (flag == 0)
     overwritten = 0
     if tl.sum(miss.to(tl.int32), 0) > 0:

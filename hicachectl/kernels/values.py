@@ -44,7 +44,7 @@ _FP8_FORM = {  # mantissa bits, exponent bias
 class RowTable:
     """Equal rows of `pitch` bytes, consecutive from `offset` on.
 
-    axes, shape: of the row number, outermost first.
+    axes, shape: axes of the row number and their lengths, outermost first.
     runs:        half-open ranges of rows to check; the others are padding.
     """
 

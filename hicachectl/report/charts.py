@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 WIDE, NARROW = 1000, 348  # pixels
 _MODULES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "Jinja2"}
 _LABEL = {WIDE: 44, NARROW: 17}  # characters
-_SHORT, _EXTENT = 15, {WIDE: 130, NARROW: 100}  # of labels whose room is fixed: characters, pixels
+# Labels of a fixed room have so many characters, in so many pixels.
+_SHORT, _EXTENT = 15, {WIDE: 130, NARROW: 100}
 _INK, _MUTED, _GRID, _PAPER = "var(--ink)", "var(--muted)", "var(--grid)", "var(--paper)"
 SERIES = tuple(f"var(--series-{n})" for n in range(6))
 REST = "var(--rest)"
@@ -127,7 +128,11 @@ _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**4
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Objects of one size. name: of the bar that they are a part of. rank: of the size, from 0."""
+    """Objects of one size.
+
+    name: name of the bar that shows them.
+    rank: rank of the size, from 0.
+    """
 
     name: str
     size: str

@@ -49,7 +49,7 @@ def pool_text(pool: str | None, part: str | None) -> str:
 
 
 def rank_text(fields: Mapping[str, Any]) -> str:
-    """Return the rank of an object: `tp 0 pp 1`, or `layers 0-16`. fields: as of `shard_fields`."""
+    """Return the rank of an object: `tp 0 pp 1`, or `layers 0-16`. fields: see `shard_fields`."""
     ranks = {axis: fields[f"{axis}_rank"] for axis in AXES}
     stated = [
         *(f"{axis} {rank}" for axis, rank in ranks.items() if rank is not None),

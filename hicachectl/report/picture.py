@@ -60,8 +60,8 @@ class PictureRequest:
 class Picture:
     """What the report shows of a store.
 
-    made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: as
-    of `ls --summary`. unusual: as of `unusual_sizes`. states: number of page groups by state, in
+    made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: see
+    `ls --summary`. unusual: see `unusual_sizes`. states: number of page groups by state, in
     the order of `vocabulary.STATES`. writes: None if the store keeps no times. tree: None without
     requests; no_tree: why not. page: the page in full; page_choice: why this one, or why none.
     remarks: to be read before the rest.
@@ -127,7 +127,7 @@ def take_picture(
 ) -> Picture:
     """List and check a store, and gather what the report shows.
 
-    Callbacks and errors: as of `check_store`; also raises UsageError if no page, or several, begin
+    Callbacks and errors: see `check_store`. It also raises UsageError if no page, or several, begin
     with the wanted prefix, and ProfileError if the deployment of the requests is not known.
     """
     made = time.time()

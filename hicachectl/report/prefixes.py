@@ -183,7 +183,7 @@ def _placed(runs: _Runs) -> tuple[list[Node], dict[int, float]]:
     order = np.lexsort((runs.first, -runs.requests))[:_NODES].tolist()
     nodes: list[Node] = []
     rows: dict[int, float] = {}
-    free = {-1: 0}  # by run: the next row for a child
+    free = {-1: 0}  # next row for a child of each run
     for number in order:
         parent = int(runs.parents[number])
         top = free[parent]

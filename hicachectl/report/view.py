@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from hicachectl.verification.report_text import FindingGroup, Mending
 
 _DEPLOYMENTS = 6  # with charts of their own; the tables have more
-_ROWS = 200  # of a table
-_NAMES = 20  # in a sentence or a list
+_ROWS = 200  # rows of a table
+_NAMES = 20  # names in a sentence or a list
 _REMARKS = 100
 _TEXT = 4000  # characters; names in a store may be longer
 _EXAMPLES = 3

@@ -22,7 +22,7 @@ _WIDTHS = {5 * _MINUTE: "5 minutes", _HOUR: "hour", 6 * _HOUR: "6 hours", _DAY: 
            7 * _DAY: "7 days", 28 * _DAY: "28 days", 364 * _DAY: "364 days"}  # fmt: skip
 _BINS = 72
 _LEAST_BINS = 12
-_TAIL = 0.02  # of the objects, at each end: such times are left out if they stretch the axis
+_TAIL = 0.02  # this share of the times is left out at each end if it stretches the axis
 _SERIES = 6
 
 
