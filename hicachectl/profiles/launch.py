@@ -22,7 +22,7 @@ from hicachectl.formats.models.launch import WAYS_OUT, launched_deployment, logg
 from hicachectl.formats.models.server_flags import config_arguments, parse_arguments, server_flags
 from hicachectl.formats.wording import failed
 from hicachectl.profiles.server import ServerProfile, described, not_here
-from hicachectl.profiles.shell_words import Command, ScriptReader
+from hicachectl.profiles.shell_words import SEVERAL_WORDS, Command, ScriptReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,11 +35,14 @@ _MOST_YAML = 4 << 20  # characters, with those that aliases repeat
 _PROCESS = re.compile(r"pid:([0-9]{1,10})")
 _VARIABLE = re.compile(r"(?:--env=|-e)?(SGLANG_\w+)=(.*)", re.DOTALL)  # `env` and `docker run`
 # What Kubernetes, Compose and Helm put into a container's words.
-_REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)|\$\{[^}]*\}|\{\{.*?\}\}")
+_REFERENCE = re.compile(r"(?<!\$)\$\(([A-Za-z_]\w*)\)|\$\{[^}]*\}|\{\{.*?\}\}")
 _SET_ELSEWHERE = "the file does not set it"
 _LOGGED = re.compile(r"server_args=((?:ServerArgs\(|\{).*)")
 _MOST_LAUNCHES = 16  # for which profiles are made
 _HUGE_NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]{1000}")
+_MODULE = "sglang.launch_server"
+# Programs that do not pass on the environment that a script exports.
+_OWN_ENVIRONMENT = ("docker", "kubectl", "mpirun", "nerdctl", "podman", "ssh", "sudo")
 _EXAMPLE = "python -m sglang.launch_server … or sglang serve …"
 _EXTRA = "hicache_storage_backend_extra_config"
 
@@ -53,7 +56,6 @@ class Launch:
     folder: where the server runs.
     root: its file system, as this process sees it.
     unknown: parts of the words and the environment that the text does not tell, with the reason.
-    passes_on: whether a script passes on arguments of its own.
     logged: fields of ServerArgs that a server's log shows, after SGLang's changes.
     """
 
@@ -62,13 +64,12 @@ class Launch:
     folder: Path = Path()
     root: Path = Path("/")
     unknown: Mapping[str, str] = field(default_factory=dict)
-    passes_on: bool = False
     logged: Mapping[str, Any] | None = None
 
     @property
     def identity(self) -> str:
         """Return a text that only equal launches have."""
-        return repr((self.arguments, dict(self.environment), self.passes_on, self.logged))
+        return repr((self.arguments, dict(self.environment), self.logged))
 
     def path(self, text: str) -> Path:
         """Return a path of the server as this process sees it."""
@@ -127,10 +128,7 @@ def _profile_of(
     paths = model_config, draft_model_config
     config, flags, source = described(server, partial(_local_model, launch), paths, given)
     profile = profile_from_config(config, flags, source=source)
-    notes = [*server.notes]
-    if launch.passes_on:
-        notes.append("the script passes on arguments of its own, which are not read")
-    return ServerProfile(profile, server, tuple(notes))
+    return ServerProfile(profile, server, tuple(server.notes))
 
 
 def read_launches(text: str) -> list[Launch]:
@@ -192,41 +190,40 @@ def _launches(text: str) -> Iterator[Launch]:
         for word in words:
             if not isinstance(word, str):
                 raise FormatError(f"the list of words: {shown(word)} is no text; put it in quotes")
-        yield from _of_words(Command(tuple(words), {}, {}), ScriptReader())
+        yield from _of_words(Command(tuple(words), {}, {}), {})
         return
-    yield from _of_script(text, ScriptReader())
+    for command in ScriptReader().commands(text):
+        yield from _of_words(command, {})
 
 
-def _of_script(text: str, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
-    """Yield the launch commands of a script. depth: number of scripts around it."""
-    for command in reader.commands(text):
-        yield from _of_words(command, reader, depth)
-
-
-def _of_words(command: Command, reader: ScriptReader, depth: int = 0) -> Iterator[Launch]:
+def _of_words(
+    command: Command, variables: Mapping[str, str | None], depth: int = 0
+) -> Iterator[Launch]:
     """Yield the launch command that a command is, or has in a script of its own (`bash -c`).
 
-    reader: the reader of the script around it.
+    variables: the environment of such a script, as far as it is known.
+    depth: number of scripts around the command.
     """
     words = command.words
-    found = _server_arguments(words)
+    found = None if "eval" in words else _server_arguments(words)
     before = words if found is None else words[: len(words) - len(found)]
-    own = (match for word in before if (match := _VARIABLE.fullmatch(word)))
-    environment = {**command.environment, **{match[1]: match[2] for match in own}}
-    if found is not None:
-        yield Launch(
-            found,
-            {name: value for name, value in environment.items() if name.startswith("SGLANG_")},
-            unknown=command.unknown,
-            passes_on=command.passes_on,
-        )
+    environment, unknown = dict(command.environment), dict(command.unknown)
+    if any(word.rsplit("/", 1)[-1] in _OWN_ENVIRONMENT for word in before):
+        unknown |= {f"${name}": "the program before it decides" for name in environment}
+        environment = {name: f"${name}" for name in environment}
+    environment |= {match[1]: match[2] for word in before if (match := _VARIABLE.fullmatch(word))}
+    if found:
+        yield Launch(found, environment, unknown=unknown)
         return
-    for word in words if depth < _DEEPEST_SCRIPT else ():
-        if "sglang" in word and len(word.split()) > 1:
-            inner = ScriptReader(
-                reader.variables, environment, command.unknown, reader.budget, is_outer=False
-            )
-            yield from _of_script(word, inner, depth + 1)
+    given = {name: None if value in unknown else value for name, value in environment.items()}
+    scripts = [" ".join(words[words.index("eval") + 1 :])] if "eval" in words else words
+    for script in scripts if depth < _DEEPEST_SCRIPT and found is None else ():
+        if "sglang" in script and len(script.split()) > 1:
+            # Text that is unknown can change any variable.
+            is_known = not any(part in script for part in unknown)
+            reader = ScriptReader({**variables, **given} if is_known else None, trusts=is_known)
+            for inner in reader.commands(script):
+                yield from _of_words(inner, {}, depth + 1)
 
 
 def _of_log(text: str) -> Launch:
@@ -262,7 +259,7 @@ def _server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
     if words and words[0].startswith("--model"):
         return tuple(words)
     for at, word in enumerate(words):
-        if word == "sglang.launch_server" or word.endswith("launch_server.py"):
+        if word.endswith("launch_server.py") or words[at - 1 : at + 1] == ("-m", _MODULE):
             return tuple(words[at + 1 :])
         is_cli = word.rsplit("/", 1)[-1] in ("sglang", "sglang.cli.main")
         if is_cli and tuple(words[at + 1 : at + 2]) == ("serve",):
@@ -290,31 +287,27 @@ def _launches_of_yaml(text: str) -> Iterator[Launch]:
     for document in _parse_yaml(text):
         for container in _containers(document):
             environment = _container_environment(container)
-            reader = ScriptReader(
-                {name: value for name, value in environment.items() if value is not None},
-                {
-                    name: f"${name}" if value is None else value
-                    for name, value in environment.items()
-                },
-                {
-                    f"${name}": _SET_ELSEWHERE
-                    for name, value in environment.items()
-                    if value is None
-                },
-            )
-            stated = [container.get(name) for name in ("command", "args")]
-            commands = [one for part in stated for one in _commands(part, environment, reader)]
-            unknown = {part: why for one in commands for part, why in one.unknown.items()}
-            words = tuple(word for one in commands for word in one.words)
-            yield from _of_words(Command(words, reader.environment, unknown), reader)
+            # Compose puts the variables of its own shell into words, not those of the container.
+            is_compose = "environment" in container
+            variables = {
+                name: value
+                for name, value in environment.items()
+                if not is_compose or name.startswith("SGLANG_")
+            }
+            unknown: dict[str, str] = {}
+            settings = ScriptReader(variables).environment(unknown)
+            words: list[str] = []
+            for stated in (container.get("command"), container.get("args")):
+                for one in _commands(stated, {} if is_compose else environment):
+                    words += one.words
+                    unknown |= one.unknown
+            yield from _of_words(Command(tuple(words), settings, unknown), variables)
 
 
-def _commands(
-    stated: Any, environment: Mapping[str, str | None], reader: ScriptReader
-) -> Iterator[Command]:
+def _commands(stated: Any, environment: Mapping[str, str | None]) -> Iterator[Command]:
     """Yield a container's command or args: a list of words, or a text as in a shell."""
     if isinstance(stated, str):
-        yield from replace(reader, is_outer=False).commands(stated)
+        yield from ScriptReader().commands(stated)
     for word in stated if isinstance(stated, list) else ():
         text = _REFERENCE.sub(lambda match: environment.get(match[1]) or match[0], str(word))
         unknown = {match[0]: _SET_ELSEWHERE for match in _REFERENCE.finditer(text)}
@@ -371,7 +364,7 @@ def _of_process(number: int) -> list[Launch]:
         why = "run as the server's user, or give its command line"
         raise UsageError(failed(f"pid:{number}", "read the process", error, why)) from error
     command = Command(tuple(words), environment, {})
-    found = _some(_of_words(command, ScriptReader()), f"pid:{number}", "")
+    found = _some(_of_words(command, {}), f"pid:{number}", "")
     return [replace(one, folder=folder, root=place / "root") for one in found]
 
 
@@ -405,7 +398,9 @@ def _stated(launch: Launch) -> dict[str, Any]:
     for before, word in zip(("", *launch.arguments), launch.arguments, strict=False):
         is_value = before.startswith("-") and "=" not in before and before not in switches
         for part, why in launch.unknown.items():
-            lists = part.endswith("[@]}") and part in word
+            lists = (
+                part[-4:] in ("[@]}", "${@}") or part == "$@" or why == SEVERAL_WORDS
+            ) and part in word
             if lists or (word.startswith(part) and (not is_value or before == "--config")):
                 raise ProfileError(
                     f"launch command: {part:.80} can hold any flag ({why}); {WAYS_OUT}"

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicachectl.formats.errors import FormatError
-from hicachectl.profiles.launch import read_launches
-from hicachectl.profiles.shell_words import Command, ScriptReader
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.profiles.launch import Launch, read_launches
+from hicachectl.profiles.shell_words import ScriptReader
 from tests.model_records import MODELS
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FLAGS = "--page-size 64 --enable-hierarchical-cache --hicache-storage-backend file"
 SCRIPT = r"""#!/bin/bash
 set -euo pipefail
-source /opt/venv/bin/activate || true
+export PATH="/opt/venv/bin:$PATH"
 # serves the model, as python -m sglang.launch_server does; TP=8 on other nodes
 TP=2
 MODEL=FOLDER   # of the node
@@ -42,7 +42,7 @@ for node in a b; do : "$node"; done
 CUDA_VISIBLE_DEVICES=0,1 exec "python3" -m sglang.launch_server --model-path "$MODEL" \
   $EXTRA --pp-size 2 "${ARGS[@]}" --enable-hicache --hicache-storage-backend file \
   --host "$(hostname -i)" --port ${PORT} --log-level=in\
-fo "$@" --page-size 32 >server#1.log 2>&1 &
+fo --page-size 32 >server#1.log 2>&1 &
 wait
 """
 DEPLOYMENT = """
@@ -86,49 +86,79 @@ def refused(invoke: Invoke, launch: object, *options: object) -> str:
 
 
 @pytest.mark.parametrize("prefix", ["@", ""])
-def test_a_script_is_read_as_a_shell_would(
-    invoke: Invoke, model: Path, tmp_path: Path, prefix: str
-) -> None:
+def test_a_script_is_read(invoke: Invoke, model: Path, tmp_path: Path, prefix: str) -> None:
     script = tmp_path / "serve.sh"
     script.write_text(SCRIPT.replace("FOLDER", str(model)))
-    output = invoke("profile", "--launch", f"{prefix}{script}", "--format", "json")
-    found = json.loads(output.stdout)
+    found = profile(invoke, f"{prefix}{script}")
     assert found["model"] == "org/my model"
     assert (found["tp"], found["pp"], found["pp_partition"]) == (2, 2, [1, 3])
     assert found["page_size"] == 32
     assert (found["pools"][0]["dtype"], found["pools"][0]["layers"]) == ("float8_e5m2", 4)
-    assert "the script passes on arguments of its own, which are not read" in output.stderr
 
 
-def words_of_bash(folder: Path, script: str, *arguments: str) -> list[str] | None:
-    """Return the words of the last `python3` that bash runs in a script; None without one."""
-    stub = folder / "python3"
-    if not stub.exists():
-        stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@" >"$OUT"\n')
-        stub.chmod(0o755)
+PARTITION = "SGLANG_PP_LAYER_PARTITION"
+
+
+def run_by_bash(folder: Path, script: str) -> list[tuple[tuple[str, ...], str | None]]:
+    """Return the words and the layer partition of each server that bash starts in a script."""
+    if not (folder / "python3").exists():
+        for name in ("python3", "sglang"):
+            text = f"printf '%s\\0' \"${{{PARTITION}-none}}\" \"$@\"; printf '\\1\\0'"
+            (folder / name).write_text(f'#!/bin/sh\n({text}) >>"$OUT"\n')
+            (folder / name).chmod(0o755)
         (folder / "file").write_text("8\n")
         (folder / "env.sh").write_text("TP=8\nMORE='--tp 8'\n")
     out = folder / "out"
     out.unlink(missing_ok=True)
-    command = ["bash", "-c", script, "bash", *arguments]
-    env = {"PATH": f"{folder}:/usr/bin:/bin", "OUT": str(out), "PORT": "7"}
-    subprocess.run(command, env=env, cwd=folder, check=False, capture_output=True, timeout=20)
-    return out.read_text().removesuffix("\0").split("\0") if out.exists() else None
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "OUT": str(out), "PORT": "7", "HOME": "/home/u"}
+    subprocess.run(
+        ["bash", "-c", script], env=env, cwd=folder, check=False, capture_output=True, timeout=20
+    )
+    text = out.read_bytes().decode() if out.exists() else ""
+    started = [one.split("\0") for one in text.split("\1\0")[:-1]]
+    return [
+        (
+            ("--model-path", *words[1:-1]) if words[0] == "serve" else tuple(words[2:-1]),
+            None if partition == "none" else partition,
+        )
+        for partition, *words in started
+    ]
 
 
-def commands_of(script: str, name: str = "python3") -> list[Command]:
-    return [one for one in ScriptReader().commands(script) if name in one.words]
+def stated(script: str) -> list[Launch] | None:
+    """Return the launches that a script is read as; None if one has an unknown part."""
+    try:
+        launches = read_launches(script)
+    except (FormatError, UsageError):
+        return None
+    for one in launches:
+        if any(part in word for part in one.unknown for word in one.arguments):
+            return None
+    return launches
+
+
+def assert_right(folder: Path, script: str) -> None:
+    """Assert that each server which bash starts is one that the reader states."""
+    launches = stated(script)
+    if launches is None:
+        return
+    for words, partition in run_by_bash(folder, script):
+        found = [one for one in launches if one.arguments == words]
+        assert found, (script, words, launches)
+        for one in found:
+            value = one.environment.get(PARTITION)
+            assert value in one.unknown or value == partition, script
 
 
 def test_words_are_those_of_bash(tmp_path: Path) -> None:
     """The launch command of the script, run by bash with a program that prints its words."""
     body = SCRIPT.replace("FOLDER", "/m").replace(">server#1.log 2>&1 &", "")
     body = body.replace("ulimit -n 65536", ":")  # which root alone may raise
-    (ours,) = commands_of(body)
+    (ours,) = read_launches(body)
     assert ours.unknown.keys() == {"$(hostname -i)", "${PORT}"}
     known = body.replace("$(hostname -i)", "h").replace("${PORT}", "7")
-    (ours,) = commands_of(known)
-    assert list(ours.words[2:]) == words_of_bash(tmp_path, known)
+    (ours,) = read_launches(known)
+    assert run_by_bash(tmp_path, known) == [(ours.arguments, "1,3")]
 
 
 # Statements that set or use the variables of a launch command. Most change one.
@@ -151,6 +181,14 @@ STATEMENTS = (
     "wait; TP=5", "exec 3<file; read -u 3 TP", "getopts T: TP", "local_() { local TP=8; }; local_",
     "select TP in a; do break; done <file", "h() { read $1 <file; }; h TP",
     "until TP=8; do :; done",
+    "false &&\nTP=8", "X='TP'; read $X <file", "read -aTP <file", "printf -vTP 8", "IFS=4",
+    "while IFS=4 read -r x; do :; done <file", "V=$(echo ')'; TP=8)", "alias python3=:",
+    "f() { \"$@\"; }; f eval TP=8", "ev\\al TP=8", "[[ TP=8 -eq 8 ]]", "((--TP))",
+    "X='TP=8'; ((X))", "tp=4; let --TP", "cat <<EOF\n$((TP=8))\nEOF", "cat <<<${TP:=8}",
+    "export SGLANG_PP_LAYER_PARTITION=3,1", "SGLANG_PP_LAYER_PARTITION=2,2",
+    "if true; then export SGLANG_PP_LAYER_PARTITION=1,3; fi", "unset SGLANG_PP_LAYER_PARTITION",
+    "TP='4 5'", "TP='*'", "N=' 4'", "ARGS=('*' \"a\tb\")", "TP=~/x", "TP={4,5}", "TP=\"a'b\"",
+    "echo 'don\\'t'", "x=$(case a in a) echo;; esac)", "fi", "{ N=5", "SECONDS=4", "COLUMNS=4",
     "export TP", "[[ -n $TP ]] && N=6", "! TP=8", "time TP=8", "TP=$'4\\n'", "MORE=", "TP=",
 )  # fmt: skip
 COMMANDS = (
@@ -161,20 +199,28 @@ COMMANDS = (
     "if true; then python3 -m sglang.launch_server --tp \"${TP}\" \"x$N\"; fi",
     "CMD=\"python3 -m sglang.launch_server --tp $TP\"\n$CMD",
     "CMD=(python3 -m sglang.launch_server --tp $TP); \"${CMD[@]}\"",
-    "python3 -m sglang.launch_server \\\n --tp $TP 'a'\\''b' \"$TP\\$N\" \"$@\" <file 2>&1 | cat",
+    "python3 -m sglang.launch_server \\\n --tp $TP 'a'\\''b' \"$TP\\$N\" <file 2>&1 | cat",
+    "SGLANG_PP_LAYER_PARTITION=4,0 python3 -m sglang.launch_server --tp $N x$TP",
+    "bash -c \"python3 -m sglang.launch_server --tp $TP\"",
+    "bash -c 'TP=5; python3 -m sglang.launch_server --tp $TP --n \"$N\"'",
+    "bash -c \"TP=5; python3 -m sglang.launch_server --tp $TP \\$TP\"",
+    "CMD='python3 -m sglang.launch_server --n \"a b\"'; eval \"$CMD --tp $TP\"",
+    "eval python3 -m sglang.launch_server --n 'a b' --tp $TP",
+    "for TP in 2 3; do python3 -m sglang.launch_server --tp $TP; done",
+    "f() { local cmd='python3 -m sglang.launch_server --tp 2'; cmd+=' --n 3'; $cmd; }; f",
+    "sglang serve m --tp $TP {a,b} [x] ~/y $'z' $\"w\" a\\\nb # --n 3\n",
+    "sglang serve m --tp \"$TP\" > >(cat) --n 5",
+    "sglang serve m --tp 2 '--n' \"a\\\"b\\\\c\\d\" 3>file",
+    "sglang serve m --tp 2 --n $[1+1] $((1 + 1)) a#b c\xa0d e\u3000f g\rh",
+    "cat <<'EOF' >out.sh\nsglang serve m --tp 9\nEOF\nsglang serve m --tp $TP",
 )  # fmt: skip
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.sampled_from(STATEMENTS), max_size=5), st.sampled_from(COMMANDS))
 def test_no_wrong_word_is_read(tmp_path: Path, statements: list[str], command: str) -> None:
-    """What is read without an unknown part is what bash runs."""
-    script = "\n".join([*statements, command])
-    known = [list(one.words) for one in commands_of(script) if not one.unknown]
-    theirs = words_of_bash(tmp_path, script)
-    if theirs is not None:
-        for ours in known:
-            assert ours[ours.index("python3") + 1 :] == theirs, script
+    """What is stated is what bash runs, whatever the statements do."""
+    assert_right(tmp_path, "\n".join([*statements, command]))
 
 
 @pytest.mark.parametrize("statement", STATEMENTS)
@@ -184,29 +230,77 @@ def test_each_statement_is_judged_as_bash_runs_it(tmp_path: Path, statement: str
         f"TP=4\nN=3\n{statement}\n{COMMANDS[4]}",
         f"{statement}\nTP=4\n{COMMANDS[0]}",
         f"TP=4\n{COMMANDS[3].replace('$MORE', '')}\n{statement}\nrun",
+        f"TP=4\n{statement}; {COMMANDS[0]}",
+        f"{statement}\n{COMMANDS[18]}",
     ):
-        known = [list(one.words) for one in commands_of(script) if not one.unknown]
-        theirs = words_of_bash(tmp_path, script)
-        assert theirs is None or not known or theirs == known[0][known[0].index("python3") + 1 :]
+        assert_right(tmp_path, script)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_read_as_bash_runs_it(tmp_path: Path, command: str) -> None:
+    for script in (command, f"TP=4\nN=3\nMORE='--a  b'\nARGS=(c 'd e')\n{command}"):
+        assert_right(tmp_path, script)
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "echo TP=8", "echo 'TP=8' >&2", "printf 'TP=%s' 8", "[ -n TP ]", "mkdir -p /tmp/TP",
-        "# TP=8", "docker run -e TP=8 image", "read -r -p \"TP of $X\" N",
-        "cat <<EOF\nTP=8\nread TP\nEOF", "export N=TP", "unset N",
-        "export TP", "x=$((TP * 2))", "x=$((TP == 2))", "x=${TP:-8} y=${TP%x}", "read -p 'TP: ' N",
-        "case $TP in TP) ;; esac", "if [ $TP = 4 ]; then N=1; fi", "f() { N=$TP; }", "source /x.sh",
-        "eval \"$(conda shell.bash hook)\"",
+        "echo TP=8", "echo 'TP=8' >&2", "printf 'TP=%s' 8", "[ -n \"$TP\" ]", "mkdir -p /tmp/$TP",
+        "# TP=8", "echo \"TP: ${TP}, read by source\"", "x=${TP:-8} y=${TP%x}", "wait $PID",
+        "cat <<EOF\na 'text\nEOF", "unset N", "read -p 'n: ' N", "export PATH=$HOME/bin:$PATH",
+        "if [ $TP = 4 ]; then N=1; else N=2; fi", "f() { N=$TP; }", "for n in 1 2; do :; done",
+        "case $TP in 4) N=2 ;; esac", "trap 'kill $PID' EXIT", "set -euo pipefail",
+        "pkill -f sglang.launch_server", "exec >log 2>&1", "while ((x << 2 > 8)); do :; done",
+        "echo \"running: sglang serve $MODEL\"", "cd /sgl && (make; true)", "N=$(nproc)",
+        "docker run --mount type=bind,source=/m,target=/m image ls", "X=\"--tp-size $(x \"y\")\"",
     ],
 )  # fmt: skip
 def test_other_statements_are_no_reason_to_refuse(statement: str) -> None:
-    before = statement.startswith(("source", "eval"))
-    script = f"{statement}\nTP=4\n" if before else f"TP=4\n{statement}\n"
-    (found,) = commands_of(f"{script}python3 -m sglang.launch_server --tp $TP")
-    assert found.words[-1] == "4"
-    assert not found.unknown
+    launches = stated(f"TP=4\n{statement}\npython3 -m sglang.launch_server --tp $TP")
+    assert launches is not None
+    assert [one.arguments for one in launches] == [("--tp", "4")]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "tp=4\nCOMMAND --tp $tp", "export TP=4; COMMAND --tp ${TP}",
+        "readonly TP=4\nCOMMAND --tp $TP",
+        "TP=4 # of the node\nCOMMAND --tp \"$TP\"", "N=4\nTP=$N\nA=(--tp $TP)\nCOMMAND ${A[*]}",
+        "E=\"--tp 4\"\nexec COMMAND $E", "TP=4\nif x; then\n  COMMAND --tp $TP\nfi",
+        "TP=4\nf() {\n COMMAND --tp $TP\n}\nf", "TP=4\nfor i in 1; do COMMAND --tp $TP; done",
+        "if x; then y; fi; TP='4'\nCOMMAND --tp $TP", "C='COMMAND --tp'\n$C 4 &\nwait $!",
+        "E=\"--tp 4 $X\"\nTP=4\nCOMMAND --tp $TP", "bash -c 'TP=4; COMMAND --tp $TP'",
+        "env=prod\nCOMMAND \\\n  --tp \\\n  4 | tee log", "COMMAND --tp \"$(:)\"4 --tp 4 # x",
+    ],
+)  # fmt: skip
+def test_plain_texts_are_read(script: str) -> None:
+    launches = read_launches(script.replace("COMMAND", "python3 -m sglang.launch_server"))
+    assert [one.arguments[-2:] for one in launches] == [("--tp", "4")]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "source x",
+        ". x",
+        "eval x",
+        'eval "$(conda shell.bash hook)"',
+        "alias a=b",
+        "export $(x)",
+        "IFS=,",
+        "trap 'source x' ERR",
+        "command . x",
+        'declare "$X=8"',
+        "read $X <file",
+    ],
+)
+def test_text_from_elsewhere_can_change_any_variable(statement: str) -> None:
+    for script in (f"{statement}\nTP=4\nCOMMAND", f"TP=4\n{statement}; COMMAND"):
+        text = script.replace("COMMAND", "python3 -m sglang.launch_server --page-size 8 --tp $TP")
+        (launch,) = read_launches(text)
+        assert launch.arguments == ("--page-size", "8", "--tp", "$TP")
+        assert "$TP" in launch.unknown
 
 
 @pytest.mark.parametrize(
@@ -214,7 +308,8 @@ def test_other_statements_are_no_reason_to_refuse(statement: str) -> None:
     [
         ("a 'b c'\"d $X\"e", ["a", "b cd 1 2e"]),
         ("a $X \"\" '' $NONE", ["a", "1", "2", "", "", "$NONE"]),
-        ('a ${Y:-d} ${X-e} "${X:-f g}"', ["a", "${Y:-d}", "1", "2", "1 2"]),
+        ('a ${Y:-d} "${X:-f g}" ~/x b[1] {c,d}',
+         ["a", "${Y:-d}", "${X:-f g}", "~/x", "b[1]", "{c,d}"]),
         ("a b#c #d\n", ["a", "b#c"]),
         ("a \\$X '$X' \"\\$X\\q\"", ["a", "$X", "$X", "$X\\q"]),
         ("a `b c` $(d $(e f)) ${X%1}", ["a", "`b c`", "$(d $(e f))", "${X%1}"]),
@@ -223,10 +318,10 @@ def test_other_statements_are_no_reason_to_refuse(statement: str) -> None:
         ("a <in b >>out 2>&1 c", ["a", "b", "c"]),
         ('a "${L[@]}" "${L[*]}" ${L[@]}', ["a", "x", "y z", "x y z", "x", "y", "z"]),
         ('E=\na "${E:-d}" "$E" $E', ["a", "${E:-d}", ""]),
-        ('M=()\na "${M[@]}" ${M[@]} b"${M[@]}"', ["a", "b"]),
+        ('M=()\na "${M[@]}" ${M[@]} b"${M[@]}"', ["a", "b${M[@]}"]),
         ('C="p ${L[@]}"\na $C', ["a", "p", "x", "y", "z"]),
-        ("a $'b c' $'d\\n'", ["a", "b c", "$'d\\n'"]),
-        ("a b\u00a0c\u3000d\re \\\r\n f\r\n", ["a", "b\u00a0c\u3000d\re", "f"]),
+        ("a $'b c' $\"d\"", ["a", "$'b c'", "$d"]),
+        ("a b\u00a0c\u3000d\re \\\n f\n", ["a", "b\u00a0c\u3000d\re", "f"]),
         ("+ a --x 'b c'", ["+", "a", "--x", "b c"]),
     ],
 )  # fmt: skip
@@ -251,7 +346,6 @@ def test_unclosed_quotes_are_refused_with_their_line(text: str) -> None:
         "cat <<'EOF'\nb $(\nEOF\na 1",
         'cat <<-"E F" <<\\G | tee x\nb\n\t\tE F\nb "\nG\na 1',
         "cat 3<< EOF\nEOF \n EOF\nEOF\na 1",
-        "cat <<EOF\r\nb\r\nEOF\r\na 1",
         "cat <<<EOF\na 1",
         "cat ; ((x = 1 << 2))\na 1",
         "cat $((1 << 2))\na 1",
@@ -274,7 +368,7 @@ def test_a_launch_command_in_a_here_document_is_not_read(
     found = profile(invoke, f"{inner}sglang serve {model} --page-size 16")
     assert found["page_size"] == 16
     unclosed = refused(invoke, f"true\ncat <<EOF\nsglang serve {model}\n")
-    assert "line 3: a here-document (<<) has no last line" in unclosed
+    assert "line 2: a here-document (<<) has no last line" in unclosed
 
 
 def test_variables_of_env_and_docker_count(model: Path) -> None:
@@ -285,7 +379,6 @@ def test_variables_of_env_and_docker_count(model: Path) -> None:
         f"docker run --rm -e {name}=3,1 image python -m sglang.launch_server {flags}",
         f"docker run --env={name}=3,1 image python -m sglang.launch_server {flags}",
         f"export {name}=3,1\nexec python -m sglang.launch_server {flags}",
-        f"{name}=3,1\nexport {name}; python -m sglang.launch_server {flags}",
     ):
         (launch,) = read_launches(line)
         assert launch.environment == {name: "3,1"}, line
@@ -293,6 +386,7 @@ def test_variables_of_env_and_docker_count(model: Path) -> None:
 
 @pytest.mark.parametrize("script", [
     "if x; then export NAME=3,1; fi", "export NAME=$(x)", "NAME=3,1", "export NAME=1; NAME=3,1",
+    "export NAME=3,1\nsource x", "export NAME=3,1\ndocker run image \\",
 ])  # fmt: skip
 def test_an_unknown_variable_of_sglang_is_refused(invoke: Invoke, model: Path, script: str) -> None:
     name = "SGLANG_PP_LAYER_PARTITION"
@@ -323,10 +417,9 @@ def test_an_option_replaces_an_unknown_flag(invoke: Invoke, model: Path) -> None
     assert profile(invoke, line, "--tp", 2, "--kv-cache-dtype", "fp8_e5m2")["tp"] == 2
 
 
-def test_arguments_of_a_function_are_not_those_of_the_script(invoke: Invoke, model: Path) -> None:
+def test_arguments_of_a_script_can_hold_any_flag(invoke: Invoke, model: Path) -> None:
     line = f'sglang serve {model} {FLAGS} "$@"'
-    assert "passes on arguments of its own" in invoke("profile", "--launch", line).stderr
-    for script in (f"run() {{ {line}; }}\nrun --tp 8", f"set -- --tp 8\n{line}"):
+    for script in (line, f"run() {{ {line}; }}\nrun --tp 8", f"set -- --tp 8\n{line}"):
         assert "$@ can hold any flag" in refused(invoke, script)
     assert "$@ can hold any flag" in refused(invoke, f"bash -c '{line}' - --tp 8")
 
@@ -443,6 +536,19 @@ def test_compose_files(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     assert profile(invoke, file)["pp_partition"] == [30, 2]
 
 
+def test_variables_in_words_of_compose_are_those_of_its_own_shell(
+    invoke: Invoke, model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "compose.yml"
+    for command in ('"--model-path FOLDER --tp $TP"', '[sh, -c, "sglang serve FOLDER --tp $TP"]'):
+        file.write_text(
+            "services: {engine: {environment: {TP: 2}, command: COMMAND}}".replace(
+                "COMMAND", command.replace("FOLDER", f"{model} {FLAGS}")
+            )
+        )
+        assert "--tp-size: $TP is unknown" in refused(invoke, file)
+
+
 def test_a_running_server_is_read_by_its_process(
     invoke: Invoke, model: Path, tmp_path: Path
 ) -> None:
@@ -547,6 +653,11 @@ def test_store_options_in_a_file_are_read(invoke: Invoke, model: Path, tmp_path:
          "--launch: has no command that launches an SGLang server; give one, such as python -m"),
         ("sglang serve 'FOLDER", "--launch: line 1: a quote or a parenthesis is not closed; close"),
         (f"sglang serve FOLDER --tp 2 --host {'h' * 300} --xyzzy", "no flag --xyzzy"),
+        ("sglang serve FOLDER \\\r\n --tp 2\r\n", "has line ends of Windows (CRLF), which bash"),
+        ("sglang serve ~/m", "--model-path: ~/m is unknown (only an execution tells it); write"),
+        ("sglang serve FOLDER --host *", "* can hold any flag (bash can replace it by several"),
+        ("C='sglang serve FOLDER'\nC+=' --tp 2'\n$C",
+         "${C[@]} can hold any flag (line 2 can change it)"),
         ("[1, 2]", "--launch: the list of words: 1 is no text; put it in quotes"),
         ("@none.sh", "none.sh: cannot read: No such file or directory; check the path"),
     ],
@@ -590,14 +701,14 @@ def test_other_sources_are_refused(invoke: Invoke, model: Path, tmp_path: Path) 
     ("script", "said"),
     [
         ("A0=xx\n" + "".join(f"A{n}=$A{n - 1}$A{n - 1}\n" for n in range(1, 60)),
-         "variables expand to more than 4194304"),
+         "variables expand to more than 1048576"),
         ('export A=\'x sglang "$A"\'; echo "$A"', "has no command that launches"),
-        ("$(" * 5_000, "expansions are nested more than 64 times"),
+        ("$(" * 5_000, "expansions are nested too deep"),
         ('"' * 5_001, "is not closed"),
         ("cat <<a\na\n" * 20_000, "has no command that launches"),
         ("cat" + " <<a" * 20_000 + "\n" + "a\n" * 20_000, "has no command that launches"),
         ("cat" + " <<a" * 20_000 + "\nx", "has no last line"),
-        ("((<<" * 20_000, "expansions are nested more than 64 times"),
+        ("((<<" * 20_000, "expansions are nested too deep"),
         ("((<<" * 20, "is not closed"),
     ],
     ids=["doubled", "itself", "expansions", "quotes", "documents", "document ends",
