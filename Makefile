@@ -80,7 +80,7 @@ lint: .venv/.dev
 	$(BIN)/lint-imports
 
 man: .venv/.runtime
-	$(BIN)/python -m hicachectl.cli.manpages man
+	$(BIN)/python -m hicachectl.cli.manpages.pages man
 	$(BIN)/hicachectl completion bash > hicachectl/packaging/completions/hicachectl
 	$(BIN)/hicachectl completion zsh > hicachectl/packaging/completions/_hicachectl
 	$(BIN)/hicachectl completion fish > hicachectl/packaging/completions/hicachectl.fish

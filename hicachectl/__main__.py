@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may not be encodable in the locale
             stream.reconfigure(errors="backslashreplace")
-    if instruction := os.environ.get("_HICACHECTL_COMPLETE"):  # `completions.VARIABLE`
-        import_module("hicachectl.cli.completions").complete(instruction)
+    if instruction := os.environ.get("_HICACHECTL_COMPLETE"):  # the scripts of `completion` set it
+        import_module("hicachectl.cli.commands.completion").complete(instruction)
     status = _flush(run(sys.argv[1:] if arguments is None else arguments))
     with suppress(OSError, ValueError):
         sys.stderr.flush()

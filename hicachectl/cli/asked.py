@@ -1,10 +1,13 @@
-"""Requests and pages that the options of a command name."""
+"""Requests, pages and checks that the options of a command name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from hicachectl.cli.parameters import on_command_line
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.objects import AXES
 from hicachectl.formats.wording import GIVE_PROFILE
@@ -13,11 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from hicachectl.backends.base import Store
     from hicachectl.formats.profile import Profile
     from hicachectl.pages.selection import Selection
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.requests.chains import Hashing, Requests
+    from hicachectl.requests.measuring import HitsRequest
     from hicachectl.requests.reading import PromptTokenizer
+    from hicachectl.verification.request import VerifyRequest
 
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
@@ -127,6 +133,54 @@ def _planned_pages(request: PrewarmRequest, path: Path) -> PrewarmRequest:
     return replace(request, requests=requests, rank=rank_by_plan(planned.pages))
 
 
+def asked_hits(
+    options: Mapping[str, Any], profile: Profile | None, choice: Selection
+) -> HitsRequest:
+    """Return the requests of the options, to measure how much of them a store can serve."""
+    from hicachectl.requests.measuring import HitsRequest
+
+    return HitsRequest(
+        requests=asked_requests(options, asked_hashing(profile, options)),
+        profile=profile,
+        choice=choice,
+        threshold=options["prefetch_threshold"],
+    )
+
+
+def asked_checks(
+    ctx: click.Context,
+    store: Store,
+    options: Mapping[str, Any],
+    profile: tuple[Profile | None, str],
+    **more: Any,
+) -> VerifyRequest:
+    """Return the checks of the options.
+
+    profile: the profile, and why it describes no objects.
+    more: further fields of the request.
+    Raises click.UsageError for a check that --checks names and that cannot run.
+    """
+    from hicachectl.verification.request import Sample, VerifyRequest
+
+    sampled = options["sample"]
+    request = VerifyRequest(
+        profile=profile[0],
+        collision=profile[1],
+        checks=options["checks"],
+        grace_seconds=options["grace"],
+        sample=Sample.parse(sampled, options["sample_slice"]) if sampled else None,
+        time_limit_seconds=options["time_limit"],
+        allow_empty=options["allow_empty"],
+        buffer_bytes=options["buffer_bytes"],
+        bytes_per_second=options["bwlimit"],
+        **more,
+    )
+    if on_command_line(ctx, "checks"):
+        for check, why in request.impossible(store).items():
+            raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
+    return request
+
+
 def of_requests(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the flags of a profile that only set the hashing of requests or choose a deployment.
 
@@ -155,13 +209,8 @@ def refuse_choice(choice: Selection, options: Mapping[str, Any]) -> None:
 
 
 def refuse_other_sources(options: Mapping[str, Any], sources: Iterable[str]) -> None:
-    """Raise UsageError unless the options name exactly one source of requests.
-
-    Also raises it for --tokenizer without --prompts.
-    """
+    """Raise UsageError unless the options name exactly one source of requests."""
     names = list(sources)
     if sum(bool(options[name]) for name in names) != 1:
         shown = [f"--{name.rstrip('_').replace('_', '-')}" for name in names]
         raise UsageError(f"Give exactly one of {', '.join(shown[:-1])} and {shown[-1]}")
-    if options["tokenizer"] and not options["prompts"]:
-        raise UsageError("--tokenizer needs --prompts")

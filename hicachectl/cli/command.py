@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource, augment_usage_errors
 
-from hicachectl.cli.parameters import long_name, sections
+from hicachectl.cli.parameters import long_name, refuse_lonely, sections
 from hicachectl.cli.session import remark
 from hicachectl.cli.settings import (
     named_settings,
@@ -62,10 +62,10 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, with its settings of the environment and the config file."""
         refuse_server_variables(self)
-        for text in unused_variables(ctx):
-            remark(ctx, text)
+        remark(ctx, *unused_variables(ctx))
         with named_variables(ctx):
             settle(ctx)
+            refuse_lonely(ctx)
             with named_settings(ctx):
                 return super().invoke(ctx)
 

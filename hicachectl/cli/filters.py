@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.options import FILE, NameList, PointInTime
 from hicachectl.cli.parameters import FILTERS, on_command_line, options_of, stack
 from hicachectl.cli.session import moment_of, remark
+from hicachectl.cli.values import FILE, NameList, PointInTime
 from hicachectl.formats.objects import AXES
 from hicachectl.text.vocabulary import STATES
 
@@ -20,22 +20,19 @@ if TYPE_CHECKING:
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.selection import Selection
 
+_filter = FILTERS.option
 _FLAGS = ("tag", *AXES)  # options of these names also describe a profile
 _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
-    "model": FILTERS.option(
-        "--model",
-        metavar="NAME",
-        help="Only this model, as org/name or org-name.",
-    ),
-    "tag": FILTERS.option(
+    "model": _filter("--model", metavar="NAME", help="Only this model, as org/name or org-name."),
+    "tag": _filter(
         "--tag",
         absence="--no-tag",
         metavar="TAG",
         help="Only pages with this Mooncake extra_backend_tag.",
     ),
-    "no_tag": FILTERS.option("--no-tag", is_flag=True, help="Only pages without a tag."),
+    "no_tag": _filter("--no-tag", is_flag=True, help="Only pages without a tag."),
     **{
-        axis: FILTERS.option(
+        axis: _filter(
             f"--{axis}",
             type=click.IntRange(1),
             metavar="N",
@@ -43,35 +40,31 @@ _OPTIONS: Mapping[str, Callable[[Any], Any]] = {
         )
         for axis in AXES
     },
-    "pool": FILTERS.option("--pool", metavar="POOL", help="Only pages that have this pool."),
-    "page": FILTERS.option(
-        "--page",
-        metavar="PREFIX",
-        help="Only pages whose hash starts with PREFIX.",
-    ),
-    "state": FILTERS.option(
+    "pool": _filter("--pool", metavar="POOL", help="Only pages that have this pool."),
+    "page": _filter("--page", metavar="PREFIX", help="Only pages whose hash starts with PREFIX."),
+    "state": _filter(
         "--state",
         type=NameList(STATES),
         help="Only pages in these states; see PAGE STATES in hicachectl(1).",
     ),
-    "since": FILTERS.option(
+    "since": _filter(
         "--since",
         type=PointInTime(),
         help="Only pages written since TIME (ISO 8601, or an age such as 2h).",
     ),
-    "before": FILTERS.option(
+    "before": _filter(
         "--before",
         type=PointInTime(),
         help="Only pages last written before TIME (ISO 8601, or an age such as 7d).",
     ),
-    "pages": FILTERS.option(
+    "pages": _filter(
         "--pages",
         type=FILE,
         help="Only pages in FILE. A line is a page hash, or a row of ls --format jsonl, which "
         "stands for one group of the page.",
     ),
 }
-_NO_TAG_BESIDE_FLAGS = FILTERS.option(
+_NO_TAG_BESIDE_FLAGS = _filter(
     "--no-tag",
     is_flag=True,
     help="Only pages without a tag. --tag, --tp, --pp, --cp and --dcp are filters too, unless they "

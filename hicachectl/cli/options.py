@@ -1,19 +1,15 @@
-"""Options that several commands share, and the values they parse to."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-import os
 import re
-from datetime import datetime
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.registry import page_codes, remedies
-from hicachectl.cli.completions import store_names
-from hicachectl.cli.kept_files import head_of, kept_kind
 from hicachectl.cli.parameters import (
     AT_MERGE,
     MOONCAKE,
@@ -37,243 +33,55 @@ from hicachectl.cli.parameters import (
     own_option,
     stack,
 )
-from hicachectl.formats.errors import UsageError
+from hicachectl.cli.values import (
+    FILE,
+    FORMATS,
+    Duration,
+    MetricsFile,
+    OutputFile,
+    RunPath,
+    Share,
+    Size,
+)
+from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.models.flag_table import OPTIONS
-from hicachectl.formats.sizes import parse_size
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from click.shell_completion import CompletionItem
 
     from hicachectl.formats.models.flag_table import Flag
 
-FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
-
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST_S = 100 * 365.25 * 86400
-_LATEST_S = 2**63 // 10**9 - 1  # stores keep times as nanoseconds in 64 bits
+# Shells put a name into the command line as it is, where `$(…)` would be executed.
+_OFFERED = re.compile(r"(?![-=])[\w@%+=:,./-]+")
 
 
-def _shown(value: str) -> str:
-    return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
+def store_names(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem[str]]:
+    """Offer the stores of the config file, and directories."""
+    from click.shell_completion import CompletionItem
 
+    from hicachectl.backends.urls import load_config
 
-class Duration(click.ParamType[Any]):
-    """A duration such as 90s, 10m, 2h or 7d, in seconds."""
+    def is_offered(name: str) -> bool:
+        """Return whether a name continues the word, and means nothing else to a shell."""
+        return name.startswith(incomplete) and _OFFERED.fullmatch(name) is not None
 
-    name = "duration"
+    names: list[str] = []
+    with suppress(HicacheError):  # a bad config hides no directory
+        config = ctx.find_root().params.get("config")
+        names = sorted(
+            f"{name}:" for name in load_config(None if config is None else str(config)).stores
+        )
+    # bash forgets what comes before the directories.
+    return [
+        CompletionItem(incomplete, type="dir"),
+        *(CompletionItem(name) for name in names if is_offered(name)),
+    ]
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Parse a text; pass a number through."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", value)
-        if match is None:
-            self.fail(f"{_shown(value)} is not a duration; write 90s, 10m, 2h or 7d", param, ctx)
-        seconds = float(match[1]) * _SECONDS[match[2]]
-        if seconds > _LONGEST_S:
-            self.fail(f"{_shown(value)} is longer than 100 years", param, ctx)
-        return seconds
-
-
-class Share(click.ParamType[Any]):
-    """A share from 0 to 1, such as 0.9 or 90%."""
-
-    name = "share"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Parse a text; pass a number through."""
-        if isinstance(value, (int, float)):
-            return float(value)
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", value)
-        share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
-        if not 0 <= share <= 1:
-            self.fail(f"{_shown(value)} is not a share; write 0.9 or 90%", param, ctx)
-        return share
-
-
-class PointInTime(click.ParamType[Any]):
-    """A time in ISO 8601, or an age such as 7d, in Unix seconds; an `Ago` for an age."""
-
-    name = "time"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Parse a text; pass a number through."""
-        if isinstance(value, float):
-            return value
-        if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", value):
-            from hicachectl.text.units import Ago
-
-            return Ago(Duration().convert(value, param, ctx))
-        try:
-            seconds = datetime.fromisoformat(value).timestamp()
-        except (ValueError, OverflowError):
-            self.fail(f"{_shown(value)} is neither ISO 8601 nor an age such as 7d", param, ctx)
-        if abs(seconds) > _LATEST_S:
-            self.fail(f"{_shown(value)} is not between the years 1678 and 2262", param, ctx)
-        return seconds
-
-
-class Size(click.ParamType[Any]):
-    """A size such as 200GiB or 1.5TB, or a number of bytes; in bytes."""
-
-    name = "size"
-
-    def __init__(self, least: int = 0) -> None:
-        self.least = least
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse a text; pass a number through."""
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(value, self.least)
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
-class NameList(CommaList):
-    """A comma-separated list of names, each one of the choices if there are choices."""
-
-    def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
-        self._choices = choices
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """Return the allowed names; empty if any name is allowed."""
-        return self._choices() if callable(self._choices) else self._choices
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the choices, or NAME,... without choices."""
-        return ",".join(self.choices) or "NAME,..."
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
-        """Offer the choices that the list lacks."""
-        from click.shell_completion import CompletionItem
-
-        given, comma, name = incomplete.rpartition(",")
-        left = [choice for choice in self.choices if choice not in given.split(",")]
-        return [CompletionItem(f"{given}{comma}{c}") for c in left if c.startswith(name)]
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Split and check the text; pass a tuple through."""
-        names = value if isinstance(value, tuple) else tuple(value.split(","))
-        choices = self.choices
-        for name in names:
-            if choices and name not in choices:
-                self.fail(f"{name!r} is not one of {', '.join(choices)}", param, ctx)
-        return names
-
-
-class RepairCode(click.Choice[str]):
-    """A finding code that `verify --repair` can act on."""
-
-    def __init__(self) -> None:
-        super().__init__(page_codes())
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return CODE; the list of choices would be too long."""
-        return "CODE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the code; for a code without a page, fail and name the remedy."""
-        if instead := remedies().get(value):
-            self.fail(f"{value} does not concern a page, so --repair cannot act; {instead}", param,
-                      ctx)  # fmt: skip
-        self.choices = page_codes()  # a check may have been registered in the meantime
-        return super().convert(value, param, ctx)
-
-
-class RunPath(click.Path):
-    """A run directory: a path, never a URL."""
-
-    def __init__(self) -> None:
-        super().__init__(file_okay=False, path_type=Path)
-
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Path:
-        """Check the text."""
-        text = os.fspath(value)
-        if "://" in text:
-            self.fail(f"{text} is a URL; give the path of a directory", param, ctx)
-        super().convert(value, param, ctx)
-        return Path(text)
-
-
-class OutputFile(click.Path):
-    """A file to write, or - for stdout.
-
-    A bare word that is a format is refused, and a file that another command may need.
-
-    replaces: what the file may be that is replaced, as `kept_kind` returns it.
-    """
-
-    def __init__(self, formats: tuple[str, ...] = FORMATS, *, replaces: str = "") -> None:
-        super().__init__(dir_okay=False, readable=False, path_type=Path)
-        self.formats = formats
-        self.replaces = replaces
-
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Path:
-        """Check the text."""
-        name = os.fspath(value)
-        if name in self.formats:
-            raise UsageError(
-                f"-o {name}: is a format, not a file; use --format {name}, or -o ./{name} for a "
-                "file of that name"
-            )
-        if name == "-":
-            return Path("/dev/stdout")  # the name by which `whole_file` knows it
-        super().convert(value, param, ctx)
-        if (kind := kept_kind(Path(name))) and kind != self.replaces:
-            raise UsageError(f"-o {name}: is {kind}, and is not replaced; give another file")
-        return Path(name)
-
-
-class MetricsFile(click.Path):
-    """A file for metrics; one with other content is refused."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Path:
-        """Check the file."""
-        super().convert(value, param, ctx)
-        path = Path(value)
-        head = head_of(path)
-        if head.strip() and b"# HELP hicachectl_" not in head:
-            raise UsageError(
-                f"--metrics-file {path}: exists and has no metrics of hicachectl; give another file"
-            )
-        return path
-
-
-FILE = click.Path(dir_okay=False, path_type=Path)
 
 store_argument = argument("store", metavar="STORE", shell_complete=store_names)
 
@@ -401,41 +209,34 @@ profile_options = stack(
     ),
 )
 
+_to = TRANSFORM.option
 transform_options = stack(
-    TRANSFORM.option(
-        "--to-profile", type=FILE, help="Write the pages for the deployment of this profile."
-    ),
-    TRANSFORM.option("--to-model", metavar="NAME", help="Served model name to write."),
-    TRANSFORM.option(
+    _to("--to-profile", type=FILE, help="Write the pages for the deployment of this profile."),
+    _to("--to-model", metavar="NAME", help="Served model name to write."),
+    _to(
         "--to-tag",
         absence="--to-no-tag",
         metavar="TAG",
         help="Mooncake: extra_backend_tag to write.",
     ),
-    TRANSFORM.option("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
-    TRANSFORM.option(
-        "--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."
-    ),
-    TRANSFORM.option(
-        "--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."
-    ),
-    TRANSFORM.option(
+    _to("--to-no-tag", is_flag=True, help="Mooncake: write keys without a tag."),
+    _to("--to-tp", type=click.IntRange(1), metavar="N", help="Attention TP size to write."),
+    _to("--to-pp", type=click.IntRange(1), metavar="N", help="Pipeline stages to write."),
+    _to(
         "--to-pp-partition",
         type=CommaList(),
         metavar="N,N,…",
         help="Layers of each pipeline stage to write.",
     ),
-    TRANSFORM.option(
+    _to(
         "--to-tp-lcm-size",
         type=click.IntRange(1),
         metavar="N",
         help="Mooncake with split heads: tp_lcm_size to write.",
     ),
-    TRANSFORM.option("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
-    TRANSFORM.option(
-        "--to-sglang", metavar="VERSION", help="Write what this SGLang release reads."
-    ),
-    TRANSFORM.option(
+    _to("--to-layout", metavar="LAYOUT", help="Memory layout to write."),
+    _to("--to-sglang", metavar="VERSION", help="Write what this SGLang release reads."),
+    _to(
         "--trailers",
         type=click.Choice(["auto", "write", "drop"]),
         default="auto",
@@ -464,10 +265,7 @@ buffer_option = RESOURCES.option(
     help="Memory to read objects into.",
 )
 bwlimit_option = RESOURCES.option(
-    "--bwlimit",
-    type=Size(least=1),
-    divided=SHARED,
-    help="Read at most this many bytes per second.",
+    "--bwlimit", type=Size(least=1), divided=SHARED, help="Read at most this many bytes per second."
 )
 
 parts_options = stack(
@@ -502,6 +300,7 @@ parts_options = stack(
     ),
     PARTS.option(
         "--workers",
+        needs="--ray",
         type=click.IntRange(1, 10_000),
         metavar="N",
         help="Parts that --ray does at once, on all nodes together.  [default: one on each node]",
@@ -534,6 +333,7 @@ request_options = stack(
     own_option(
         "--tokenizer",
         type=click.Path(file_okay=False, path_type=Path),
+        needs="--prompts",
         repeats=False,
         divided=OWN_VALUE,
         metavar="DIR",
@@ -543,10 +343,7 @@ request_options = stack(
 )
 
 model_option = PROFILE.option(
-    "--model",
-    variable=False,
-    metavar="NAME",
-    help="Choose one of several models in STORE.",
+    "--model", variable=False, metavar="NAME", help="Choose one of several models in STORE."
 )
 
 prefetch_threshold_option = SERVERS.option(
@@ -591,6 +388,7 @@ def sample_options(section: Section, day: str, *, repeats: bool) -> Callable[[F]
         ),
         section.option(
             "--sample-slice",
+            needs="--sample",
             type=click.IntRange(0),
             metavar="K",
             repeats=repeats,
@@ -605,12 +403,6 @@ def sample_options(section: Section, day: str, *, repeats: bool) -> Callable[[F]
             help="Start no further read after this duration.",
         ),
     )
-
-
-def refuse_slice_alone(options: Mapping[str, Any]) -> None:
-    """Raise click.UsageError for --sample-slice without --sample."""
-    if options["sample_slice"] is not None and not options["sample"]:
-        raise click.UsageError("--sample-slice needs --sample")
 
 
 fail_on_option = own_option(
@@ -631,13 +423,18 @@ allow_empty_option = own_option(
     help="Accept a store without any page, which is refused else: it may not be mounted.",
 )
 
-allow_shrink_option = RECORDS.option(
-    "--allow-shrink",
-    is_flag=True,
-    repeats=False,
-    divided=AT_MERGE,
-    help="Write a catalog with fewer than half as many entries as before.",
-)
+
+def allow_shrink_option(needs: str = "") -> Callable[[F], F]:
+    """Return the option --allow-shrink of a command. needs: see `Option`."""
+    return RECORDS.option(
+        "--allow-shrink",
+        is_flag=True,
+        needs=needs,
+        repeats=False,
+        divided=AT_MERGE,
+        help="Write a catalog with fewer than half as many entries as before.",
+    )
+
 
 min_usable_option = own_option(
     "--min-usable",

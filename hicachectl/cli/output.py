@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
@@ -20,14 +19,15 @@ import pyarrow.compute as pc
 from hicachectl import __version__
 from hicachectl.backends.disk.durable import whole_file
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.session import remark
+from hicachectl.cli.session import locked, remark
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.wording import lost_stdout
-from hicachectl.results import Shown, undone_line
+from hicachectl.formats.wording import lock_held, lost_stdout
+from hicachectl.results import DEFAULT_LIMIT, Shown, undone_line
 from hicachectl.text.jsontext import json_rows, json_text, json_values
-from hicachectl.text.tables import NO_SCREEN, Screen, printable, table_lines
+from hicachectl.text.tables import NO_SCREEN, Screen, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     import click
@@ -38,42 +38,6 @@ SCHEMA_VERSION = 1
 _BINARY_FORMATS = ("parquet", "arrow")
 _ROWS_AT_ONCE = 65_536
 _FORMULA_PATTERN = "^[=+@\uff1d\uff0b\uff0d\uff20-]"  # spreadsheets accept full-width signs too
-
-Human = Callable[[pa.Table], pa.Table]
-
-
-def write_rows(
-    rows: pa.Table,
-    *,
-    name: str,
-    human: Human,
-    output_format: str,
-    output: Path | None,
-) -> None:
-    """Write rows in the chosen format.
-
-    name: member of the `json` document for the rows.
-    human: returns the text columns of the `table` format for some rows.
-    """
-    with _destination(output, output_format) as stream:
-        if output_format == "table":
-            _write_lines(stream, table_lines(human(rows), _screen(stream)))
-        elif output_format == "jsonl":
-            _write_lines(stream, _joined(rows, "\n"))
-        elif output_format == "json":
-            stream.write(_document_head() + f', "{name}": [')
-            for number, text in enumerate(_joined(rows, ",\n")):
-                stream.write((",\n" if number else "\n") + text)
-            stream.write("\n]}\n")
-        else:
-            _write_columnar(rows, output_format, stream)
-
-
-def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
-    """Write the rows of several tables as JSON lines, table by table."""
-    with _destination(output, "jsonl") as stream:
-        for rows in tables:
-            _write_lines(stream, _joined(rows, "\n"))
 
 
 def write_document(
@@ -90,54 +54,81 @@ def write_document(
     name: member of the document for the rows.
     text: returns the lines of the `table` format; its argument is the terminal.
     """
-    if output_format not in ("table", "json"):
-        write_rows(rows, name=name, human=lambda r: r, output_format=output_format, output=output)
-        return
-    if output_format == "table":
-        with _destination(output, output_format) as stream:
+    with _destination(output, output_format) as stream:
+        if output_format == "table":
             _write_lines(stream, text(_screen(stream)))
-        return
-    members = {key: rows if key == name else value for key, value in document.items()}
-    pieces = _document_pieces(members)
-    with _destination(output, "json") as stream:
-        stream.writelines(pieces)
+        elif output_format == "json":
+            members = {key: rows if key == name else value for key, value in document.items()}
+            stream.writelines(_document_pieces(members))
+        elif output_format == "jsonl":
+            _write_lines(stream, _joined(rows, "\n"))
+        else:
+            _write_columnar(rows, output_format, stream)
 
 
-def write_result(
+def write_report(
     ctx: click.Context,
-    result: Result,
-    output_format: str,
-    output: Path | None,
-    *,
-    shown: Shown = Shown(),  # noqa: B008 - frozen
-    metrics_file: Path | None = None,
+    document: Mapping[str, Any],
+    rows: pa.Table,
+    name: str,
+    text: Callable[[Screen], Iterator[str]],
 ) -> None:
+    """Write a report in the format and to the file that a command's options name.
+
+    Arguments as in `write_document`.
+    """
+    chosen = {option: ctx.params[option] for option in ("output_format", "output")}
+    write_document(document, rows=rows, name=name, text=text, **chosen)
+
+
+def write_json_lines(tables: Iterable[pa.Table], output: Path | None) -> None:
+    """Write the rows of several tables as JSON lines, table by table."""
+    with _destination(output, "jsonl") as stream:
+        for rows in tables:
+            _write_lines(stream, _joined(rows, "\n"))
+
+
+def write_run(
+    ctx: click.Context, run: Callable[[], Result | None], nothing: Callable[[], Result]
+) -> None:
+    """Do a run under the lock of --lock, and write its result as `write_result` does.
+
+    run: does the run; returns None if there is nothing to write.
+    nothing: returns the result of a run that did nothing, because another process has the lock.
+    """
+    path = ctx.params["lock"]
+    with locked(path) as is_ours:
+        result = run() if is_ours else nothing().stopped_by_lock(lock_held(path))
+    if result is not None:
+        write_result(ctx, result, metrics=is_ours)
+
+
+def write_result(ctx: click.Context, result: Result, *, metrics: bool = True) -> None:
     """Write the metrics, the messages and the document of a result, and end as it says.
 
     With --quiet, remarks are left out, and so is the table of a run that ends with 0 and was no dry
     run. The table says what was not done; without it, a line does.
 
-    metrics_file: None writes no metrics. Raises UsageError for a command without metrics.
+    metrics: whether to write --metrics-file. Raises UsageError for a command without metrics.
     """
-    if metrics_file is not None:
+    options = ctx.params
+    if metrics and (path := options.get("metrics_file")) is not None:
         from hicachectl.cli.metrics import write_metrics_of
 
         name = result.command or str(ctx.command.name)
-        write_metrics_of(name, metrics_file, result.document, succeeded=result.succeeded)
+        write_metrics_of(name, path, result.document, succeeded=result.succeeded)
     for said in dict.fromkeys([*result.remarks, *result.undone]):
         remark(ctx, said, failure=said in result.undone)
     quiet = ctx.obj.quiet and result.succeeded and not result.dry_run
     if quiet and not result.undone and (line := undone_line(result.document)):
         remark(ctx, line, failure=True)
-    if not (quiet and output_format == "table" and output is None):
-        write_document(
-            result.document,
-            rows=result.rows,
-            name=result.rows_name,
-            output_format=output_format,
-            output=output,
-            text=lambda screen: result.lines(result.document, screen, shown),
-        )
+    if not (quiet and options["output_format"] == "table" and options["output"] is None):
+        shown = Shown(options.get("limit") or DEFAULT_LIMIT, options.get("all_findings", False))
+
+        def lines(screen: Screen) -> Iterator[str]:
+            return result.lines(result.document, screen, shown)
+
+        write_report(ctx, result.document, result.rows, result.rows_name, lines)
     if result.dry_run:
         remark(ctx, "Dry run: nothing was changed")
     if result.ending is not None:

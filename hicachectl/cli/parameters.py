@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import click
 from click.core import ParameterSource
 
+from hicachectl.formats.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -97,14 +99,31 @@ PROFILE = Section("Profile", variable=True, describes=True, repeats=True, divide
 SERVERS = Section("Server flags", describes=True, repeats=True, divided=SAME)
 
 
-class CommaList(click.ParamType[Any]):
+class Parsed(click.ParamType[Any]):
+    """A value made from a text by `parsed`; other values pass through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a text, or fail with the message of `parsed`."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self.parsed(value)
+        except (ValueError, UsageError) as error:
+            self.fail(str(error), param, ctx)
+
+    def parsed(self, text: str) -> Any:
+        """Return the value of a text. Raises ValueError or UsageError, whose text says why."""
+        raise NotImplementedError
+
+
+class CommaList(Parsed):
     """A text of members between commas; subclasses parse it further."""
 
     name = "list"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Pass the text through."""
-        return value
+    def parsed(self, text: str) -> Any:
+        """Return the text."""
+        return text
 
 
 class _Given(click.Parameter):
@@ -159,6 +178,7 @@ class Option(_Given, click.Option):
     """An option of a section of the help; click's own options belong to the section `OWN`.
 
     absence: the option that says in a word what an empty value could mean.
+    needs: the option without which this one is refused, with its value; empty for none.
     entry: where the config file states the value; None for an option that it cannot state.
     writes: whether the command writes to its store only with this option or another such one.
 
@@ -177,6 +197,7 @@ class Option(_Given, click.Option):
         section: Section,
         variable: bool | None = None,
         absence: str = "",
+        needs: str = "",
         entry: Entry | None = None,
         writes: bool = False,
         describes: bool | None = None,
@@ -187,6 +208,7 @@ class Option(_Given, click.Option):
         super().__init__(*args, **attributes)
         self.section = section
         self.absence = absence
+        self.needs = needs
         self.entry = entry
         self.writes = writes
         self.describes = section.describes if describes is None else describes
@@ -236,6 +258,20 @@ def stack(*decorators: Callable[[F], F]) -> Callable[[F], F]:
         return function
 
     return apply
+
+
+def refuse_lonely(ctx: click.Context) -> None:
+    """Raise click.UsageError for an option without the option that it needs."""
+    options = options_of(ctx.command)
+    given = {
+        long_name(option)
+        for option in options
+        if ctx.params.get(str(option.name)) not in (None, False, ())
+    }
+    for option in options:
+        needed = option.needs.partition(" ")[0]
+        if needed and long_name(option) in given and needed not in given:
+            raise click.UsageError(f"{long_name(option)} needs {option.needs}")
 
 
 def options_of(command: click.Command) -> list[Option]:

@@ -1,18 +1,20 @@
-"""Helpers that commands share: open the store, show progress, print remarks."""
+"""Steps that commands share: open the store, ask, lock, show progress, print remarks."""
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from hicachectl.formats.errors import UsageError
 from hicachectl.text.terminal import message_text, mute_native_logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from hicachectl.backends.base import Store
@@ -131,6 +133,45 @@ def quarantine_directory(ctx: click.Context, text: str) -> Path:
     return own if own.is_dir() and not links else directory
 
 
+def require_consent(options: Mapping[str, Any]) -> None:
+    """Raise UsageError if a question is needed but stdin is not a terminal."""
+    if not (options["yes"] or options["dry_run"] or sys.stdin.isatty()):
+        raise UsageError("Cannot ask: standard input is not a terminal; give --yes or --dry-run")
+
+
+def agreed(options: Mapping[str, Any], question: str) -> bool:
+    """Return whether to go on; ask on the terminal unless --yes or --dry-run is given."""
+    return options["yes"] or options["dry_run"] or click.confirm(question, err=True)
+
+
+@contextmanager
+def locked(path: Path | None) -> Iterator[bool]:
+    """Hold the flock(2) lock of a file during the block; yield False if another process holds it.
+
+    Without a path, nothing is locked. A missing file is created, and never removed. Raises
+    UsageError if the file cannot be opened or locked, UntrustedError if it is a link, a special
+    file, or owned by an untrusted user.
+    """
+    if path is None:
+        yield True
+        return
+    from hicachectl.backends.disk.directory import Directory
+    from hicachectl.backends.disk.durable import lock
+    from hicachectl.formats.wording import failed
+
+    parent, name = os.path.split(os.path.abspath(path))  # noqa: PTH100 - as in FileStore
+    with ExitStack() as held:
+        try:
+            directory = held.enter_context(Directory.named(parent, writes=True))
+            descriptor = directory.open_lock(name)
+            held.callback(os.close, descriptor)
+            is_ours = lock(descriptor)
+        except OSError as error:
+            next_step = "give a file in a directory that exists and that you can write to"
+            raise UsageError(failed(f"--lock {path}", "lock the file", error, next_step)) from error
+        yield is_ours
+
+
 @contextmanager
 def progress(ctx: click.Context, what: str, unit: str) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr if stderr is a terminal and the work takes longer than a second."""
@@ -170,15 +211,16 @@ def _bar(ctx: click.Context, what: str, unit: str, *, unit_divisor: int = 1000) 
         yield bar
 
 
-def remark(ctx: click.Context, text: str, *, failure: bool = False) -> None:
-    """Print a remark on stderr, unless --quiet is given.
+def remark(ctx: click.Context, *texts: str, failure: bool = False) -> None:
+    """Print remarks on stderr, unless --quiet is given.
 
-    failure: the text says why the exit status is not 0, or what was not done, so it is printed in
-        any case.
+    failure: the texts say why the exit status is not 0, or what was not done, so they are printed
+        in any case.
     """
     settings: Settings = ctx.obj
     if failure or not settings.quiet:
-        click.echo(f"hicachectl: {message_text(text)}", err=True)
+        for text in texts:
+            click.echo(f"hicachectl: {message_text(text)}", err=True)
 
 
 def remark_wait(ctx: click.Context, seconds: float, pages: int) -> None:

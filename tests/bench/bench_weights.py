@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from hicachectl.backends.disk.weights import read_checkpoint
-from hicachectl.cli.options import Size
+from hicachectl.cli.values import Size
 from tests.checkpoints import CONFIG, ITEM_BYTES, write_shard
 
 if TYPE_CHECKING:

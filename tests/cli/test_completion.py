@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicachectl.cli.commands.completion import joined_words
 from hicachectl.cli.group import cli
-from hicachectl.cli.shells import joined_words
 from tests.skips import need_tool
 from tests.stores import put, put_pages
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # The program, with time for a busy machine: it answers nothing after its limits.
 PATIENT = (
-    "import hicachectl.cli.completions as c; c._LIMIT_S = 100.0;"
+    "import hicachectl.cli.commands.completion as c; c._LIMIT_S = 100.0;"
     "from hicachectl.__main__ import main; main()"
 )
 

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.cli.output import write_rows
+from hicachectl.cli.output import write_document
 from hicachectl.formats.errors import UsageError
 from hicachectl.text.jsontext import json_rows, json_values
 from hicachectl.text.tables import NO_SCREEN, Screen, table_lines
 from tests.stores import put_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 _ROWS = st.lists(
@@ -78,8 +79,17 @@ PLAIN = [
 ]
 
 
-def written(output_format: str, path: Path) -> bytes:
-    write_rows(ROWS, name="objects", human=lambda r: r, output_format=output_format, output=path)
+def written(
+    output_format: str, path: Path, lines: Callable[[Screen], Iterator[str]] = lambda _: iter(())
+) -> bytes:
+    write_document(
+        {"objects": ROWS},
+        rows=ROWS,
+        name="objects",
+        output_format=output_format,
+        output=path,
+        text=lines,
+    )
     return path.read_bytes()
 
 
@@ -105,11 +115,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("old")
 
-    def fail(_rows: pa.Table) -> pa.Table:
+    def fail(_screen: Screen) -> Iterator[str]:
+        yield "new"
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        write_rows(ROWS, name="objects", human=fail, output_format="table", output=path)
+        written("table", path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import chosen_shard, opened_destination, run_divided
+from hicachectl.cli.commands.parts import chosen_division, opened_destination, run_divided
 from hicachectl.cli.group import COMMANDS, CommandEntry
 from hicachectl.cli.options import lock_option, output_options, parts_options
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 @click.pass_context
 def toy_command(ctx: click.Context, /, store: str, destination: str, **options: Any) -> None:
     """Copy numbers."""
-    shard = chosen_shard(ctx, options)
-    if shard is not None:
+    division = chosen_division(ctx, options)
+    if division is not None:
         job = ToyJob(Path(store), Path(destination), factor=options["factor"])
-        run_divided(ctx, options, shard, job, ToyJob, [])
+        run_divided(ctx, options, division, job, ToyJob, [])
 
 
 # Options of the whole run that merge has.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,11 +12,10 @@ from hicachectl.checks.codes import SEVERITIES, Code
 from hicachectl.checks.registry import codes
 from hicachectl.cli.command import Command
 from hicachectl.cli.options import output_options
-from hicachectl.cli.parameters import argument
+from hicachectl.cli.parameters import Parsed, argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import pyarrow as pa
     from click.shell_completion import CompletionItem
@@ -25,22 +25,19 @@ if TYPE_CHECKING:
 _TITLES = ("meaning", "effect", "remedy", "cost")
 
 
-class FindingCode(click.ParamType[Code]):
+class FindingCode(Parsed):
     """A finding code of a registered check."""
 
     name = "code"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Code:
-        """Return the code; for an unknown one, fail with close ones and the list."""
+    def parsed(self, text: str) -> Code:
+        """Return the code. Raises ValueError for an unknown one, with close ones and the list."""
         known = {code.name: code for code in codes()}
-        name = str(value).strip().lower().replace("_", "-")
+        name = text.strip().lower().replace("_", "-")
         if name not in known:
             close = get_close_matches(name, known, n=1)
             meant = f"did you mean {close[0]}? Give" if close else "give"
-            names = ", ".join(known)
-            self.fail(f"{value!r} is no finding code; {meant} one of {names}", param, ctx)
+            raise ValueError(f"{text!r} is no finding code; {meant} one of {', '.join(known)}")
         return known[name]
 
     def shell_complete(
@@ -64,7 +61,8 @@ Examples:
 )
 @argument("code", metavar="[CODE]", type=FindingCode(), required=False)
 @output_options
-def command(code: Code | None, output_format: str, output: Path | None) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, code: Code | None, **options: Any) -> None:
     """Explain what a finding means, and how to mend it.
 
     CODE is a finding code of verify. explain says what is wrong, what a server does with it, how to
@@ -72,17 +70,11 @@ def command(code: Code | None, output_format: str, output: Path | None) -> None:
 
     hicachectl-findings(7) has the same texts.
     """
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_report
 
     rows = _rows(codes() if code is None else (code,))
-    write_document(
-        {"codes": rows},
-        rows=rows,
-        name="codes",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: _list(screen) if code is None else _one(code),
-    )
+    lines = _list if code is None else partial(_one, code)
+    write_report(ctx, {"codes": rows}, rows, "codes", lines)
 
 
 def _rows(chosen: tuple[Code, ...]) -> pa.Table:
@@ -125,7 +117,7 @@ def _first_sentence(text: str) -> str:
     return text.split(". ", maxsplit=1)[0].split(": ", maxsplit=1)[0].rstrip(".")
 
 
-def _one(code: Code) -> Iterator[str]:
+def _one(code: Code, _screen: Screen) -> Iterator[str]:
     """Yield the explanation of a code."""
     from hicachectl.text.tables import wrapped
 

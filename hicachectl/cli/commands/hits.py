@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.asked import (
-    asked_hashing,
-    asked_requests,
-    of_profile,
-    refuse_choice,
-    refuse_other_sources,
-)
+from hicachectl.cli.asked import asked_hits, of_profile, refuse_choice, refuse_other_sources
 from hicachectl.cli.command import Command
 from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import OF_PAGES, filter_options, selection_of
@@ -30,10 +24,7 @@ from hicachectl.cli.session import opened, progress, remark
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from hicachectl.backends.base import Store
-    from hicachectl.formats.profile import Profile
     from hicachectl.text.tables import Screen
 
 _SOURCES = ("prompts", "token_ids", "pages")
@@ -59,14 +50,7 @@ Examples:
 @output_options
 @profile_options
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    store: str,
-    output_format: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Show how much of each request a store can serve, and which object stops it.
 
     Give the requests with --prompts, --token-ids or --pages. STORE is only read.
@@ -85,15 +69,10 @@ def command(
     hicachectl-hits(1) describes request files.
     """
     refuse_other_sources(options, _SOURCES)
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_report
     from hicachectl.cli.text_tables import hits_for_people
-    from hicachectl.requests.measuring import (
-        HitsRequest,
-        failed_text,
-        measure_hits,
-        passes,
-        served_text,
-    )
+    from hicachectl.profiles.sources import profile_from_options
+    from hicachectl.requests.measuring import failed_text, measure_hits, passes, served_text
     from hicachectl.text.tables import table_lines
 
     with (
@@ -102,29 +81,18 @@ def command(
     ):
         choice = selection_of(ctx, source, options)
         refuse_choice(choice, options)
-        profile = _profile(ctx, source, options)
-        request = HitsRequest(
-            requests=asked_requests(options, asked_hashing(profile, options)),
-            profile=profile,
-            choice=choice,
-            threshold=options["prefetch_threshold"],
-        )
+        # Without a profile in the options, a pack's own is used.
+        profile = profile_from_options(of_profile(options), source, warn=partial(remark, ctx))
+        request = asked_hits(options, profile, choice)
         report = measure_hits(source, request, on_listed=advance)
-    for text in report.remarks:
-        remark(ctx, text)
+    remark(ctx, *report.remarks)
 
     def lines(screen: Screen) -> Iterator[str]:
         yield from table_lines(hits_for_people(report.rows), screen)
         yield served_text(report.document)
 
-    write_document(
-        {"chains": report.rows, **report.document},
-        rows=report.rows,
-        name="chains",
-        output_format=output_format,
-        output=output,
-        text=lines,
-    )
+    document = {"chains": report.rows, **report.document}
+    write_report(ctx, document, report.rows, "chains", lines)
     least = options["min_usable"]
     if least is not None and not passes(report.document, least):
         next_step = "copy pages with hicachectl prewarm, or give a lower share"
@@ -135,10 +103,3 @@ def command(
             )
         remark(ctx, failed_text(report.document, least, next_step), failure=True)
         ctx.exit(FINDINGS)
-
-
-def _profile(ctx: click.Context, store: Store, options: dict[str, Any]) -> Profile | None:
-    """Return the profile of the options, else that of a pack, else None."""
-    from hicachectl.profiles.sources import profile_from_options
-
-    return profile_from_options(of_profile(options), store, warn=partial(remark, ctx))

@@ -22,7 +22,6 @@ from hicachectl.text.vocabulary import SORT_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     import pyarrow as pa
 
@@ -69,8 +68,6 @@ def command(
     summary: bool,
     sort_by: str | None,
     limit: int | None,
-    output_format: str,
-    output: Path | None,
     **options: Any,
 ) -> None:
     """List the pages of a store, or its objects.
@@ -90,7 +87,7 @@ def command(
         raise click.UsageError("--objects cannot be combined with --summary; leave out one of them")
     name = "objects" if objects else "summary" if summary else "pages"
     column = _sort_column(sort_by, name)
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_report
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import take_inventory
     from hicachectl.pages.listing import in_order
@@ -121,8 +118,7 @@ def command(
             say_unjudged(ctx, selection, PageGroups(listed))
         markers = markers_of(source) if summary else []
         free = source.free_bytes() if summary else None
-        for text in (*filter(None, [collision]), *source.remarks):
-            remark(ctx, text)
+        remark(ctx, *filter(None, [collision]), *source.remarks)
         if inventory.is_foreign.all():
             remark(ctx, explain_selection(source, listed, selection))
     rows, human, document = _listed(name, inventory, markers, selection.pool)
@@ -140,14 +136,7 @@ def command(
         if free is not None:
             yield f"{human_size(free)} free in the store"
 
-    write_document(
-        {name: rows, **document},
-        rows=rows,
-        name=name,
-        output_format=output_format,
-        output=output,
-        text=lines,
-    )
+    write_report(ctx, {name: rows, **document}, rows, name, lines)
 
 
 def _listed(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.commands.parts import refuse_inside, write_catalog
 from hicachectl.cli.options import (
-    FILE,
-    RunPath,
     allow_shrink_option,
     findings_options,
     metrics_option,
@@ -21,6 +19,7 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import OWN, argument, own_option
 from hicachectl.cli.session import remark
+from hicachectl.cli.values import FILE, RunPath
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +41,7 @@ Examples:
 @own_option(
     "--catalog", type=FILE, help="Write the digests that --update-catalog recorded to FILE."
 )
-@allow_shrink_option
+@allow_shrink_option()
 @metrics_option(OWN)
 @findings_options
 @output_options
@@ -54,11 +53,7 @@ def command(
     again: bool,
     catalog: Path | None,
     allow_shrink: bool,
-    metrics_file: Path | None,
-    output_format: str,
-    output: Path | None,
-    limit: int | None,
-    all_findings: bool,
+    **options: Any,
 ) -> None:
     """Join the parts of a run.
 
@@ -73,10 +68,10 @@ def command(
     from hicachectl.cli.output import write_result
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.results import mark_merged, merge_run, refuse_merged
-    from hicachectl.results import DEFAULT_LIMIT, Shown
 
-    refuse_without_table(ctx, output_format)
-    refuse_inside(run, {"--catalog": catalog, "--metrics-file": metrics_file, "--output": output})
+    refuse_without_table(ctx, options["output_format"])
+    files = {"--metrics-file": options["metrics_file"], "--output": options["output"]}
+    refuse_inside(run, {"--catalog": catalog, **files})
     with RunDirectory.existing(run) as opened:
         if not again:
             refuse_merged(opened)
@@ -93,5 +88,4 @@ def command(
             result = replace(result, failed=True)
         elif not again:
             mark_merged(opened)
-    shown = Shown(limit or DEFAULT_LIMIT, all_findings)
-    write_result(ctx, result, output_format, output, shown=shown, metrics_file=metrics_file)
+    write_result(ctx, result)

@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import (
-    chosen_shard,
-    is_on_cluster,
-    reopened_stores,
-    run_divided,
-)
-from hicachectl.cli.completions import store_names
-from hicachectl.cli.consent import agreed, locked, require_consent
+from hicachectl.cli.commands.parts import chosen_division, reopened_stores, run_divided
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.options import (
-    FILE,
     allow_empty_option,
     buffer_option,
     bwlimit_option,
@@ -29,34 +21,31 @@ from hicachectl.cli.options import (
     output_options,
     parts_options,
     profile_options,
+    store_names,
     transform_options,
 )
-from hicachectl.cli.parameters import (
-    FILTERS,
-    OWN_VALUE,
-    SAME,
-    Divided,
-    argument,
-    own_option,
-)
+from hicachectl.cli.parameters import FILTERS, OWN_VALUE, SAME, Divided, argument, own_option
 from hicachectl.cli.session import (
+    agreed,
     bytes_progress,
     opened,
     progress,
     remark,
     remark_wait,
+    require_consent,
     store_name,
 )
-from hicachectl.formats.wording import lock_held
+from hicachectl.cli.values import FILE
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hicachectl.backends.base import Store
+    from hicachectl.cli.commands.parts import Division
     from hicachectl.move.migration import MigrationRequest
-    from hicachectl.parts.manifest import Shard
     from hicachectl.results import Result
+
+
+_equal_option = partial(own_option, divided=SAME)
 
 
 @click.command(
@@ -77,12 +66,7 @@ Examples:
 @argument("destination", metavar="DST", shell_complete=store_names)
 @FILTERS.option("--match", "page", metavar="PREFIX", help="Same as --page.")
 @FILTERS.option("--pages-from", "pages", type=FILE, metavar="FILE", help="Same as --pages.")
-@own_option(
-    "--dry-run",
-    is_flag=True,
-    divided=SAME,
-    help="Show what would be copied; change nothing.",
-)
+@_equal_option("--dry-run", is_flag=True, help="Show what would be copied; change nothing.")
 @own_option(
     "--resume",
     is_flag=True,
@@ -91,18 +75,16 @@ Examples:
     divided=OWN_VALUE,
     help="Has no effect.",
 )
-@own_option(
+@_equal_option(
     "--if-exists",
     type=click.Choice(["skip", "verify", "overwrite"]),
     default="skip",
-    divided=SAME,
     show_default=True,
     help="Keep pages that DST already has whole, compare them, or overwrite them.",
 )
-@own_option(
+@_equal_option(
     "--verify",
     is_flag=True,
-    divided=SAME,
     help="Read back and compare the written objects, and compare pages that DST already has.",
 )
 @own_option(
@@ -112,26 +94,11 @@ Examples:
     help="Delete pages from SRC after they were verified in DST.",
 )
 @own_option("--yes", is_flag=True, divided=OWN_VALUE, help="Do not ask before --move.")
-@own_option(
-    "--include-partial",
-    is_flag=True,
-    divided=SAME,
-    help="Also copy pages that are not whole.",
-)
-@own_option(
-    "--include-damaged",
-    is_flag=True,
-    divided=SAME,
-    help="Also copy pages that have errors.",
-)
+@_equal_option("--include-partial", is_flag=True, help="Also copy pages that are not whole.")
+@_equal_option("--include-damaged", is_flag=True, help="Also copy pages that have errors.")
 @grace_option("Skip pages younger than this that are not whole")
 @allow_empty_option
-@own_option(
-    "--no-space-check",
-    is_flag=True,
-    divided=SAME,
-    help="Start even if DST seems to lack space.",
-)
+@_equal_option("--no-space-check", is_flag=True, help="Start even if DST seems to lack space.")
 @transform_options
 @lock_option
 @jobs_option
@@ -143,15 +110,7 @@ Examples:
 @output_options
 @profile_options
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    source: str,
-    destination: str,
-    output_format: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, source: str, destination: str, **options: Any) -> None:
     """Copy or move pages to another store, layout or topology.
 
     SRC and DST can be stores of any kind; a missing directory or pack is created. SRC changes only
@@ -178,25 +137,21 @@ def command(
     --ray divides the work among the nodes of a Ray cluster, and prints the result; see CLUSTERS in
     hicachectl-verify(1). --move needs one process, or --shard.
     """
-    from hicachectl.cli.output import write_result
+    from hicachectl.cli.output import write_run
 
-    shard = chosen_shard(ctx, options)
-    on_cluster = is_on_cluster(ctx, options)
+    division = chosen_division(ctx, options)
     if options["move"]:
-        require_consent(yes=options["yes"], dry_run=options["dry_run"])
-    with raised_once(), locked(options["lock"]) as is_ours:
-        if not is_ours:
-            from hicachectl.move.migration_outcome import MigrationFacts, result_of
+        require_consent(options)
+    run = partial(_migrated, ctx, source, destination, options, division)
+    with raised_once():
+        write_run(ctx, run, partial(_nothing, ctx, source, destination))
 
-            nothing = result_of(
-                [MigrationFacts()], store_name(ctx, source), store_name(ctx, destination)
-            )
-            result: Result | None = nothing.stopped_by_lock(lock_held(options["lock"]))
-        else:
-            divided = on_cluster or shard is not None
-            result = _migrated(ctx, source, destination, options, shard, divided=divided)
-    if result is not None:
-        write_result(ctx, result, output_format, output)
+
+def _nothing(ctx: click.Context, source: str, destination: str) -> Result:
+    """Return the result of a run that copied nothing."""
+    from hicachectl.move.migration_outcome import MigrationFacts, result_of
+
+    return result_of([MigrationFacts()], store_name(ctx, source), store_name(ctx, destination))
 
 
 def _migrated(
@@ -204,9 +159,7 @@ def _migrated(
     source: str,
     destination: str,
     options: dict[str, Any],
-    shard: Shard | None,
-    *,
-    divided: bool,
+    division: Division | None,
 ) -> Result | None:
     """Open both stores and migrate; None if the operator declined --move, or for a part."""
     wait = options["lease_wait"]
@@ -215,7 +168,7 @@ def _migrated(
         opened(ctx, destination, lease_wait=wait, create=True) as target,
     ):
         request = _request(ctx, origin, options)
-        if not divided:
+        if division is None:
             return (
                 _at_once(ctx, origin, target, request) if _agreed(origin, target, options) else None
             )
@@ -226,15 +179,13 @@ def _migrated(
         if not _agreed(origin, target, options):
             return None
         reopened = reopened_stores(ctx, source, destination, request.profile, wait)
-        return run_divided(ctx, options, shard, job, make, reopened)
+        return run_divided(ctx, options, division, job, make, reopened)
 
 
 def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:
     """Return whether pages may be deleted, if --move is given."""
     return not options["move"] or agreed(
-        f"Delete pages from {source.url} after they are verified in {target.url}?",
-        yes=options["yes"],
-        dry_run=options["dry_run"],
+        options, f"Delete pages from {source.url} after they are verified in {target.url}?"
     )
 
 

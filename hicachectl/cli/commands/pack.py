@@ -8,9 +8,9 @@ import click
 
 from hicachectl.cli.command import Group
 from hicachectl.cli.exit_codes import FINDINGS
-from hicachectl.cli.options import FILE
 from hicachectl.cli.parameters import argument, own_option
 from hicachectl.cli.session import bytes_progress, config_of, remark
+from hicachectl.cli.values import FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,12 +74,7 @@ def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
 @_format_option
 @click.pass_context
 def repair(
-    ctx: click.Context,
-    /,
-    pack: str,
-    output: Path | None,
-    dry_run: bool,
-    output_format: str,
+    ctx: click.Context, /, pack: str, output: Path | None, dry_run: bool, output_format: str
 ) -> None:
     """Repair a truncated pack file.
 

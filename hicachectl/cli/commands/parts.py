@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -32,47 +32,46 @@ if TYPE_CHECKING:
 _AGAIN = "to complete the work, run all parts with another --run"
 
 
-def chosen_shard(ctx: click.Context, options: Mapping[str, Any]) -> Shard | None:
-    """Return the part that --shard names; None if the command runs as a whole.
+class Division(NamedTuple):
+    """How a run is divided: its part `shard` is done, or, without one, all parts on a cluster."""
 
-    Raises click.UsageError, and UsageError for an option that a part cannot have.
+    shard: Shard | None
+
+
+def chosen_division(ctx: click.Context, options: Mapping[str, Any]) -> Division | None:
+    """Return how --shard or --ray divides the run; None if the command runs as a whole.
+
+    Raises click.UsageError, and UsageError for an option that a divided run cannot have.
     """
-    from hicachectl.parts.manifest import parse_shard
-
-    text, directory = options["shard"], options["run_directory"]
-    if text is None:
-        if on_command_line(ctx, "wait"):
-            raise click.UsageError("--wait needs --shard")
-        if directory is not None and options["ray"] is None:
+    if options["shard"] is None and on_command_line(ctx, "wait"):
+        raise click.UsageError("--wait needs --shard")
+    if options["shard"] is not None:
+        return Division(_chosen_shard(ctx, options))
+    if options["ray"] is None:
+        if options["run_directory"] is not None:
             raise click.UsageError("--run needs --shard or --ray")
         return None
-    if options["ray"] is not None:
-        raise click.UsageError("--shard cannot be combined with --ray, which divides by itself")
-    if directory is None:
-        raise click.UsageError("--shard needs --run DIR, a directory that all parts share")
-    for name, divided in _given(ctx):
-        if divided.instead:
-            instead = divided.instead.format(name)
-            raise click.UsageError(f"{name} cannot be combined with --shard; {instead}")
-    return parse_shard(text)
-
-
-def is_on_cluster(ctx: click.Context, options: Mapping[str, Any]) -> bool:
-    """Return whether --ray is given.
-
-    Raises click.UsageError, and UsageError for an option that a run on a cluster cannot have.
-    """
-    if options["ray"] is None:
-        if options["workers"] is not None:
-            raise click.UsageError("--workers needs --ray")
-        return False
     from hicachectl.parts.cluster import parse_address
 
     parse_address(options["ray"])
     for name, divided in _given(ctx):
         if not divided.on_cluster:
             raise click.UsageError(f"{name} cannot be combined with --ray; leave out one of them")
-    return True
+    return Division(None)
+
+
+def _chosen_shard(ctx: click.Context, options: Mapping[str, Any]) -> Shard:
+    from hicachectl.parts.manifest import parse_shard
+
+    if options["ray"] is not None:
+        raise click.UsageError("--shard cannot be combined with --ray, which divides by itself")
+    if options["run_directory"] is None:
+        raise click.UsageError("--shard needs --run DIR, a directory that all parts share")
+    for name, divided in _given(ctx):
+        if divided.instead:
+            instead = divided.instead.format(name)
+            raise click.UsageError(f"{name} cannot be combined with --shard; {instead}")
+    return parse_shard(options["shard"])
 
 
 def _given(ctx: click.Context) -> Iterator[tuple[str, Divided]]:
@@ -119,18 +118,18 @@ def say_divided(ctx: click.Context, count: int, divider: str) -> None:
 def run_divided(
     ctx: click.Context,
     options: Mapping[str, Any],
-    shard: Shard | None,
+    division: Division,
     job: Job,
     make: Callable[..., Job],
     reopened: Sequence[Callable[[], AbstractContextManager[Store]]],
 ) -> Result | None:
-    """Do a part of a run; without a shard, do all parts on a cluster, and return their result.
+    """Do a part of a run, or do all parts on a cluster and return their result.
 
     job: the job of this process.
     make: function that returns an equal job on a node, from its stores.
     reopened: functions that open these stores on a node; they and `make` are picklable.
     """
-    if shard is None:
+    if (shard := division.shard) is None:
         return _on_cluster(ctx, options, job, partial(opened_job, make, reopened))
     say_divided(ctx, shard.count, "--shard")
     _do_part(ctx, options, shard, job)
@@ -165,8 +164,7 @@ def _do_part(ctx: click.Context, options: Mapping[str, Any], shard: Shard, job: 
         say(f"{name} is done; when all are, join them with: hicachectl merge {quote(str(path))}")
     else:
         remark(ctx, f"{name} is not complete; {_AGAIN}", failure=True)
-    for text in job.kind.said(manifest, record):
-        remark(ctx, text, failure=True)
+    remark(ctx, *job.kind.said(manifest, record), failure=True)
     if job.kind.parts_fail and not record.settled:
         ctx.exit(FINDINGS)
 
@@ -257,12 +255,7 @@ def opened_job(
 
 
 def write_catalog(
-    ctx: click.Context,
-    result: Result,
-    path: Path,
-    readable_by: Permissions,
-    *,
-    allow_shrink: bool,
+    ctx: click.Context, result: Result, path: Path, readable_by: Permissions, *, allow_shrink: bool
 ) -> bool:
     """Write the catalog of a divided run, unless a part is missing; return whether it was written.
 

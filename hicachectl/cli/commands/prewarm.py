@@ -11,20 +11,9 @@ import click
 
 from hicachectl.cli.asked import asked_file, asked_in, refuse_other_sources
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import (
-    chosen_shard,
-    is_on_cluster,
-    reopened_stores,
-    run_divided,
-)
-from hicachectl.cli.completions import store_names
-from hicachectl.cli.consent import locked
+from hicachectl.cli.commands.parts import chosen_division, reopened_stores, run_divided
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
-    FILE,
-    FORMATS,
-    Duration,
-    Size,
     allow_empty_option,
     buffer_option,
     bwlimit_option,
@@ -38,6 +27,7 @@ from hicachectl.cli.options import (
     prefetch_threshold_option,
     profile_options,
     request_options,
+    store_names,
     transform_options,
 )
 from hicachectl.cli.parameters import (
@@ -50,22 +40,15 @@ from hicachectl.cli.parameters import (
     on_command_line,
     own_option,
 )
-from hicachectl.cli.session import (
-    bytes_progress,
-    opened,
-    progress,
-    remark,
-    store_name,
-)
+from hicachectl.cli.session import bytes_progress, opened, progress, remark, store_name
+from hicachectl.cli.values import FILE, FORMATS, Duration, Size
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.wording import inferred_refused, lock_held
+from hicachectl.formats.wording import inferred_refused
 from hicachectl.io.interrupts import raised_once
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hicachectl.backends.base import Store
-    from hicachectl.parts.manifest import Shard
+    from hicachectl.cli.commands.parts import Division
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.prewarming.pulling import LiveServer
@@ -74,6 +57,15 @@ if TYPE_CHECKING:
 
 _TOKEN_SOURCES = ("prompts", "token_ids", "trace")
 _SOURCES = ("prompts", "token_ids", "pages", "trace", "plan", "all_")
+
+
+def _chosen_format(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """Return the format, by default that of a plan or of a result."""
+    # Options that are given are processed before those that are not.
+    return value or ("jsonl" if ctx.params.get("dry_run") else "json")
+
+
+_equal_option = partial(own_option, divided=SAME)
 
 
 @click.command(
@@ -93,50 +85,33 @@ Examples:
 """,
 )
 @argument("destination", metavar="[DST]", required=False, shell_complete=store_names)
-@own_option(
+@_equal_option(
     "--from",
     "source",
     metavar="SRC",
     shell_complete=store_names,
-    divided=SAME,
     help="Copy pages from this store.",
 )
 @request_options
-@own_option(
+@_equal_option(
     "--trace",
     type=FILE,
-    divided=SAME,
     help="Requests with their times, one JSON object per line, with token_ids or (for --dry-run) "
     "hash_ids.",
 )
-@own_option(
-    "--plan",
-    type=FILE,
-    divided=SAME,
-    help="Copy the pages of a plan that --dry-run wrote, in its order.",
+@_equal_option(
+    "--plan", type=FILE, help="Copy the pages of a plan that --dry-run wrote, in its order."
 )
-@own_option(
+@_equal_option(
     "--all",
     "all_",
     is_flag=True,
-    divided=SAME,
     help="Copy every whole page, newest first. Prefix order is unknown, so a partial run may be "
     "of little use.",
 )
-@own_option("--budget", type=Size(), divided=SAME, help="Copy at most this many bytes.")
-@own_option(
-    "--budget-pages",
-    type=click.IntRange(0),
-    metavar="N",
-    divided=SAME,
-    help="Copy at most N pages.",
-)
-@own_option(
-    "--deadline",
-    type=Duration(),
-    divided=SAME,
-    help="Start no further copy after this duration.",
-)
+@_equal_option("--budget", type=Size(), divided=SAME, help="Copy at most this many bytes.")
+@_equal_option("--budget-pages", type=click.IntRange(0), metavar="N", help="Copy at most N pages.")
+@_equal_option("--deadline", type=Duration(), help="Start no further copy after this duration.")
 @min_usable_option
 @prefetch_threshold_option
 @MOONCAKE.option(
@@ -149,6 +124,7 @@ Examples:
 )
 @MOONCAKE.option(
     "--pin-ttl",
+    needs="--pin",
     variable=False,
     type=Duration(),
     divided=SAME,
@@ -183,6 +159,7 @@ Examples:
     "--format",
     "output_format",
     type=click.Choice(FORMATS),
+    callback=_chosen_format,
     help="Format of the result; see OUTPUT in hicachectl(1).  [default: json; jsonl with "
     "--dry-run]",
 )
@@ -190,13 +167,7 @@ Examples:
 @profile_options
 @click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    destination: str | None,
-    source: str | None,
-    output_format: str | None,
-    output: Path | None,
-    **options: Any,
+    ctx: click.Context, /, destination: str | None, source: str | None, **options: Any
 ) -> None:
     """Copy the most valuable pages into a store, before the traffic arrives.
 
@@ -222,13 +193,11 @@ def command(
 
     hicachectl-scheduling(7) has jobs for cron, systemd and Kubernetes.
     """
-    from hicachectl.cli.output import write_result
+    from hicachectl.cli.output import write_run
 
-    if output_format is None:
-        output_format = "jsonl" if options["dry_run"] else "json"
     refuse_other_sources(options, _SOURCES)
     if options["trace"] and destination is None and source is None:
-        _plan_trace(ctx, options, output_format, output)
+        _plan_trace(ctx, options)
         return
     if destination is None or not (source or options["servers"]):
         raise click.UsageError(
@@ -236,21 +205,18 @@ def command(
             "a plan without stores"
         )
     _refuse_useless(options)
-    shard = chosen_shard(ctx, options)
-    on_cluster = is_on_cluster(ctx, options)
-    metrics_file = options["metrics_file"]
-    with raised_once(), locked(options["lock"]) as is_ours:
-        if is_ours:
-            divided = on_cluster or shard is not None
-            result = _prewarmed(ctx, source, destination, options, shard, divided=divided)
-        else:
-            from hicachectl.prewarming.outcome import nothing_copied
+    division = chosen_division(ctx, options)
+    run = partial(_prewarmed, ctx, source, destination, options, division)
+    with raised_once():
+        write_run(ctx, run, partial(_nothing, ctx, source, destination))
 
-            origin = None if source is None else store_name(ctx, source)
-            nothing = nothing_copied(origin, store_name(ctx, destination)).result()
-            result, metrics_file = nothing.stopped_by_lock(lock_held(options["lock"])), None
-        if result is not None:
-            write_result(ctx, result, output_format, output, metrics_file=metrics_file)
+
+def _nothing(ctx: click.Context, source: str | None, destination: str) -> Result:
+    """Return the result of a run that copied nothing."""
+    from hicachectl.prewarming.outcome import nothing_copied
+
+    origin = None if source is None else store_name(ctx, source)
+    return nothing_copied(origin, store_name(ctx, destination)).result()
 
 
 def _prewarmed(
@@ -258,12 +224,10 @@ def _prewarmed(
     source: str | None,
     destination: str,
     options: dict[str, Any],
-    shard: Shard | None,
-    *,
-    divided: bool,
+    division: Division | None,
 ) -> Result | None:
     """Open the stores and prewarm; None for a part."""
-    if divided and (source is None or options["servers"]):
+    if division is not None and (source is None or options["servers"]):
         raise click.UsageError(
             "--through-server cannot be combined with --shard or --ray, since servers load "
             "prefixes that are whole in DST; run it after the last part, without --from"
@@ -276,24 +240,20 @@ def _prewarmed(
         if source is None:
             return _pulled(ctx, target, options)
         with opened(ctx, source, lease_wait=wait) as origin:
-            if not divided:
+            if division is None:
                 return _warmed(ctx, origin, target, options)
-            return _in_parts(ctx, (source, destination), (origin, target), shard, options)
+            return _in_parts(ctx, (source, destination), (origin, target), division, options)
 
 
 def _refuse_useless(options: dict[str, Any]) -> None:
     """Raise click.UsageError for an option that needs another one."""
-    if options["pin_ttl"] is not None and not options["pin"]:
-        raise click.UsageError("--pin-ttl needs --pin")
     if options["servers"] and not any(options[name] for name in _TOKEN_SOURCES):
         raise click.UsageError(
             "--through-server needs tokens; give --prompts, --token-ids or --trace"
         )
 
 
-def _plan_trace(
-    ctx: click.Context, options: dict[str, Any], output_format: str, output: Path | None
-) -> None:
+def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.cli.output import write_json_lines
     from hicachectl.prewarming.plan_file import plan_rows
     from hicachectl.prewarming.ranking import pages_within, rank_blocks
@@ -302,12 +262,13 @@ def _plan_trace(
     from hicachectl.requests.reading import read_requests
     from hicachectl.text.units import counted
 
-    chosen_shard(ctx, options)  # refuses --shard and --run
+    chosen_division(ctx, options)  # refuses --shard and --run
     if not options["dry_run"]:
         raise click.UsageError("--trace without stores needs --dry-run; or give DST and --from SRC")
-    if output_format != "jsonl" and on_command_line(ctx, "output_format"):
+    form = options["output_format"]
+    if form != "jsonl" and on_command_line(ctx, "output_format"):
         raise click.UsageError(
-            f"--format {output_format}: a plan without stores is always jsonl; leave out --format"
+            f"--format {form}: a plan without stores is always jsonl; leave out --format"
         )
     profile = profile_from_options(options, None, warn=partial(remark, ctx))
     hashing = None if profile is None else Hashing.of(profile)
@@ -326,7 +287,7 @@ def _plan_trace(
             "The trace has only block ids, so the plan cannot be executed; use a trace with token "
             "ids",
         )
-    write_json_lines(plan_rows(ranked), output)
+    write_json_lines(plan_rows(ranked), options["output"])
 
 
 def _pulled(ctx: click.Context, store: Store, options: dict[str, Any]) -> Result:
@@ -403,10 +364,10 @@ def _in_parts(
     ctx: click.Context,
     names: tuple[str, str],
     stores: tuple[Store, Store],
-    shard: Shard | None,
+    division: Division,
     options: dict[str, Any],
 ) -> Result | None:
-    """Copy one slice of a divided run; without a shard, all slices on a cluster.
+    """Copy one slice of a divided run; on a cluster, all slices.
 
     names: the SRC and DST arguments.
     """
@@ -423,7 +384,7 @@ def _in_parts(
     )
     job = make(*stores, asked=lambda: _wanted(ctx, request, stores[0], options))
     reopened = reopened_stores(ctx, *names, request.profile, options["lease_wait"])
-    return run_divided(ctx, options, shard, job, partial(make, asked=None), reopened)
+    return run_divided(ctx, options, division, job, partial(make, asked=None), reopened)
 
 
 def _text(value: Any) -> str | None:
@@ -465,8 +426,7 @@ def _after_pulls(
     from hicachectl.requests.reading import read_again
 
     if servers and outcome.interruption is None:
-        for text in outcome.messages:
-            remark(ctx, text)
+        remark(ctx, *outcome.messages)
         limit = options["deadline"]
         pulling: list[ThroughServer] = []
         path, tokenizer = asked_file(options)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command
-from hicachectl.cli.completions import store_names
 from hicachectl.cli.options import (
-    OutputFile,
     model_option,
     prefetch_threshold_option,
     profile_options,
+    store_names,
 )
 from hicachectl.cli.parameters import PROFILE, argument, on_command_line, own_option
 from hicachectl.cli.session import opened, progress, remark, store_name
+from hicachectl.cli.values import OutputFile
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hicachectl.cli.command import Group
-from hicachectl.cli.completions import store_names
-from hicachectl.cli.consent import agreed, locked, require_consent
-from hicachectl.cli.options import PointInTime, lock_option, output_options
+from hicachectl.cli.options import lock_option, output_options, store_names
 from hicachectl.cli.parameters import argument, own_option
-from hicachectl.cli.session import quarantine_directory, remark
-from hicachectl.formats.wording import lock_held
+from hicachectl.cli.session import agreed, quarantine_directory, remark, require_consent
+from hicachectl.cli.values import PointInTime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,21 +48,22 @@ def command() -> None:
 @argument("quarantine", metavar="QUARANTINE", shell_complete=store_names)
 @output_options
 @click.pass_context
-def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Path | None) -> None:
+def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     """List the runs in a quarantine, oldest first.
 
     A run is kept (it can be restored), half-purged (the next purge completes it), busy (another
     process works on it), earlier-form (of an earlier release, left alone) or unreadable (a file is
     damaged or not trusted).
     """
+    from hicachectl.cli.output import write_report
     from hicachectl.move.purge import list_runs
 
     directory = quarantine_directory(ctx, quarantine)
     report = list_runs(directory)
     document = {"quarantine": str(directory), **_sums(report.rows), "runs": None}
-    for text in report.left:
-        remark(ctx, text)
-    _write_list(document, report, output_format, output)
+    remark(ctx, *report.left)
+    lines = partial(_lines, document, report, "in quarantine")
+    write_report(ctx, document, report.rows, "runs", lines)
 
 
 @command.command("purge")
@@ -79,47 +79,40 @@ def list_(ctx: click.Context, /, quarantine: str, output_format: str, output: Pa
 @lock_option
 @output_options
 @click.pass_context
-def purge(
-    ctx: click.Context,
-    /,
-    quarantine: str,
-    before: float,
-    dry_run: bool,
-    yes: bool,
-    lock: Path | None,
-    output_format: str,
-    output: Path | None,
-) -> None:
+def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     """Delete old runs of a quarantine for good.
 
     To complete an interrupted purge, run the same command again; until then, nothing of the half
     purged run can be restored. Busy runs, and runs of an earlier form, stay. The exit status is 4
     if a run could not be deleted.
     """
-    from hicachectl.cli.output import write_result
-    from hicachectl.move.purge import RUNS, WOULD_PURGE, PurgeReport, purge_runs
+    from hicachectl.cli.output import write_run
+    from hicachectl.move.purge import RUNS, PurgeReport
+
+    require_consent(options)
+    directory = quarantine_directory(ctx, quarantine)
+
+    def nothing() -> Result:
+        return _result(directory, PurgeReport(RUNS.empty_table()), dry_run=options["dry_run"])
+
+    write_run(ctx, partial(_purged, ctx, directory, options), nothing)
+
+
+def _purged(ctx: click.Context, directory: Path, options: dict[str, Any]) -> Result | None:
+    """Delete old runs; None if the operator declined."""
+    from hicachectl.move.purge import WOULD_PURGE, purge_runs
     from hicachectl.text.units import counted, human_size
 
-    require_consent(yes=yes, dry_run=dry_run)
-    directory = quarantine_directory(ctx, quarantine)
-    with locked(lock) as is_ours:
-        if not is_ours:
-            nothing = _result(directory, PurgeReport(RUNS.empty_table()), dry_run=dry_run)
-            result = nothing.stopped_by_lock(lock_held(lock))
-        else:
-            if not (yes or dry_run):
-                found = _sums(_of_state(purge_runs(directory, before, dry_run=True), WOULD_PURGE))
-                runs, pages = counted(found["count"], "run"), counted(found["pages"], "page")
-                question = (
-                    f"Delete {runs} with {pages}"
-                    f" ({human_size(found['bytes'])}) from {directory} for good?"
-                )
-                if found["count"] and not agreed(question, yes=yes, dry_run=dry_run):
-                    remark(ctx, "Nothing was deleted", failure=True)
-                    return
-            report = purge_runs(directory, before, dry_run=dry_run)
-            result = _result(directory, report, dry_run=dry_run)
-    write_result(ctx, result, output_format, output)
+    before, dry_run = options["before"], options["dry_run"]
+    if not (options["yes"] or dry_run):
+        found = _sums(_of_state(purge_runs(directory, before, dry_run=True), WOULD_PURGE))
+        runs, pages = counted(found["count"], "run"), counted(found["pages"], "page")
+        size = human_size(found["bytes"])
+        question = f"Delete {runs} with {pages} ({size}) from {directory} for good?"
+        if found["count"] and not agreed(options, question):
+            remark(ctx, "Nothing was deleted", failure=True)
+            return None
+    return _result(directory, purge_runs(directory, before, dry_run=dry_run), dry_run=dry_run)
 
 
 def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
@@ -159,21 +152,6 @@ def _sums(rows: pa.Table) -> dict[str, int]:
     members = {"pages": "groups", "objects": "objects", "bytes": "nbytes"}
     sums = {name: pc.sum(rows.column(column)).as_py() or 0 for name, column in members.items()}
     return {"count": len(rows), **sums}
-
-
-def _write_list(
-    document: dict[str, Any], report: PurgeReport, output_format: str, output: Path | None
-) -> None:
-    from hicachectl.cli.output import write_document
-
-    write_document(
-        document,
-        rows=report.rows,
-        name="runs",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: _lines(document, report, "in quarantine", screen),
-    )
 
 
 def _lines(

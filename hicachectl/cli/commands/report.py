@@ -11,8 +11,8 @@ import click
 
 from hicachectl.checks.registry import group_names, reading_groups
 from hicachectl.cli.asked import (
-    asked_hashing,
-    asked_requests,
+    asked_checks,
+    asked_hits,
     of_profile,
     of_requests,
     refuse_choice,
@@ -23,10 +23,6 @@ from hicachectl.cli.exit_codes import FINDINGS
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import mending_of
 from hicachectl.cli.options import (
-    FILE,
-    NameList,
-    OutputFile,
-    PointInTime,
     allow_empty_option,
     allow_leases_option,
     buffer_option,
@@ -35,45 +31,37 @@ from hicachectl.cli.options import (
     judging_grace_option,
     prefetch_threshold_option,
     profile_options,
-    refuse_slice_alone,
     request_options,
     sample_options,
     store_argument,
 )
-from hicachectl.cli.parameters import CHECKS, on_command_line, own_option
+from hicachectl.cli.parameters import CHECKS, Parsed, own_option
 from hicachectl.cli.session import bytes_progress, config_of, opened, progress, remark, remark_wait
+from hicachectl.cli.values import FILE, NameList, OutputFile, PointInTime
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import failed
 from hicachectl.text.terminal import message_text
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
-    from hicachectl.formats.profile import Profile
-    from hicachectl.pages.selection import Selection
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import PictureRequest
-    from hicachectl.requests.measuring import HitsRequest
 
 _HEAD = b"<!DOCTYPE html>"
 _REQUESTS = ("prompts", "token_ids", "pages", "trace")
 
 
-class MarkedTime(click.ParamType[Any]):
+class MarkedTime(Parsed):
     """A time to mark, with a text: TIME or TEXT=TIME."""
 
     name = "time"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, str]:
-        """Return Unix seconds and the text; pass a pair through."""
-        if isinstance(value, tuple):
-            return value[0], value[1]
-        text, equals, moment = value.rpartition("=")
-        if equals and not text.strip():
-            self.fail(f"{value!r} has no text before =; write TIME or TEXT=TIME", param, ctx)
-        seconds: float = PointInTime().convert(moment, param, ctx)
-        return seconds, text or "deploy"
+    def parsed(self, text: str) -> tuple[float, str]:
+        """Return Unix seconds and the text."""
+        label, equals, moment = text.rpartition("=")
+        if equals and not label.strip():
+            raise ValueError(f"{text!r} has no text before =; write TIME or TEXT=TIME")
+        return PointInTime().parsed(moment), label or "deploy"
 
 
 def _listed_checks() -> tuple[str, ...]:
@@ -183,18 +171,13 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
             )
         readable_by = permissions_of(source, listing=True)
         mending = mending_of(
-            ctx,
-            store,
-            source,
-            profile=request.verify.real_profile,
-            without=of_requests(options),
+            ctx, store, source, profile=request.verify.real_profile, without=of_requests(options)
         )
     marks: list[Mark] = [Mark(at, text) for at, text in options["marks"]]
     page = html_of(picture, mending, marks)
     with whole_file(output, "w", readable_by=readable_by) as stream:
         stream.write(page)
-    for text in picture.remarks:
-        remark(ctx, text)
+    remark(ctx, *picture.remarks)
     summary = f"{output}: {picture.line}"
     if output == STDOUT:
         remark(ctx, summary)
@@ -207,9 +190,6 @@ def command(ctx: click.Context, /, store: str, output: Path, **options: Any) -> 
 def _refuse_contradictions(options: dict[str, Any]) -> None:
     if any(options[name] for name in _REQUESTS):
         refuse_other_sources(options, _REQUESTS)
-    elif options["tokenizer"]:
-        raise click.UsageError("--tokenizer needs --prompts")
-    refuse_slice_alone(options)
 
 
 def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
@@ -234,58 +214,15 @@ def _refuse_place(ctx: click.Context, store: str, output: Path) -> None:
 
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PictureRequest:
+    from hicachectl.profiles.sources import profile_to_look
     from hicachectl.report.picture import PictureRequest
-    from hicachectl.verification.request import Sample, VerifyRequest
 
     selection = selection_of(ctx, store, options)
-    if any(options[name] for name in _REQUESTS):
+    measures = any(options[name] for name in _REQUESTS)
+    if measures:
         refuse_choice(selection, options)
-    profile, collision = _profile(ctx, store, options)
-    verify = VerifyRequest(
-        profile=profile,
-        collision=collision,
-        checks=options["checks"],
-        selection=selection,
-        grace_seconds=options["grace"],
-        sample=(
-            Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None
-        ),
-        time_limit_seconds=options["time_limit"],
-        allow_empty=options["allow_empty"],
-        buffer_bytes=options["buffer_bytes"],
-        bytes_per_second=options["bwlimit"],
-    )
-    if on_command_line(ctx, "checks"):
-        for check, why in verify.impossible(store).items():
-            raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
-    return PictureRequest(
-        verify=verify,
-        hits=_hits(verify.real_profile, selection, options),
-        page=options["page"],
-    )
-
-
-def _profile(
-    ctx: click.Context, store: Store, options: dict[str, Any]
-) -> tuple[Profile | None, str]:
-    """Return the profile of the options, and why it describes no objects, if so."""
-    from hicachectl.profiles.sources import profile_to_look
-
-    stated = of_profile(options) if any(options[name] for name in _REQUESTS) else options
-    return profile_to_look(stated, store, warn=partial(remark, ctx))
-
-
-def _hits(
-    profile: Profile | None, selection: Selection, options: dict[str, Any]
-) -> HitsRequest | None:
-    """Return the requests to measure, if any."""
-    if not any(options[name] for name in _REQUESTS):
-        return None
-    from hicachectl.requests.measuring import HitsRequest
-
-    return HitsRequest(
-        requests=asked_requests(options, asked_hashing(profile, options)),
-        profile=profile,
-        choice=selection,
-        threshold=options["prefetch_threshold"],
-    )
+    stated = of_profile(options) if measures else options
+    profile = profile_to_look(stated, store, warn=partial(remark, ctx))
+    verify = asked_checks(ctx, store, options, profile, selection=selection)
+    hits = asked_hits(options, verify.real_profile, selection) if measures else None
+    return PictureRequest(verify=verify, hits=hits, page=options["page"])

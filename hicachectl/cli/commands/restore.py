@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.cli.command import Command
-from hicachectl.cli.completions import store_names
-from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.filters import filter_options, given_filters, selection_of
-from hicachectl.cli.options import lock_option, output_options, profile_option, store_argument
+from hicachectl.cli.options import (
+    lock_option,
+    output_options,
+    profile_option,
+    store_argument,
+    store_names,
+)
 from hicachectl.cli.parameters import OWN, argument, own_option
-from hicachectl.cli.session import opened, progress, quarantine_directory, remark, store_name
-from hicachectl.formats.wording import lock_held
+from hicachectl.cli.session import (
+    agreed,
+    opened,
+    progress,
+    quarantine_directory,
+    remark,
+    require_consent,
+    store_name,
+)
 from hicachectl.text.vocabulary import LOCK
 
 if TYPE_CHECKING:
@@ -51,18 +62,7 @@ Examples:
 @lock_option
 @output_options
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    quarantine: str,
-    store: str,
-    dry_run: bool,
-    yes: bool,
-    lock: Path | None,
-    output_format: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) -> None:
     """Put quarantined pages back into a store.
 
     QUARANTINE is a directory that verify --repair filled, one run in it, or a store with a
@@ -76,48 +76,48 @@ def command(
     since the repair, its pages stay in the quarantine. For pages of another store, the question
     names both stores.
     """
-    from hicachectl.cli.output import write_result
+    from hicachectl.cli.output import write_run
     from hicachectl.move.reports import GroupReport
+
+    require_consent(options)
+    _refuse_prefix(options["pages"])
+    directory, filtered = quarantine_directory(ctx, quarantine), bool(given_filters(options))
+    run = partial(_restored, ctx, directory, store, options, filtered=filtered)
+
+    def nothing() -> Result:
+        named = store_name(ctx, store)
+        return _result(named, directory, GroupReport(), 0.0, dry_run=options["dry_run"])
+
+    write_run(ctx, run, nothing)
+
+
+def _restored(
+    ctx: click.Context, directory: Path, store: str, options: dict[str, Any], *, filtered: bool
+) -> Result | None:
+    """Put pages back; None if the operator declined."""
     from hicachectl.move.restore import restore_groups
     from hicachectl.profiles.sources import profile_from_options
 
-    require_consent(yes=yes, dry_run=dry_run)
-    _refuse_prefix(options["pages"])
-    filters = given_filters(options)
-    directory = quarantine_directory(ctx, quarantine)
-    with locked(lock) as is_ours:
-        if not is_ours:
-            nothing = _result(
-                store_name(ctx, store), directory, GroupReport(), 0.0, dry_run=dry_run
-            )
-            result = nothing.stopped_by_lock(lock_held(lock))
-        else:
-            with opened(ctx, store) as source:
-                started, name = time.monotonic(), source.url
-                profile = profile_from_options({"profile_file": options["profile_file"]}, source)
-                restore = partial(
-                    restore_groups,
-                    source,
-                    directory,
-                    profile=profile,
-                    selection=selection_of(ctx, source, options, changes=not dry_run),
-                )
-                if not (yes or dry_run):
-                    found = restore(dry_run=True)
-                    asks = len(found.rows) > 0
-                    if asks and not agreed(_question(found, name), yes=yes, dry_run=dry_run):
-                        remark(ctx, "Nothing was restored", failure=True)
-                        return
-                with progress(ctx, "restoring", " pages") as advance:
-                    report = restore(dry_run=dry_run, on_progress=advance)
-            seconds = time.monotonic() - started
-            result = _result(name, directory, report, seconds, dry_run=dry_run)
-            if not len(report.rows) and not report.busy:
-                if filters:
-                    result = result.with_undone(f"{directory}: no page that matches the filters")
-                else:
-                    remark(ctx, f"{directory}: no quarantined page")
-    write_result(ctx, result, output_format, output)
+    dry_run: bool = options["dry_run"]
+    with opened(ctx, store) as source:
+        started, name = time.monotonic(), source.url
+        profile = profile_from_options({"profile_file": options["profile_file"]}, source)
+        selection = selection_of(ctx, source, options, changes=not dry_run)
+        restore = partial(restore_groups, source, directory, profile=profile, selection=selection)
+        if not (options["yes"] or dry_run):
+            found = restore(dry_run=True)
+            if len(found.rows) and not agreed(options, _question(found, name)):
+                remark(ctx, "Nothing was restored", failure=True)
+                return None
+        with progress(ctx, "restoring", " pages") as advance:
+            report = restore(dry_run=dry_run, on_progress=advance)
+    result = _result(name, directory, report, time.monotonic() - started, dry_run=dry_run)
+    if len(report.rows) or report.busy:
+        return result
+    if filtered:
+        return result.with_undone(f"{directory}: no page that matches the filters")
+    remark(ctx, f"{directory}: no quarantined page")
+    return result
 
 
 def _result(

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hicachectl.cli.command import Command
-from hicachectl.cli.consent import agreed, locked, require_consent
 from hicachectl.cli.filters import filter_options, given_filters, say_unjudged, selection_of
 from hicachectl.cli.options import (
-    FILE,
-    Size,
     grace_option,
     lease_wait_option,
     lock_option,
@@ -23,20 +20,21 @@ from hicachectl.cli.options import (
 )
 from hicachectl.cli.parameters import OWN, on_command_line, own_option, removed_option
 from hicachectl.cli.session import (
+    agreed,
     moment_of,
     opened,
     progress,
     remark,
     remark_wait,
+    require_consent,
     store_name,
 )
 from hicachectl.cli.settings import contradiction_remark
+from hicachectl.cli.values import FILE, Size
 from hicachectl.formats.errors import UsageError
-from hicachectl.formats.wording import lock_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     import pyarrow as pa
 
@@ -78,12 +76,6 @@ class _Choice(NamedTuple):
     in_flight: int
 
 
-class _Planned(NamedTuple):
-    inventory: Inventory
-    groups: PageGroups
-    choice: _Choice
-
-
 _OF_PAGES = (
     "free", "trace", "keep_plan", "all_deployments", "profile_file", "grace", "and_unnamed",
 )  # fmt: skip
@@ -105,6 +97,7 @@ Examples:
 @store_argument
 @own_option(
     "--all-deployments",
+    needs="--pages",
     is_flag=True,
     help="With --pages: remove a page given by its hash alone from all deployments.",
 )
@@ -158,17 +151,7 @@ Examples:
 @lease_wait_option
 @output_options
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    store: str,
-    dry_run: bool,
-    yes: bool,
-    lock: Path | None,
-    output_format: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Remove pages from a store for good.
 
     Give at least one filter, or --free. Pages that match all filters are removed with all their
@@ -189,28 +172,30 @@ def command(
     temporary files that are older than a minute, and objects that a server's clear made misses
     more than a minute ago. With --before, they must also be older than TIME.
     """
-    from hicachectl.cli.output import write_result
+    from hicachectl.cli.output import write_run
     from hicachectl.move.reports import GroupReport
 
     _refuse_contradictions(ctx, options)
-    require_consent(yes=yes, dry_run=dry_run)
-    with locked(lock) as is_ours:
-        if not is_ours:
-            nothing = _result(store_name(ctx, store), GroupReport(), 0.0, dry_run=dry_run)
-            result = nothing.stopped_by_lock(lock_held(lock))
-        else:
-            with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
-                options["dry_run"] = dry_run
-                plan = _plan_temporaries if options["temporaries"] else _plan_pages
-                removal = plan(ctx, source, options)
-                started = time.monotonic()
-                if removal.question and not agreed(removal.question, yes=yes, dry_run=dry_run):
-                    remark(ctx, "Nothing was removed", failure=True)
-                    return
-                report = removal.remove(dry_run)
-            seconds = time.monotonic() - started
-            result = _result(source.url, report, seconds, removal, dry_run=dry_run)
-    write_result(ctx, result, output_format, output)
+    require_consent(options)
+
+    def nothing() -> Result:
+        return _result(store_name(ctx, store), GroupReport(), 0.0, dry_run=options["dry_run"])
+
+    write_run(ctx, partial(_removed, ctx, store, options), nothing)
+
+
+def _removed(ctx: click.Context, store: str, options: dict[str, Any]) -> Result | None:
+    """Remove what the options choose; None if the operator declined."""
+    dry_run: bool = options["dry_run"]
+    with opened(ctx, store, lease_wait=options["lease_wait"]) as source:
+        plan = _plan_temporaries if options["temporaries"] else _plan_pages
+        removal = plan(ctx, source, options)
+        started = time.monotonic()
+        if removal.question and not agreed(options, removal.question):
+            remark(ctx, "Nothing was removed", failure=True)
+            return None
+        report = removal.remove(dry_run)
+    return _result(source.url, report, time.monotonic() - started, removal, dry_run=dry_run)
 
 
 def _result(
@@ -273,8 +258,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
             "to wipe the whole store, use SGLang's clear_hicache_storage_backend"
         )
     _refuse_about_free(options)
-    if options["all_deployments"] and options["pages"] is None:
-        raise click.UsageError("--all-deployments needs --pages")
     if "partial" in (options["state"] or ()) and not options["profile_file"]:
         raise click.UsageError(
             "--state partial needs --profile, which states the objects of a page; without it, one "
@@ -370,7 +353,9 @@ def _say_how_to_go_on(ctx: click.Context, taken: Taken, text: str, free: int | N
     remark(ctx, f"{text}; to free the rest, run the command again with --free {left}")
 
 
-def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned:
+def _plan(
+    ctx: click.Context, store: Store, options: dict[str, Any]
+) -> tuple[Inventory, PageGroups, _Choice]:
     from hicachectl.pages.group_table import WHOLE
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.in_flight import (
@@ -401,8 +386,7 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
             on_batch=advance,
         )
     listing = listing.ended()
-    for text in store.remarks:
-        remark(ctx, text)
+    remark(ctx, *store.remarks)
     groups = PageGroups(inventory)
 
     def choose(in_flight: BoolArray) -> _Choice:
@@ -417,12 +401,11 @@ def _plan(ctx: click.Context, store: Store, options: dict[str, Any]) -> _Planned
         wait = partial(remark_wait, ctx)
         choice = choose(look_again(store, inventory, groups, listing, grace, on_wait=wait)[0])
     if choice.freeing is not None:
-        for text in choice.freeing.remarks:
-            remark(ctx, text)
+        remark(ctx, *choice.freeing.remarks)
     _remark_choice(ctx, inventory, groups, selection, choice)
     if not selection.chosen(groups).any():
         remark(ctx, explain_selection(store, inventory, selection))
-    return _Planned(inventory, groups, choice)
+    return inventory, groups, choice
 
 
 def _refuse_doubtful(

@@ -22,7 +22,6 @@ from hicachectl.text.terminal import escape_controls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from hicachectl.text.tables import Screen
     from hicachectl.verification.inspection import PageReport
@@ -44,16 +43,7 @@ Examples:
 @output_options
 @profile_options
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    store: str,
-    page: str,
-    grace: float,
-    output_format: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, store: str, page: str, **options: Any) -> None:
     """Show the objects of one page, and the findings about them.
 
     PAGE is a page hash, or its first digits if unique in STORE. The page is read; nothing is
@@ -62,7 +52,7 @@ def command(
     identity and the digest in the trailer, and with what is known of the identity: weights, dtype,
     layout.
     """
-    from hicachectl.cli.output import write_document
+    from hicachectl.cli.output import write_report
     from hicachectl.formats.wording import PAGES_COMPARED
     from hicachectl.profiles.sources import profile_to_look
     from hicachectl.verification.inspection import inspect_page
@@ -76,22 +66,14 @@ def command(
             source,
             profile,
             page,
-            grace_seconds=grace,
+            grace_seconds=options["grace"],
             on_contradiction=contradiction_remark(ctx),
             on_batch=advance,
         )
-        for text in source.remarks:
-            remark(ctx, text)
+        remark(ctx, *source.remarks)
     if profile is None:
         remark(ctx, f"{collision or 'No --profile'}: {PAGES_COMPARED}")
-    write_document(
-        report.document,
-        rows=report.objects,
-        name="objects",
-        output_format=output_format,
-        output=output,
-        text=lambda screen: _lines(report, screen),
-    )
+    write_report(ctx, report.document, report.objects, "objects", partial(_lines, report))
 
 
 def _lines(report: PageReport, screen: Screen) -> Iterator[str]:

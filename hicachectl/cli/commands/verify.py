@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hicachectl.checks.registry import DIGESTS, group_names, groups_help
+from hicachectl.cli.asked import asked_checks
 from hicachectl.cli.command import Command
-from hicachectl.cli.commands.parts import (
-    chosen_shard,
-    is_on_cluster,
-    opened_source,
-    run_divided,
-)
+from hicachectl.cli.commands.parts import chosen_division, opened_source, run_divided
 from hicachectl.cli.commands.verify_repair import (
     options_of_repair,
     refuse_early,
@@ -27,14 +23,10 @@ from hicachectl.cli.commands.verify_repair import (
     repair_options,
     repaired,
 )
-from hicachectl.cli.consent import locked
 from hicachectl.cli.filters import filter_options, selection_of
 from hicachectl.cli.mending import mending_of
 from hicachectl.cli.metrics import metrics_if_empty
 from hicachectl.cli.options import (
-    FILE,
-    NameList,
-    Size,
     allow_empty_option,
     allow_leases_option,
     allow_shrink_option,
@@ -49,7 +41,6 @@ from hicachectl.cli.options import (
     output_options,
     parts_options,
     profile_options,
-    refuse_slice_alone,
     refuse_without_table,
     sample_options,
     store_argument,
@@ -75,14 +66,15 @@ from hicachectl.cli.session import (
     store_name,
     whole_url,
 )
-from hicachectl.formats.wording import inferred_refused, lock_held
+from hicachectl.cli.values import FILE, NameList, Size
+from hicachectl.formats.wording import inferred_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
+    from hicachectl.cli.commands.parts import Division
     from hicachectl.parts.job import Job
-    from hicachectl.parts.manifest import Shard
     from hicachectl.results import Result
     from hicachectl.verification.report_text import Mending
     from hicachectl.verification.request import VerifyRequest
@@ -140,11 +132,12 @@ Examples:
 @RECORDS.option(
     "--update-catalog",
     is_flag=True,
+    needs="--catalog FILE",
     writes=True,
     repeats=False,
     help="Record digests in the catalog; create a missing one.",
 )
-@allow_shrink_option
+@allow_shrink_option("--update-catalog")
 @RECORDS.option(
     "--identity",
     type=NameList(),
@@ -204,14 +197,7 @@ Examples:
 @output_options
 @profile_options
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    store: str,
-    output_format: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
+def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     """Check a store for missing or damaged objects, and repair it if asked.
 
     verify reads STORE and reports findings. An error means that a server could read wrong data; a
@@ -238,37 +224,33 @@ def command(
     hicachectl-verify(1) explains the value checks, catalogs, stamps, repairs, parts of a run, Ray
     clusters and --device cuda.
     """  # noqa: D301 - \b is click's mark, not ours
-    from hicachectl.cli.output import write_result
-    from hicachectl.results import DEFAULT_LIMIT, Shown
+    from hicachectl.cli.output import write_run
 
     _refuse_contradictions(ctx, options)
-    refuse_without_table(ctx, output_format)
-    shard = chosen_shard(ctx, options)
-    on_cluster = is_on_cluster(ctx, options)
+    refuse_without_table(ctx, options["output_format"])
+    division = chosen_division(ctx, options)
     refuse_early(ctx, options)
-    metrics_file = options["metrics_file"]
-    with locked(options["lock"]) as is_ours:
-        if is_ours:
-            divided = on_cluster or shard is not None
-            result = _verified(ctx, store, options, shard, divided=divided)
-        else:
-            from hicachectl.verification.report import VerifyReport
+    write_run(
+        ctx,
+        partial(_verified, ctx, store, options, division),
+        partial(_nothing, ctx, store, options),
+    )
 
-            dry_run = options["dry_run"] if options["repair"] != "none" else None
-            nothing = VerifyReport.empty(store_name(ctx, store)).result(dry_run=dry_run)
-            result, metrics_file = nothing.stopped_by_lock(lock_held(options["lock"])), None
-    if result is not None:
-        shown = Shown(options["limit"] or DEFAULT_LIMIT, options["all_findings"])
-        write_result(ctx, result, output_format, output, shown=shown, metrics_file=metrics_file)
+
+def _nothing(ctx: click.Context, store: str, options: dict[str, Any]) -> Result:
+    """Return the result of a run that checked nothing."""
+    from hicachectl.verification.report import VerifyReport
+
+    return VerifyReport.empty(store_name(ctx, store)).result(dry_run=_dry_run(options))
+
+
+def _dry_run(options: dict[str, Any]) -> bool | None:
+    """Return whether a repair only shows what it would do; None without a repair."""
+    return options["dry_run"] if options["repair"] != "none" else None
 
 
 def _verified(
-    ctx: click.Context,
-    store: str,
-    options: dict[str, Any],
-    shard: Shard | None,
-    *,
-    divided: bool,
+    ctx: click.Context, store: str, options: dict[str, Any], division: Division | None
 ) -> Result | None:
     """Open the store, check it, and repair it if asked; None for a part."""
     leases = {name: options[name] for name in ("allow_leases", "lease_wait")}
@@ -277,18 +259,13 @@ def _verified(
         metrics_if_empty("verify", options["metrics_file"], source.url),
     ):
         request = _request(ctx, source, options)
-        _refuse_impossible_checks(ctx, source, request)
         _refuse_what_is_lacking(source, request, options)
         refuse_without_profile(request)
         refuse_untrusted(source, options)
         mending = mending_of(
-            ctx,
-            store,
-            source,
-            profile=request.real_profile,
-            quarantine=options["quarantine"],
+            ctx, store, source, profile=request.real_profile, quarantine=options["quarantine"]
         )
-        if not divided:
+        if division is None:
             return _at_once(ctx, source, request, mending, options)
         make = _divided(source, request, options, mending)
         reopened = partial(
@@ -298,7 +275,7 @@ def _verified(
             looks_only=_looks_only(options),
             **leases,
         )
-        return run_divided(ctx, options, shard, make(source), make, [reopened])
+        return run_divided(ctx, options, division, make(source), make, [reopened])
 
 
 def _at_once(
@@ -317,21 +294,13 @@ def _at_once(
         bytes_progress(ctx, "reading") as on_read,
     ):
         checked = check_store(
-            store,
-            request,
-            on_listed=on_listed,
-            on_read=on_read,
-            on_wait=partial(remark_wait, ctx),
+            store, request, on_listed=on_listed, on_read=on_read, on_wait=partial(remark_wait, ctx)
         )
     kept = _keep_records(ctx, store, request, checked, options)
     described = describe_store(store, request)
     repairs = repaired(ctx, store, request, checked, options)
     report = report_of([repairs], described, checked.inventory.table, request)
-    result = report.result(
-        fail_on=options["fail_on"],
-        dry_run=options["dry_run"] if options["repair"] != "none" else None,
-        mending=mending,
-    )
+    result = report.result(fail_on=options["fail_on"], dry_run=_dry_run(options), mending=mending)
     return replace(result, failed=result.failed or not kept)
 
 
@@ -360,10 +329,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.device.devices import parse_devices
 
     parse_devices(options["device"])
-    if options["update_catalog"] and not options["catalog"]:
-        raise click.UsageError("--update-catalog needs --catalog FILE")
-    if options["allow_shrink"] and not options["update_catalog"]:
-        raise click.UsageError("--allow-shrink needs --update-catalog")
     if options["catalog"] and DIGESTS.name not in options["checks"]:
         if on_command_line(ctx, "catalog") or options["update_catalog"]:
             raise click.UsageError("--catalog needs the check digests; add digests to --checks")
@@ -373,14 +338,6 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
     if path and not (asked or path.exists()):
         remark(ctx, f"{path}: the catalog does not exist yet; record it with --update-catalog")
         options["catalog"] = None
-    refuse_slice_alone(options)
-
-
-def _refuse_impossible_checks(ctx: click.Context, store: Store, request: VerifyRequest) -> None:
-    if not on_command_line(ctx, "checks"):
-        return
-    for check, why in request.impossible(store).items():
-        raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
 
 
 def _refuse_what_is_lacking(store: Any, request: VerifyRequest, options: dict[str, Any]) -> None:
@@ -414,7 +371,6 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
     from hicachectl.device.devices import parse_devices
     from hicachectl.formats.catalog import NO_ENTRIES
     from hicachectl.profiles.sources import profile_to_look
-    from hicachectl.verification.request import Sample, VerifyRequest
 
     changes = options["repair"] != "none" and not options["dry_run"]
     path, catalog = options["catalog"], None
@@ -425,30 +381,23 @@ def _request(ctx: click.Context, store: Any, options: dict[str, Any]) -> VerifyR
         if text := of_another_store(path, catalog.store, store.url):
             remark(ctx, text)
     selection = selection_of(ctx, store, options, changes=changes)
-    profile, collision = profile_to_look(
+    profile = profile_to_look(
         options, store, looks_only=_looks_only(options), warn=partial(remark, ctx)
     )
-    return VerifyRequest(
-        profile=profile,
-        collision=collision,
-        checks=options["checks"],
+    return asked_checks(
+        ctx,
+        store,
+        options,
+        profile,
         selection=selection,
-        grace_seconds=options["grace"],
-        sample=(
-            Sample.parse(options["sample"], options["sample_slice"]) if options["sample"] else None
-        ),
-        time_limit_seconds=options["time_limit"],
         catalog=catalog,
         update_catalog=options["update_catalog"],
         identity=options["identity"] or (),
         weights_version=options["weights_version"] or "",
         repairs=options["repair"] != "none",
-        allow_empty=options["allow_empty"],
         changes=changes,
         devices=parse_devices(options["device"]),
         device_bytes=options["device_bytes"],
-        buffer_bytes=options["buffer_bytes"],
-        bytes_per_second=options["bwlimit"],
         jobs=options["jobs"],
     )
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hicachectl.cli.consent import agreed, require_consent
-from hicachectl.cli.options import RepairCode
 from hicachectl.cli.parameters import (
     OWN_VALUE,
     REPAIR,
@@ -17,7 +15,8 @@ from hicachectl.cli.parameters import (
     removed_option,
     stack,
 )
-from hicachectl.cli.session import progress, remark
+from hicachectl.cli.session import agreed, progress, remark, require_consent
+from hicachectl.cli.values import RepairCode
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.wording import inferred_refused
 
@@ -80,7 +79,7 @@ def refuse_early(ctx: click.Context, options: dict[str, Any]) -> None:
         options["yes"] or options["dry_run"]
     ):
         raise click.UsageError("A part cannot ask before a repair; give --yes or --dry-run")
-    require_consent(yes=options["yes"], dry_run=options["dry_run"])
+    require_consent(options)
 
 
 def refuse_without_profile(request: VerifyRequest) -> None:
@@ -131,8 +130,7 @@ def repaired(
         return checked.result
     chosen = options_of_repair(options)
     plan = plan_of(checked, checked.findings, chosen)
-    for text in left_remarks(plan, stamps=options["stamp"]):
-        remark(ctx, text, failure=True)
+    remark(ctx, *left_remarks(plan, stamps=options["stamp"]), failure=True)
     if plan.refused is not None:
         return checked.result.refused(plan.refused)
     newest = newest_taken(checked.groups, plan)
@@ -144,7 +142,7 @@ def repaired(
             "--server or --launch",
         )
     question = _question(store, checked, plan, options)
-    if len(plan.groups) and not agreed(question, yes=options["yes"], dry_run=options["dry_run"]):
+    if len(plan.groups) and not agreed(options, question):
         remark(ctx, "Nothing was repaired")
         return checked.result
     with progress(ctx, "repairing", " pages") as advance:

@@ -1,8 +1,13 @@
-"""Man pages from the click commands, the architectures and the finding codes."""
+"""Man pages from the click commands, the architectures and the finding codes.
+
+`python -m hicachectl.cli.manpages.pages DIRECTORY` builds them.
+"""
 
 from __future__ import annotations
 
+import sys
 from inspect import cleandoc
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -38,7 +43,6 @@ from hicachectl.formats.models.families.base import Family
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
-    from pathlib import Path
 
 
 def build(directory: Path) -> None:
@@ -302,3 +306,7 @@ def _see_also(page: str) -> Iterator[str]:
     for name in pages:
         title, section = name.removesuffix(")").split("(")
         yield f".Xr {title} {section}{' ,' if name != pages[-1] else ''}"
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

@@ -1,0 +1,293 @@
+"""Forms of option values, and existing files that a result must not replace."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hicachectl.checks.registry import page_codes, remedies
+from hicachectl.cli.parameters import CommaList, Parsed
+from hicachectl.formats.errors import UsageError
+from hicachectl.formats.sizes import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from click.shell_completion import CompletionItem
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+FORMATS = ("table", "json", "jsonl", "csv", "parquet", "arrow")
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST_S = 100 * 365.25 * 86400
+_LATEST_S = 2**63 // 10**9 - 1  # stores keep times as nanoseconds in 64 bits
+_HEAD_BYTES = 1 << 20
+_PAGE_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+def _shown(value: str) -> str:
+    return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
+
+
+class Duration(Parsed):
+    """A duration such as 90s, 10m, 2h or 7d, in seconds."""
+
+    name = "duration"
+
+    def parsed(self, text: str) -> float:
+        """Return the seconds."""
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+        if match is None:
+            raise ValueError(f"{_shown(text)} is not a duration; write 90s, 10m, 2h or 7d")
+        seconds = float(match[1]) * _SECONDS[match[2]]
+        if seconds > _LONGEST_S:
+            raise ValueError(f"{_shown(text)} is longer than 100 years")
+        return seconds
+
+
+class Share(Parsed):
+    """A share from 0 to 1, such as 0.9 or 90%."""
+
+    name = "share"
+
+    def parsed(self, text: str) -> float:
+        """Return the share."""
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%?)", text)
+        share = -1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+        if not 0 <= share <= 1:
+            raise ValueError(f"{_shown(text)} is not a share; write 0.9 or 90%")
+        return share
+
+
+class PointInTime(Parsed):
+    """A time in ISO 8601, or an age such as 7d, in Unix seconds; an `Ago` for an age."""
+
+    name = "time"
+
+    def parsed(self, text: str) -> float:
+        """Return the seconds."""
+        if re.fullmatch(r"[0-9]+(?:\.[0-9]+)?[smhd]", text):
+            from hicachectl.text.units import Ago
+
+            return Ago(Duration().parsed(text))
+        try:
+            seconds = datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError):
+            why = f"{_shown(text)} is neither ISO 8601 nor an age such as 7d"
+            raise ValueError(why) from None
+        if abs(seconds) > _LATEST_S:
+            raise ValueError(f"{_shown(text)} is not between the years 1678 and 2262")
+        return seconds
+
+
+class Size(Parsed):
+    """A size such as 200GiB or 1.5TB, or a number of bytes; in bytes."""
+
+    name = "size"
+
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
+
+    def parsed(self, text: str) -> int:
+        """Return the bytes."""
+        return parse_size(text, self.least)
+
+
+class NameList(CommaList):
+    """A comma-separated list of names, each one of the choices if there are choices."""
+
+    def __init__(self, choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()) -> None:
+        self._choices = choices
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return the allowed names; empty if any name is allowed."""
+        return self._choices() if callable(self._choices) else self._choices
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return the choices, or NAME,... without choices."""
+        return ",".join(self.choices) or "NAME,..."
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Offer the choices that the list lacks."""
+        from click.shell_completion import CompletionItem
+
+        given, comma, name = incomplete.rpartition(",")
+        left = [choice for choice in self.choices if choice not in given.split(",")]
+        return [CompletionItem(f"{given}{comma}{c}") for c in left if c.startswith(name)]
+
+    def parsed(self, text: str) -> tuple[str, ...]:
+        """Split and check the text."""
+        names, choices = tuple(text.split(",")), self.choices
+        for name in names:
+            if choices and name not in choices:
+                raise ValueError(f"{name!r} is not one of {', '.join(choices)}")
+        return names
+
+
+class RepairCode(click.Choice[str]):
+    """A finding code that `verify --repair` can act on."""
+
+    def __init__(self) -> None:
+        super().__init__(page_codes())
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return CODE; the list of choices would be too long."""
+        return "CODE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the code; for a code without a page, fail and name the remedy."""
+        if instead := remedies().get(value):
+            self.fail(f"{value} does not concern a page, so --repair cannot act; {instead}", param,
+                      ctx)  # fmt: skip
+        self.choices = page_codes()  # a check may have been registered in the meantime
+        return super().convert(value, param, ctx)
+
+
+class _CheckedPath(click.Path):
+    """A path whose text `check` refuses first."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(path_type=Path, **attributes)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Check the text, then the path as click does."""
+        text = os.fspath(value)
+        try:
+            self.check(text)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        super().convert(value, param, ctx)
+        # `whole_file` knows stdout by this name.
+        return Path("/dev/stdout" if self.allow_dash and text == "-" else text)
+
+    def check(self, text: str) -> None:
+        """Raise ValueError, or UsageError with the option's name, for a path that is refused."""
+        raise NotImplementedError
+
+
+class RunPath(_CheckedPath):
+    """A run directory: a path, never a URL."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
+
+    def check(self, text: str) -> None:
+        """Refuse a URL."""
+        if "://" in text:
+            raise ValueError(f"{text} is a URL; give the path of a directory")
+
+
+class OutputFile(_CheckedPath):
+    """A file to write, or - for stdout.
+
+    A bare word that is a format is refused, and a file that another command may need.
+
+    replaces: what the file may be that is replaced, as `kept_kind` returns it.
+    """
+
+    def __init__(self, formats: tuple[str, ...] = FORMATS, *, replaces: str = "") -> None:
+        super().__init__(dir_okay=False, readable=False, allow_dash=True)
+        self.formats = formats
+        self.replaces = replaces
+
+    def check(self, text: str) -> None:
+        """Refuse a format, and a file that is not replaced."""
+        if text in self.formats:
+            raise UsageError(
+                f"-o {text}: is a format, not a file; use --format {text}, or -o ./{text} for a "
+                "file of that name"
+            )
+        kind = "" if text == "-" else kept_kind(Path(text))
+        if kind and kind != self.replaces:
+            raise UsageError(f"-o {text}: is {kind}, and is not replaced; give another file")
+
+
+class MetricsFile(_CheckedPath):
+    """A file for metrics; one with other content is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def check(self, text: str) -> None:
+        """Refuse a file with other content."""
+        head = head_of(Path(text))
+        if head.strip() and b"# HELP hicachectl_" not in head:
+            raise UsageError(
+                f"--metrics-file {text}: exists and has no metrics of hicachectl; give another file"
+            )
+
+
+def head_of(path: Path) -> bytes:
+    """Return the first bytes of a regular file; none of others."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def kept_kind(path: Path) -> str:
+    """Return what an existing file is, if a command may need it; "" for others."""
+    from hicachectl.backends.object_files.tree import SIDE_DIRECTORY
+
+    head = head_of(path)
+    if not head:
+        return ""
+    folder = path.resolve().parent
+    if SIDE_DIRECTORY in folder.parts or (folder / SIDE_DIRECTORY).is_dir():
+        return "a file in a store"
+    if _PAGE_NAME.search(path.name):
+        return "an object of a store"
+    return _kind_of_content(path, head)
+
+
+def _kind_of_content(path: Path, head: bytes) -> str:
+    from hicachectl.formats.pack.records import MAGIC
+
+    if head.startswith(MAGIC):
+        return "a pack"
+    if head.startswith(b"PAR1"):
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _HEAD_BYTES))
+            return "a catalog" if b"hicachectl.catalog" in file.read() else ""
+    return _kind_of_document(_document(head))
+
+
+def _document(head: bytes) -> Mapping[str, Any]:
+    """Return the JSON object or the TOML table that a file begins with; {} for other files."""
+    from hicachectl.formats.documents import parse_json_object, parse_toml
+    from hicachectl.formats.errors import FormatError
+
+    if len(head) == _HEAD_BYTES:
+        return {}
+    with suppress(FormatError, UnicodeDecodeError):
+        text = head.decode("utf-8-sig")
+        is_json = text.lstrip().startswith("{")
+        return parse_json_object(text, "") if is_json else parse_toml(text, "")
+    return {}
+
+
+def _kind_of_document(document: Mapping[str, Any]) -> str:
+    if isinstance(document.get("stores"), dict):
+        return "a config file of hicachectl"
+    # Members that only such a file has together.
+    for kind, members in (
+        ("a profile", {"model", "page_size", "layout", "pools"}),
+        ("a model's config", {"architectures"}),
+        ("the record of a run", {"form", "run", "version"}),
+        ("a marker of a store", {"form", "suffix"}),
+    ):
+        if members <= document.keys():
+            return kind
+    return ""
