@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.checks.registry import CheckInput, CheckSums
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
     from hicachectl.pages.inventory import Inventory
 
@@ -28,8 +28,10 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
     inventory = given.inventory
     expected = inventory.table.expected_sizes[inventory.affix_ids]
     actual = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    rare, common = _rare_of_mixes(inventory, actual)
-    expected[rare] = common
+    for mix in inventory.table.mixes:
+        if mix.stated == UNKNOWN_SIZE:
+            common = [size.nbytes for size in mix.sizes]
+            expected[_of_mix(inventory, mix) & ~np.isin(actual, common)] = common[0]
     settled = np.append(~given.in_flight, True)[given.groups.of_object]
     wrong = settled & ~fits(actual, expected)
     for code, rule, rows in (
@@ -44,30 +46,9 @@ def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
         yield object_findings(inventory, rows, code, detail, rule=rule)
 
 
-def _rare_of_mixes(inventory: Inventory, actual: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the objects of a mix that have none of its common sizes, and its most common size.
-
-    Mixes beside a stated size do not count. actual: [objects]. The results are [k]: rows and sizes.
-    """
-    mixes = [mix for mix in inventory.table.mixes if mix.stated == UNKNOWN_SIZE]
-    if not mixes:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    of_affix = np.full(len(inventory.table.affixes) + 1, -1)  # The last is for foreign keys.
-    for number, mix in enumerate(mixes):
-        of_affix[list(mix.affix_ids)] = number
-    of_object = of_affix[inventory.affix_ids]
-    rows = np.flatnonzero(of_object >= 0)
-    pairs = [(number, size.nbytes) for number, mix in enumerate(mixes) for size in mix.sizes]
-    owners, sizes = np.array(pairs, dtype=np.int64).T
-    distinct = np.unique(sizes)
-    at = np.minimum(np.searchsorted(distinct, actual[rows]), len(distinct) - 1)
-    codes = of_object[rows] * len(distinct) + at
-    common = (distinct[at] == actual[rows]) & np.isin(
-        codes, owners * len(distinct) + np.searchsorted(distinct, sizes)
-    )
-    first = np.array([mix.sizes[0].nbytes for mix in mixes], dtype=np.int64)
-    rare = rows[~common]
-    return rare, first[of_object[rare]]
+def _of_mix(inventory: Inventory, mix: SizeMix) -> BoolArray:
+    """Return which objects are of the kind of a mix: [objects]."""
+    return np.isin(inventory.affix_ids, mix.affix_ids)
 
 
 def rows_of_mixes(inventory: Inventory) -> IntArray:
@@ -79,8 +60,7 @@ def rows_of_mixes(inventory: Inventory) -> IntArray:
     among = np.zeros(len(actual), dtype=np.bool_)
     for mix in inventory.table.mixes:
         if mix.others:
-            of_mix = np.isin(inventory.affix_ids, mix.affix_ids)
-            among |= of_mix & np.isin(actual, mix.others)
+            among |= _of_mix(inventory, mix) & np.isin(actual, mix.others)
     return np.flatnonzero(among)
 
 

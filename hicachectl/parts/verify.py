@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from hicachectl.io.table_files import Share, TableFile
     from hicachectl.move.repair import RepairOptions
     from hicachectl.pages.deployments import AffixTable
-    from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.published import Listing
     from hicachectl.parts.job import PartCount, Tables
     from hicachectl.parts.records import RecordForm
     from hicachectl.results import Result
@@ -316,8 +316,7 @@ class VerifyJob:
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """See `Job`."""
-        facts = convert(manifest.published.facts, _Facts, MANIFEST)
-        schema = listing_of(manifest, facts.grammar, self._request.profile).schema
+        schema = self._listing(manifest).schema
         share = manifest.published.shares[part]
         files: dict[bool, list[TableFile]] = {False: [], True: []}
         for file in manifest.published.files:
@@ -340,7 +339,7 @@ class VerifyJob:
         request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
         first = given.part == 0
         start = replace(start_run(store, request, first=first), listing=listing_time(given))
-        listed = self._listed(given)
+        listed = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
         if not request.allow_empty:
             refuse_unmounted(store, listed)
         checked = check_part(store, request, listed, start, first=first, on_read=on_read)
@@ -349,26 +348,18 @@ class VerifyJob:
             return checked.remarked(f"Stamped the store: {path}")
         return checked
 
-    def _listed(self, given: PartInput) -> Inventory:
-        facts = convert(given.manifest.published.facts, _Facts, MANIFEST)
-        listing = listing_of(given.manifest, facts.grammar, self._request.profile)
-        return inventory_of(given.tables[_OBJECTS](), listing.table)
-
-    def _table_findings(self, given: PartInput) -> list[pa.Table]:
-        """Return the findings about page tables that only the first part reports."""
-        store, request = self._store, self._request
-        if given.part == 0 or GROUPS.name not in request.checks:
-            return []
-        return check_tables(store, saved_tables(store), grace_seconds=request.grace_seconds)[0]
+    def _listing(self, manifest: Manifest) -> Listing:
+        return listing_of(manifest, self._store.grammar, self._request.profile)
 
     def _repaired(self, given: PartInput, checked: PartCheck, options: RepairOptions) -> PartCheck:
         """Repair a checked part; return it with what was done."""
         began = time.monotonic()
-        tables = (
-            located(table, checked.inventory, checked.groups)
-            for table in self._table_findings(given)
-        )
-        found = combine([checked.findings, *tables], LOCATED_SCHEMA)
+        store, request, tables = self._store, self._request, []
+        if given.part and GROUPS.name in request.checks:  # only the first part reports these
+            saved = saved_tables(store)
+            tables, _ = check_tables(store, saved, grace_seconds=request.grace_seconds)
+        about = (located(table, checked.inventory, checked.groups) for table in tables)
+        found = combine([checked.findings, *about], LOCATED_SCHEMA)
         plan = plan_of(checked, found, options)
         said = list(left_remarks(plan, stamps=self._stamp))
         if plan.refused is not None:
@@ -376,13 +367,13 @@ class VerifyJob:
             checked = replace(checked, result=checked.result.refused(refusal))
             return checked.remarked(*_of_part(given, said), _refused(refusal))
         done = repair(
-            self._store,
+            store,
             checked.inventory,
             checked.groups,
             plan,
             options,
             first=given.part == 0,
-            buffer_bytes=self._request.buffer_bytes,
+            buffer_bytes=request.buffer_bytes,
             say=said.append,
         )
         result = checked.result.repaired(

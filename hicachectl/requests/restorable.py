@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -58,6 +58,12 @@ class Usable:
     target: Hits
     remarks: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, pages: IntArray, server: Profile, deployment: Profile, target: Hits) -> Usable:
+        """Count the pages that a server with this profile fetches."""
+        served = fetched(pages, server.page_size, server.prefetch_threshold)
+        return cls(pages, served, deployment, target)
+
 
 def count_usable(
     store: Store,
@@ -81,7 +87,7 @@ def count_usable(
     inventory, hits = hits_of_store(
         store, target, chains, needs_pages=needs_pages, without=without, on_batch=on_batch
     )
-    counted = [] if served else [_Counted.of(hits.usable_pages, target, target)]
+    counted = [] if served else [Usable.of(hits.usable_pages, target, target, hits)]
     remarks = []
     for url, profile in served.items():
         differing = _differences(target, profile)
@@ -93,27 +99,12 @@ def count_usable(
                 if _NOT_IN_KEYS.intersection(differing)
                 else _restorable(store, profile, chains, on_batch)
             )
-        counted.append(_Counted.of(usable, profile, profile if differing else target))
-    fewest = min(counted, key=lambda one: (int(one.served.sum()), int(one.usable.sum())))
-    deployment = fewest.deployment
-    if explains and deployment is target:
+        counted.append(Usable.of(usable, profile, profile if differing else target, hits))
+    fewest = min(counted, key=lambda one: (int(one.served.sum()), int(one.pages.sum())))
+    if explains and fewest.deployment is target:
         elsewhere = find_elsewhere(inventory, hits)
         remarks += miss_remarks(store, inventory, hits, elsewhere)
-    return Usable(fewest.usable, fewest.served, deployment, hits, tuple(remarks))
-
-
-class _Counted(NamedTuple):
-    """Pages of each chain that servers can restore, and that they fetch: [chains] each."""
-
-    usable: IntArray
-    served: IntArray
-    deployment: Profile
-
-    @classmethod
-    def of(cls, usable: IntArray, server: Profile, deployment: Profile) -> _Counted:
-        """Count the pages that a server with this profile fetches."""
-        served = fetched(usable, server.page_size, server.prefetch_threshold)
-        return cls(usable, served, deployment)
+    return replace(fewest, remarks=tuple(remarks))
 
 
 def stamp_remarks(store: Store, target: Profile) -> list[str]:
