@@ -354,7 +354,8 @@ class VerifyJob:
     def _repaired(self, given: PartInput, checked: PartCheck, options: RepairOptions) -> PartCheck:
         """Repair a checked part; return it with what was done."""
         began = time.monotonic()
-        store, request, tables = self._store, self._request, []
+        store, request = self._store, self._request
+        tables: list[pa.Table] = []
         if given.part and GROUPS.name in request.checks:  # only the first part reports these
             saved = saved_tables(store)
             tables, _ = check_tables(store, saved, grace_seconds=request.grace_seconds)
