@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.models.launch import WAYS_OUT, launched_deployment, logged_deployment
 from hicachectl.formats.models.server_flags import config_arguments, parse_arguments, server_flags
 from hicachectl.formats.wording import failed
-from hicachectl.profiles.server import ServerProfile, described, not_here
+from hicachectl.profiles.server import ServerProfile, is_file, local_models, read_models
 from hicachectl.profiles.shell_words import SEVERAL_WORDS, Command, ScriptReader
 
 if TYPE_CHECKING:
@@ -125,9 +125,15 @@ def _profile_of(
             unknown=launch.unknown,
             version=version,
         )
-    paths = model_config, draft_model_config
-    config, flags, source = described(server, partial(_local_model, launch), paths, given)
-    profile = profile_from_config(config, flags, source=source)
+
+    def places(name: str) -> Iterator[Path]:
+        """Yield a path of the server, and the snapshot in this user's Hub cache."""
+        yield launch.path(name)
+        yield from _hub_snapshot(name)
+
+    paths = local_models(server, (model_config, draft_model_config), places)
+    config, flags = read_models(paths, replace(server.flags, **given), server.settings)
+    profile = profile_from_config(config, flags, source=str(paths[0]))
     return ServerProfile(profile, server, tuple(server.notes))
 
 
@@ -140,7 +146,7 @@ def read_launches(text: str) -> list[Launch]:
     """
     if match := _PROCESS.fullmatch(text):
         return _of_process(int(match[1]))
-    if not text.startswith("@") and not _is_file(text):
+    if not text.startswith("@") and not is_file(Path(text)):
         try:
             return _some(_launches(text), "--launch", text)
         except FormatError as error:
@@ -156,13 +162,6 @@ def read_launches(text: str) -> list[Launch]:
         raise FormatError(f"{path}: not UTF-8 text; save the file as UTF-8") from error
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
-
-
-def _is_file(path: str | Path) -> bool:
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):  # too long for a path, or with a null character
-        return False
 
 
 def _some(launches: Iterator[Launch], where: str, text: str) -> list[Launch]:
@@ -407,7 +406,7 @@ def _stated(launch: Launch) -> dict[str, Any]:
                 )
     stated = read_arguments(launch.arguments, launch.path)
     extra = stated.get(_EXTRA, "")
-    if extra.startswith("@") and _is_file(launch.path(extra[1:])):
+    if extra.startswith("@") and is_file(launch.path(extra[1:])):
         stated[_EXTRA] = _read_mapping(launch.path(extra[1:]))
     return stated
 
@@ -497,23 +496,14 @@ def _parse_yaml(text: str) -> list[Any]:
         raise FormatError(f"not YAML: {' '.join(str(error).split())[:200]}") from error
 
 
-def _local_model(launch: Launch, model_path: str, option: str) -> Path:
-    """Return a model's directory: a path of the server, or a snapshot in this user's Hub cache."""
-    for path in (launch.path(model_path), _hub_snapshot(model_path)):
-        if path is not None and _is_file(path / "config.json"):
-            return path
-    raise not_here(model_path, option)
-
-
-def _hub_snapshot(name: str) -> Path | None:
-    """Return the snapshot of a Hub model's main revision, where huggingface_hub keeps it."""
+def _hub_snapshot(name: str) -> Iterator[Path]:
+    """Yield the snapshot of a Hub model's main revision, where huggingface_hub keeps it."""
     if name.count("/") != 1 or name.startswith(("/", ".")) or ".." in name:
-        return None
+        return
     home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     model = cache / f"models--{name.replace('/', '--')}"
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         commit = (model / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return model / "snapshots" / commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
+        if re.fullmatch(r"[0-9a-f]{40}", commit):
+            yield model / "snapshots" / commit

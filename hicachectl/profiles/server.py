@@ -23,7 +23,7 @@ from hicachectl.formats.models.server_info import contradictions_with_layout, fl
 from hicachectl.formats.wording import RUN_PROBE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hicachectl.formats.models.flags import DeploymentFlags
     from hicachectl.formats.models.server_info import ServerDeployment
@@ -116,10 +116,11 @@ def profile_from_server(
     """
     replies = fetch_server(url, timeout_s=timeout_s)
     server = flags_from_server_info(replies.info)
-    paths = model_config, draft_model_config
-    config, flags, source = described(server, _local_model, paths, overrides or {})
+    paths = local_models(server, (model_config, draft_model_config), _absolute)
+    flags = replace(server.flags, **(overrides or {}))
+    config, flags = read_models(paths, flags, server.settings)
     try:
-        profile = profile_from_config(config, flags, source=source)
+        profile = profile_from_config(config, flags, source=str(paths[0]))
     except ProfileError as error:
         why = str(error).removesuffix(f"; {RUN_PROBE}")  # _told says it, too
         raise ProfileError(f"{why}; {_told(flags, replies.layout)}") from error
@@ -163,46 +164,59 @@ def _told(flags: DeploymentFlags, layout: Mapping[str, Any] | None) -> str:
     )
 
 
-def described(
+def local_models(
     server: ServerDeployment,
-    locate: Callable[[str, str], Path],
     configs: tuple[Path | None, Path | None],
-    overrides: Mapping[str, Any],
-) -> tuple[dict[str, Any], DeploymentFlags, str]:
-    """Return the config and the flags that make a server's profile, and the config's path.
+    places: Callable[[str], Iterable[Path]],
+) -> tuple[Path, Path | None]:
+    """Return the config or directory of a server's model, and of its separate draft model.
 
-    locate: returns the directory of a model that the server names. Its second argument is the
-        option that gives the config otherwise.
-    configs: the model's config and the draft's, as options give them.
-    overrides: fields of the flags that replace the server's.
+    configs: these of the options, None where no option gives it.
+    places: returns where a model that the server names can be on this machine.
+    Raises ProfileError for a model that is not on this machine.
     """
+
+    def local(model_path: str, option: str) -> Path:
+        for path in places(model_path):
+            if is_file(path / "config.json"):
+                return path
+        raise ProfileError(
+            f"The server's model path {model_path!r} is not a directory with a config.json on this "
+            f"machine; give {option}"
+        )
+
     model, draft = configs
-    model = model or locate(server.model_path, "--model-config")
+    model = model or local(server.model_path, "--model-config")
     if draft is None and server.draft_model_path:
-        draft = locate(server.draft_model_path, "--draft-model-config")
-    drafted = None if draft is None else read_model_config(draft)
-    flags = replace(server.flags, draft_model_config=drafted, **overrides)
-    return overridden_config(read_model_config(model), server.settings), flags, str(model)
+        draft = local(server.draft_model_path, "--draft-model-config")
+    return model, draft
 
 
-def _local_model(model_path: str, option: str) -> Path:
-    """Return a server's model path. option: gives the config of others.
+def read_models(
+    paths: tuple[Path, Path | None], flags: DeploymentFlags, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], DeploymentFlags]:
+    """Return a model's config, changed by a server's settings, and the flags with the draft's.
 
-    Raises ProfileError if the path is relative, and so in the server's working directory or on the
-    Hub, or is no directory with a config.json here.
+    paths: the model's config or directory, and the draft's. Raises ProfileError.
     """
+    model, draft = paths
+    if draft is not None:
+        flags = replace(flags, draft_model_config=read_model_config(draft))
+    return overridden_config(read_model_config(model), settings), flags
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file; False if it cannot be a path."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with a null character
+        return False
+
+
+def _absolute(model_path: str) -> Iterable[Path]:
+    """Return a server's path; none if relative: in its working directory, or on the Hub."""
     path = Path(model_path)
-    if not path.is_absolute() or not (path / "config.json").is_file():
-        raise not_here(model_path, option)
-    return path
-
-
-def not_here(model_path: str, option: str) -> ProfileError:
-    """Return the error for a model without a config on this machine."""
-    return ProfileError(
-        f"The server's model path {model_path!r} is not a directory with a config.json on this "
-        f"machine; give {option}"
-    )
+    return [path] if path.is_absolute() else []
 
 
 def _read_json(file: Path) -> dict[str, Any]:

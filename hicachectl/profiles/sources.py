@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -193,18 +194,17 @@ def _tagged(profile: Profile, warn: Callable[[str], None]) -> Profile:
 def _from_config(options: Mapping[str, Any], store: Store | None) -> Profile:
     from hicachectl.formats.models.config import profile_from_config
     from hicachectl.formats.models.flags import DeploymentFlags
-    from hicachectl.profiles.server import read_model_config
+    from hicachectl.profiles.server import read_models
 
-    path = options["model_config"]
-    config = read_model_config(path)
-    flags = _flags(options)
-    if options.get("draft_model_config"):
-        flags["draft_model_config"] = read_model_config(options["draft_model_config"])
-    if "model" not in flags:
-        flags["model"] = config.get("_name_or_path") or _only_model(store)
+    paths = options["model_config"], options.get("draft_model_config")
+    given = _flags(options)
     if store is not None:
-        flags["storage_backend"] = store.grammar
-    return profile_from_config(config, DeploymentFlags(**flags), source=str(path))
+        given["storage_backend"] = store.grammar
+    config, flags = read_models(paths, DeploymentFlags(**given), {})
+    if flags.model is None:
+        name = config.get("_name_or_path") or _only_model(store)
+        flags = dataclasses.replace(flags, model=name)
+    return profile_from_config(config, flags, source=str(paths[0]))
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
