@@ -34,6 +34,7 @@ from tests.ray_fixtures import (  # noqa: F401 - fixtures
 )
 from tests.skips import register as pytest_configure  # noqa: F401 - a hook of pytest
 from tests.small_file_system import other_file_system  # noqa: F401 - a fixture
+from tests.speed import ALL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,8 +75,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return unwanted or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as slow that need a real server or lie in the folders that take minutes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave weekly tests out; mark tests as slow that need a server or lie in slow folders."""
+    if not ALL:
+        weekly = [item for item in items if item.get_closest_marker("weekly")]
+        config.hook.pytest_deselected(items=weekly)
+        items[:] = [item for item in items if not item.get_closest_marker("weekly")]
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if _SERVERS.intersection(fixtures) or _SLOW_FOLDERS.intersection(item.path.parts):

@@ -90,6 +90,7 @@ either_way = pytest.mark.parametrize("million", [False, True], ids=["seen", "mla
 with_profile = pytest.mark.parametrize("million", [True], ids=["mla"], indirect=True)
 
 
+@pytest.mark.weekly
 def test_ls_of_one_stray_rank(million: Million) -> None:
     (row,) = million("ls", million.store, "--state", "partial")["pages"]
     assert row["page"] == FIRST_PAGE
@@ -104,6 +105,7 @@ def test_verify_of_one_stray_rank(million: Million) -> None:
     assert document["counts"] == ({} if million.has_profile else {"missing-rank": 4095})
 
 
+@pytest.mark.weekly
 @either_way
 def test_hits_of_one_stray_rank(million: Million) -> None:
     pages = million.store.with_name("pages")
@@ -118,6 +120,7 @@ def test_rm_of_one_stray_rank(million: Million) -> None:
     assert (document["pages"], document["objects"]) == (OBJECTS, OBJECTS + 1)
 
 
+@pytest.mark.weekly
 @either_way
 def test_migrate_of_one_stray_rank(million: Million) -> None:
     whole = OBJECTS if million.has_profile else OBJECTS - 1
@@ -129,6 +132,7 @@ def test_migrate_of_one_stray_rank(million: Million) -> None:
     assert (document["pages"], document["objects"]) == (OBJECTS, OBJECTS + 1)
 
 
+@pytest.mark.weekly
 @with_profile
 def test_prewarm_of_one_stray_rank(million: Million) -> None:
     warm = ("--from", million.store, "--all", "--dry-run")

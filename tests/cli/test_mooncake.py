@@ -304,9 +304,8 @@ def test_a_size_that_the_master_does_not_say_is_not_called_zero(
         )
         assert "? B" in line
         assert "0 B" not in line
-    removal = json.loads(
-        invoke("rm", cluster.url, "--model", "slices", "--dry-run", "--format", "json").stdout
-    )
+    choice = ("--model", "slices", "--dry-run", "--grace", "0s")
+    removal = invoke("rm", cluster.url, *choice, "--format", "json").document
     assert (removal["objects"], removal["bytes"]) == (1, None)
     assert [row["nbytes"] for row in removal["groups"]] == [None]
 

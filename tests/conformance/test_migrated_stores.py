@@ -16,6 +16,7 @@ import pytest
 
 from tests.hf3fs_server import MetadataServer
 from tests.mooncake_cluster import Cluster
+from tests.speed import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,90 +56,94 @@ _HEAD = {"layout": "page_head"}
 _THREE_ONE = {"pp": 2, "pp_partition": [3, 1]}
 _ONE_STAGE: dict[str, Any] = {"pp": 1, "pp_partition": []}
 
+# Each change of a deployment once, from and to each kind of store.
 MOVES = (
     # Heads on other numbers of ranks, from one rank to more ranks than heads.
     Move("gqa_tp2", "file", "file", {"tp": 1}),
-    Move("gqa_tp2", "file", "file", {"tp": 4, **_DIRECT}),
-    Move("gqa_tp2", "file", "file", {"tp": 8}),
     Move("gqa_tp2", "file", "mooncake", {"tp": 4}),
-    Move("gqa_tp2", "file", "hf3fs", {"tp": 4}),
-    Move("gqa_tp2", "mooncake", "file", {"tp": 1, **_HEAD}),
     Move("gqa_tp2", "mooncake", "mooncake", {"tp": 8, **_DIRECT}),
     Move("gqa_tp2", "mooncake", "hf3fs", {"tp": 1, **_DIRECT}, layout="page_head"),
     Move("gqa_tp2", "hf3fs", "file", {"tp": 4, **_HEAD}),
-    Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}, layout="layer_first"),
-    Move("gqa_tp2", "hf3fs", "hf3fs", {"tp": 1, **_DIRECT}),
     # Pipeline stages, also together with heads.
-    Move("gqa_tp2", "file", "file", {"tp": 4, **_THREE_ONE}),
     Move("gqa_tp2", "hf3fs", "mooncake", _THREE_ONE),
     Move("pp2", "file", "file", {"tp": 4, **_ONE_STAGE}),
-    Move("pp2", "file", "hf3fs", _ONE_STAGE),
     Move("pp2", "mooncake", "file", {"pp_partition": [1, 4]}),
-    Move("mla_pp2", "mooncake", "file", _ONE_STAGE),
     Move("mla_pp2", "mooncake", "mooncake", {"pp": 3, "pp_partition": [1, 1, 2]}),
     # Byte orders.
     Move("mha_layouts", "file", "file", _HEAD, layout="layer_first"),
-    Move("mha_layouts", "file", "file", _DIRECT, layout="page_head"),
-    Move("mha_layouts", "file", "mooncake", {"layout": "page_first"}, layout="page_head"),
-    Move("mla_indexer", "file", "file", _DIRECT),
     Move("mla_indexer", "hf3fs", "mooncake", {"layout": "page_first"}, layout="layer_first"),
     # Latent rows and index keys, shared by the ranks.
-    Move("mla_indexer", "file", "hf3fs", {"tp": 4}),
     Move("mla_indexer", "file", "mooncake", {**_THREE_ONE, **_DIRECT}),
     Move("mla_fp8_indexer", "mooncake", "file", {"tp": 1, **_DIRECT}),
     # Recurrent states: gated delta net, and Kimi's, whose window is the first axis.
     Move("hybrid_mamba", "file", "file", {"tp": 4, **_DIRECT}),
-    Move("hybrid_mamba", "file", "mooncake", {"tp": 1}),
     Move("hybrid_mamba", "mooncake", "hf3fs", {"tp": 4}, layout="page_first_direct"),
-    Move("hybrid_mamba", "hf3fs", "file", {"tp": 1}),
-    Move("mla_mamba", "file", "hf3fs", {"tp": 4}),
-    Move("mla_mamba", "mooncake", "file", {"tp": 1}),
     Move("mla_mamba", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}),
     # One group of Mamba2, of which every rank has a copy.
-    Move("mamba2", "file", "file", {"tp": 4, **_DIRECT}),
-    Move("mamba2", "file", "mooncake", {"tp": 1}),
     Move("mamba2", "mooncake", "file", {"tp": 4}),
     # States that every rank holds whole, and heads of which TP 4 has too few.
     Move("zaya", "file", "mooncake", {"tp": 1}),
-    Move("zaya", "mooncake", "file", {"tp": 4}),
-    Move("inkling", "file", "file", {"tp": 4, **_DIRECT}),
-    Move("inkling", "file", "mooncake", {"tp": 1}),
     Move("inkling", "mooncake", "file", {"tp": 4}),
     # Windows and drafts.
-    Move("swa", "file", "mooncake", {"tp": 4}),
     Move("swa", "mooncake", "file", {"tp": 1, **_HEAD}),
     Move("mha_draft", "file", "mooncake", {"tp": 4}),
-    Move("mha_draft", "mooncake", "file", {"tp": 1, **_DIRECT}),
-    Move("mla_mla_draft", "mooncake", "file", {"tp": 1}, layout="layer_first"),
     Move("mla_mha_draft", "mooncake", "mooncake", {"tp": 4}),
-    Move("mla_mha_draft", "mooncake", "file", {"tp": 1}),
     # Split heads, which several TP sizes share.
     Move("gqa_tp2", "file", "mooncake", {"tp_lcm_size": 4, **_HEAD}),
     Move("split_heads", "mooncake", "file", {"tp": 1, "tp_lcm_size": 0, "layout": "page_first"}),
+    Move("split_heads_pp2", "mooncake", "mooncake", {"tp": 1, **_ONE_STAGE}),
+    # K and V of different width, and of 8 bits.
+    Move("asymmetric", "mooncake", "mooncake", {"tp": 4, **_DIRECT}),
+    Move("fp8_mha", "mooncake", "hf3fs", {"tp": 1}),
+    # Compressed pages; the file store has an anchor that Mooncake lacks.
+    Move("deepseek_v4", "mooncake", "file", {"tp": 1, **_DIRECT}),
+    # States of a form that only SGLang knows.
+    Move("side_states", "file", "hf3fs"),
+    # Tokens divided among ranks.
+    Move("dcp2", "file", "mooncake", _DIRECT),
+    # Names.
+    Move("tag_and_none", "mooncake", "mooncake", {"tag": "", "model": "other/name"}),
+    Move("cp2", "file", "file", {"model": "zai-org/Renamed", **_DIRECT}),
+)
+# HICACHECTL_TEST_ALL=1 combines more of the cases, changes and stores.
+MORE_MOVES = (
+    Move("gqa_tp2", "file", "file", {"tp": 4, **_DIRECT}),
+    Move("gqa_tp2", "file", "file", {"tp": 8}),
+    Move("gqa_tp2", "file", "hf3fs", {"tp": 4}),
+    Move("gqa_tp2", "mooncake", "file", {"tp": 1, **_HEAD}),
+    Move("gqa_tp2", "hf3fs", "mooncake", {"tp": 4, **_DIRECT}, layout="layer_first"),
+    Move("gqa_tp2", "hf3fs", "hf3fs", {"tp": 1, **_DIRECT}),
+    Move("gqa_tp2", "file", "file", {"tp": 4, **_THREE_ONE}),
+    Move("pp2", "file", "hf3fs", _ONE_STAGE),
+    Move("mla_pp2", "mooncake", "file", _ONE_STAGE),
+    Move("mha_layouts", "file", "file", _DIRECT, layout="page_head"),
+    Move("mha_layouts", "file", "mooncake", {"layout": "page_first"}, layout="page_head"),
+    Move("mla_indexer", "file", "file", _DIRECT),
+    Move("mla_indexer", "file", "hf3fs", {"tp": 4}),
+    Move("hybrid_mamba", "file", "mooncake", {"tp": 1}),
+    Move("hybrid_mamba", "hf3fs", "file", {"tp": 1}),
+    Move("mla_mamba", "file", "hf3fs", {"tp": 4}),
+    Move("mla_mamba", "mooncake", "file", {"tp": 1}),
+    Move("mamba2", "file", "file", {"tp": 4, **_DIRECT}),
+    Move("mamba2", "file", "mooncake", {"tp": 1}),
+    Move("zaya", "mooncake", "file", {"tp": 4}),
+    Move("inkling", "file", "file", {"tp": 4, **_DIRECT}),
+    Move("inkling", "file", "mooncake", {"tp": 1}),
+    Move("swa", "file", "mooncake", {"tp": 4}),
+    Move("mha_draft", "mooncake", "file", {"tp": 1, **_DIRECT}),
+    Move("mla_mla_draft", "mooncake", "file", {"tp": 1}, layout="layer_first"),
+    Move("mla_mha_draft", "mooncake", "file", {"tp": 1}),
     Move("split_heads", "mooncake", "mooncake", {"tp": 1}),
     Move("split_heads_draft", "mooncake", "mooncake", {"tp": 4}),
     Move("split_heads_draft", "mooncake", "file", {"tp": 2, "tp_lcm_size": 0}),
     Move("split_heads_pp2", "mooncake", "file", {"tp": 4, "tp_lcm_size": 0, **_ONE_STAGE}),
-    Move("split_heads_pp2", "mooncake", "mooncake", {"tp": 1, **_ONE_STAGE}),
-    # K and V of different width, and of 8 bits.
-    Move("asymmetric", "mooncake", "mooncake", {"tp": 4, **_DIRECT}),
     Move("fp8_mha", "file", "mooncake", {"tp": 4, **_DIRECT}),
-    Move("fp8_mha", "mooncake", "hf3fs", {"tp": 1}),
     Move("fp8_mha", "hf3fs", "file", {"tp": 4, **_HEAD}),
-    # Compressed pages; the file store has an anchor that Mooncake lacks.
     Move("deepseek_v4", "file", "mooncake", {"tp": 4}),
-    Move("deepseek_v4", "mooncake", "file", {"tp": 1, **_DIRECT}),
-    # States of a form that only SGLang knows.
-    Move("side_states", "file", "hf3fs"),
     Move("side_states", "hf3fs", "file", {"model": "Qwen/Renamed"}),
-    # Tokens divided among ranks.
-    Move("dcp2", "file", "mooncake", _DIRECT),
     Move("dcp2", "mooncake", "file", {"model": "moonshotai/Renamed"}),
-    # Names.
     Move("hybrid_mamba", "file", "file", {"model": "Qwen/Renamed"}),
     Move("hybrid_mamba", "mooncake", "mooncake", {"tag": "teamB"}),
-    Move("tag_and_none", "mooncake", "mooncake", {"tag": "", "model": "other/name"}),
-    Move("cp2", "file", "file", {"model": "zai-org/Renamed", **_DIRECT}),
 )
 
 
@@ -243,7 +248,7 @@ def positions(manifest: Manifest, profile: dict[str, Any]) -> dict[str, list[int
     return {pool: sorted(places) for pool, places in found.items()}
 
 
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
+@pytest.mark.parametrize("move", some((*MOVES, *MORE_MOVES), *MOVES), ids=lambda move: move.name)
 def test_sglang_reads_what_was_migrated_as_the_destination_it_was_made_for(
     move: Move, places: Places, sglang_session: SglangSession, invoke: Invoke, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.conformance.cpu_server import DEVICE_TOKENS, prompt
 from tests.conformance.plugin_site import Site, full_hit, is_whole
 from tests.freezable_mount import freezable_mount
+from tests.speed import some
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def site(cpu_server: CpuServer, tmp_path: Path) -> Iterator[Site]:
     assert cpu_server.alive
 
 
-@pytest.mark.parametrize("calls", [("open",), READS, DATA_READS], ids=["open", "all", "data"])
+@pytest.mark.parametrize(
+    "calls", some((("open",), READS, DATA_READS), ("open",), DATA_READS), ids="-".join
+)
 def test_reads_that_come_late_leave_the_pool_alone(site: Site, calls: tuple[str, ...]) -> None:
     site.attach(op_timeout=TIMEOUT_S)
     cold, other = site.cold(PROMPT), site.cold(OTHER)
@@ -59,9 +62,7 @@ def test_reads_that_come_late_leave_the_pool_alone(site: Site, calls: tuple[str,
 
 
 @pytest.mark.parametrize(
-    "calls",
-    [("open",), WRITES, NAMING, ("stat", *READS)],
-    ids=["open", "data", "naming", "look"],
+    "calls", some((("open",), WRITES, NAMING, ("stat", *READS)), WRITES, NAMING), ids="-".join
 )
 def test_writes_that_come_late_leave_no_page(site: Site, calls: tuple[str, ...]) -> None:
     site.attach(op_timeout=TIMEOUT_S)

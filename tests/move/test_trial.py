@@ -16,7 +16,6 @@ from hicachectl.move import store_pair, trial
 from hicachectl.move.withdrawal import withdraw_listed
 from tests.freezable_mount import freezable_mount
 from tests.move.migrations import PAGES, demo_store, migrated, profile_file
-from tests.places import Hf3fsPlace, MooncakePlace
 from tests.served_stores import HYBRID, served_store
 from tests.speed import slow
 from tests.stores import contents, put
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.conftest import Invoke
+    from tests.places import Places
 
 MOVE = ("--move", "--yes")
 ONE_PLACE = "SRC and DST are one place"
@@ -215,16 +215,13 @@ def test_every_kind_of_store_gets_its_pages_back(
     invoke: Invoke,
     tmp_path: Path,
     request: pytest.FixtureRequest,
+    places: Places,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
     """A second address of a server, by which nothing shows that it is the same one."""
-    place: MooncakePlace | Hf3fsPlace
-    if kind == "mooncake":
-        place = MooncakePlace(request.getfixturevalue("mooncake_cluster"))
-    else:
-        place = Hf3fsPlace(tmp_path, request.getfixturevalue("metadata_server"))
-    place.fill(PAGES)
+    request.getfixturevalue("mooncake_package" if kind == "mooncake" else "metadata_server_python")
+    place = places.source(kind, fresh=True)
     before = place.held()
     monkeypatch.setattr(store_pair, "_shared_places", lambda source, destination: set())
     options = ("--profile", profile_file(tmp_path / "profile.toml"), *MOVE)
