@@ -30,7 +30,7 @@ from hicachectl.formats.errors import UntrustedError
 from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from hicachectl.backends.base import Rows
     from hicachectl.backends.object_files.tree import ObjectTree
@@ -79,26 +79,6 @@ def _begin_by_ctime(side: Directory, name: str) -> None:
         os.utime(descriptor)  # sets the ctime
     finally:
         os.close(descriptor)
-
-
-def read_epochs(directory: ObjectTree) -> dict[bytes, int]:
-    """Return all epochs of a directory, Unix nanoseconds by `owner_of` their suffix.
-
-    Empty if the side directory is missing, or not trusted. Raises OSError.
-    """
-    found: dict[bytes, int] = {}
-    if not directory.side_files:
-        return found
-    with (
-        suppress(FileNotFoundError, PermissionError, UntrustedError),
-        directory.outer(writes=False) as here,
-        here.directory(os.fsdecode(OWN_PREFIX)) as side,
-    ):
-        for name in map(os.fsencode, os.listdir(side.descriptor)):  # noqa: PTH208 - no path
-            if name.startswith(_PREFIX):
-                with suppress(FileNotFoundError):
-                    found[name.removeprefix(_PREFIX)] = _known_ctime(name, side.descriptor)
-    return found
 
 
 def _known_ctime(name: bytes, side: int) -> int:
@@ -183,13 +163,28 @@ def suffixes_of(rows: Rows) -> Any:
 
 
 class Epochs:
-    """The epochs of a directory at one moment; false if it has none."""
+    """The epochs of a directory at one moment; false if it has none.
+
+    None are read from a side directory that is missing, or not trusted.
+    """
 
     def __init__(self, objects: ObjectTree) -> None:
         """Read the epochs. Raises OSError."""
         self._objects = objects
-        self._by_owner: Mapping[bytes, int] = read_epochs(objects)
+        self._by_owner: dict[bytes, int] = {}
         self._by_suffix: dict[bytes, int] = {}
+        if not objects.side_files:
+            return
+        with (
+            suppress(FileNotFoundError, PermissionError, UntrustedError),
+            objects.outer(writes=False) as here,
+            here.directory(os.fsdecode(OWN_PREFIX)) as side,
+        ):
+            for name in map(os.fsencode, os.listdir(side.descriptor)):  # noqa: PTH208 - no path
+                if name.startswith(_PREFIX):
+                    with suppress(FileNotFoundError):
+                        owner = name.removeprefix(_PREFIX)
+                        self._by_owner[owner] = _known_ctime(name, side.descriptor)
 
     def __bool__(self) -> bool:
         return bool(self._by_owner)

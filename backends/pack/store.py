@@ -25,6 +25,7 @@ from hicachectl.backends.base import (
     as_table,
     keys_of,
     mtimes_of,
+    scan_batch,
     scan_schema,
 )
 from hicachectl.backends.capabilities import Announces, Archive, FilePermissions, Resumable
@@ -406,11 +407,9 @@ def _by_value(counted: dict[str, int]) -> int:
 def _scanned(batch: Any, schema: Any) -> Any:
     """Return a batch of entries with a scan's schema; columns that packs lack are null."""
     names = {"locator": "offset", "version": "digest"}
-    arrays = []
-    for field in schema:
-        name = names.get(field.name, field.name)
-        known = name in batch.schema.names
-        arrays.append(
-            batch.column(name).cast(field.type) if known else pa.nulls(len(batch), field.type)
-        )
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    columns = {
+        field.name: batch.column(name).cast(field.type)
+        for field in schema
+        if (name := names.get(field.name, field.name)) in batch.schema.names
+    }
+    return scan_batch(schema, columns, len(batch))

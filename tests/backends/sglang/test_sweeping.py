@@ -14,10 +14,10 @@ from hicachectl.backends.disk.io import LIBC
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import (
     EpochReader,
+    Epochs,
     begin_epoch,
     open_side,
     owner_of,
-    read_epochs,
 )
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.capacity import Capacity
@@ -66,7 +66,7 @@ def _epoch_file(directory: ObjectDirectory, suffix: bytes) -> Path:
 def _epoch(directory: ObjectDirectory, suffix: bytes) -> int:
     """Return an epoch as the plug-in reads it; commands must read the same."""
     time_ns = EpochReader(directory, suffix).look()
-    assert read_epochs(directory).get(owner_of(suffix), 0) == time_ns
+    assert Epochs(directory).of(b"0" * 64 + suffix) == time_ns
     return time_ns
 
 
