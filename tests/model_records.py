@@ -1,13 +1,11 @@
 """Models with what SGLang allocates and stores for them, recorded from SGLang.
 
-`tests/data/models.json` has `classes`, the architectures that SGLang registers, and `models` by
-architecture: origin (of the config), config (absent where origin is a file of this repository),
-code, flags, env and gpu (of the server), profile (fields of DeploymentFlags) and rows
-(tests/conformance/model_pools.py). record_models.py writes the rows. Several models of one
-architecture have longer names: the architecture, then what differs. Those with fields that the
-published config lacks have `target`, that model's name, and `fields` instead of origin and config.
-
-Also `unquantised`, the architectures whose models keep no quantisation.
+`tests/data/models.json` has `models` by architecture: origin (of the config), config (absent where
+origin is a file of this repository), code, flags, env and gpu (of the server), profile (fields of
+DeploymentFlags) and rows (tests/conformance/model_pools.py). record_models.py writes the rows.
+Several models of one architecture have longer names: the architecture, then what differs. Those
+with fields that the published config lacks have `target`, that model's name, and `fields` instead
+of origin and config.
 
 `tests/data/quantised.json` has quantised checkpoints by name: target (an architecture), fields (set
 in its config), section (fields set in the config's section on the language model only) and rows.
@@ -28,8 +26,6 @@ _DATA = Path(__file__).parent / "data"
 RECORDS: dict[str, Any] = json.loads((_DATA / "models.json").read_text())
 DRAFT_RECORDS: dict[str, dict[str, Any]] = json.loads((_DATA / "drafts.json").read_text())
 QUANTISED_RECORDS: dict[str, dict[str, Any]] = json.loads((_DATA / "quantised.json").read_text())
-CLASSES: list[str] = RECORDS["classes"]
-UNQUANTISED: list[str] = RECORDS["unquantised"]
 # Every model with its config.
 MODELS: dict[str, dict[str, Any]] = {
     name: model
@@ -68,8 +64,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
 
 def write() -> None:
     """Write all records, one model a line."""
-    names = f'"classes": {json.dumps(CLASSES)},\n"unquantised": {json.dumps(UNQUANTISED)}'
-    (_DATA / "models.json").write_text(f'{{{names},\n"models": {_lines(RECORDS["models"])}}}\n')
+    (_DATA / "models.json").write_text(f'{{"models": {_lines(RECORDS["models"])}}}\n')
     (_DATA / "drafts.json").write_text(_lines(DRAFT_RECORDS) + "\n")
     (_DATA / "quantised.json").write_text(_lines(QUANTISED_RECORDS) + "\n")
 

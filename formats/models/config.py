@@ -18,8 +18,8 @@ from hicachectl.formats.models.flags import (
     normalised_layout,
 )
 from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.models.recorded import architecture
 from hicachectl.formats.models.refused_flags import check_flags
-from hicachectl.formats.models.stages import check_stages
 from hicachectl.formats.profile import Profile, validate_profile
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def profile_from_config(
     check_flags(flags, algorithm)
     page_size = _page_size(model, family, flags) * flags.dcp
     pools = family.pools(model, Context(flags, page_size))
-    check_stages(model, flags.pp)
+    _check_stages(model, flags.pp)
     _check_parallelism(model, flags, pools)
     _check_layout(model, layout, pools)
     profile = Profile(
@@ -108,6 +108,39 @@ def _page_size(model: HfConfig, family: Family, flags: DeploymentFlags) -> int:
             "model; leave out --page-size, or write a profile file for another platform"
         )
     return forced
+
+
+def _check_stages(config: HfConfig, stages: int) -> None:
+    """Raise ProfileError unless each of several stages has the pools of its own layers.
+
+    Source: SGLang srt/model_executor/model_runner.py :: ModelRunner.support_pp and
+    model_runner_components/layer_setup.py :: _resolve_pp_layer_range.
+    """
+    if stages == 1:
+        return
+    if config.architecture == _LOOPED and config.optional_integer("num_loops") > 1:
+        raise config.error(
+            "pp", "a stage of this model numbers the layers of its later passes beyond the layers "
+            "of its pool"
+        )  # fmt: skip
+    divided = architecture(config.architecture).stages
+    if divided == "undivided":
+        raise config.error(
+            "pp", "SGLang gives every stage of this model pools of all layers, most of them "
+            "unused; a profile cannot describe that"
+        )  # fmt: skip
+    words = _STAGE_REFUSALS.get(config.architecture, "" if divided else _NO_STAGES)
+    if words:
+        raise config.error("pp", f"SGLang refuses: {words!r}")
+
+
+_NO_STAGES = "Pipeline Parallel is not compatible with this model."  # ModelRunner
+# srt/arg_groups/model_hook.py
+_STAGE_REFUSALS = {
+    "InternS2MobiusForConditionalGeneration": "Intern-S2-Mobius does not support: pipeline "
+    "parallelism (--pp-size must be 1).",
+}
+_LOOPED = "NanbeigeForCausalLM"  # nanbeige.py :: NanbeigeModel.forward, logical_id
 
 
 def _check_parallelism(model: HfConfig, flags: DeploymentFlags, pools: tuple[Pool, ...]) -> None:

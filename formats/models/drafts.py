@@ -16,8 +16,8 @@ from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.families.base import NEXTN, Context, Family
 from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm
 from hicachectl.formats.models.hf_config import HfConfig, open_config
+from hicachectl.formats.models.recorded import architecture
 from hicachectl.formats.models.refused_flags import check_flags
-from hicachectl.formats.models.stages import states_its_layers
 from hicachectl.formats.pools import pp_ranges
 from hicachectl.formats.releases import release_of
 
@@ -207,7 +207,8 @@ def _runner_layers(draft: HfConfig, family: Family, rows: dict[str, Pool]) -> in
     """
     if family.draft_layers:
         return family.draft_layers(draft)
-    own = 0 if states_its_layers(draft) else draft.optional_integer(NEXTN)
+    states = architecture(draft.architecture).stages == "divided"
+    own = 0 if states else draft.optional_integer(NEXTN)
     return own or len(rows["kv" if "kv" in rows else "swa"].layer_numbers)
 
 

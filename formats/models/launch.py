@@ -1,6 +1,6 @@
 """Resolve the arguments of a launch command as far as SGLang does it without the model and the GPU.
 
-Source: SGLang 0.5.23, srt/arg_groups/.
+Source: SGLang srt/arg_groups/.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hicachectl.formats.models.recorded import architecture
+
 if TYPE_CHECKING:
     from hicachectl.formats.models.hf_config import HfConfig
 
@@ -22,7 +24,7 @@ def has_fp8_kv(config: HfConfig) -> bool:
 
     Raises ProfileError for a ModelOpt checkpoint without its algorithm, which SGLang refuses.
     """
-    if config.architecture in KEEP_NO_QUANTISATION:
+    if not architecture(config.architecture).keeps_quant:
         return False
     algo = _kv_quant_algo(config)
     return isinstance(algo, str) and algo.upper() == "FP8"
@@ -166,84 +168,3 @@ _READ_AGAIN = frozenset(
     }
 )
 _KV_FIELDS = {"kv_cache_quant_algo", "kv_cache_scheme"}
-# Classes of SGLang 0.5.23 whose models keep no quant_config.
-KEEP_NO_QUANTISATION = frozenset(
-    {
-        "BeamForCausalLM",
-        "BertForSequenceClassification",
-        "BertModel",
-        "CLIPModel",
-        "Cohere2VisionForConditionalGeneration",
-        "Contriever",
-        "DFlash2BeamDraftModel",
-        "DFlash2DraftModel",
-        "DFlashDraftModel",
-        "DFlashLagunaForCausalLM",
-        "DSparkDraftModel",
-        "DSparkMiniMaxDraftModel",
-        "DeciLMForCausalLM",
-        "DeepseekOCRForCausalLM",
-        "DeepseekVL2ForCausalLM",
-        "DotsOCRForCausalLM",
-        "DotsVLMForCausalLM",
-        "EmbeddingGemma2Model",
-        "Ernie4_5_MoeForCausalLMMTP",
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        "Glm4vForConditionalGeneration",
-        "GlmAsrForConditionalGeneration",
-        "GlmImageForConditionalGeneration",
-        "GlmOcrForConditionalGeneration",
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
-        "JetVLMForConditionalGeneration",
-        "LagunaForCausalLM",
-        "Lfm2BidirectionalModel",
-        "Lfm2DSparkDraftModel",
-        "LiLiCorrDraftModel",
-        "LightOnOCRForConditionalGeneration",
-        "LingDSparkModel",
-        "LlamaEmbeddingModel",
-        "LlavaForConditionalGeneration",
-        "LlavaLlamaForCausalLM",
-        "LlavaMistralForCausalLM",
-        "LlavaQwenForCausalLM",
-        "LlavaVidForCausalLM",
-        "MindSporeForCausalLM",
-        "MiniCPMO",
-        "MiniCPMV",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
-        "MiniMaxDFlash2DraftModel",
-        "Mistral3ForConditionalGeneration",
-        "MistralModel",
-        "MultiModalityCausalLM",
-        "MuseGlimmerAssistantModel",
-        "NVILAForConditionalGeneration",
-        "NVILALiteForConditionalGeneration",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "Olmo2ForCausalLM",
-        "OlmoForCausalLM",
-        "Phi4MMForCausalLM",
-        "PixtralForConditionalGeneration",
-        "PixtralVisionModel",
-        "QWenLMHeadModel",
-        "Qwen2AudioForConditionalGeneration",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3ASRForConditionalGeneration",
-        "Qwen3DSparkModel",
-        "Qwen3OmniMoeForConditionalGeneration",
-        "Sarashina2VisionForCausalLM",
-        "Starcoder2ForCausalLM",
-        "Step3p7ForConditionalGeneration",
-        "StepVLForConditionalGeneration",
-        "UnlimitedOCRForCausalLM",
-        "VoxtralForConditionalGeneration",
-        "WhisperForConditionalGeneration",
-        "XLMRobertaForSequenceClassification",
-        "XLMRobertaModel",
-        "YiVLForCausalLM",
-    }
-)

@@ -1,6 +1,6 @@
 """Flags that SGLang refuses beside HiCache with an L3 store, or with each other.
 
-Source: SGLang 0.5.23, srt/arg_groups/; each row names the function.
+Source: SGLang srt/arg_groups/; each row names the function.
 """
 
 from __future__ import annotations

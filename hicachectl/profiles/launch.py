@@ -19,7 +19,8 @@ from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flag_table import OPTIONS
 from hicachectl.formats.models.launch import WAYS_OUT, launched_deployment, logged_deployment
-from hicachectl.formats.models.server_flags import config_arguments, parse_arguments, server_flags
+from hicachectl.formats.models.recorded import recorded
+from hicachectl.formats.models.server_flags import config_arguments, parse_arguments
 from hicachectl.formats.wording import failed
 from hicachectl.profiles.server import ServerProfile, is_file, local_models, read_models
 from hicachectl.profiles.shell_words import SEVERAL_WORDS, Command, ScriptReader
@@ -393,7 +394,7 @@ def read_arguments(
 
 def _stated(launch: Launch) -> dict[str, Any]:
     """Return the fields of ServerArgs that a command states; options of its store as a mapping."""
-    switches = {name for names, count in server_flags() if count == 0 for name in names}
+    switches = {name for flag in recorded().flags if flag.values == 0 for name in flag.names}
     for before, word in zip(("", *launch.arguments), launch.arguments, strict=False):
         is_value = before.startswith("-") and "=" not in before and before not in switches
         for part, why in launch.unknown.items():

@@ -18,8 +18,8 @@ from hicachectl.cli.group import COMMANDS, cli
 from hicachectl.cli.manpages.mdoc import sentence_lines, with_listings
 from hicachectl.cli.manpages.pages import build
 from hicachectl.cli.manpages.prose import SEE_ALSO, Item, is_literal, literal_of, prose
+from hicachectl.formats.models.recorded import recorded
 from hicachectl.formats.profile import Profile, parse_profile
-from tests.model_records import CLASSES
 from tests.skips import need_tool
 
 MAN = Path(__file__).parents[2] / "man"
@@ -92,7 +92,7 @@ def test_every_field_of_a_profile_is_on_its_page() -> None:
 
 def test_every_architecture_is_on_the_page_of_models_once() -> None:
     listed = re.findall(r"^\.It\n(\w+)$", (MAN / "hicachectl-models.7").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(CLASSES)
+    assert sorted(listed) == sorted(recorded().architectures)
 
 
 def test_every_finding_code_is_explained_as_explain_does() -> None:

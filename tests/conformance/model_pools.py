@@ -6,9 +6,8 @@ folder with the config's class, put beside it), draft (the config.json of a draf
 of its own), flags (fields of ServerArgs; page_size is 64 unless given),
 env (environment variables) and gpu ("hopper" unless given, or "blackwell").
 
-Prints a JSON object of `classes`, the architectures that SGLang registers, `unquantised`, those
-whose models keep no quantisation, and `answers`. An answer lists the rows of one model, one for
-each of RANKS and pipeline stage, for the first rank of the TP group: tp, pp, stage, page_size,
+Prints a JSON object of answers. An answer lists the rows of one model, one for each of RANKS and
+pipeline stage, for the first rank of the TP group: tp, pp, stage, page_size,
 dtype (of KV) and pools: name, host (class), layers (model layer numbers), packed (layers of drafts
 behind them, absent if 0), nbytes (of the object that the file backend writes), trailing (pages; 0
 for all pages) and states (shape and dtype). Where SGLang refuses: refusal (its words) and where
@@ -24,7 +23,6 @@ a Hopper or Blackwell GPU wherever it asks the platform.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import json
 import logging
@@ -80,9 +78,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr), without_a_gpu():
         answers = {name: list(_rows(model)) for name, model in request.items()}
-        classes = _classes()
-        unquantised = _unquantised()
-    print(json.dumps({"classes": classes, "unquantised": unquantised, "answers": answers}))
+    print(json.dumps(answers))
 
 
 @contextlib.contextmanager
@@ -232,27 +228,6 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     ends = [n for n in numbers if n + 1 not in numbers]
     pairs = zip(starts, ends, strict=True)
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
-
-
-def _classes() -> list[str]:
-    """Return the registered architectures, also of modules that this environment cannot import."""
-    import sglang.srt.models as package
-    from sglang.srt.models.registry import ModelRegistry
-
-    found = set(ModelRegistry.models)
-    for path in Path(package.__path__[0]).rglob("*.py"):
-        assigned = [x for x in ast.parse(path.read_text()).body if isinstance(x, ast.Assign)]
-        for node in assigned:
-            if any(isinstance(x, ast.Name) and x.id == "EntryClass" for x in node.targets):
-                found |= {x.id for x in ast.walk(node.value) if isinstance(x, ast.Name)}
-    return sorted(found)
-
-
-def _unquantised() -> list[str]:
-    from sglang.srt.models.registry import ModelRegistry
-
-    models = ModelRegistry.models.items()
-    return sorted(name for name, one in models if not probe.keeps_quant_config(one))
 
 
 if __name__ == "__main__":

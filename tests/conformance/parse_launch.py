@@ -1,8 +1,8 @@
 """Tell how SGLang's own parser reads arguments of a server.
 
 Runs inside the SGLang environment: `parse_launch.py REQUEST`. The request is a JSON object of lists
-of arguments by name. Prints a JSON object of `flags`, the spellings of each flag and its number of
-values as in argparse, and `answers` by name: the fields of ServerArgs as given, or `refusal`.
+of arguments by name. Prints a JSON object of answers by name: the fields of ServerArgs as given, or
+`refusal`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def main() -> None:
     request = json.loads(parser.parse_args().request.read_text())
     with contextlib.redirect_stdout(sys.stderr):
         answers = {name: _answer(arguments) for name, arguments in request.items()}
-        flags = _flags()
-    print(json.dumps({"flags": flags, "answers": answers}, default=str))
+    print(json.dumps(answers, default=str))
 
 
 def _answer(arguments: list[str]) -> dict[str, Any]:
@@ -43,14 +42,6 @@ def _answer(arguments: list[str]) -> dict[str, Any]:
     except (SystemExit, ValueError) as error:
         return {"refusal": said.getvalue() or str(error)}
     return {field.name: getattr(found, field.name) for field in record_fields(ServerArgs)}
-
-
-def _flags() -> list[tuple[list[str], Any]]:
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(add_help=False)
-    ServerArgs.add_cli_args(parser)
-    return [(list(action.option_strings), action.nargs) for action in parser._actions]
 
 
 if __name__ == "__main__":

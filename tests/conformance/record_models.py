@@ -41,10 +41,7 @@ def main() -> None:
         done = subprocess.run(
             [sglang_interpreter(), script, request.name], check=True, stdout=subprocess.PIPE
         )
-    found = json.loads(done.stdout)
-    RECORDS["classes"][:] = found["classes"]
-    RECORDS["unquantised"][:] = found["unquantised"]
-    for name, rows in found["answers"].items():
+    for name, rows in json.loads(done.stdout).items():
         {**RECORDS["models"], **DRAFT_RECORDS, **QUANTISED_RECORDS}[name]["rows"] = rows
     write()
 

@@ -18,6 +18,7 @@ from hicachectl.formats.models.families.base import (
     mla_pool,
     unless_usual,
 )
+from hicachectl.formats.models.recorded import architecture
 from hicachectl.formats.profile import MAX_LAYERS, above
 from hicachectl.formats.releases import release_of
 
@@ -33,9 +34,8 @@ _DSA_PAGE_TOKENS = 64  # in a physical index page on CUDA (DSATokenToKVPool)
 
 def is_dsa(config: HfConfig) -> bool:
     """Return whether attention is DeepSeek Sparse Attention (is_deepseek_dsa)."""
-    if config.architecture in _DSA_NESTED:
-        return config.text.get("index_topk") is not None
-    return config.architecture in _DSA_ARCHITECTURES and config.outer.get("index_topk") is not None
+    fields = config.text if config.architecture in _DSA_NESTED else config.outer
+    return architecture(config.architecture).dsa and fields.get("index_topk") is not None
 
 
 def dsa_page_size(config: HfConfig) -> int:
@@ -201,22 +201,5 @@ def _repeated(config: HfConfig, context: Context, name: str, passes: int) -> tup
     return (mha_pool("kv", config, context, range(layers), own_v_dim=True),)
 
 
-_DSA_NESTED = frozenset(  # SGLang copies text fields outside
-    {"Glm5NextForConditionalGeneration", "Glm5NextForConditionalGenerationNextN"}
-)
-
-_DSA_ARCHITECTURES = frozenset(
-    {
-        "DeepseekV32ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3ForCausalLMNextN",
-        "GlmMoeDsaForCausalLM",
-        "GlmMoeDsaForCausalLMNextN",
-        "HYV4ForCausalLM",
-        "HYV4ForCausalLMNextN",
-        "LongcatFlashForCausalLM",
-        "LongcatFlashForCausalLMNextN",
-        "MistralLarge3ForCausalLM",
-        "PixtralForConditionalGeneration",
-    }
-)
+# Models whose text fields SGLang copies into the document.
+_DSA_NESTED = ("Glm5NextForConditionalGeneration", "Glm5NextForConditionalGenerationNextN")

@@ -43,8 +43,8 @@ class Family:
     """Rules for the pools of an architecture.
 
     build: the pools.
-    stated: fields that a config must state, because SGLang's config class has a number of its own
-        for configs without them.
+    stated: fields that a config must state.
+    asks: fields that a config must state if its class fills them (`Architecture.filled`).
     draft_only: served only as a draft.
     draft_layers: the layers of a draft's runner; None: those that NEXTN counts, else all
         (_compute_model_num_layers).
@@ -54,6 +54,7 @@ class Family:
 
     build: PoolBuilder
     stated: tuple[str, ...] = ()
+    asks: tuple[str, ...] = ()
     draft_only: bool = False
     draft_layers: Callable[[HfConfig], int] | None = None
     frozen_kv: bool = False

@@ -33,16 +33,15 @@ from hicachectl.cli.parameters import OWN, sections
 from hicachectl.cli.settings import every_command
 from hicachectl.formats.kinds import kinds
 from hicachectl.formats.models.architectures import (
-    ARCHITECTURES,
-    UNVERIFIED,
-    UNVERIFIED_DRAFTS,
-    Refusal,
+    REFUSALS,
+    architectures,
+    unverified,
 )
 from hicachectl.formats.models.drafts import DSPARK_V4, OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Iterator, Mapping
 
 
 def build(directory: Path) -> None:
@@ -119,49 +118,46 @@ def command_page(name: str) -> str:
 def models_page() -> str:
     """Return the page with the answer to every architecture that SGLang registers."""
     texts = prose("hicachectl-models")
-    served = [name for name, x in ARCHITECTURES.items() if isinstance(x, Family)]
-    drafts = {name for name in served if getattr(ARCHITECTURES[name], "draft_only", False)}
-    refused: dict[str, list[str]] = {}
-    for name, answer in ARCHITECTURES.items():
-        if isinstance(answer, Refusal):
-            refused.setdefault(answer.reason, []).append(name)
+    families = {name: x for name, x in architectures().items() if isinstance(x, Family)}
+    drafts = {name: family for name, family in families.items() if family.draft_only}
     lines = [
         *page_head("hicachectl-models", "model architectures that have a profile", section=7)[:-1],
         ".Sh DESCRIPTION",
         *section_lines(texts["DESCRIPTION"]),
         ".Sh TARGETS",
-        *name_list(set(served) - drafts - UNVERIFIED),
+        *name_list(families.keys() - drafts.keys() - unverified(drafts=False)),
         ".Sh UNVERIFIED TARGETS",
         *section_lines(texts["UNVERIFIED TARGETS"]),
-        *name_list(UNVERIFIED),
+        *name_list(unverified(drafts=False)),
         ".Sh DRAFTS",
         *section_lines(texts["DRAFTS"][:1]),
         *_drafts(drafts),
         ".Sh REFUSALS",
         *section_lines(texts["REFUSALS"]),
     ]
-    for reason, names in refused.items():
-        lines += [f".Ss {text_line(reason)}", *name_list(set(names))]
+    for refusal in REFUSALS.values():
+        names = {name for name, answer in architectures().items() if answer is refusal}
+        lines += [f".Ss {text_line(refusal.reason)}", *name_list(names)]
     lines += [".Sh SEE ALSO", ".Xr hicachectl-profile 1"]
     return "\n".join(lines) + "\n"
 
 
-def _drafts(names: Set[str]) -> Iterator[str]:
+def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
     """Yield the drafts by the form of their KV."""
-    families = {name: x for name in names if isinstance(x := ARCHITECTURES[name], Family)}
     frozen = {name for name, family in families.items() if family.frozen_kv}
     own = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} | {DSPARK_V4}
     mtp = own & set(families)
     forms = prose("hicachectl-models")["DRAFTS"][1:]
+    by_hand = unverified(drafts=True)
     for form, group in zip(forms, (mtp, set(families) - mtp - frozen, frozen), strict=True):
         assert isinstance(form, Item)
         title, text = form
         yield f".Ss {text_line(title)}"
         yield from sentence_lines(text)
-        yield from name_list(group - UNVERIFIED_DRAFTS)
-        if unverified := group & UNVERIFIED_DRAFTS:
+        yield from name_list(group - by_hand)
+        if group & by_hand:
             yield from (".Pp", *sentence_lines("Unverified, like the targets above:"))
-            yield from name_list(unverified)
+            yield from name_list(group & by_hand)
 
 
 def findings_page() -> str:

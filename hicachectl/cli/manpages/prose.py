@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from hicachectl.cli.manpages.mdoc import literal_line, sentence_lines, text_line
-from hicachectl.formats.models.architectures import ARCHITECTURES
+from hicachectl.formats.models.architectures import architectures
 from hicachectl.formats.releases import NEWEST_SGLANG
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 SEE_ALSO = "SEE ALSO"  # title of the section with names of pages, such as hcpack(5)
 _LITERAL = "    "
 _SHARED = "@shared"
-_NUMBERS = {"{newest}": NEWEST_SGLANG, "{architectures}": str(len(ARCHITECTURES))}
 
 
 class Item(NamedTuple):
@@ -41,8 +40,8 @@ def prose(page: str) -> Mapping[str, tuple[Block, ...]]:
     if not file.is_file():
         return {}
     text = file.read_text(encoding="utf-8")
-    for name, number in _NUMBERS.items():
-        text = text.replace(name, number)
+    text = text.replace("{newest}", NEWEST_SGLANG)
+    text = text.replace("{architectures}", str(len(architectures())))
     sections: dict[str, list[Block]] = {}
     for block in text.rstrip("\n").split("\n\n"):
         if block.startswith("# "):

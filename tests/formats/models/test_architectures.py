@@ -9,26 +9,28 @@ import pytest
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.architectures import (
-    ARCHITECTURES,
-    UNVERIFIED,
-    UNVERIFIED_DRAFTS,
+    FAMILIES,
+    REFUSALS,
     Refusal,
+    architectures,
     family_of,
+    unverified,
 )
 from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.models.hf_config import open_config
+from hicachectl.formats.models.recorded import recorded
 from tests.formats.model_rows import allocated, has_ngrams, profile_of, refusal_of, stored
-from tests.model_records import CLASSES, DRAFTS, MODELS
+from tests.model_records import DRAFTS, MODELS
 
-SERVED = sorted(
-    name for name, x in ARCHITECTURES.items() if isinstance(x, Family) and not x.draft_only
-)
+_ANSWERS = architectures()
+SERVED = sorted(name for name, x in _ANSWERS.items() if isinstance(x, Family) and not x.draft_only)
 
 
 def test_every_registered_architecture_has_an_answer() -> None:
-    """The table names each class that SGLang registers, and no other."""
-    assert set(CLASSES) == set(ARCHITECTURES)
-    assert len(CLASSES) == 290
+    """No family is without architectures."""
+    assert len(_ANSWERS) == 290
+    named = {row.family for row in recorded().architectures.values()}
+    assert named == {*FAMILIES, *REFUSALS}
 
 
 def test_every_served_architecture_was_compared_with_sglang() -> None:
@@ -37,7 +39,7 @@ def test_every_served_architecture_was_compared_with_sglang() -> None:
 
 def test_configs_written_by_hand_are_marked_as_unverified() -> None:
     published = {_architecture(x) for x in MODELS.values() if "by hand" not in x["origin"]}
-    assert set(SERVED) - published == UNVERIFIED
+    assert set(SERVED) - published == unverified(drafts=False)
 
 
 def test_drafts_with_configs_written_by_hand_are_marked_as_unverified() -> None:
@@ -49,8 +51,8 @@ def test_drafts_with_configs_written_by_hand_are_marked_as_unverified() -> None:
         origin = MODELS[target]["origin"] if of_target else draft["origin"]
         compared.add(architecture)
         published |= {architecture} if "by hand" not in origin else set()
-    own = {n for n, x in ARCHITECTURES.items() if isinstance(x, Family) and x.draft_only}
-    assert (compared - published) & own == UNVERIFIED_DRAFTS
+    own = {n for n, x in _ANSWERS.items() if isinstance(x, Family) and x.draft_only}
+    assert (compared - published) & own == unverified(drafts=True)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -60,8 +62,8 @@ def test_profiles_are_what_sglang_allocates(name: str) -> None:
     What SGLang refuses is refused in its words.
     """
     model = MODELS[name]
-    for recorded in model["rows"]:
-        row = {**model["rows"][0], **recorded}
+    for rank in model["rows"]:
+        row = {**model["rows"][0], **rank}
         if words := refusal_of(model["rows"], row):
             with pytest.raises(ProfileError, match=re.escape(words.partition(": ")[2])):
                 profile_of(model, row)
@@ -80,7 +82,7 @@ def _architecture(model: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(name for name, x in ARCHITECTURES.items() if isinstance(x, Refusal))
+    "name", sorted(name for name, x in _ANSWERS.items() if isinstance(x, Refusal))
 )
 def test_other_architectures_are_refused_with_the_reason(name: str) -> None:
     config = open_config({"architectures": [name]}, source="prod.json")
@@ -94,7 +96,7 @@ def test_other_architectures_are_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize("name", SERVED)
 def test_fields_without_which_sglang_uses_numbers_of_its_own_are_asked_for(name: str) -> None:
     """A config that leaves such a field out is refused by the field's name."""
-    family, model = ARCHITECTURES[name], MODELS[name]
+    family, model = _ANSWERS[name], MODELS[name]
     assert isinstance(family, Family)
     for field in family.stated:
         config = _without(model["config"], field)

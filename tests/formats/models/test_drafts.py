@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.models.architectures import ARCHITECTURES
+from hicachectl.formats.models.architectures import architectures
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.drafts import OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
@@ -17,10 +17,10 @@ from tests.model_records import DRAFTS, MODELS
 
 
 def _family(name: str) -> Any:
-    return ARCHITECTURES[name]
+    return architectures()[name]
 
 
-_KNOWN = {name for name, x in ARCHITECTURES.items() if isinstance(x, Family) and x.draft_only}
+_KNOWN = {name for name, x in architectures().items() if isinstance(x, Family) and x.draft_only}
 _ONE = {"tp": 1, "pp": 1, "stage": 0}
 
 

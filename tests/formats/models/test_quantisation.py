@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.models.quantisation import KEEP_NO_QUANTISATION
+from hicachectl.formats.models.hf_config import open_config
+from hicachectl.formats.models.quantisation import has_fp8_kv
 from tests.formats.model_rows import profile_of
-from tests.model_records import QUANTISED, UNQUANTISED
+from tests.model_records import QUANTISED
 
 
 @pytest.mark.parametrize("name", sorted(QUANTISED))
@@ -21,6 +22,12 @@ def test_auto_follows_the_kv_quantisation_that_sglang_reads(name: str) -> None:
         assert profile_of(QUANTISED[name], row).pools[0].dtype == row["dtype"]
 
 
-def test_models_that_keep_no_quantisation_are_sglangs() -> None:
-    """Such a model has the dtype of its weights, even if the checkpoint states fp8 KV."""
-    assert set(UNQUANTISED) == KEEP_NO_QUANTISATION
+@pytest.mark.parametrize(
+    ("architecture", "keeps"), [("LlamaForCausalLM", True), ("Starcoder2ForCausalLM", False)]
+)
+def test_models_that_keep_no_quantisation_have_the_dtype_of_their_weights(
+    architecture: str, *, keeps: bool
+) -> None:
+    section = {"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}
+    document = {"architectures": [architecture], "quantization_config": section}
+    assert has_fp8_kv(open_config(document, source="config.json")) is keeps

@@ -1,0 +1,69 @@
+"""What SGLang's code says of its models and flags, in `sglang-RELEASE.json` beside this module.
+
+`python -m tests.conformance.record_sglang` writes the file of an installed release.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import msgspec
+
+from hicachectl.formats.releases import NEWEST_SGLANG
+
+
+class Architecture(msgspec.Struct, frozen=True):
+    """A model class that SGLang registers.
+
+    family: key of `FAMILIES` or `REFUSALS` in `architectures`.
+    stages: "divided" if each pipeline stage has the pools of its own layers. "undivided" if it has
+        pools of all layers. Empty if SGLang refuses several stages.
+    keeps_quant: whether the model keeps its quantisation, which decides the dtype of KV for auto.
+    dsa: whether a config with index_topk has DeepSeek Sparse Attention.
+    filled: fields to which the config's class gives a number of its own if the config lacks them.
+    unverified: whether it was compared with SGLang only by a config written by hand.
+    """
+
+    family: str
+    stages: Literal["", "divided", "undivided"] = ""
+    keeps_quant: bool = False
+    dsa: bool = False
+    filled: tuple[str, ...] = ()
+    unverified: bool = False
+
+
+class ServerFlag(msgspec.Struct, frozen=True, array_like=True):
+    """A flag of `sglang.launch_server`.
+
+    names: its spellings.
+    values: number of its values as in argparse.
+    in_config: whether a file of --config can have it.
+    """
+
+    names: tuple[str, ...]
+    values: Any
+    in_config: bool
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """The contents of a release's file."""
+
+    architectures: dict[str, Architecture]
+    flags: tuple[ServerFlag, ...]
+
+
+@cache
+def recorded() -> Recorded:
+    """Return what the newest release says."""
+    file = files(__package__).joinpath(f"sglang-{NEWEST_SGLANG}.json")
+    return msgspec.json.decode(file.read_bytes(), type=Recorded)
+
+
+def architecture(name: str) -> Architecture:
+    """Return what SGLang says of an architecture; nothing, of one that it does not register."""
+    return recorded().architectures.get(name, _UNKNOWN)
+
+
+_UNKNOWN = Architecture("", keeps_quant=True)

@@ -1,0 +1,26 @@
+"""What the product knows of SGLang's models and flags is what the installed SGLang says."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.record_sglang import FOLDER, recorded, requested
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conformance.conftest import SglangSession
+
+pytestmark = pytest.mark.conformance
+
+
+def test_the_file_of_the_release_is_what_the_recorder_writes(
+    sglang_session: SglangSession, tmp_path: Path
+) -> None:
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps(requested()))
+    facts = sglang_session.run("sglang_facts", request)
+    assert recorded(facts) == (FOLDER / f"sglang-{facts['release']}.json").read_text()
