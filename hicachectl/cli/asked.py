@@ -121,8 +121,7 @@ def _listed_pages(
 
 
 def _planned_pages(request: PrewarmRequest, path: Path) -> PrewarmRequest:
-    from hicachectl.prewarming.plan_file import read_plan
-    from hicachectl.prewarming.ranking import rank_by_plan
+    from hicachectl.prewarming.ranking import rank_by_plan, read_plan
     from hicachectl.requests.chains import Hashing
 
     planned = read_plan(path)

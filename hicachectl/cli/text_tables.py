@@ -160,7 +160,7 @@ def hits_for_people(rows: pa.Table) -> pa.Table:
 
 def worst_first(rows: pa.Table) -> pa.Table:
     """Return the rows of `restore`, those that were not restored first."""
-    from hicachectl.move.reports import RESTORED, WOULD_RESTORE
+    from hicachectl.move.results import RESTORED, WOULD_RESTORE
 
     done = pc.is_in(rows.column("state"), pa.array([RESTORED, WOULD_RESTORE]))
     return pa.concat_tables([rows.filter(pc.invert(done)), rows.filter(done)])

@@ -1,4 +1,4 @@
-"""Tables in Parquet files of a directory that several processes share.
+"""Parquet tables and JSON documents of a directory that several processes share.
 
 A record elsewhere names each file with its size and rows, so a file that is not whole is noticed.
 """
@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import pyarrow as pa
 from msgspec import Meta, Struct
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
+from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError
+from hicachectl.formats.forms import convert
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from hicachectl.backends.disk.directory import Directory
+
 
 Share = dict[str, list[int]]  # row groups by file name
 # A file name without a folder.
@@ -201,3 +204,51 @@ def _check_claims(
             f"{place}: claims {uncompressed} bytes in {file.nbytes}, more than any table of "
             f"{file.rows} rows; {next_step}"
         )
+
+
+MOST_BYTES = 64 << 20
+_MOST_VALUES = 16_000_000
+
+Form = TypeVar("Form", bound=Struct)
+
+
+def read_document(
+    directory: Directory,
+    name: str,
+    form: type[Form],
+    next_step: str,
+    *,
+    check: Callable[[Mapping[str, Any]], None] = lambda document: None,
+) -> Form:
+    """Read a document, within bounds. See `parse_document`.
+
+    Raises also OSError (FileNotFoundError for a missing one), UntrustedError.
+    """
+    content = directory.read(name, MOST_BYTES + 1)
+    return parse_document(content, f"{directory.path}/{name}", form, next_step, check=check)
+
+
+def parse_document(
+    content: bytes,
+    source: str,
+    form: type[Form],
+    next_step: str,
+    *,
+    check: Callable[[Mapping[str, Any]], None] = lambda document: None,
+) -> Form:
+    """Parse a document.
+
+    source: names the document in messages. check: is called before the conversion to the form, and
+    may raise. next_step: ends the message for a damaged document. Raises FormatError.
+    """
+    if len(content) > MOST_BYTES:
+        raise FormatError(f"{source}: larger than {MOST_BYTES} bytes; {next_step}")
+    try:
+        document = parse_json_object(content, source, max_values=_MOST_VALUES)
+    except FormatError as error:
+        raise FormatError(f"{error}; {next_step}") from None
+    check(document)
+    try:
+        return convert(document, form, source)
+    except FormatError as error:
+        raise FormatError(f"{error}; {next_step}") from None

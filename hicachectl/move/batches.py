@@ -56,7 +56,7 @@ class CopyOptions:
     move: whether to remove the originals of compared copies.
     pin: whether to protect copies from eviction, for pin_seconds or the store's default.
     deadline: `time.monotonic()` after which no batch is begun.
-    trailers: choice of the trailers to write; see `trailers.plan_trailers`.
+    trailers: choice of the trailers to write; see `store_pair.plan_trailers`.
     keeps_trailers: whether to write all objects by system copies, which keep trailers.
     """
 

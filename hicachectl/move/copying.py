@@ -16,8 +16,7 @@ from hicachectl.backends.arena import place
 from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
 from hicachectl.formats.wording import conflict
-from hicachectl.io.pacing import Pace
-from hicachectl.io.pipeline import Loaded, Pipeline
+from hicachectl.io.pipeline import Loaded, Pace, Pipeline
 from hicachectl.move.batches import COMPARING, READS_BACK, Action, CopyBatch
 from hicachectl.move.order import OF_MIGRATION, Failures, publish, remove_once, roll_back
 from hicachectl.move.results import GroupStatus, MoveResult

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.routes import Route
-    from hicachectl.move.survey import Objects, Survey
+    from hicachectl.move.survey import Objects, Route, Survey
 
 _ASKED_AT_ONCE = 8192
 

@@ -11,8 +11,7 @@ import msgspec
 from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.move.batches import COMPARING, WRITING, Action
-from hicachectl.move.migration import MOVE, OVERWRITE, Migration
-from hicachectl.move.migration_choice import plan_groups
+from hicachectl.move.migration import MOVE, OVERWRITE, Migration, plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, lack_of_room, result_of
 from hicachectl.move.results import GroupStatus, RunResult
 from hicachectl.move.run_mark import RequestHeldError, held_mark
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.migration import MigrationRequest
-    from hicachectl.move.migration_choice import MigrationPlan
+    from hicachectl.move.migration import MigrationPlan, MigrationRequest
     from hicachectl.move.results import MoveResult
     from hicachectl.move.run_mark import RunMark
     from hicachectl.move.work import PageBatch

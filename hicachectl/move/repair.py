@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
     from hicachectl.move.withdrawal import Mode
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory

@@ -31,15 +31,16 @@ from hicachectl.move.quarantine import (
     remove_run,
     run_folders,
 )
-from hicachectl.move.reports import (
+from hicachectl.move.results import (
     RESTORED,
     ROWS,
     WOULD_RESTORE,
     GroupReport,
+    GroupStatus,
+    MoveResult,
     named,
     states_of,
 )
-from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.census import column_sum, column_sums
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import PageGroups

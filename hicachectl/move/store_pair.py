@@ -1,28 +1,44 @@
-"""Pairs of stores: what is copied between them, and what the destination has of it."""
+"""Pairs of stores: what is copied between them, and which trailers the copies get."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hicachectl.backends.capabilities import Archive, Losing, Mounted, Profiled
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.capabilities import Archive, Losing, Mounted, Profiled, Trailed, copier_of
 from hicachectl.formats.errors import StoreUnavailable, UsageError
+from hicachectl.formats.identity import profile_identities
+from hicachectl.formats.spec import object_specs
+from hicachectl.formats.trailer import DEFAULT_DIGEST
 from hicachectl.formats.transfer import transfer_plan
-from hicachectl.formats.wording import inferred_refused, one_place
+from hicachectl.formats.wording import OTHER_BYTES, inferred_refused, one_place
 from hicachectl.move.destination import refuse_destination, refuse_other_owner, survey_destination
-from hicachectl.move.routes import planned_route, verbatim_routes
-from hicachectl.move.survey import survey_source
+from hicachectl.move.survey import planned_route, survey_source, verbatim_routes
+from hicachectl.pages.group_table import ABSENT
+from hicachectl.profiles.acceptance import BARE, OTHER, Acceptance
+from hicachectl.profiles.identities import expected_identities, markers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.identity import Identity
+    from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.marker import Marker
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.transfer import TransferPlan
-    from hicachectl.move.routes import Route
-    from hicachectl.move.survey import Survey
+    from hicachectl.move.batches import TrailerMode
+    from hicachectl.move.survey import Route, Survey
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.profiles.identities import Expected
 
 
 class StorePair:
@@ -163,3 +179,222 @@ def _shared_places(source: Store, destination: Store) -> set[Hashable]:
     if not (isinstance(source, type(destination)) or isinstance(destination, type(source))):
         return set()
     return set(source.places) & set(destination.places)
+
+
+_ASKED_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class TrailerPlan:
+    """Which trailers copied objects get.
+
+    expected: identities of the source's objects.
+    identities: identities in new trailers, keyed by affix; empty to write no trailers.
+    keeps: copies have the trailers of their sources.
+    bare: objects without a trailer are copied, also from a store with trailers.
+    always: no object may lack its trailer afterwards.
+    remark: message for the user, or "".
+    """
+
+    source: Store
+    destination: Store
+    expected: Expected
+    identities: Mapping[Affix, Identity]
+    keeps: bool
+    bare: bool
+    always: bool = False
+    remark: str = ""
+
+    def acceptance(self, inventory: Inventory) -> Acceptance:
+        """Return which objects of the source can be copied."""
+        return Acceptance(self.source, inventory, self.expected, bare=self.bare)
+
+    def refused(self, inventory: Inventory, groups: PageGroups) -> Iterable[tuple[BoolArray, str]]:
+        """Yield groups with objects that cannot be copied, [groups], and the reason."""
+        acceptance = self.acceptance(inventory)
+        if not acceptance.compares:
+            return
+        values = acceptance.of(np.arange(len(inventory.objects)))
+        for value, why in (
+            (OTHER, f"with objects of {OTHER_BYTES}; hicachectl verify lists them"),
+            (BARE, "with objects without a trailer; --trailers write or drop copies them"),
+        ):
+            found = np.zeros(len(groups) + 1, dtype=np.bool_)  # the last: objects without a group
+            found[groups.of_object[values == value]] = True
+            yield found[:-1], why
+
+    def with_foreign(self, survey: Survey, objects: pa.Table) -> Survey:
+        """Return the survey with groups that have targets which servers refuse.
+
+        Trailers also prove in which layout the destination has an object. objects: the source's
+        listing.
+        """
+        markers = markers_of(self.destination)
+        if not isinstance(self.destination, Trailed) or not (markers or self.always):
+            return survey
+        at, targets, _ = survey.existing.objects(np.arange(len(survey.groups)))
+        relaid = survey.route.relaid
+        doubtful = np.flatnonzero((self._doubtful(survey, markers) | relaid)[targets])
+        foreign, unproven = np.zeros((2, len(survey.groups)), dtype=np.bool_)
+        for start in range(0, len(doubtful), _ASKED_AT_ONCE):
+            some = doubtful[start : start + _ASKED_AT_ONCE]
+            keys = survey.keys(at[some], targets[some])
+            theirs = _identities_in(self.destination, keys)
+            ours = self._wanted(survey, at[some], targets[some], objects)
+            pairs = list(zip(theirs, ours, strict=True))
+            proven = np.array([here == copied is not None for here, copied in pairs])
+            unproven[at[some][~proven & relaid[targets[some]]]] = True
+            refused = [
+                here != copied and copied is not None and (here is not None or self.always)
+                for here, copied in pairs
+            ]
+            foreign[at[some][refused]] = True
+        return replace(survey, foreign=foreign, unproven=unproven)
+
+    def _doubtful(self, survey: Survey, markers: list[Marker]) -> BoolArray:
+        """Return which targets can have another trailer in the destination: [targets]."""
+        known: dict[str, set[bytes]] = defaultdict(set)
+        for marker in (*markers, *(markers_of(self.source) if self.keeps else ())):
+            known[marker.suffix].add(marker.identity.hash())
+        for (_, suffix), identity in self.identities.items():
+            known[suffix].add(identity.hash())
+        ends = [target.affix[1] for target in survey.route.targets]
+        least = 1 if self.always else 2
+        return np.array([len(known.get(end, ())) >= least for end in ends], dtype=np.bool_)
+
+    def _wanted(
+        self, survey: Survey, at: IntArray, targets: IntArray, objects: pa.Table
+    ) -> list[bytes | None]:
+        """Return the identity that each target's copy would have; None if unknown."""
+        if not self.keeps:
+            known = [self.identities.get(target.affix) for target in survey.route.targets]
+            hashes = [None if identity is None else identity.hash() for identity in known]
+            return [hashes[target] for target in targets.tolist()]
+        # Each object keeps its key: targets are numbered like their sources.
+        items, places = np.unique(at, return_inverse=True)
+        slots = survey.rows.slots(items, np.arange(len(survey.route.sources)))
+        rows = slots[places, targets]
+        keys = objects.column("key").take(pa.array(rows, mask=rows == ABSENT))
+        return _identities_in(self.source, keys)
+
+
+def plan_trailers(stores: StorePair, mode: TrailerMode) -> TrailerPlan:
+    """Decide which trailers are written, and tell the destination.
+
+    Raises UsageError if that is impossible, or if copies without trailers could mix weights.
+    """
+    source, destination, target = stores.source, stores.destination, stores.target
+    expected = expected_identities(source, stores.profile)
+    trailed = isinstance(destination, Trailed)
+    identities = _identities(target, stores.grammar) if trailed else {}
+    if mode == "write" and not identities:
+        raise UsageError(_cannot_write(destination, trailed=trailed))
+    markers = markers_of(source)
+    keeps = bool(markers) and mode == "auto" and stores.unchanged and trailed
+    keeps = keeps and copier_of(destination, source) is not None
+    writes = mode == "write" or (
+        mode == "auto"
+        and not keeps
+        and bool(identities)
+        and (bool(markers) or bool(markers_of(destination)) or isinstance(source, Archive))
+    )
+    if markers and not keeps:
+        _refuse_mixtures(stores, markers, expected)
+    if isinstance(destination, Trailed):
+        destination.expect_identities(identities)
+        if not keeps:
+            others = _others(markers, identities) if stores.unchanged and writes else {}
+            new = {**others, **identities} if writes else {}
+            destination.write_trailers(new, _digest(destination, markers, new))
+    return TrailerPlan(
+        source=source,
+        destination=destination,
+        expected=expected,
+        identities=identities if writes or keeps else {},
+        keeps=keeps,
+        bare=keeps or not writes or mode == "write",
+        always=mode == "write",
+        remark="" if markers or writes else _bare_remark(stores),
+    )
+
+
+def _bare_remark(stores: StorePair) -> str:
+    """Return a remark if servers of the destination refuse copies without trailers."""
+    specs = () if stores.target is None else object_specs(stores.target, stores.grammar)
+    suffixes = {marker.suffix for marker in markers_of(stores.destination)}
+    if suffixes.isdisjoint(spec.affix[1] for spec in specs):
+        return ""
+    return (
+        f"{stores.destination.url}: its servers read objects with trailers, but the copies get "
+        "none, unless --weights names the weights"
+    )
+
+
+def _identities(target: Profile | None, grammar: str) -> Mapping[Affix, Identity]:
+    if target is None or target.inferred or not target.weights:
+        return {}
+    return profile_identities(target, grammar)
+
+
+def _cannot_write(destination: Store, *, trailed: bool) -> str:
+    if not trailed:
+        return f"--trailers write: {destination.url} keeps no trailers; leave out --trailers"
+    return (
+        "--trailers write: the weights are unknown; give --weights, with --profile, --model-config "
+        "or --server"
+    )
+
+
+def _refuse_mixtures(stores: StorePair, markers: list[Marker], expected: Expected) -> None:
+    """Raise UsageError if objects that only their trailers tell apart would lose these."""
+    url = stores.source.url
+    if stores.profile is not None and not stores.unchanged and not expected.identities:
+        raise UsageError(f"{url}: the weights of its objects are unknown: {expected.unknown}")
+    known = {suffix for _, suffix in expected.identities}
+    for suffix, found in _by_suffix(markers).items():
+        if len(found) > 1 and suffix not in known and stores.unchanged:
+            raise UsageError(
+                f"{url}: objects with names like <hash>{suffix} have {len(found)} identities, "
+                "which copies without trailers would mix up; give their profile and --weights, or "
+                "copy to a file store"
+            )
+
+
+def _others(
+    markers: Iterable[Marker], identities: Mapping[Affix, Identity]
+) -> Mapping[Affix, Identity]:
+    """Return the identities of other deployments' objects, which keep key and bytes."""
+    found = _by_suffix(markers)
+    return {
+        ("", suffix): next(iter(of.values()))
+        for suffix, of in found.items()
+        if ("", suffix) not in identities
+    }
+
+
+def _by_suffix(markers: Iterable[Marker]) -> dict[str, dict[bytes, Identity]]:
+    """Return the identities of each suffix, by their hash."""
+    found: dict[str, dict[bytes, Identity]] = defaultdict(dict)
+    for marker in markers:
+        found[marker.suffix][marker.identity.hash()] = marker.identity
+    return found
+
+
+def _digest(destination: Trailed, markers: Iterable[Marker], new: Mapping[Affix, Identity]) -> str:
+    """Return the kind of digest that the destination's objects have, else the source's."""
+    hashes = {identity.hash() for identity in new.values()}
+    own = [one.digest for one in destination.markers() if one.identity.hash() in hashes]
+    return next(iter([*own, *(one.digest for one in markers)]), DEFAULT_DIGEST)
+
+
+def _identities_in(store: Store, keys: pa.BinaryArray | pa.ChunkedArray) -> list[bytes | None]:
+    """Return the identity in each object's trailer.
+
+    None without one, and for null keys; no bytes in a trailer of another rank.
+    """
+    assert isinstance(store, Trailed)
+    known = pa.table({"key": keys}).filter(keys.is_valid())
+    trailers = store.read_trailers(known)
+    own = trailers.column("own_rank")
+    found = iter(pc.if_else(own, trailers.column("identity"), b"").to_pylist())
+    return [next(found) if valid else None for valid in keys.is_valid().to_pylist()]

@@ -12,7 +12,7 @@ from hicachectl.backends.base import Result, Status
 from hicachectl.backends.capabilities import Trailed, present_ns
 from hicachectl.checks.structure import stale_temporaries
 from hicachectl.formats.objects import PAGE_DIGITS
-from hicachectl.move.reports import (
+from hicachectl.move.results import (
     FAILED,
     GONE,
     KEPT,
@@ -77,7 +77,7 @@ def remove_temporaries(
 
     Of a cleared page, kv objects are deleted first.
 
-    The result's rows have the columns of reports.ROWS (page, model and tag null) and `key`.
+    The result's rows have the columns of results.ROWS (page, model and tag null) and `key`.
     on_end: called if a signal or a lost store ends the removal. Raises StoreUnavailable.
     """
     stale = stale.take(pa.array(np.argsort(_are_sidecars(stale), kind="stable")))

@@ -22,22 +22,22 @@ from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.copies import MEMORY_BYTES, copier
-from hicachectl.move.listed import ListedGroups
 from hicachectl.move.order import GroupObjects, Sighting, withdraw
 from hicachectl.move.planning import plan_removal
 from hicachectl.move.quarantine import NewRun, Quarantine
-from hicachectl.move.removal_batch import RemovalBatch, Sight, look
-from hicachectl.move.reports import (
+from hicachectl.move.removal_batch import ListedGroups, RemovalBatch, Sight, look
+from hicachectl.move.results import (
     REMOVED,
     ROWS,
     WOULD_REMOVE,
     GroupReport,
+    GroupStatus,
+    MoveResult,
     Taken,
     named,
     states_of,
     telling,
 )
-from hicachectl.move.results import GroupStatus, MoveResult
 from hicachectl.pages.census import column_sum
 from hicachectl.pages.group_table import ABSENT
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.copyplan import CopyPlan
     from hicachectl.formats.transfer import TransferUnit
-    from hicachectl.move.routes import Route
-    from hicachectl.move.survey import Survey
+    from hicachectl.move.survey import Route, Survey
 
 _FIRST_BYTES = 8 << 20
 

@@ -28,7 +28,7 @@ from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import HicacheError, UntrustedError, UsageError
 from hicachectl.formats.wording import failed
-from hicachectl.io.stored_documents import MOST_BYTES
+from hicachectl.io.table_files import MOST_BYTES
 from hicachectl.parts.manifest import MANIFEST, Manifest, dump, parse_manifest
 
 if TYPE_CHECKING:

@@ -19,10 +19,11 @@ from hicachectl import __version__
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import UsageError
-from hicachectl.io.stored_documents import MOST_BYTES, parse_document
 from hicachectl.io.table_files import (
-    FileName,  # noqa: TC001 - msgspec reads them
-    TableFile,  # noqa: TC001 - msgspec reads them
+    MOST_BYTES,
+    FileName,
+    TableFile,
+    parse_document,
 )
 from hicachectl.text.units import minute
 

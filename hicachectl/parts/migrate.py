@@ -21,8 +21,7 @@ from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import named_table, read_share, read_table, write_table
 from hicachectl.move.migrate import carry_out, rehearse
-from hicachectl.move.migration import Migration
-from hicachectl.move.migration_choice import plan_groups
+from hicachectl.move.migration import Migration, plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import inventory_of, publish_listing, refuse_unmounted

@@ -25,11 +25,16 @@ from hicachectl.parts.common import (
 from hicachectl.parts.job import Kind
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Published
 from hicachectl.parts.records import StageResult
-from hicachectl.prewarming.finish import after, finish_facts, touch_pages
 from hicachectl.prewarming.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
-from hicachectl.prewarming.slice_copy import SliceCopy
+from hicachectl.prewarming.prewarm import (
+    SliceCopy,
+    Warming,
+    after,
+    finish_facts,
+    plan_prewarm,
+    touch_pages,
+)
 from hicachectl.prewarming.slices import Slice, read_chains, read_plan, slice_tables, write_plan
-from hicachectl.prewarming.warming import Warming, plan_prewarm
 from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:

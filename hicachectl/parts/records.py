@@ -16,8 +16,7 @@ from msgspec import Meta, Struct
 
 from hicachectl.formats.errors import FormatError
 from hicachectl.io.interrupts import deferred
-from hicachectl.io.stored_documents import read_document
-from hicachectl.io.table_files import TableFile, pieces, read_table, write_table
+from hicachectl.io.table_files import TableFile, pieces, read_document, read_table, write_table
 from hicachectl.parts.directory import usage_errors
 from hicachectl.parts.manifest import FORM, Moment, Owner, Seconds, dump
 

@@ -1,31 +1,376 @@
-"""Copy the most valuable pages into a store."""
+"""Copy the most valuable pages into a store, and make live servers load prefixes from it."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hicachectl.backends.capabilities import Pins, Touch
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.batches import Action
+from hicachectl.move.destination import survey_destination
+from hicachectl.move.results import MOST_PROBLEMS, GroupStatus
 from hicachectl.move.run_mark import RunMark
+from hicachectl.move.runs import CopyRun
+from hicachectl.move.store_pair import StorePair, plan_trailers
+from hicachectl.move.survey import decide
+from hicachectl.pages.groups import PageGroups
+from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.naming import profile_document
-from hicachectl.prewarming.finish import after, finish_facts, touch_pages
+from hicachectl.pages.selection import EVERYTHING, explain_selection
 from hicachectl.prewarming.outcome import (
+    EVICTS,
     FinishFacts,
     PlanFacts,
     PrewarmOutcome,
     SliceFacts,
     outcome_of,
 )
-from hicachectl.prewarming.slice_copy import SliceCopy
-from hicachectl.prewarming.warming import Warming, plan_prewarm
+from hicachectl.prewarming.page_plan import leave_misfits, leave_too_large, plan_chains, plan_pages
+from hicachectl.prewarming.ranking import prefixes_worth_asking
+from hicachectl.prewarming.through_server import ThroughServer, dp_ranks, prefix_of
+from hicachectl.profiles.server import fetch_server
+from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
+from hicachectl.requests.hits import inventory_of_chains
 from hicachectl.requests.restorable import count_usable, stamp_remarks
+from hicachectl.text.vocabulary import DEADLINE, FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.move.copy_plan import CopyPlan
+    from hicachectl.move.results import MoveResult, Problem
+    from hicachectl.move.survey import Survey
+    from hicachectl.move.work import PageBatch
+    from hicachectl.pages.inventory import Inventory
     from hicachectl.prewarming.page_plan import PagePlan, PrewarmRequest
+    from hicachectl.prewarming.through_server import Prefix
+    from hicachectl.requests.reading import Request
+
+
+WATCHED = 256  # first written objects: the most valuable, and the first to be evicted
+_WATCH_SECONDS = 2.0  # between two checks
+
+
+class SliceCopy:
+    """Copy of wanted pages; the facts are those so far, also after an interrupt."""
+
+    def __init__(
+        self,
+        warming: Warming,
+        pages: CopyPlan,
+        deadline: float | None,
+        best: pa.StringArray | None = None,
+    ) -> None:
+        """Prepare; nothing is written before `run`.
+
+        deadline: `time.monotonic()` after which no batch is begun. best: the first pages of the
+        whole plan that others may have copied. Raises ProfileError, StoreUnavailable.
+        """
+        warming.stores.claim()
+        self._warming = warming
+        self._pages = pages
+        options = replace(warming.options, deadline=deadline)
+        self._copying = CopyRun(
+            warming.source, pages.inventory, pages.groups, warming.destination, options
+        )
+        self._watch = Watch(warming.destination, pages.survey)
+        self._conflicting: list[pa.StringArray] = []
+        if best is not None:
+            self._watch.add_present(best)
+
+    def run(self, on_copied: Callable[[int, int], None]) -> None:
+        """Copy the pages in order. Callback and exceptions: see `prewarm`."""
+        total = max(int(self._pages.cost.sum()), 1)
+
+        def on_done(batch: PageBatch, done: MoveResult) -> None:
+            on_copied(done.nbytes, total)
+            self._watch.add(batch, done)
+            others = done.statuses == GroupStatus.CONFLICT
+            self._conflicting.append(batch.pages.filter(pa.array(others)))
+            if self._watch.lost():
+                self._copying.stop()
+
+        self._copying.copy(self._pages.works_together(), on_done=on_done)
+        if len(self._pages.order) > len(self._pages.items):
+            # The result also counts pages that other processes wrote.
+            self._warming.destination.flush()
+
+    @property
+    def conflicting(self) -> pa.StringArray:
+        """Pages so far of which the destination has other objects."""
+        return pa.concat_arrays([pa.array([], pa.string()), *self._conflicting])
+
+    @property
+    def facts(self) -> SliceFacts:
+        """Sums so far."""
+        result = self._copying.result
+        reason = ""
+        if result.full:
+            reason = FULL
+        elif self._watch.lost():
+            reason = EVICTS
+        elif not result.complete:
+            reason = DEADLINE
+        failed = result.count(GroupStatus.FAILED)
+        return SliceFacts(
+            there=result.count(GroupStatus.SAME),
+            copied=result.count(GroupStatus.DONE),
+            bytes=result.nbytes,
+            not_pinned=self._pages.count(Action.COMPLETE) if self._warming.options.pin else 0,
+            gone=result.count(GroupStatus.GONE),
+            failed=failed + result.count(GroupStatus.CONFLICT),
+            settled=not failed and reason != FULL,
+            stopped_by=reason,
+            problems=result.problems,
+            remarks=list(self._warming.source.remarks),
+        )
+
+
+class Watch:
+    """Record of the first written objects, which shows whether the destination evicts them."""
+
+    def __init__(self, store: Store, survey: Survey) -> None:
+        self._store = store
+        self._route = survey.route
+        anchors = (n for n, target in enumerate(survey.route.targets) if target.anchor)
+        self._anchor = next(anchors, 0)
+        self._keys: list[pa.BinaryArray] = []
+        self._count = 0
+        self._next = 0.0
+        self._lost = False
+
+    def add_present(self, pages: pa.StringArray) -> None:
+        """Record the anchors of those pages that the destination has."""
+        keys = self._route.keys(np.full(len(pages), self._anchor), pages)
+        there = self._store.exists(pa.table({"key": keys}))
+        self._add(keys.filter(pa.array(there)))
+
+    def add(self, batch: PageBatch, result: MoveResult) -> None:
+        """Record the first anchors written."""
+        done = batch.pages.filter(pa.array(result.open))[: WATCHED - self._count]
+        self._add(self._route.keys(np.full(len(done), self._anchor), done))
+
+    def _add(self, keys: pa.BinaryArray) -> None:
+        if len(keys):
+            self._keys.append(keys)
+            self._count += len(keys)
+
+    def lost(self) -> bool:
+        """Return whether a recorded object is missing; ask the store at most every few seconds."""
+        if self._lost or not self._keys or time.monotonic() < self._next:
+            return self._lost
+        self._next = time.monotonic() + _WATCH_SECONDS
+        rows = pa.table({"key": pa.concat_arrays(self._keys)})
+        self._lost = not self._store.exists(rows).all()
+        return self._lost
+
+
+ENDING_SECONDS = 10.0  # for touches after a deadline or signal, and again for the last listing
+
+
+def after(moment: float | None) -> float | None:
+    """Return the time limit for the steps after copying; None: no limit."""
+    return None if moment is None else max(moment, time.monotonic()) + ENDING_SECONDS
+
+
+def touch_pages(
+    store: Store, survey: Survey, items: IntArray, *, until: float | None = None
+) -> None:
+    """Mark pages as most recently used, if the store keeps such an order.
+
+    The least valuable pages come first, and the leaves of a chain before its root.
+    items: survey rows, most valuable first. until: `time.monotonic()` of the end; at most one call
+    ends later. If time is short, less valuable pages are left out.
+    """
+    if not isinstance(store, Touch):
+        return
+    step = store.limits.batch_objects
+    calls = -(-len(items) // step)
+    begun, made, at = time.monotonic(), 0, 0
+    while at < calls:
+        some = items[::-1][at * step : (at + 1) * step]
+        of, targets, _ = survey.wanted.objects(some)
+        store.touch(pa.table({"key": survey.keys(some[of], targets)}))
+        at, made = at + 1, made + 1
+        if until is not None:
+            now = time.monotonic()
+            affordable = int(made * (until - now) / max(now - begun, 1e-9))
+            at = max(at, calls - max(affordable, 1))
+
+
+def finish_facts(
+    destination: Store,
+    request: PrewarmRequest,
+    pages: CopyPlan,
+    names: pa.StringArray,
+    *,
+    without: pa.StringArray | None = None,
+    until: float | None = None,
+) -> tuple[FinishFacts, IntArray]:
+    """Count what servers can restore from the destination; also return [chains] usable pages.
+
+    names: see `PagePlan`.
+    without: pages of which the destination has other objects.
+    until: `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
+    """
+    page_size = request.target.page_size
+    usable = np.zeros(0 if request.requests is None else len(request.requests), dtype=np.int64)
+    facts = FinishFacts(
+        served_tokens=None if request.requests is None else 0,
+        deployment=profile_document(request.target),
+        remarks=stamp_remarks(destination, request.target),
+    )
+
+    def on_batch(_objects: int) -> None:
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError
+
+    try:
+        if request.requests is None:
+            facts.usable_tokens = _whole_pages(destination, pages, without, on_batch) * page_size
+        else:
+            found = count_usable(
+                destination,
+                request.target,
+                request.served,
+                request.requests,
+                without=without,
+                on_batch=on_batch,
+            )
+            usable, hits = found.pages, found.target
+            held = hits.page_names.filter(pa.array(hits.needed().any(axis=1)))
+            facts.usable_tokens = int(usable.sum()) * page_size
+            facts.served_tokens = int(found.served.sum()) * page_size
+            facts.only_there = int(pc.invert(pc.is_in(held, value_set=names)).true_count)
+            facts.deployment = profile_document(found.deployment)
+            facts.remarks += found.remarks
+    except TimeoutError:
+        facts.remarks.append(
+            f"{destination.url}: listing took too long; usable tokens are unknown and reported as "
+            "0; count them with hicachectl hits"
+        )
+    return facts, usable
+
+
+def _whole_pages(
+    destination: Store,
+    pages: CopyPlan,
+    without: pa.StringArray | None,
+    on_batch: Callable[[int], None],
+) -> int:
+    (survey,) = survey_destination(
+        destination, [pages.survey], destination.grammar, on_batch=on_batch
+    )
+    wanted = np.zeros(len(survey.groups), dtype=np.bool_)
+    wanted[pages.order] = True
+    if without is not None and len(without):
+        wanted &= ~pc.is_in(survey.pages, value_set=without).to_numpy(zero_copy_only=False)
+    return int(np.isin(decide(survey, wanted, "skip"), (Action.SKIP, Action.COMPARE)).sum())
+
+
+class Warming:
+    """A request between two stores, checked.
+
+    stores: the pair.
+    trailers: how trailers are copied.
+    options: options of the copies.
+    """
+
+    def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:
+        """Check the request. Raises UsageError, ProfileError, UnsupportedByBackend."""
+        if request.options.pin:
+            if not isinstance(destination, Pins):
+                raise UnsupportedByBackend(
+                    f"{destination.url}: cannot pin objects; leave out --pin"
+                )
+            destination.pin_writes(request.options.pin_seconds)
+        self.source = source
+        self.destination = destination
+        self.request = request
+        self.stores = StorePair(source, destination, request.profile, request.target)
+        trailers = plan_trailers(self.stores, request.options.trailers)
+        self.options = replace(request.options, keeps_trailers=trailers.keeps)
+        # The destination's servers accept no object without a trailer beside others that have one.
+        self.trailers = replace(trailers, bare=trailers.bare and not trailers.keeps)
+
+    def survey(
+        self,
+        inventory: Inventory,
+        groups: PageGroups,
+        *,
+        asks: bool = False,
+        on_batch: Callable[[int], None] = lambda objects: None,
+    ) -> Survey:
+        """Survey both stores. asks: see `StorePair.survey`."""
+        (survey,) = self.stores.survey(
+            inventory, groups, first_only=True, asks=asks, on_batch=on_batch
+        )
+        return self.trailers.with_foreign(survey, inventory.objects)
+
+
+def plan_prewarm(
+    warming: Warming, *, on_listed: Callable[[int], None] = lambda objects: None
+) -> PagePlan:
+    """List both stores and choose the pages to copy. Arguments and exceptions as in `prewarm`."""
+    source, request, trailers = warming.source, warming.request, warming.trailers
+    needs_pages = not request.allow_empty
+    inventory = (
+        take_inventory(source, request.profile, needs_pages=needs_pages, on_batch=on_listed)
+        if request.requests is None
+        else inventory_of_chains(
+            source, request.profile, request.requests, needs_pages=needs_pages, on_batch=on_listed
+        )
+    )
+    groups = PageGroups(inventory)
+    survey = warming.survey(inventory, groups, on_batch=on_listed)
+    survey, misfits = leave_misfits(survey, whole_groups=request.requests is None)
+    survey, large = leave_too_large(survey, warming.options)
+    if request.requests is None:
+        plan = plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
+        missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
+    else:
+        accepted = trailers.acceptance(inventory)
+        plan, hits = plan_chains(inventory, groups, survey, request, accepted)
+        elsewhere = find_elsewhere(inventory, hits)
+        missed = miss_remarks(source, inventory, hits, elsewhere)
+    pages = plan.pages
+    left_out = [
+        *_asked_for(misfits, _pages_to_fit(plan, request)),
+        *_asked_for(large, plan.names),
+    ]
+    problems = [*pages.conflicts(), *left_out]
+    plan.facts.failed = pages.count(Action.CONFLICT) + len(left_out)
+    plan.facts.problems = problems[:MOST_PROBLEMS]
+    if request.options.pin and not request.dry_run:
+        plan.facts.not_pinned = plan.facts.there + pages.count(Action.COMPARE)
+    plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark]), *missed]
+    return plan
+
+
+def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
+    """Return the requested pages that may be missing because an object has a wrong size.
+
+    Pages restorable from the source do not need such objects.
+    """
+    if request.requests is None:
+        return plan.names
+    asked = request.requests.within_reach().page_names
+    return asked.filter(pc.invert(pc.is_in(asked, value_set=plan.names)))
+
+
+def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
+    wanted = set(names.to_pylist()) if left else set()
+    return [problem for problem in left if problem.page in wanted]
 
 
 def prewarm(
@@ -133,3 +478,64 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     outcome = outcome_of(plan, [], finish, None, store.url, time.monotonic() - started)
     outcome.usable_pages = found.pages
     return outcome
+
+
+_JOBS = 8  # requests under way by default
+
+Ranks = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    """A server's /server_info reply, and its DP ranks with separate caches."""
+
+    info: Mapping[str, Any]
+    ranks: Ranks
+
+
+def live_servers(urls: Sequence[str]) -> dict[str, LiveServer]:
+    """Return the deployment that each server reports, by URL.
+
+    Raises StoreUnavailable, UsageError for a bad URL, and ProfileError for an impossible size.
+    """
+    infos = {url: fetch_server(url, "--through-server").info for url in urls}
+    return {url: LiveServer(info, dp_ranks(info)) for url, info in infos.items()}
+
+
+def pull(
+    servers: Mapping[str, LiveServer],
+    request: PrewarmRequest,
+    usable_pages: IntArray,
+    read_again: Callable[[list[int]], Iterable[Request]],
+    *,
+    deadline: float | None = None,
+    pulling: list[ThroughServer],
+    on_done: Callable[[int], None] = lambda requests: None,
+) -> None:
+    """Request each usable prefix once from each server and DP rank, the most valuable first.
+
+    usable_pages: [requests] number of pages that the store has of each.
+    read_again: yields the requests whose lines begin at some bytes.
+    deadline: `time.monotonic()` of the end.
+    pulling: receives each server before it is asked.
+    """
+    requests = request.requests
+    assert requests is not None
+    assert requests.starts is not None
+    assert requests.hashing is not None
+    hashing = requests.hashing
+    # A trailing pool also has states inside longer prefixes; only a request that ends at
+    # a state restores it.
+    longest_only = not any(pool.trailing for pool in request.target.pools)
+    chosen = prefixes_worth_asking(requests, usable_pages, request.rank, longest_only=longest_only)
+    starts = requests.starts[chosen].tolist()
+
+    def prefixes() -> Iterator[Prefix]:
+        for number, found in zip(chosen.tolist(), read_again(starts), strict=True):
+            yield prefix_of(number, found, int(usable_pages[number]), hashing)
+
+    for url, live in servers.items():
+        server = ThroughServer(url, ranks=live.ranks, jobs=request.options.jobs or _JOBS)
+        pulling.append(server)
+        with suppress(StoreUnavailable):  # the server says so in its document
+            server.pull(prefixes(), deadline, on_done)

@@ -29,7 +29,7 @@ from hicachectl.move.survey import decide, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listed, Listing, inventory_of
 from hicachectl.pages.spool import AFFIX_ID
-from hicachectl.prewarming.slice_copy import WATCHED
+from hicachectl.prewarming.prewarm import WATCHED
 from hicachectl.requests.chains import Requests, hex_pages
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hicachectl.move.results import Problem
     from hicachectl.move.survey import Survey
     from hicachectl.prewarming.page_plan import PagePlan
-    from hicachectl.prewarming.warming import Warming
+    from hicachectl.prewarming.prewarm import Warming
 
 # Wanted pages, best first. copied: whether the page is to be copied. cost: bytes that it adds.
 _PAGES = pa.schema(

@@ -21,8 +21,7 @@ from hicachectl.checks.sizes import oversized_rule
 from hicachectl.formats.catalog import DIGEST_BYTES
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.forking import SharedCounter, Workers
-from hicachectl.io.pacing import Pace
-from hicachectl.io.pipeline import Pipeline
+from hicachectl.io.pipeline import Pace, Pipeline
 from hicachectl.verification.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from hicachectl.cli.manpages.members import (
 )
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.profile import parse_profile
-from hicachectl.move import purge, reports
+from hicachectl.move import quarantine as runs
+from hicachectl.move import results
 from hicachectl.prewarming import outcome
 from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL, LOCK
 from tests.backends.http_scripts import serving
@@ -328,19 +329,19 @@ def test_a_document_has_the_members_of_the_page(
         (
             "quarantine list",
             "runs[].state",
-            (purge.KEPT, purge.HALF_PURGED, purge.BUSY, purge.EARLIER, purge.UNREADABLE),
+            (runs.KEPT, runs.HALF_PURGED, runs.BUSY, runs.EARLIER, runs.UNREADABLE),
         ),
-        ("quarantine purge", "runs[].state", (purge.PURGED_RUN, purge.WOULD_PURGE, purge.FAILED)),
+        ("quarantine purge", "runs[].state", (runs.PURGED_RUN, runs.WOULD_PURGE, runs.FAILED)),
         (
             "rm",
             "groups[].state",
-            (reports.REMOVED, reports.WOULD_REMOVE, reports.GONE, reports.KEPT, reports.IN_FLIGHT,
-             reports.FAILED),
+            (results.REMOVED, results.WOULD_REMOVE, results.GONE, results.KEPT, results.IN_FLIGHT,
+             results.FAILED),
         ),
         (
             "restore",
             "groups[].state",
-            (reports.RESTORED, reports.WOULD_RESTORE, reports.CONFLICT, reports.FAILED),
+            (results.RESTORED, results.WOULD_RESTORE, results.CONFLICT, results.FAILED),
         ),
         (
             "prewarm",

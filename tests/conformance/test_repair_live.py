@@ -30,7 +30,7 @@ from tests.move.repairs import plan_for
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.object_files.mover import FileMover
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
     from hicachectl.pages.groups import PageGroups as Groups
     from hicachectl.pages.inventory import Inventory
 

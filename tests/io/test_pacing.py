@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicachectl.formats.errors import UsageError
-from hicachectl.io.pacing import Pace
+from hicachectl.io.pipeline import Pace
 
 
 class Waits(threading.Event):

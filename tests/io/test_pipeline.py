@@ -14,8 +14,7 @@ from hicachectl.backends.base import Status, keys_of
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.io import pipeline
-from hicachectl.io.pacing import Pace
-from hicachectl.io.pipeline import Loaded, Pipeline, Task, batches
+from hicachectl.io.pipeline import Loaded, Pace, Pipeline, Task, batches
 from tests.stores import put
 from tests.waiting import wait_until
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.arena import Arena
     from hicachectl.backends.base import ReadResult, Result, Status
     from hicachectl.backends.urls import StoreUrl
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
 
 DSA = parse_profile(stores.DSA)
 KV_BYTES, INDEXER_BYTES = 4 * 2 * 1152, 4 * 2 * 132

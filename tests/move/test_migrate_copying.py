@@ -10,7 +10,7 @@ import pytest
 
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.file.store import FileStore
-from hicachectl.io.pacing import Pace
+from hicachectl.io.pipeline import Pace
 from tests.move.migrations import PAGES, migrated, profile_file
 from tests.stores import contents
 

@@ -20,8 +20,7 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.transfer import retargeted
 from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migrate import carry_out, migrate, rehearse
-from hicachectl.move.migration import Migration, MigrationRequest
-from hicachectl.move.migration_choice import plan_groups
+from hicachectl.move.migration import Migration, MigrationRequest, plan_groups
 from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.in_flight import ListingTime

@@ -1,4 +1,4 @@
-"""Tests of page_table_repair, on SGLang's own server."""
+"""Tests of table_repair, on SGLang's own server."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hicachectl.backends.hf3fs.snapshot import (
 from hicachectl.backends.page_tables import PageTable, PageTables, Snapshot
 from hicachectl.checks.page_tables import holders, leaked_pages, mapped_and_free, out_of_range
 from hicachectl.formats.errors import UsageError
-from hicachectl.move import page_table_repair, table_repair
-from hicachectl.move.page_table_repair import (
+from hicachectl.move import table_repair
+from hicachectl.move.table_repair import (
     TableRepairResult,
     bad_rows,
     delete_keys,
@@ -110,7 +110,7 @@ def test_all_keys_of_a_page_go_in_one_call(
         real(rank, namespace, keys)
 
     monkeypatch.setattr(client, "delete", counted)
-    monkeypatch.setattr(page_table_repair, "MAX_BATCH", 2)
+    monkeypatch.setattr(table_repair, "MAX_BATCH", 2)
     metadata_server.initialize(0, 9)
     metadata_server.put(0, ["a", "b", "c", "d"])
     metadata_server.confirm(0, [("a'", 8), ("a''", 8)])
@@ -179,7 +179,7 @@ def test_a_key_beyond_the_table_is_left_since_its_page_would_become_free(
 def test_a_stop_ends_after_the_batch_under_way(
     metadata_server: MetadataServer, client: MetadataClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_table_repair, "MAX_BATCH", 1)
+    monkeypatch.setattr(table_repair, "MAX_BATCH", 1)
     metadata_server.initialize(0, 4)
     metadata_server.put(0, ["a", "b", "c"])
     table, stopped = table_now(metadata_server), threading.Event()
@@ -192,9 +192,9 @@ def test_a_stop_ends_after_the_batch_under_way(
 
 def test_batches_are_small_where_the_server_has_many_free_pages() -> None:
     few, many = empty_table(10), empty_table(1_000_000)
-    assert page_table_repair._batch_size(few) == page_table_repair.MAX_BATCH
-    assert page_table_repair._batch_size(many) == 4
-    assert page_table_repair._batch_size(empty_table(5_000_000)) == 1
+    assert table_repair._batch_size(few) == table_repair.MAX_BATCH
+    assert table_repair._batch_size(many) == 4
+    assert table_repair._batch_size(empty_table(5_000_000)) == 1
 
 
 def empty_table(num_pages: int) -> PageTable:

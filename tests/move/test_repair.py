@@ -24,8 +24,7 @@ from hicachectl.backends.object_files.reading import open_file
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
 from hicachectl.move.planning import plan_removal
-from hicachectl.move.purge import list_runs
-from hicachectl.move.quarantine import Quarantine
+from hicachectl.move.quarantine import Quarantine, list_runs
 from hicachectl.move.restore import restore_groups
 from hicachectl.move.withdrawal import remove_groups
 from tests.move.quarantines import quarantined, reasons_of, run_document, runs_in
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import ReadResult, Result
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
     from tests.conftest import Invoke
 
 
@@ -303,7 +302,7 @@ def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
 
 
 def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicachectl.move.listed.BATCH_OBJECTS", 7)
+    monkeypatch.setattr("hicachectl.move.removal_batch.BATCH_OBJECTS", 7)
     store = dsa_store(tmp_path / "store", 23)
     before = contents(store)
     with FileStore(store) as opened:

@@ -17,7 +17,7 @@ import pytest
 
 from hicachectl.backends.base import Result
 from hicachectl.backends.file.store import FileStore
-from hicachectl.move.purge import purge_runs
+from hicachectl.move.quarantine import purge_runs
 from hicachectl.move.restore import restore_groups
 from hicachectl.move.withdrawal import remove_groups
 from tests import stores
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hicachectl.backends.base import ReadResult
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
     from tests.killed import Run, Unit
     from tests.stores import Contents
 

@@ -16,8 +16,7 @@ from hicachectl.formats.objects import Names
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
 from hicachectl.move.batches import Action
-from hicachectl.move.routes import Route
-from hicachectl.move.survey import Survey
+from hicachectl.move.survey import Route, Survey
 from hicachectl.move.work import _FIRST_BYTES, PageWork, _runs
 from hicachectl.pages.deployments import Deployment
 from hicachectl.pages.group_table import fill_table

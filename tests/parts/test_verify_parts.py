@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hicachectl.io.pacing import Pace
+from hicachectl.io.pipeline import Pace
 from hicachectl.verification.verify import PartCheck, check_part
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.killed import Runner

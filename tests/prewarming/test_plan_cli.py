@@ -11,7 +11,7 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.formats.profile import parse_profile
 from hicachectl.formats.spec import object_specs
-from hicachectl.prewarming.plan_file import read_plan
+from hicachectl.prewarming.ranking import read_plan
 from tests import stores
 from tests.move.migrations import profile_file
 from tests.prewarming.traces import conversations

@@ -21,11 +21,10 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.errors import EmptyStore, UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
 from hicachectl.move.batches import CopyOptions
-from hicachectl.move.routes import verbatim_routes
-from hicachectl.move.survey import survey_source
+from hicachectl.move.survey import survey_source, verbatim_routes
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
-from hicachectl.prewarming import finish
+from hicachectl.prewarming import prewarm as prewarming
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.prewarming.prewarm import prewarm
 from hicachectl.requests.chains import Hashing, Requests, requests_of
@@ -224,13 +223,13 @@ def test_touches_that_take_too_long_are_left_out_but_not_those_of_the_best(
 
     monkeypatch.setattr(FileStore, "touch", slowly)
     monkeypatch.setattr(FileStore, "limits", replace(FileStore.limits, batch_objects=1))
-    monkeypatch.setattr(finish, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(prewarming, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with FileStore(source) as one, FileStore(target) as other:
         inventory = take_inventory(one, PROFILE)
         routes = verbatim_routes(inventory.table.deployments)
         (survey,) = survey_source(inventory, PageGroups(inventory), routes)
         place = pc.index_in(survey.pages, value_set=pa.array(HASHES)).to_numpy()
-        finish.touch_pages(other, survey, np.argsort(place), until=4.5)
+        prewarming.touch_pages(other, survey, np.argsort(place), until=4.5)
     assert touched == [[HASHES[at]] for at in (11, 2, 1, 0)]
 
 

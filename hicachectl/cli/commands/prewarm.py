@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from hicachectl.cli.commands.parts import Division
     from hicachectl.prewarming.outcome import PrewarmOutcome
     from hicachectl.prewarming.page_plan import PrewarmRequest
-    from hicachectl.prewarming.pulling import LiveServer
+    from hicachectl.prewarming.prewarm import LiveServer
     from hicachectl.prewarming.through_server import ThroughServer
     from hicachectl.results import Result
 
@@ -255,8 +255,7 @@ def _refuse_useless(options: dict[str, Any]) -> None:
 
 def _plan_trace(ctx: click.Context, options: dict[str, Any]) -> None:
     from hicachectl.cli.output import write_json_lines
-    from hicachectl.prewarming.plan_file import plan_rows
-    from hicachectl.prewarming.ranking import pages_within, rank_blocks
+    from hicachectl.prewarming.ranking import pages_within, plan_rows, rank_blocks
     from hicachectl.profiles.sources import profile_from_options
     from hicachectl.requests.chains import Hashing, requests_of
     from hicachectl.requests.reading import read_requests
@@ -393,7 +392,7 @@ def _text(value: Any) -> str | None:
 
 def _servers(options: dict[str, Any]) -> dict[str, LiveServer]:
     """Return the deployments of the pulling servers, before any copy."""
-    from hicachectl.prewarming.pulling import live_servers
+    from hicachectl.prewarming.prewarm import live_servers
 
     return {} if options["dry_run"] else live_servers(options["servers"])
 
@@ -422,7 +421,7 @@ def _after_pulls(
     started: float,
 ) -> Result:
     """Make servers pull the prefixes that DST has; return the result of the run."""
-    from hicachectl.prewarming.pulling import pull
+    from hicachectl.prewarming.prewarm import pull
     from hicachectl.requests.reading import read_again
 
     if servers and outcome.interruption is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from hicachectl.move.purge import PurgeReport
+    from hicachectl.move.quarantine import PurgeReport
     from hicachectl.results import Result
     from hicachectl.text.tables import Screen
 
@@ -56,7 +56,7 @@ def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     damaged or not trusted).
     """
     from hicachectl.cli.output import write_report
-    from hicachectl.move.purge import list_runs
+    from hicachectl.move.quarantine import list_runs
 
     directory = quarantine_directory(ctx, quarantine)
     report = list_runs(directory)
@@ -87,7 +87,7 @@ def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     if a run could not be deleted.
     """
     from hicachectl.cli.output import write_run
-    from hicachectl.move.purge import RUNS, PurgeReport
+    from hicachectl.move.quarantine import RUNS, PurgeReport
 
     require_consent(options)
     directory = quarantine_directory(ctx, quarantine)
@@ -100,7 +100,7 @@ def purge(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
 
 def _purged(ctx: click.Context, directory: Path, options: dict[str, Any]) -> Result | None:
     """Delete old runs; None if the operator declined."""
-    from hicachectl.move.purge import WOULD_PURGE, purge_runs
+    from hicachectl.move.quarantine import WOULD_PURGE, purge_runs
     from hicachectl.text.units import counted, human_size
 
     before, dry_run = options["before"], options["dry_run"]
@@ -116,7 +116,7 @@ def _purged(ctx: click.Context, directory: Path, options: dict[str, Any]) -> Res
 
 
 def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
-    from hicachectl.move.purge import PURGED_RUN, WOULD_PURGE
+    from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE
     from hicachectl.results import Result
 
     document = {

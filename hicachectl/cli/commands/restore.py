@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
     from hicachectl.results import Result, Shown
     from hicachectl.text.tables import Screen
 
@@ -77,7 +77,7 @@ def command(ctx: click.Context, /, quarantine: str, store: str, **options: Any) 
     names both stores.
     """
     from hicachectl.cli.output import write_run
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
 
     require_consent(options)
     _refuse_prefix(options["pages"])

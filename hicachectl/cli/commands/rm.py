@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
     from hicachectl.move.planning import RepairPlan
-    from hicachectl.move.reports import GroupReport, Taken
+    from hicachectl.move.results import GroupReport, Taken
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.pages.selection import Selection
@@ -173,7 +173,7 @@ def command(ctx: click.Context, /, store: str, **options: Any) -> None:
     more than a minute ago. With --before, they must also be older than TIME.
     """
     from hicachectl.cli.output import write_run
-    from hicachectl.move.reports import GroupReport
+    from hicachectl.move.results import GroupReport
 
     _refuse_contradictions(ctx, options)
     require_consent(options)
