@@ -234,14 +234,11 @@ class ScriptReader:
             values = self._values(piece.text)
             spreads = piece.quoted and "[@]" in piece.text
             if values is not None and splits and (spreads or not piece.quoted):
-                parts = (
-                    values if spreads else _SPACE.sub(" ", " ".join(values)).strip(" ").split(" ")
-                )
-                if word.raw in (piece.text, f'"{piece.text}"') and (
-                    spreads or not re.search(r"[*?\[\\]", "".join(parts))
-                ):
-                    return parts if spreads or parts != [""] else []
-                values = values if parts == values and not spreads else None
+                parts = values if spreads else [p for p in _SPACE.split(" ".join(values)) if p]
+                matches_files = not spreads and re.search(r"[*?\[\\]", "".join(parts))
+                if not matches_files and word.raw in (piece.text, f'"{piece.text}"'):
+                    return parts
+                values = values if parts == values and not (spreads or matches_files) else None
             text += self._text(piece.text, values, unknown)
         return [text] if text or any(piece.quoted for piece in word.pieces) else []
 

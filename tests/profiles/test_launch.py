@@ -231,6 +231,7 @@ def test_each_statement_is_judged_as_bash_runs_it(tmp_path: Path, statement: str
         f"{statement}\nTP=4\n{COMMANDS[0]}",
         f"TP=4\n{COMMANDS[3].replace('$MORE', '')}\n{statement}\nrun",
         f"TP=4\n{statement}; {COMMANDS[0]}",
+        f"{statement}\n{COMMANDS[0]}",
         f"{statement}\n{COMMANDS[18]}",
     ):
         assert_right(tmp_path, script)
@@ -317,6 +318,7 @@ def test_text_from_elsewhere_can_change_any_variable(statement: str) -> None:
          ["a", "$(((1 + 2) * 3))", "$(b ')' \"c)\")", "d"]),
         ("a <in b >>out 2>&1 c", ["a", "b", "c"]),
         ('a "${L[@]}" "${L[*]}" ${L[@]}', ["a", "x", "y z", "x y z", "x", "y", "z"]),
+        ("G='*'\na $G \"$G\"", ["a", "$G", "*"]),
         ('E=\na "${E:-d}" "$E" $E', ["a", "${E:-d}", ""]),
         ('M=()\na "${M[@]}" ${M[@]} b"${M[@]}"', ["a", "b${M[@]}"]),
         ('C="p ${L[@]}"\na $C', ["a", "p", "x", "y", "z"]),
