@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 StatusArray = npt.NDArray[np.uint8]
 Rows = Any  # pa.RecordBatch | pa.Table, a slice of the scan table; pyarrow ships no types
 
-_MANY_CHUNKS = 8  # from this number on, `take_rows` keeps chunks apart
+_MANY_CHUNKS = 8  # `take_rows` keeps so many chunks, or more, apart
 
 SCAN_FIELDS = {
     "key": pa.field("key", pa.binary(), nullable=False),

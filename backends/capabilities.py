@@ -74,8 +74,10 @@ class Leases(Store):
 class Loss:
     """Objects that a listing leaves out, and that no server can read any more.
 
-    code: of a finding. place: the file, or the directory with the files. what: how many, why, and
-    the next step. changed_ns: modification time of a file that a server may be writing, Unix ns.
+    code: code of the finding.
+    place: the file, or the directory with the files.
+    what: how many, why, and the next step.
+    changed_ns: modification time of a file that a server may be writing, Unix ns.
     """
 
     code: str
@@ -159,7 +161,7 @@ class Claimed(Store):
     def claimed_by(self, tag: str, *, writes: bool) -> str | None:
         """Return the tag of the deployment that has claimed the store; None without one.
 
-        tag: of our deployment, which claims the store if `writes` and no other one has.
+        tag: tag of our deployment, which claims the store if `writes` and no other one has.
         Raises StoreUnavailable.
         """
 
@@ -344,7 +346,7 @@ class Mover(ABC):
     def take(self, key: bytes, version: bytes | None = None) -> Status:
         """Move an object out of the store into the run. Return OK, GONE or CHANGED.
 
-        version: as listed; an object with another version stays and is CHANGED.
+        version: the listed version. An object with another version stays and is CHANGED.
         """
 
     @abstractmethod

@@ -173,7 +173,7 @@ def whole_file(
     """Yield a stream whose content replaces `path` when the block ends normally.
 
     Symbolic links are followed. Devices, pipes and `STDOUT` are written directly.
-    mode: "w" writes UTF-8. durable: as in `new_file`.
+    mode: "w" writes UTF-8. durable: see `new_file`.
     permissions: default: the replaced file's, else 0o666 less the umask.
     readable_by: at most these permissions for a new file.
     Raises UsageError if the file cannot be written, BrokenPipeError for a closed pipe.

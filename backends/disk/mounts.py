@@ -21,7 +21,7 @@ _LOCAL_LOCK_OPTIONS = {
 def locks_reach_all_hosts(descriptor: int) -> bool:
     """Return whether flock excludes every process that can reach a directory.
 
-    descriptor: of the directory. A local disk has no other hosts. An unknown mount is taken to
+    descriptor: the open directory. A local disk has no other hosts. An unknown mount is taken to
     lock, so a failing flock still decides.
     """
     mount = _mount_of(descriptor)

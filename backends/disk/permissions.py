@@ -28,7 +28,7 @@ class Permissions:
     def of_file(cls, facts: os.stat_result) -> Permissions:
         """Return the permissions of a file."""
         bits = facts.st_mode & 0o777 | 0o700
-        bits |= (bits & 0o444) >> 2  # of directories: a user who may read may also search
+        bits |= (bits & 0o444) >> 2  # a user who may read a directory may also search it
         return cls(bits, facts.st_gid, None if bits & 0o004 else facts.st_uid)
 
     @classmethod

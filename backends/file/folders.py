@@ -43,7 +43,7 @@ def folder_of(name: bytes) -> bytes | None:
 
 
 class ObjectDirectory(FolderedDirectory, ObjectTree):
-    """An open directory of objects. path: as given.
+    """An open directory of objects. path: the path that opened it.
 
     Descriptors keep their numbers until `close`, also when `reopen` makes the directory again.
     """

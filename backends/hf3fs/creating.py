@@ -42,7 +42,7 @@ class TableMaker:
         self._server = server
         self._settings = settings
         self._lock = threading.Lock()
-        self.permissions = Permissions()  # of the copied objects; new files are no more readable
+        self.permissions = Permissions()  # new files are no more readable than copied objects
 
     def ensure(self, table: TableName, nbytes: int) -> None:
         """Create a table with pages of `nbytes` bytes, and its file, unless the server has it.
@@ -118,7 +118,7 @@ def claim_path(prefix: str) -> str:
 def claimed_by(prefix: str, tag: str, *, writes: bool) -> str | None:
     """Return the tag of the deployment that has claimed the data files; None without one.
 
-    tag: of our deployment, which claims them if `writes` and no other one has.
+    tag: tag of our deployment, which claims them if `writes` and no other one has.
     Raises StoreUnavailable.
     """
     path = claim_path(prefix)

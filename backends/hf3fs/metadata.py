@@ -58,7 +58,7 @@ class MetadataClient:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """url: as in `Hf3fsSettings`, which is checked."""
+        """url: the checked URL of `Hf3fsSettings`."""
         parts = urlsplit(url)
         host, port = str(parts.hostname), parts.port or http.client.HTTP_PORT
         self.url = url

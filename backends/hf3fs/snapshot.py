@@ -53,7 +53,7 @@ _INTEGER = re.compile(rb"(?:0|[1-9][0-9]*)(?![0-9.eE])")
 _ARRAY_END = re.compile(rb"\][ \t\r\n]*\]")
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _TABLE_NAME = re.compile(rf"({RANK})(?::({NAMESPACE}))?")
-_OLD_NAMESPACE = "kv"  # of files older than namespaces
+_OLD_NAMESPACE = "kv"  # files older than namespaces have this one
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _PAGES = msgspec.json.Decoder(list[_Index])
@@ -146,7 +146,7 @@ class _Parser:
 
     def _entries(self, prefix: str) -> tuple[Any, IntArray]:
         chunks: list[Any] = []
-        texts: list[Any] = []  # of the current chunk
+        texts: list[Any] = []  # texts of the current chunk
         indices = bytearray()
         nbytes = gathered = 0
         for piece in self._pieces(self._entries_end):

@@ -91,7 +91,7 @@ class Hf3fsStore(Announces, Claimed, FilePermissions, PageTables, Profiled, Touc
         self.url = str(settings)
         self._files = DataFiles(direct=direct)
         self._reader: PageReader = self._files
-        self._readable: dict[str, Permissions] = {}  # by path, of the files read so far
+        self._readable: dict[str, Permissions] = {}  # one for each path that was read
         self._sizes = PageSizes({}, frozenset())
         self._doubt: str | None = None  # why the page size may be wrong
         self._server: MetadataClient | None = None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RING_ENTRIES = 64
 WAIT_SECONDS = 5.0  # maximum wait for the next page; SGLang's client_timeout
-_RING_CHECK_MS = 1  # as in SGLang
+_RING_CHECK_MS = 1  # SGLang's value
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class _Reservation:
             return
         pairs = [(self.batch.names[n], held[n]) for n in written]
         rest = [index for n, index in held.items() if n not in set(written)]
-        self.held = {}  # from here on, a release could free a mapped page
+        self.held = {}  # now a release could free a mapped page
         try:
             self.server.confirm(*table, pairs, rest)
         except BaseException as error:

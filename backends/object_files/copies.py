@@ -32,7 +32,7 @@ _Tail = bytes | Verdict  # what follows a copy's bytes, or why there is no copy
 
 
 class Origin(NamedTuple):
-    """The store that objects are copied from. markers: of its objects with trailers."""
+    """The store that objects are copied from. markers: markers of its objects with trailers."""
 
     objects: ObjectTree
     faults: Faults

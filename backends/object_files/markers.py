@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hicachectl.formats.identity import Identity
 
 MARKER_DIRECTORY = "plugin"
-MAX_MARKERS = 1 << 16  # of all identities that ever wrote to the store
+MAX_MARKERS = 1 << 16  # all identities that ever wrote to the store have some
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}\.json")
 _PATH = f"{SIDE_DIRECTORY}/{MARKER_DIRECTORY}"
 _TICK_S = 1.0  # two markers can be written within one tick of the file system's clock
@@ -92,8 +92,9 @@ def _read(markers: Directory, name: str) -> Marker:
 class _Table(NamedTuple):
     """Markers as arrays.
 
-    suffixes: distinct, binary. sizes: of files with a trailer, distinct, sorted, int64.
-    pairs: of the markers: index of the suffix * len(sizes) + index of the size, sorted, int64.
+    suffixes: distinct suffixes, binary.
+    sizes: distinct sizes of files with a trailer, sorted, int64.
+    pairs: for each marker, index of the suffix * len(sizes) + index of the size, sorted, int64.
     """
 
     suffixes: Any
@@ -111,12 +112,12 @@ class MarkedSizes:
         self._objects = objects
         self._faults = faults
         self._lock = threading.Lock()
-        self._state: tuple[int, ...] | None = None  # of the directory when it was read
+        self._state: tuple[int, ...] | None = None  # state of the directory when it was read
         self._since = 0.0  # `time.monotonic()` when the directory was first seen in this state
         self._settled = False  # no further marker can come without another state
         self._markers: list[Marker] = []
         self._known: set[Marker] = set()
-        self._facts: dict[bytes, Identity] = {}  # by hash
+        self._facts: dict[bytes, Identity] = {}  # an identity for each hash
         self._table = _table([])  # replaced at once: other threads may be using it
         self.problem = ""
 

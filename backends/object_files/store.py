@@ -83,7 +83,8 @@ class ObjectFiles(
     ) -> None:
         """Use an open tree, which `close` closes.
 
-        path: of the store, for messages. left_out: files that `remarks` reports before a listing.
+        path: the store's path, for messages.
+        left_out: files that `remarks` reports before a listing.
         """
         self.path = path
         self.url = url

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _KEY = re.compile(rb"([0-9a-f]{64})(.*)", re.DOTALL)
-_MOST_SUFFIXES = 1 << 12  # whose names are remembered
+_MOST_SUFFIXES = 1 << 12  # readings of so many suffixes are remembered
 
 
 class Verdict(NamedTuple):
@@ -61,7 +61,7 @@ class TrailerChecks:
     def __init__(self, facts: Callable[[bytes], Identity | None] = lambda hash_: None) -> None:
         self._facts = facts
         self._identities: dict[bytes, Identity] = {}  # expected, by suffix
-        self._known: dict[bytes, Expected] = {}  # by suffix
+        self._known: dict[bytes, Expected] = {}  # one for each suffix
         self._suspended = 0
 
     def expect(self, identities: Mapping[Affix, Identity]) -> None:
@@ -159,7 +159,7 @@ def _expected(suffix: bytes, identity: Identity | None) -> Expected:
 class NewTrailers:
     """Trailers for new objects.
 
-    identities: by suffix. kind: of their digests.
+    identities: identity of each suffix. kind: kind of their digests.
     """
 
     def __init__(self, identities: Mapping[Affix, Identity], kind: str) -> None:

@@ -36,7 +36,7 @@ _MANY = 8  # directories; one syncfs takes less time than so many syncs of direc
 class Place:
     """A directory to list.
 
-    path: of `descriptor`, for faster calls.
+    path: path of `descriptor`, for faster calls.
     holds: takes names, and returns which are of objects in this folder, [n] bool; None: every name
         is, and this is no folder, so that links may lead to it.
     """
@@ -49,7 +49,7 @@ class Place:
 class ObjectTree(ABC):
     """Open directories with the files of one store. Several threads may use them at once.
 
-    path: for messages. descriptor: of the outer directory, whose owner and group new files get;
+    path: text for messages. descriptor: the outer directory, whose owner and group new files get;
     negative after `close`. folders: whether files lie in folders. side_files: whether the outer
     directory may have a `.hicachectl`. elsewhere: why servers find no object outside its folder,
     and the next step.
@@ -74,15 +74,15 @@ class ObjectTree(ABC):
     def place(self, key: bytes) -> tuple[int, bytes]:
         """Return the descriptor of the directory with an object's file, and the file's name.
 
-        key: as `disk.files.check_key` accepts it. Raises OSError, such as FileNotFoundError for a
-        missing folder, and UntrustedError.
+        key: a key that `disk.names.check_key` accepts.
+        Raises OSError, such as FileNotFoundError for a missing folder, and UntrustedError.
         """
 
     @abstractmethod
     def place_for_new(self, key: bytes, nbytes: int = 0) -> tuple[int, bytes]:
         """Return `place` of a new object, after making its folder durably if it is missing.
 
-        nbytes: of the file. Raises also OSError for a key that names no folder, and if the
+        nbytes: size of the file. Raises also OSError for a key that names no folder, and if the
         directory takes no file of this size.
         """
 
@@ -161,7 +161,7 @@ class FolderedDirectory:
         return Directory(os.dup(self.descriptor), self.path, trust)
 
     def existing_folders(self, left_alone: list[str]) -> Iterator[tuple[bytes, int]]:
-        """Yield name and descriptor of each folder. left_alone: as `ObjectTree.directories`."""
+        """Yield name and descriptor of each folder. left_alone: see `ObjectTree.directories`."""
         for folder in sorted(FOLDER_NAMES):
             try:
                 yield folder, self.folder(folder, makes=False)

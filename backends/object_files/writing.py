@@ -51,14 +51,17 @@ class Temporary(NamedTuple):
 
 
 class FileWriter:
-    """Creates the files of one store. trailers: of new objects; None to write none."""
+    """Creates the files of one store.
+
+    trailers: maker of trailers for new objects; None to write none.
+    """
 
     def __init__(self, objects: ObjectTree, faults: Faults, sizes: MarkedSizes) -> None:
         self.trailers: NewTrailers | None = None
         self._objects = objects
         self._faults = faults
         self._sizes = sizes
-        self._limit = Permissions()  # of new files
+        self._limit = Permissions()  # limit of new files
         self._limiting = threading.Lock()
         self.temporaries = Temporaries(objects, os.urandom(8).hex().encode())
         facts = os.fstat(objects.descriptor)
@@ -298,7 +301,7 @@ class FileWriter:
     ) -> Temporary:
         """Create an unsynced temporary file beside a key's, under a name that SGLang ignores.
 
-        nbytes: of the whole file.
+        nbytes: size of the whole file.
         """
         mode, owner = new or self._new
         directory, _ = self._objects.place_for_new(key, nbytes)

@@ -42,7 +42,7 @@ _ATIME_ONLY = (ctypes.c_long * 4)(0, _UTIME_NOW, 0, _UTIME_OMIT)
 class Capacity:
     """Room for the objects of one rank. Several threads may use it at once.
 
-    suffixes: of the objects that count, those of sidecars that may still come among them.
+    suffixes: suffixes of the objects that count, those of sidecars that may still come among them.
 
     Until the thread has listed the directory for the first time, the room in use is what the last
     processes left in the ledger, or 95 % of max_size in a directory without one.
@@ -60,7 +60,7 @@ class Capacity:
     ) -> None:
         """Start the thread, if this rank writes anything.
 
-        suffixes: of the file names that this rank writes, after the page hash; True for the
+        suffixes: ends of the file names that this rank writes, after the page hash; True for the
         anchor's. max_size, min_free_space: bytes; 0 for no limit. evict: "owner": the process that
         holds the lock evicts; "this": this process evicts, and no other.
         Raises UsageError for max_size where locks do not exclude other hosts, OSError and
@@ -104,7 +104,7 @@ class Capacity:
     def admit(self, nbytes: int) -> bool:
         """Take room for an object that is about to be written; False if the store is full.
 
-        nbytes: of its file, with trailer. Give the room of a failed write back by `release`.
+        nbytes: size of its file, with trailer. Give the room of a failed write back by `release`.
         """
         if not (self._limit or self._min_free):
             return True
@@ -162,7 +162,7 @@ class Capacity:
     def used(self, suffix: bytes, descriptor: int, facts: os.stat_result) -> bool:
         """Note that an object of a suffix was read, for the order of eviction.
 
-        descriptor: of its open file. facts: its fstat. Return False if a `clear` came meanwhile,
+        descriptor: its open file. facts: its fstat. Return False if a `clear` came meanwhile,
         so that the object has to be removed.
         """
         # A touch sets the ctime, which would revive an object that a `clear` has made stale.

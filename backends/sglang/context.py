@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.sglang.settings import Settings
 
-_LONGEST_READ_S = 300.0  # of the weights; other ranks wait for this one at most that long
+# Reading the weights takes at most so long: other ranks wait for this one.
+_LONGEST_READ_S = 300.0
 _AUTO = "identity: 'auto' does not suffice"
 _NAME_THEM = "name the weights yourself"
 # Choose the order of rows, or their form, without a change of size: memory_pool.py ::
@@ -47,7 +48,7 @@ class Context:
     weights, draft_weights: texts that name them, for `Identity`; draft_weights is "" without
         speculation.
     unreadable: why this host cannot name the weights, so that all its pages are misses; else "".
-    weight_version: from `weight_version`, when the store is attached.
+    weight_version: result of `weight_version` when the store is attached.
     page_size: tokens of a page.
     fp8, draft_fp8: dtype of fp8 numbers, which SGLang keeps in pools of bytes.
     row_form: environment variables that choose another form of rows than the default; else "".
@@ -131,8 +132,10 @@ def _version() -> str:
 class _Weights:
     """Names of the weights that a server loaded.
 
-    identity: of `Settings`. facts: values of `formats.models.loading.SETTINGS`. cache: of the Hub;
-    None for the default. unreadable: the first reason why this host could not name some; "" if it
+    identity: see `Settings`.
+    facts: values of `formats.models.loading.SETTINGS`.
+    cache: the Hub's cache; None for the default.
+    unreadable: the first reason why this host could not name some; "" if it
     could.
     """
 
@@ -160,7 +163,7 @@ class _Weights:
             if (path, revision) not in self._read:
                 self._read[path, revision] = self._checkpoint(path, revision)
             return _updated(loaded_weights(self._read[path, revision], self._facts, draft=draft))
-        except Exception as error:  # of any kind: a rank that raised would hang the others
+        except Exception as error:  # any error: a rank that raised would hang the others
             self.unreadable = self.unreadable or f"{_AUTO}: {reason_of(error)}"
             return ""
 

@@ -71,7 +71,7 @@ class Moved:
         self._samples: deque[tuple[int, float]] = deque()
 
     def add(self, pages: int, nbytes: int, seconds: float) -> None:
-        """Add a call's pages. nbytes: of a page. seconds: of the call."""
+        """Add a call's pages. nbytes: bytes of a page. seconds: duration of the call."""
         self._samples.append((pages, pages * nbytes / seconds / 1e9))
 
     def take(self) -> list[tuple[int, float]]:

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hicachectl.sglang")
 
-_LOW = 0.96  # of the limit: eviction starts above HIGH, and ends here
-_LISTED_AT = 0.75  # of the limit in use: before, nothing needs to be listed
-_KNOWN_AT_LEAST = 0.25  # of the limit, in listed objects; else the directory is listed again
-_WRITTEN_AT_LEAST = 0.05  # of the limit, before the directory is listed again
+_LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
+_LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
+_KNOWN_AT_LEAST = 0.25  # if listed objects fill less of the limit, list again
+_WRITTEN_AT_LEAST = 0.05  # write this share of the limit before listing again
 # Of the missing space in one turn, since several suffixes may evict at once.
 _FREE_SPACE_STEP, _FREE_SPACE_LEAST = 0.25, 64 << 20
-_FREE_SPACE_MARGIN = 0.05  # of the free space to keep
+_FREE_SPACE_MARGIN = 0.05  # share of the free space to keep
 _TICK_S, _BUSY_TICK_S, _LOCK_EVERY_S, _EPOCH_EVERY_S = 0.25, 0.02, 2.0, 1.0
 _LISTED_AGAIN_S = 60.0  # at the earliest, while too little can be evicted
 _SWEEP_EVERY_S, _LIMIT_SWEEP_S = 3600.0, 300.0
@@ -144,7 +144,7 @@ class Evictor:
         self._next = 0  # row
         self._known = 0  # bytes of the rows from there on
         self._expected = 0  # bytes found by the listing, minus those evicted since
-        self._listed_at = self._tried_at = self._looked_at = 0.0  # by time.monotonic
+        self._listed_at = self._tried_at = self._looked_at = 0.0  # results of time.monotonic
         self._listing_s = 0.0
         self._written = 0  # total of the ledger, and all that was evicted, at the listing
         self._evicted = 0

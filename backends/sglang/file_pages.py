@@ -79,8 +79,8 @@ class FilePages(PageStore):
         self._url = url
         self._settings = settings
         self._writes = writes
-        self._changes = writes  # as far as the open directory allows it
-        self._seconds: dict[Workers, float] = {}  # of a thread for a page, in the last call
+        self._changes = writes  # False, too, if the open directory does not allow it
+        self._seconds: dict[Workers, float] = {}  # a thread's time for a page, in the last call
         self._clears = self._cleared = 0  # asked for, and done
         self._directory: ObjectDirectory | None = None
         self._capacity: Capacity | None = None
@@ -205,7 +205,7 @@ class FilePages(PageStore):
     ) -> list[bool]:
         """Return act(files, page, index) for each page; False if it fails or comes too late.
 
-        nbytes: of one page, to decide how many threads are worth their start.
+        nbytes: bytes of a page, to decide how many threads are worth their start.
         """
         done = [False] * len(pages)
         other = "unwritable" if workers is self._writers else "unreadable"

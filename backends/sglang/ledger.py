@@ -73,8 +73,8 @@ class Ledger:
     def correct(self, listed: int, later: int, before: int) -> int:
         """Set the total after a listing; return it.
 
-        listed: bytes of the objects that were there when the total was `before`. later: of those
-        that came while the listing went on.
+        listed: bytes of the objects that existed when the total was `before`.
+        later: bytes of the objects that came while the listing went on.
         """
         with self._locked():
             total = listed + max(0, self._read() - before)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.capacity import Capacity
     from hicachectl.backends.sglang.counters import Counters
 
-_BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # of a file that a rename can replace
+_BAD_FILE = {errno.EACCES, errno.EIO, errno.ELOOP}  # a rename can replace such a file
 _MODE = 0o666
 _TOUCHED_EVERY_NS = 3600 * 10**9
 _MOST_IN_USE = 1 << 15  # pages
@@ -51,7 +51,7 @@ Page = tuple[bytes, bytes]  # name of a page's file, and the 32 bytes of its has
 def named(pages: Sequence[str], suffix: bytes) -> list[Page]:
     """Return the files of pages. Raises ValueError unless all are page hashes.
 
-    suffix: of the names, after the page hash.
+    suffix: end of the names, after the page hash.
     """
     hashes = list(map(bytes.fromhex, pages))
     if list(map(bytes.hex, hashes)) != list(pages) or set(map(len, hashes)) - {HASH_BYTES}:
@@ -84,7 +84,7 @@ class Form:
 class Found(NamedTuple):
     """A file as it was examined.
 
-    problem: as `PageFiles.problem` returns it. facts: of the open file.
+    problem: result of `PageFiles.problem`. facts: stat of the open file.
     """
 
     problem: str
@@ -94,12 +94,13 @@ class Found(NamedTuple):
 class Memory:
     """Memory for a page that is read.
 
-    whole: of the page, its trailer and one byte more. page, trailer: their parts of it. address: of
-    the page.
+    whole: memory for the page, its trailer and one byte more.
+    page, trailer: their parts of it.
+    address: address of the page.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """nbytes: of a page."""
+        """nbytes: bytes of a page."""
         whole = nbytes + TRAILER_BYTES
         mapping = mmap.mmap(-1, whole + 1)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -108,7 +109,7 @@ class Memory:
 
 
 class _OfThread(threading.local):
-    """The memory of each thread. nbytes: of a page."""
+    """The memory of each thread. nbytes: bytes of a page."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = Memory(nbytes)
@@ -263,7 +264,7 @@ class PageFiles:
     def _touch(self, descriptor: int, page: Page, facts: os.stat_result) -> None:
         """Mark a page as used if it was not for an hour.
 
-        facts: of the file before it was read, since the mount may update the atime then.
+        facts: stat of the file before it was read, since the mount may update the atime then.
         """
         is_unused = self._touches and facts.st_atime_ns < self._unused_ns
         if is_unused and not self._capacity.used(self.form.suffix, descriptor, facts):

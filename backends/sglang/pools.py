@@ -44,7 +44,7 @@ _BYTES = "uint8"  # structured rows, or fp8 (memory_pool.py :: KVCache.store_dty
 class EvenPages:
     """`HostPages` at equal distances, as in all of SGLang's pools.
 
-    page_indices: host indices of a page. count: pages of the pool. pieces: of a page, in the
+    page_indices: host indices of a page. count: pages of the pool. pieces: pieces of a page, in the
     object's order: address in page 0, bytes to the next page, and bytes.
     """
 
@@ -78,7 +78,7 @@ def host_pages(
 ) -> tuple[EvenPages, tuple[int, ...]]:
     """Return where a pool's pages lie, and the bytes of each piece of a page.
 
-    name: of the pool, in messages. alternating: SGLang lists the pieces of this many parts by
+    name: name of the pool, in messages. alternating: SGLang lists the pieces of this many parts by
     turns; they are returned one part after the other. Raises ValueError if SGLang does not know the
     places of the pages, or they are unevenly spaced, or outside the pool's memory.
     """
@@ -114,7 +114,7 @@ def _stated(whole: str, host_pool: Any, page: int) -> Pieces:
     start = page * host_pool.page_size
     try:
         stated = host_pool.get_page_buffer_meta(torch.arange(start, start + host_pool.page_size))
-    except Exception as error:  # of any kind: SGLang's pools refuse in several ways
+    except Exception as error:  # any error: SGLang's pools refuse in several ways
         raise ValueError(
             f"{whole}: SGLang cannot store it from its place in memory ({error}); start with "
             "--hicache-mem-layout page_first or page_first_direct"
@@ -152,10 +152,13 @@ class ThisRankError(ValueError):
 class _Form:
     """The form of a pool's pages.
 
-    dtype: as in `Identity`. layers: of the page. packed: some are of the draft, or may be. parts:
-    names, with equally many pieces each; () for one part of all pieces. alternating: SGLang lists
-    the pieces of the parts by turns, but the object holds one part after the other. sharded: TP
-    ranks hold different bytes.
+    dtype: see `Identity`.
+    layers: layers of the page.
+    packed: whether some layers are, or may be, the draft's.
+    parts: names, with equally many pieces each; () for one part of all pieces.
+    alternating: SGLang lists the pieces of the parts by turns, but the object holds one part after
+    the other.
+    sharded: TP ranks hold different bytes.
     """
 
     dtype: str

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _SECONDS_BETWEEN_OPENS = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.5  # at workers that hang
-_LONGEST_CLOSE_S = 3.0  # that the server waits for
+_LONGEST_CLOSE_S = 3.0  # the server waits so long
 
 Piece = tuple[int, int]  # address and bytes of one stretch of host memory
-Pieces = tuple[Piece, ...]  # of one page, in the order of its object's bytes
+Pieces = tuple[Piece, ...]  # pieces of one page, in the order of its object's bytes
 
 
 class HostPages(Protocol):
@@ -64,7 +64,7 @@ class ServedPool:
     identity: identity of the object that holds the pool's whole page, on a file store.
     page_indices: host indices per page: the page size, or 1 for states.
     nbytes: bytes of a page, all parts; 0 for a logical anchor.
-    parts: of a page; empty for a logical anchor.
+    parts: parts of a page; empty for a logical anchor.
     writes: this rank writes the pool; another rank writes shared objects.
     trailing: pages are whole without the pool, as only the last ones of a stored node have it.
         SGLang's transfers say so, not its registrations; False before the first one.
@@ -114,7 +114,7 @@ class PageStore(ABC):
     """
 
     def __init__(self, counters: Counters, threads: int) -> None:
-        """threads: as many ask what exists, as many read, and as many write."""
+        """threads: number of threads that ask what exists, that read, and that write."""
         self.counters = counters
         self._threads = threads
         self._askers = Workers(threads, "hicachectl-exists")
@@ -199,7 +199,7 @@ class PageStore(ABC):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         try:
             close()
-        except Exception as error:  # of any kind: the call has returned
+        except Exception as error:  # any error: the call has returned
             self.counters.refused("unclosed", reason_of(error))
 
     def _open(self) -> None:
@@ -209,7 +209,7 @@ class PageStore(ABC):
         try:
             if not self._closed:
                 self._open_now()
-        except Exception as error:  # of any kind: a rank that raised would hang the others
+        except Exception as error:  # any error: a rank that raised would hang the others
             self._open_again_at = time.monotonic() + _SECONDS_BETWEEN_OPENS
             self.counters.refused("unopened", reason_of(error))
         finally:

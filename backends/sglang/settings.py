@@ -77,7 +77,7 @@ class Settings:
 def parse_settings(extra_config: Mapping[str, Any] | None) -> Settings:
     """Return the settings of a server.
 
-    extra_config: as SGLang passes it, in HiCacheStorageConfig.extra_config. Raises ValueError,
+    extra_config: SGLang's HiCacheStorageConfig.extra_config. Raises ValueError,
     which SGLang reports when it starts or attaches a store; it names key, value and remedy.
     """
     config = dict(extra_config or {})

@@ -41,11 +41,15 @@ class StoreList:
     def __init__(
         self, stores: Sequence[PageStore], counters: Counters, *, writes: bool = True
     ) -> None:
-        """Serve from at least one store. counters: of the plug-in. writes: to the first store."""
+        """Serve from at least one store.
+
+        counters: the plug-in's counters.
+        writes: whether the first store is written.
+        """
         self.counters = counters
         self.writes = writes
         self._stores = self._read = list(stores)  # all, and those that are read
-        self._pools: dict[str, ServedPool] = {}  # as last asked for
+        self._pools: dict[str, ServedPool] = {}  # the pools last asked for
         self._lock = threading.Lock()
         # Stores by page, only for a list: as last asked, and as the anchor was last read.
         self._chosen: dict[str, int] = {}
@@ -227,7 +231,7 @@ def _remember(choices: dict[str, int], found: Iterable[tuple[str, int]]) -> None
 def open_stores(settings: Settings, draft_weights: str = "") -> StoreList:
     """Return the stores of a server, not yet open.
 
-    draft_weights: of the deployment's draft, also on ranks without it; "" without one.
+    draft_weights: name of the draft's weights, also on ranks without it; "" without one.
     """
     writes = not settings.reads_only
     stores = [

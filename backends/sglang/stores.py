@@ -197,7 +197,7 @@ class Slots:
     def __init__(self, nbytes: int, count: int, *, named: bool = False) -> None:
         """Map `count` slots of at least `nbytes` bytes; the system allocates memory at first use.
 
-        named: as in `Arena`. Raises UsageError if the system refuses the memory.
+        named: see `Arena`. Raises UsageError if the system refuses the memory.
         """
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.arena = Arena(self.nbytes * count, named=named)
@@ -444,7 +444,7 @@ class StorePages(PageStore):
     ) -> list[bool]:
         """Return act(store, pages) for runs of pages; False for pages that fail or come too late.
 
-        count: of pages. Runs for memory fit into a slot.
+        count: number of pages. Runs for memory fit into a slot.
         """
         most = count if workers is self._askers else _pages_per_run(pool)
         runs = [range(start, min(start + most, count)) for start in range(0, count, most or 1)]

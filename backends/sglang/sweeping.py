@@ -62,7 +62,7 @@ class Trusted:
 class Listing:
     """Objects of some suffixes, by page, the least recently used page first.
 
-    pages: uint8 [objects, 32]. kinds: of each object, its suffix's position; 0 is the anchor's.
+    pages: uint8 [objects, 32]. kinds: position of each object's suffix; 0 is the anchor's.
     sizes: bytes. times: ns, when a page was last used or written; equal for its objects.
     clock_ns: the file system's time less ours.
     listed, later: bytes of objects that were written before and after the listing began.
@@ -102,7 +102,7 @@ class Listing:
 class Sweeper:
     """The objects and temporary files of some suffixes in a directory.
 
-    suffixes: of file names, after the page hash; the first is the anchor's, if there is one.
+    suffixes: ends of file names, after the page hash. The first is the anchor's, if there is one.
     """
 
     def __init__(self, directory: ObjectDirectory, suffixes: tuple[bytes, ...]) -> None:
@@ -159,7 +159,7 @@ class _Found:
     def __init__(
         self, suffixes: tuple[bytes, ...], trusted: Trusted, begun_ns: int, *, measures: bool
     ) -> None:
-        """begun_ns: by the file system's clock."""
+        """begun_ns: begin of the listing by the file system's clock."""
         self.trusted = trusted
         self.begun_ns = begun_ns
         self.measures = measures
@@ -270,8 +270,9 @@ def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirE
 def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[bytes, ...]:
     """Return the suffixes whose objects go together, the anchor's first.
 
-    suffixes: of what a rank writes; True for the anchor's. pools: names that other servers of the
-    same rank may store beside the anchor; their objects go with it, too.
+    suffixes: suffixes that a rank writes; True for the anchor's.
+    pools: names that other servers of the same rank may store beside the anchor. Their objects go
+    with it, too.
     """
     anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
     beside = [b"." + pool.encode() + anchor for anchor in anchors for pool in pools]
@@ -281,7 +282,7 @@ def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[by
 class Remover:
     """Removes objects of some suffixes. All methods raise OSError.
 
-    suffixes: of file names, after the page hash; the first is the anchor's if has_anchor.
+    suffixes: ends of file names, after the page hash. The first is the anchor's if has_anchor.
     clock_ns: the file system's time less ours.
     """
 
@@ -303,8 +304,9 @@ class Remover:
     def remove_page(self, page: str, sizes: Mapping[int, int], listed_ns: int) -> int:
         """Remove a page's objects, the anchor first; return the bytes that are free now.
 
-        sizes: of the listed objects, by their suffix's position. listed_ns: when the page was last
-        used, as it was listed. A page that was used since, or is in flight, stays.
+        sizes: size of the listed object at each suffix's position.
+        listed_ns: time of the last use, by the listing. A page that was used since, or
+        is in flight, stays.
         """
         seen = {kind: self._look(self._key(page, kind)) for kind in sizes}
         gone = sum(size for kind, size in sizes.items() if seen[kind] is None)

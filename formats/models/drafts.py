@@ -294,7 +294,7 @@ def _sidecars(
     """
     if not rows:
         return ()
-    if "swa" in rows:  # of such a draft, SGLang stores the window layers only
+    if "swa" in rows:  # SGLang stores only the window layers of such a draft
         return (_window_sidecar(target, draft, rows["swa"]),)
     kv = rows["kv"]
     layers = _runner_layers(draft, family, rows)

@@ -73,7 +73,7 @@ def launched_deployment(
             f"{SOURCE}: {flag_of(refused.name)}: {refused.why}; leave it out, or give another "
             "server's command"
         )
-    if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention: as if not given
+    if values.get("attn_dp_size") == 1:  # handle_deprecated_dp_attention ignores it
         del values["attn_dp_size"]
     values["page_size"] = _page_size_of_backends(values)  # None if the GPU decides
     if float(values.get("disaggregation_decode_host_receive_threshold", 1)) < 1:

@@ -118,7 +118,7 @@ def overridden_config(config: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def own_quantizations(configs: Mapping[str, Any]) -> set[str]:
     """Return the values of --quantization that leave a checkpoint's own quantisation as it is.
 
-    configs: of a `Checkpoint`. SGLang fills in one of them where the flag is missing
+    configs: the configs of a `Checkpoint`. SGLang fills in one of them where the flag is missing
     (ModelConfig._verify_quantization, overrides.py :: _deepseek_moe_quant_resolution).
     """
     config = configs.get("config.json", {})

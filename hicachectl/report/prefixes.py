@@ -1,4 +1,4 @@
-"""The prefix tree of requests: which runs of pages a store can serve, and what stops them."""
+"""The prefix tree of requests, with the runs of pages that a store can serve, and their limits."""
 
 from __future__ import annotations
 

@@ -153,7 +153,10 @@ def mha_pool(
 
 
 def mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: bool) -> Pool:
-    """Return the pool of some layers' latent rows (MLATokenToKVPool). dsa: of a DSA model."""
+    """Return the pool of some layers' latent rows (MLATokenToKVPool).
+
+    dsa: whether the model is a DSA model.
+    """
     dtype = kv_dtype(config, context.flags, dsa=dsa, draft=context.draft)
     return Pool(
         name="kv",

@@ -72,8 +72,8 @@ def zaya(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return K and V of full and window layers, and states of all layers (InklingModelConfig).
 
-    A layer has the inputs of six convolutions: of K and V with the heads of full layers, of K and V
-    with those of window layers, and of the outputs of attention and MLP.
+    A layer has the inputs of six convolutions. They read K and V with the heads of full layers, K
+    and V with those of window layers, and the outputs of attention and MLP.
     """
     if config.text is config.outer:
         raise config.error("text_config", "missing")

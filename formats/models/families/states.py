@@ -239,7 +239,7 @@ def _mamba2_pool(
     """Return the states of Mamba2 layers (Mamba2StateShape).
 
     fields: names of heads, head dim, groups, state size and convolution window.
-    dtypes: of the temporal state and the convolution.
+    dtypes: dtypes of the temporal state and the convolution.
     """
     heads, head_dim, groups, state, window = (config.integer(name) for name in fields)
     tp = attention_tp(context.flags)
