@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
 
 INDEXER_POOLS = (
-    PoolName(name="indexer", cp_split=True, whole=True),
-    PoolName(name="draft_indexer", draft=True, dcp=True, whole=True),
+    PoolName(name="indexer", cp_split=True, whole=True, mooncake=True),
+    PoolName(name="draft_indexer", draft=True, dcp=True, whole=True, mooncake=True),
 )
 
 # A scale is max(1e-4, largest magnitude) / 448, the largest code: act_quant,

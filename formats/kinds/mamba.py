@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from hicachectl.formats.objects import Shard
 
 MAMBA_POOLS = (
-    PoolName(name="mamba", trailing=True, dcp=True, states=True, parts=("temporal", "conv_")),
+    PoolName(
+        name="mamba",
+        trailing=True,
+        dcp=True,
+        states=True,
+        parts=("temporal", "conv_"),
+        mooncake=True,
+    ),
 )
 
 

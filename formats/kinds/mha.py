@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 # Pools of K and V; in MLA models they hold latents instead.
 KV_POOLS = (
-    PoolName(name="kv", dcp=True, cp_split=True, parts=HALVES),
-    PoolName(name="swa", trailing=True, parts=HALVES, whole=True),
-    PoolName(name="auxiliary_swa", trailing=True, parts=HALVES, whole=True, mooncake=False),
-    PoolName(name="draft", draft=True, dcp=True, parts=HALVES),
-    PoolName(name="draft_swa", trailing=True, draft=True, dcp=True, parts=HALVES, whole=True),
+    PoolName(name="kv", dcp=True, cp_split=True, parts=HALVES, mooncake=True),
+    PoolName(name="swa", trailing=True, parts=HALVES, whole=True, mooncake=True),
+    PoolName(name="auxiliary_swa", trailing=True, parts=HALVES, whole=True),
+    PoolName(name="draft", draft=True, dcp=True, parts=HALVES, mooncake=True),
+    PoolName(
+        name="draft_swa",
+        trailing=True,
+        draft=True,
+        dcp=True,
+        parts=HALVES,
+        whole=True,
+        mooncake=True,
+    ),
 )
 
 

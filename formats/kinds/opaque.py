@@ -15,9 +15,11 @@ _COMPRESSED = ("c1", "c1_indexer", "c1_indexer_scale", "c2", "c2_indexer", "c2_i
 _STATES = ("c4_state", "c4_indexer_state", "c128_state")
 # Pools of DeepSeek-V4; its kv pool is logical.
 COMPRESSED_POOLS = (
-    *(PoolName(name=f"deepseek_v4_{name}", whole=True) for name in _COMPRESSED),
+    *(PoolName(name=f"deepseek_v4_{name}", whole=True, mooncake=True) for name in _COMPRESSED),
     *(
-        PoolName(name=f"deepseek_v4_{name}", trailing=True, follows="swa", whole=True)
+        PoolName(
+            name=f"deepseek_v4_{name}", trailing=True, follows="swa", whole=True, mooncake=True
+        )
         for name in _STATES
     ),
 )

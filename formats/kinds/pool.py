@@ -36,7 +36,7 @@ class PoolName:
     states: bool = False
     parts: tuple[str, ...] = ()
     whole: bool = False
-    mooncake: bool = True
+    mooncake: bool = False
 
     @property
     def part_pattern(self) -> str:
@@ -52,7 +52,7 @@ _NAMES: dict[str, PoolName] = {}
 
 def pool_name(name: str) -> PoolName:
     """Return the properties of a pool name; defaults if unknown."""
-    return _NAMES.get(name) or PoolName(name=name, mooncake=False)
+    return _NAMES.get(name) or PoolName(name=name)
 
 
 def pool_names() -> tuple[PoolName, ...]:
