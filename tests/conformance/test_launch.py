@@ -175,7 +175,7 @@ def test_arguments_are_parsed_as_by_sglang(name: str, parsed: dict[str, Any], fo
         with pytest.raises(UsageError):
             read_arguments(words)
         return
-    usual = parsed["answers"]["empty file"]  # but for model_path, "m" in all lines
+    usual = parsed["empty file"]  # but for model_path, "m" in all lines
     ours = read_arguments(words)
     assert {field: _plain(ours[field]) for field in ours if field in theirs} == {
         field: _plain(theirs[field]) for field in ours if field in theirs
