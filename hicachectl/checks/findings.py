@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.registry import READING, Need, Scope, checks, code_named, severity_of
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.listing import object_rows
+from hicachectl.text.jsontext import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -23,9 +24,19 @@ if TYPE_CHECKING:
     from hicachectl.pages.inventory import Inventory
 
 
-SCHEMA = pa.schema(
-    [(name, pa.string()) for name in ("code", "severity", "page", "pool", "part", "key", "detail")]
-)
+class Finding(TypedDict):
+    """Row of a finding in a document."""
+
+    code: str
+    severity: str
+    page: str | None
+    pool: str | None
+    part: str | None
+    key: str | None
+    detail: str
+
+
+SCHEMA = schema_of(Finding)
 NO_NUMBER = -1
 _NUMBERS = [pa.field("row", pa.int32()), pa.field("group", pa.int32())]
 # With the object and the page group that each finding is about, as the numbers that the inventory

@@ -154,6 +154,26 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorStats:
+    """Statistics of one tensor in one layer; extremes and mean cover finite values only.
+
+    tensor: dequantised codes have the tensor's name; a row's rope part and the scales are tensors
+        of their own.
+    layer: model layer number.
+    """
+
+    tensor: str
+    layer: int
+    values: int
+    minimum: float | None
+    maximum: float | None
+    mean_magnitude: float | None
+    nan: int
+    inf: int
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
 class ValueIssue:
     """A problem of one object.
 

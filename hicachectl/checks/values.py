@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hicachectl.checks.registry import ValueCheck, ValueIssue, checks, resolved
+from hicachectl.checks.registry import TensorStats, ValueCheck, ValueIssue, checks, resolved
 from hicachectl.checks.tables import Section, code_dtype_of, sections_of
 from hicachectl.formats.kinds.base import stored_rows
 from hicachectl.formats.kinds.dsv4 import DSV4_ROWS
@@ -50,26 +50,6 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 512 << 10
 _COUNTED = {"nan": ("NaN", "NaN"), "inf": ("Inf", "Inf"), "bad-scale": ("bad scale", "bad scales")}
 _NAMED_NUMBERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class TensorStats:
-    """Statistics of one tensor in one layer; extremes and mean cover finite values only.
-
-    tensor: dequantised codes have the tensor's name; a row's rope part and the scales are tensors
-        of their own.
-    layer: model layer number.
-    """
-
-    tensor: str
-    layer: int
-    values: int
-    minimum: float | None
-    maximum: float | None
-    mean_magnitude: float | None
-    nan: int
-    inf: int
-    zero: int
 
 
 @dataclass(slots=True)

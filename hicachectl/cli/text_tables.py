@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,6 +13,9 @@ from hicachectl.formats.objects import AXES
 from hicachectl.pages.census import MOST_BYTES
 from hicachectl.text.jsontext import join_present
 from hicachectl.text.units import human_age, human_column, human_size, human_sizes
+
+if TYPE_CHECKING:
+    from hicachectl.pages.summary import Totals
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:
@@ -84,7 +87,7 @@ def _object_ends(keys: list[str]) -> pa.Array:
     return pa.array([re.sub("[0-9a-f]{64}", "…", key) for key in keys], pa.string())
 
 
-def summary_for_people(rows: pa.Table, total: dict[str, Any]) -> pa.Table:
+def summary_for_people(rows: pa.Table, total: Totals) -> pa.Table:
     """Return the text columns of `ls --summary`, with the total as the last row."""
     last = pa.Table.from_pylist([{"model": "total", **total}], schema=rows.schema)
     every = pa.concat_tables([rows, last])

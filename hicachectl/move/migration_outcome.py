@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
+from msgspec import UNSET, UnsetType
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.wording import OTHER_BYTES
-from hicachectl.move.results import Problem, problem_lines, problem_rows
+from hicachectl.move.results import Problem, ProblemRow, problem_lines, problem_rows
 from hicachectl.pages.selection import explain_parts
 from hicachectl.results import Result
+from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import FULL
 
@@ -22,17 +24,6 @@ if TYPE_CHECKING:
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
 
-_COUNTS = (
-    "pages",
-    "objects",
-    "bytes",
-    "skipped",
-    "gone",
-    "conflicts",
-    "failed",
-    "moved",
-    "left_in_source",
-)
 _WORDS = {
     "skipped": "already in the destination",
     "moved": "removed from the source",
@@ -41,7 +32,29 @@ _WORDS = {
     "conflicts": "in conflict",
     "failed": "failed",
 }
-_ROWS = pa.schema([(name, pa.string()) for name in ("page", "key", "detail")])
+
+
+class MigrationDocument(msgspec.Struct, kw_only=True):
+    """Document of `migrate`."""
+
+    source: str
+    destination: str
+    pages: int
+    objects: int
+    bytes: int
+    skipped: int
+    gone: int
+    conflicts: int
+    failed: int
+    moved: int
+    left_in_source: int
+    left_out: int
+    seconds: float
+    resumed: int = 0
+    complete: bool
+    stopped_by: str | None
+    problems: list[ProblemRow]
+    estimated_seconds: float | UnsetType | None = UNSET
 
 
 class MigrationFacts(msgspec.Struct, kw_only=True):
@@ -99,33 +112,40 @@ def result_of(
     labelled: number of rows of a page list that name a group.
     """
     problems = [problem for part in parts for problem in part.problems]
-    document: dict[str, Any] = {"source": source, "destination": destination}
-    document |= {name: _total(parts, name) for name in _COUNTS}
-    document |= {
-        "left_out": sum(sum(part.left_out.values()) for part in parts),
-        "seconds": round(sum(part.seconds for part in parts), 3),
-        "resumed": 0,
-        "complete": all(part.complete for part in parts),
-        "stopped_by": next((part.stopped_by for part in parts if part.stopped_by), None),
-        "problems": problem_rows(problems),
-    }
-    if dry_run:
-        document["estimated_seconds"] = None
-    troubled = document["failed"] + document["conflicts"]
+    document = MigrationDocument(
+        source=source,
+        destination=destination,
+        pages=_total(parts, "pages"),
+        objects=_total(parts, "objects"),
+        bytes=_total(parts, "bytes"),
+        skipped=_total(parts, "skipped"),
+        gone=_total(parts, "gone"),
+        conflicts=_total(parts, "conflicts"),
+        failed=_total(parts, "failed"),
+        moved=_total(parts, "moved"),
+        left_in_source=_total(parts, "left_in_source"),
+        left_out=sum(sum(part.left_out.values()) for part in parts),
+        seconds=round(sum(part.seconds for part in parts), 3),
+        complete=all(part.complete for part in parts),
+        stopped_by=next((part.stopped_by for part in parts if part.stopped_by), None),
+        problems=problem_rows(problems),
+        estimated_seconds=None if dry_run else UNSET,
+    )
+    troubled = document.failed + document.conflicts
     said = [remark for part in parts for remark in part.remarks]
     undone = list(_not_copied(parts, source, destination, labelled))
     free = [part.free_bytes for part in parts if part.free_bytes is not None]
     if dry_run and free:
-        said += filter(None, [lack_of_room(destination, document["bytes"], min(free))])
+        said += filter(None, [lack_of_room(destination, document.bytes, min(free))])
     troubles = list(problem_lines(problems, troubled))
     return Result(
-        document=document,
-        rows=pa.Table.from_pylist(document["problems"], schema=_ROWS),
+        document=msgspec.to_builtins(document),
+        rows=pa.Table.from_pylist(document.problems, schema=schema_of(ProblemRow)),
         rows_name="problems",
         lines=_lines,
         remarks=list(dict.fromkeys([*undone, *said, *troubles])),
         undone=[*undone, *troubles],
-        failed=bool(troubled) or document["stopped_by"] == FULL,
+        failed=bool(troubled) or document.stopped_by == FULL,
         dry_run=dry_run,
     )
 

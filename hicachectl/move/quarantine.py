@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict
 
 import msgspec
 import pyarrow as pa
@@ -48,6 +48,7 @@ from hicachectl.pages.census import column_sum
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.profiles.identities import markers_of
+from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import Ago
 
 if TYPE_CHECKING:
@@ -446,18 +447,47 @@ KEPT, HALF_PURGED, BUSY, EARLIER, UNREADABLE = (
 )  # fmt: skip
 PURGED_RUN, WOULD_PURGE, FAILED = "purged", "would-purge", "failed"
 
-RUNS = pa.schema(
-    [
-        ("run", pa.string()),
-        ("removed", pa.float64()),  # Unix seconds; null if not known
-        ("store", pa.string()),
-        ("groups", pa.int64()),
-        ("objects", pa.int64()),
-        ("nbytes", pa.int64()),
-        ("codes", pa.list_(pa.string())),  # findings that caused the removals
-        ("state", pa.string()),
-    ]
-)
+
+class RunRow(TypedDict):
+    """Row of a run; None for what is not known."""
+
+    run: str
+    removed: float | None
+    store: str | None
+    groups: int | None
+    objects: int | None
+    nbytes: int | None
+    codes: list[str]
+    state: str
+
+
+class RunsDocument(msgspec.Struct, kw_only=True):
+    """Document of `quarantine list`."""
+
+    quarantine: str
+    count: int
+    pages: int
+    objects: int
+    bytes: int
+    runs: list[RunRow] | None = None
+
+
+class PurgeDocument(msgspec.Struct, kw_only=True):
+    """Document of `quarantine purge`."""
+
+    quarantine: str
+    count: int
+    pages: int
+    objects: int
+    bytes: int
+    failed: int
+    complete: bool = True
+    stopped_by: str | None = None
+    dry_run: bool
+    runs: list[RunRow] | None = None
+
+
+RUNS = schema_of(RunRow)
 
 
 @dataclass(frozen=True, slots=True)

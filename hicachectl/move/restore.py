@@ -33,11 +33,11 @@ from hicachectl.move.quarantine import (
 )
 from hicachectl.move.results import (
     RESTORED,
-    ROWS,
     WOULD_RESTORE,
     GroupReport,
     GroupStatus,
     MoveResult,
+    RestoredGroup,
     named,
     states_of,
 )
@@ -46,6 +46,7 @@ from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection
+from hicachectl.text.jsontext import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,14 +71,7 @@ _CLEARED = (
     "deletes it"
 )
 
-_COLUMNS = pa.schema(
-    [
-        *(ROWS.field(name) for name in ("page", "model", "tag", "objects", "nbytes")),
-        ("codes", pa.list_(pa.string())),
-        ("state", pa.string()),
-        ("detail", pa.string()),
-    ]
-)
+_COLUMNS = schema_of(RestoredGroup)
 
 
 def restore_groups(

@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.pages.census import byte_sum
+from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
 
 if TYPE_CHECKING:
@@ -50,6 +52,14 @@ class Problem:
     key: str | None
     detail: str
     group: int = -1
+
+
+class ProblemRow(TypedDict):
+    """Row of a problem in a document."""
+
+    page: str | None
+    key: str | None
+    detail: str
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +118,7 @@ MOST_PROBLEMS = 1000  # remembered by a run
 _SHOWN = 20
 
 
-def problem_rows(problems: Iterable[Problem]) -> list[dict[str, str | None]]:
+def problem_rows(problems: Iterable[Problem]) -> list[ProblemRow]:
     """Return problems as rows of a document."""
     return [{"page": p.page, "key": p.key, "detail": p.detail} for p in problems]
 
@@ -184,16 +194,103 @@ _TEXTS = {
     GroupStatus.CONFLICT: CONFLICT,
 }
 
-ROWS = pa.schema(
-    [
-        ("page", pa.string()),
-        ("model", pa.string()),
-        ("tag", pa.string()),
-        ("objects", pa.int64()),
-        ("nbytes", pa.int64()),
-        ("state", pa.string()),
-    ]
-)
+
+class _Group(TypedDict):
+    page: str | None
+    model: str | None
+    tag: str | None
+    objects: int
+    nbytes: int | None
+
+
+class RemovedGroup(_Group):
+    """Row of a removed page group, or of a file that belongs to no page, which has a key."""
+
+    state: str
+    key: NotRequired[str]
+
+
+class RestoredGroup(_Group):
+    """Row of a restored page group."""
+
+    codes: list[str]
+    state: str
+    detail: str | None
+
+
+class Failure(TypedDict):
+    """Row of an object that could not be removed."""
+
+    key: str
+    detail: str
+
+
+class UnnamedDeployment(TypedDict):
+    """Row of a deployment that no request names."""
+
+    group: str
+    pages: int
+    bytes: int | None
+
+
+class FreeDocument(TypedDict):
+    """Member of a removal that frees space: the loss, and the groups that stay."""
+
+    asked_bytes: int
+    bytes: int
+    order: str
+    last_use: float | None
+    kept_pages: int
+    kept_bytes: int | None
+    valued_pages: int | None
+    valued_pages_removed: int | None
+    requested_tokens: int | None
+    usable_tokens_before: int | None
+    usable_tokens_after: int | None
+    unnamed: list[UnnamedDeployment] | None
+
+
+class RemovalDocument(msgspec.Struct, kw_only=True):
+    """Document of `rm`."""
+
+    store: str
+    pages: int
+    objects: int
+    bytes: int | None
+    gone: int
+    kept: int
+    in_flight: int
+    failed: int
+    remaining: int
+    seconds: float
+    complete: bool = True
+    stopped_by: str | None = None
+    dry_run: bool
+    free: FreeDocument | None
+    failures: list[Failure]
+    groups: list[RemovedGroup] | None = None
+
+
+class RestoreDocument(msgspec.Struct, kw_only=True):
+    """Document of `restore`."""
+
+    store: str
+    quarantine: str
+    pages: int
+    objects: int
+    bytes: int | None
+    gone: int
+    conflicts: int
+    failed: int
+    seconds: float
+    complete: bool
+    stopped_by: str | None
+    dry_run: bool
+    groups: list[RestoredGroup] | None = None
+
+
+# Columns of a `RemovedGroup` without a key.
+ROWS = schema_of(RemovedGroup).remove(6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,75 @@ if TYPE_CHECKING:
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
 
 Rows = npt.NDArray[np.int64]
+
+
+class PoolCounts(TypedDict):
+    """Objects of a pool of a group."""
+
+    present: int
+    expected: int
+
+
+class Group(TypedDict):
+    """Row of a page group of a known page."""
+
+    group: str
+    model: str | None
+    tag: str | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dcp_size: int | None
+    state: str
+    nbytes: int | None
+    mtime: float | None
+    pools: dict[str, PoolCounts]
+    missing: list[str]
+
+
+class _Paged(TypedDict):
+    page: str
+
+
+class PageRow(_Paged, Group):
+    """Row of `ls`."""
+
+
+class ObjectRow(TypedDict):
+    """Row of `ls --objects`."""
+
+    key: str
+    page: str | None
+    model: str | None
+    tag: str | None
+    pool: str | None
+    part: str | None
+    tp_rank: int | None
+    tp_size: int | None
+    pp_rank: int | None
+    pp_size: int | None
+    cp_rank: int | None
+    cp_size: int | None
+    dcp_rank: int | None
+    dcp_size: int | None
+    layers: str | None
+    heads: str | None
+    nbytes: int | None
+    mtime: float | None
+    replicas: int | None
+    offset: int | None
+
+
+class PagesDocument(TypedDict):
+    """Document of `ls`."""
+
+    pages: list[PageRow]
+
+
+class ObjectsDocument(TypedDict):
+    """Document of `ls --objects`."""
+
+    objects: list[ObjectRow]
 
 
 def key_text(keys: pa.Array) -> pa.StringArray:

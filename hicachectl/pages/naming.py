@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hicachectl.formats.objects import AXES
 
@@ -19,18 +19,34 @@ if TYPE_CHECKING:
 NAMELESS = "keys without a model name"
 
 
-def profile_document(profile: Profile) -> dict[str, Any]:
+class DeploymentDocument(TypedDict):
+    """A deployment in a document."""
+
+    model: str
+    tag: str
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dcp_size: int | None
+    page_size: int | None
+    layout: str | None
+
+
+def profile_document(profile: Profile) -> DeploymentDocument:
     """Return the deployment of a profile in JSON types."""
     return {
         "model": profile.model,
         "tag": profile.tag,
-        **{f"{axis}_size": getattr(profile, axis) for axis in AXES},
+        "tp_size": profile.tp,
+        "pp_size": profile.pp,
+        "cp_size": profile.cp,
+        "dcp_size": profile.dcp,
         "page_size": profile.page_size,
         "layout": profile.layout,
     }
 
 
-def deployment_document(deployment: Deployment, page_size: int | None = None) -> dict[str, Any]:
+def deployment_document(deployment: Deployment, page_size: int | None = None) -> DeploymentDocument:
     """Return a deployment in JSON types; None for what neither a profile nor the keys state.
 
     page_size: tokens of the pages that requests were hashed into, if keys do not state it.
@@ -40,8 +56,12 @@ def deployment_document(deployment: Deployment, page_size: int | None = None) ->
         return profile_document(profile)
     shard = deployment.shard
     return {
-        **deployment.names._asdict(),
-        **{f"{axis}_size": getattr(shard, f"{axis}_size") for axis in AXES},
+        "model": deployment.names.model,
+        "tag": deployment.names.tag,
+        "tp_size": shard.tp_size,
+        "pp_size": shard.pp_size,
+        "cp_size": shard.cp_size,
+        "dcp_size": shard.dcp_size,
         "page_size": shard.dcp_page_size or page_size,
         "layout": None,
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,6 +36,42 @@ _KIND = pa.schema(
         ("pool", pa.string()),
     ]
 )
+
+
+class Totals(TypedDict):
+    """Sums over objects."""
+
+    pages: int
+    objects: int
+    nbytes: int | None
+    first_mtime: float | None
+    last_mtime: float | None
+
+
+class _Kind(TypedDict):
+    model: str | None
+    tag: str | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dcp_size: int | None
+    layout: str | None
+    pool: str | None
+    object_nbytes: int | None
+
+
+class SummaryRow(_Kind, Totals):
+    """Row of `ls --summary`."""
+
+
+class SummaryDocument(msgspec.Struct, kw_only=True):
+    """Document of `ls --summary`."""
+
+    summary: list[SummaryRow] | None = None
+    total: Totals
+    free_bytes: int | None
+
+
 # Each of the most common sizes of a kind has a row. Rarer sizes share one, with this size.
 _SIZES_SHOWN = 4
 _SEVERAL = -2
@@ -42,7 +79,7 @@ _SEVERAL = -2
 
 def summarise(
     inventory: Inventory, markers: Iterable[Marker] = (), *, pool: str | None = None
-) -> tuple[pa.Table, dict[str, Any]]:
+) -> tuple[pa.Table, Totals]:
     """Return totals by deployment, pool and object size, and the total of all objects.
 
     The rows have the columns of `ls --summary`, the total has those that add up. A pool of a
@@ -89,7 +126,7 @@ def summarise(
         ("last_mtime", seconds(sums.column("mtime_ns_max"))),
     ):
         rows = rows.append_column(name, values)
-    total = {
+    total: Totals = {
         "pages": distinct_pages,
         "objects": len(nbytes),
         "nbytes": column_sum(nbytes),

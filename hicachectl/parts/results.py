@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hicachectl.formats.errors import FormatError, UsageError
 from hicachectl.parts.directory import PARTS, result_name, usage_errors
 from hicachectl.parts.job import kind_of
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
 
 FINISH = "finish"
 _MOST_SPANS = 20  # named in one message
+
+
+class RunDocument(msgspec.Struct):
+    """Last members of the document of a run in parts."""
+
+    listed: float
+    parts: int
+    missing_parts: list[int]
 
 
 def result_of(run: RunDirectory, manifest: Manifest, kind: Kind, part: int) -> Record:
@@ -78,12 +88,10 @@ def merge_run(run: RunDirectory) -> Result:
             "work, run all parts with another --run"
         )
         merged = merged.with_undone(said)
-    document = {
-        **merged.document,
-        "listed": manifest.published.listing_ns / 10**9,
-        "parts": manifest.parts,
-        "missing_parts": missing,
-    }
+    of_run = RunDocument(
+        listed=manifest.published.listing_ns / 10**9, parts=manifest.parts, missing_parts=missing
+    )
+    document = merged.document | msgspec.structs.asdict(of_run)
     incomplete = ""
     if missing:
         incomplete = f"{_spans(missing)} of {manifest.parts}"

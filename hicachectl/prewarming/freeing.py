@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.results import FreeDocument, UnnamedDeployment
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.requests.chains import Requests
@@ -56,12 +57,12 @@ class Worth:
 class Freeing:
     """Groups to remove, and what is known of the loss.
 
-    groups: numbers, the least useful first. facts: the member "free" of the JSON document.
+    groups: numbers, the least useful first. facts: the member "free" of the document.
     remarks: about groups that were no candidates.
     """
 
     groups: IntArray
-    facts: dict[str, Any]
+    facts: FreeDocument
     remarks: tuple[str, ...] = ()
 
     def lacking(self, stayed: int = 0) -> int:
@@ -116,9 +117,10 @@ def choose_groups(
             own = np.union1d(own, others)
         elif len(others):
             each = [row["bytes"] for row in unnamed]
+            known_bytes = [nbytes for nbytes in each if nbytes is not None]
+            nbytes = sum(known_bytes) if len(known_bytes) == len(each) else None
             remarks.append(
-                f"{counted(len(others), 'page')} "
-                f"({human_size(None if None in each else sum(each))}) of deployments that no "
+                f"{counted(len(others), 'page')} ({human_size(nbytes)}) of deployments that no "
                 "request names left alone; --and-unnamed removes them first"
             )
     sized = own[sizes[own] != UNKNOWN_BYTES]
@@ -145,7 +147,7 @@ def choose_groups(
     last_use = None
     if worth is None and len(chosen):
         last_use = float(groups.used_ns[chosen].max()) / 1e9
-    facts = {
+    facts: Any = {
         "asked_bytes": asked,
         "bytes": nbytes,
         "order": "last-use" if worth is None else worth.source,
@@ -160,7 +162,7 @@ def choose_groups(
     return Freeing(chosen, facts, tuple(remarks))
 
 
-def freeing_lines(facts: dict[str, Any], now: float) -> list[str]:
+def freeing_lines(facts: FreeDocument, now: float) -> list[str]:
     """Return what is lost and kept, in words. now: Unix seconds."""
     lines = []
     if facts["bytes"] < facts["asked_bytes"]:
@@ -180,12 +182,10 @@ def freeing_lines(facts: dict[str, Any], now: float) -> list[str]:
             f"Of {counted(facts['valued_pages'], 'page')} in the {facts['order']}, "
             f"{facts['valued_pages_removed']} chosen"
         )
-    if facts["requested_tokens"]:
-        before, after = (
-            f"{facts[name] / facts['requested_tokens']:.1%}"
-            for name in ("usable_tokens_before", "usable_tokens_after")
-        )
-        lines.append(f"Usable tokens of the trace: {before} before, {after} after")
+    if requested := facts["requested_tokens"]:
+        before = (facts["usable_tokens_before"] or 0) / requested
+        after = (facts["usable_tokens_after"] or 0) / requested
+        lines.append(f"Usable tokens of the trace: {before:.1%} before, {after:.1%} after")
     return lines
 
 
@@ -247,10 +247,10 @@ def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
     return sizes
 
 
-def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[dict[str, Any]]:
+def _by_label(groups: PageGroups, sizes: IntArray, numbers: IntArray) -> list[UnnamedDeployment]:
     """Return the pages and bytes of some groups by their label, most bytes first."""
     labels = groups.label_ids[numbers]
-    rows = []
+    rows: list[UnnamedDeployment] = []
     for label in np.unique(labels).tolist():
         nbytes = sizes[numbers[labels == label]]
         known = not (nbytes == UNKNOWN_BYTES).any()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec import UNSET, UnsetType
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.move.results import Problem, problem_lines, problem_rows
-from hicachectl.pages.naming import deployment_text
+from hicachectl.move.results import Problem, ProblemRow, problem_lines, problem_rows
+from hicachectl.pages.naming import DeploymentDocument, deployment_text
+from hicachectl.prewarming.through_server import PulledServer  # noqa: TC001 - hints are read
 from hicachectl.requests.measuring import failed_text, passes, served_share, served_text
 from hicachectl.results import Result
 from hicachectl.text.units import counted, human_size
@@ -37,6 +39,40 @@ _NEXT_STEPS = {
 }
 _OTHER_STEP = "look for the missing pages in another source"
 _REASONS = (FULL, EVICTS, DEADLINE)  # a copy ends early; the first reason counts
+
+
+class PlannedPage(TypedDict):
+    """Row of a page that a dry run would copy."""
+
+    page: str
+    parent: str | None
+    depth: int
+    bytes: int | None
+
+
+class PrewarmDocument(msgspec.Struct, kw_only=True):
+    """Document of `prewarm`."""
+
+    destination: str
+    source: str | None
+    requested_pages: int
+    already_there: int
+    copied_pages: int
+    bytes: int
+    missing_pages: int
+    usable_tokens: int
+    served_tokens: int | None
+    requested_tokens: int
+    deployment: DeploymentDocument | None
+    not_pinned: int
+    gone: int
+    failed: int
+    seconds: float
+    complete: bool
+    stopped_by: str | None
+    problems: list[ProblemRow]
+    plan: list[PlannedPage] | UnsetType = UNSET
+    pulled: list[PulledServer] | UnsetType = UNSET
 
 
 class PlanFacts(msgspec.Struct, kw_only=True):
@@ -98,7 +134,7 @@ class FinishFacts(msgspec.Struct, kw_only=True):
     usable_tokens: Count = 0
     served_tokens: Count | None = None
     only_there: Count = 0
-    deployment: dict[str, Any] | None = None
+    deployment: DeploymentDocument | None = None
     remarks: list[str] = msgspec.field(default_factory=list)
 
 
@@ -106,7 +142,7 @@ class FinishFacts(msgspec.Struct, kw_only=True):
 class PrewarmOutcome:
     """Result of a run or a dry run.
 
-    document: members of the JSON result. problems: failed or conflicting pages.
+    document: members of `PrewarmDocument`. problems: failed or conflicting pages.
     usable_pages: [chains] pages that servers can restore; empty without chains.
     plan: pages to copy, best first: page, parent, depth, bytes.
     interruption: exception that ended the copying, such as KeyboardInterrupt, to be raised after
@@ -246,33 +282,35 @@ def outcome_of(
             for name in ("there", "copied", "bytes", "not_pinned", "gone", "failed")
         }
     )
-    document = {
-        "destination": destination,
-        "source": source,
-        "requested_pages": plan.requested,
-        "already_there": plan.there + finish.only_there + copied.there,
-        "copied_pages": copied.copied,
-        "bytes": copied.bytes,
-        "missing_pages": plan.missing - finish.only_there,
-        "usable_tokens": finish.usable_tokens,
-        "served_tokens": finish.served_tokens,
-        "requested_tokens": plan.requested_tokens,
-        "deployment": finish.deployment,
-        "not_pinned": plan.not_pinned + copied.not_pinned,
-        "gone": copied.gone,
-        "failed": copied.failed + plan.failed,
-        "seconds": round(seconds, 3),
-        "complete": reason is None,
-        "stopped_by": reason,
-        "problems": problem_rows(problems),
-    }
+    document = PrewarmDocument(
+        destination=destination,
+        source=source,
+        requested_pages=plan.requested,
+        already_there=plan.there + finish.only_there + copied.there,
+        copied_pages=copied.copied,
+        bytes=copied.bytes,
+        missing_pages=plan.missing - finish.only_there,
+        usable_tokens=finish.usable_tokens,
+        served_tokens=finish.served_tokens,
+        requested_tokens=plan.requested_tokens,
+        deployment=finish.deployment,
+        not_pinned=plan.not_pinned + copied.not_pinned,
+        gone=copied.gone,
+        failed=copied.failed + plan.failed,
+        seconds=round(seconds, 3),
+        complete=reason is None,
+        stopped_by=reason,
+        problems=problem_rows(problems),
+    )
     remarks = [*finish.remarks, *(remark for one in slices for remark in one.remarks)]
     if reason == EVICTS:
         remarks.append(
             f"{destination}: evicts newly written objects; it holds about "
             f"{human_size(copied.bytes)} of the requested pages, so set --budget to this size"
         )
-    return PrewarmOutcome(document, problems, list(dict.fromkeys([*remarks, *plan.remarks])))
+    return PrewarmOutcome(
+        msgspec.to_builtins(document), problems, list(dict.fromkeys([*remarks, *plan.remarks]))
+    )
 
 
 def nothing_copied(source: str | None, destination: str) -> PrewarmOutcome:

@@ -8,7 +8,7 @@ ids if the trace has no token ids. Executing a plan needs only "page".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 import numpy as np
@@ -174,6 +174,17 @@ class PlannedPages:
             path.append(end)
             end = self.parents[end]
         return path[::-1]
+
+
+class PlanRow(TypedDict):
+    """Row of a plan file."""
+
+    page: str
+    parent: str | None
+    depth: int
+    value: float
+    requests: int
+    last_seen: float | None
 
 
 class _Row(msgspec.Struct):

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from hicachectl.backends.http import fit
 from hicachectl.formats.documents import parse_json_object, shown
@@ -45,6 +45,28 @@ _SAID_CHARS = 200  # an error text of a server is cut to this length
 _SOURCES = ("device", "host", "storage")
 
 
+class PulledRequest(TypedDict):
+    """Row of a request that was sent to a server."""
+
+    request: int
+    dp_rank: int | None
+    tokens: int
+    cached_tokens: int
+    cached_tokens_details: dict[str, int] | None
+    error: str | None
+
+
+class PulledServer(TypedDict):
+    """Row of a server that loaded pages."""
+
+    server: str
+    requests: list[PulledRequest]
+    failed: int
+    cached_tokens: int
+    complete: bool
+    error: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The beginning of a request, which makes a server restore pages.
@@ -73,11 +95,11 @@ class PullResult:
     dp_rank: int | None
     pages: int
     cached_tokens: int = 0
-    sources: Mapping[str, int] | None = None
+    sources: dict[str, int] | None = None
     error: str = ""
 
-    def row(self, page_size: int) -> dict[str, Any]:
-        """Return the members of the JSON document."""
+    def row(self, page_size: int) -> PulledRequest:
+        """Return the row of the document."""
         return {
             "request": self.number,
             "dp_rank": self.dp_rank,
@@ -176,8 +198,8 @@ class ThroughServer:
         self.error: str | None = None
         self.pulled: list[PullResult] = []
 
-    def document(self, page_size: int) -> dict[str, Any]:
-        """Return the JSON document: a row for each request, and totals; also while `pull` runs."""
+    def document(self, page_size: int) -> PulledServer:
+        """Return the row of the server, with its requests so far; also while `pull` runs."""
         pulled = list(self.pulled)
         return {
             "server": self._url,

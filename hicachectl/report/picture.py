@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.pages.summary import Totals
     from hicachectl.requests.measuring import HitsRequest
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
@@ -75,7 +76,7 @@ class Picture:
     findings: tuple[FindingGroup, ...]
     rows: pa.Table
     unusual: pa.Table
-    total: dict[str, Any]
+    total: Totals
     free_bytes: int | None
     states: tuple[int, ...]
     writes: Writes | None

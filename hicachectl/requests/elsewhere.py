@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,13 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.releases import since
 from hicachectl.pages.deployments import UNRESOLVED, Deployment
-from hicachectl.pages.naming import NAMELESS, deployment_document, deployment_text, place_text
+from hicachectl.pages.naming import (
+    NAMELESS,
+    DeploymentDocument,
+    deployment_document,
+    deployment_text,
+    place_text,
+)
 from hicachectl.requests.chains import Hashing, hex_pages
 from hicachectl.text.units import counted
 
@@ -30,6 +36,14 @@ if TYPE_CHECKING:
 _SHOWN = 4
 
 
+class ElsewhereRow(TypedDict):
+    """Row of another deployment that has requested pages."""
+
+    place: str
+    pages: int
+    deployment: DeploymentDocument
+
+
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
     """Requested pages that another deployment has, and the measured one cannot restore.
@@ -43,8 +57,8 @@ class Elsewhere:
     pages: IntArray
 
     @property
-    def document(self) -> dict[str, Any]:
-        """The members of the JSON result."""
+    def row(self) -> ElsewhereRow:
+        """The row of the document."""
         return {
             "place": self.place,
             "pages": len(self.pages),

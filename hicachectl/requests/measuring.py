@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec import UNSET, UnsetType
 
 from hicachectl.formats.keys.columns import RANK_COLUMNS, SPAN_COLUMNS, shard_fields
 from hicachectl.formats.keys.table import join_keys
@@ -18,13 +20,18 @@ from hicachectl.formats.restorable import fetched
 from hicachectl.formats.wording import OTHER_BYTES, PAGES_COMPARED
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.listing import key_text
-from hicachectl.pages.naming import ambiguity_remark, deployment_document, deployment_text
+from hicachectl.pages.naming import (
+    DeploymentDocument,
+    ambiguity_remark,
+    deployment_document,
+    deployment_text,
+)
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection
 from hicachectl.pages.tally import object_counts
 from hicachectl.profiles.acceptance import acceptance_of
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.profiles.inference import choose_deployment
-from hicachectl.requests.elsewhere import find_elsewhere, miss_remarks
+from hicachectl.requests.elsewhere import ElsewhereRow, find_elsewhere, miss_remarks
 from hicachectl.requests.hits import (
     CLEARED,
     FOREIGN,
@@ -49,12 +56,64 @@ if TYPE_CHECKING:
     from hicachectl.requests.hits import Hits
 
 
+class ShardRow(TypedDict, total=False):
+    """Coordinates of an object; those that its key does not show are left out."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dcp_rank: int
+    dcp_size: int
+    layers: str
+    heads: str
+
+
+class StopRow(TypedDict):
+    """Why servers fetch no more of a chain."""
+
+    page: str | None
+    pool: str | None
+    part: str | None
+    shard: ShardRow | None
+    key: str | None
+    exists_at: str | None
+    reason: str | None
+
+
+class ChainRow(TypedDict):
+    """Row of `hits`."""
+
+    chain: int
+    tokens: int | None
+    kv_pages: int
+    usable_pages: int
+    usable_tokens: int | None
+    served_tokens: int | None
+    stopped_by: StopRow | None
+
+
+class HitsDocument(msgspec.Struct, kw_only=True):
+    """Document of `hits`."""
+
+    chains: list[ChainRow] | UnsetType = UNSET
+    deployment: DeploymentDocument | None
+    requested_tokens: int | None
+    usable_tokens: int | None
+    served_tokens: int | None
+    usable_share: float | None
+    elsewhere: list[ElsewhereRow]
+
+
 @dataclass(frozen=True, slots=True)
 class HitsReport:
     """How much of each request a store can serve.
 
-    rows: a row per request, with the members of a chain in `hits --format json`. document: the
-    members beside the chains. remarks: what these do not show.
+    rows: `ChainRow` of each request.
+    document: members of `HitsDocument`.
+    remarks: messages about what these do not show.
     """
 
     rows: pa.Table
@@ -155,14 +214,17 @@ def _document(
         else hits.chains.requested_tokens(page_size)
     )
     own = hits.deployment
-    return {
-        "deployment": None if own is None else deployment_document(own, page_size),
-        "requested_tokens": None if page_size is None else requested,
-        "usable_tokens": None if page_size is None else usable,
-        "served_tokens": None if page_size is None else pc.sum(rows["served_tokens"]).as_py() or 0,
-        "usable_share": usable / requested if requested else None,
-        "elsewhere": [one.document for one in elsewhere],
-    }
+    document: dict[str, Any] = msgspec.to_builtins(
+        HitsDocument(
+            deployment=None if own is None else deployment_document(own, page_size),
+            requested_tokens=None if page_size is None else requested,
+            usable_tokens=None if page_size is None else usable,
+            served_tokens=None if page_size is None else pc.sum(rows["served_tokens"]).as_py() or 0,
+            usable_share=usable / requested if requested else None,
+            elsewhere=[one.row for one in elsewhere],
+        )
+    )
+    return document
 
 
 BELOW_THRESHOLD = "below_threshold"  # a reason, as SGLang's metrics name it
@@ -174,16 +236,8 @@ _SHARD = pa.struct(
     ]
 )
 _STOP_FIELDS = [
-    pa.field(name, kind, metadata=WRITE_NULL)
-    for name, kind in (
-        ("page", pa.string()),
-        ("pool", pa.string()),
-        ("part", pa.string()),
-        ("shard", _SHARD),
-        ("key", pa.string()),
-        ("exists_at", pa.string()),
-        ("reason", pa.string()),
-    )
+    pa.field(name, _SHARD if name == "shard" else pa.string(), metadata=WRITE_NULL)
+    for name in StopRow.__annotations__
 ]
 
 

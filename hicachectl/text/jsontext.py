@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +12,21 @@ import pyarrow.types as pt
 from hicachectl.text.terminal import escape_controls
 
 WRITE_NULL = {b"json": b"null"}  # metadata of a struct field whose nulls are written
+_ARROW_TYPES = {
+    str: pa.string(),
+    int: pa.int64(),
+    float: pa.float64(),
+    list[str]: pa.list_(pa.string()),
+}
+
+
+def schema_of(row: type) -> pa.Schema:
+    """Return the Arrow schema of rows whose members a TypedDict declares."""
+    fields = []
+    for name, hint in get_type_hints(row).items():
+        known = next(one for one in (hint, *get_args(hint)) if one in _ARROW_TYPES)
+        fields.append((name, _ARROW_TYPES[known]))
+    return pa.schema(fields)
 
 
 def json_rows(table: pa.Table | pa.RecordBatch) -> pa.StringArray:

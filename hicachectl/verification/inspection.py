@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec import UNSET, UnsetType
 
 from hicachectl.backends.capabilities import Trailed
-from hicachectl.checks.findings import combine, listing_findings
-from hicachectl.checks.registry import CheckInput
+from hicachectl.checks.findings import Finding, combine, listing_findings
+from hicachectl.checks.registry import CheckInput, TensorStats
 from hicachectl.checks.structure import cleared_objects
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.identity import Identity  # noqa: TC001 - hints are read
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.formats.trailer import digest_text
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, Loaded, Pipeline, Task
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.in_flight import ListingTime, groups_in_flight
 from hicachectl.pages.inventory import Inventory, take_inventory
-from hicachectl.pages.listing import object_rows, page_rows
+from hicachectl.pages.listing import Group, ObjectRow, object_rows, page_rows
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection, select
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
 from hicachectl.verification.coverage import unmet_needs
@@ -44,17 +47,38 @@ if TYPE_CHECKING:
 _NAMED_CANDIDATES = 4
 
 
+class ShownObject(ObjectRow):
+    """Row of an object; stores with trailers have the last two members."""
+
+    digest: str | None
+    identity: NotRequired[str | None]
+    trailer_digest: NotRequired[str | None]
+
+
+class Contents(TensorStats):
+    """Row of a tensor and layer of an object that a profile describes."""
+
+    key: str
+
+
+class ShowDocument(msgspec.Struct, kw_only=True):
+    """Document of `show`; `identities` is what the markers of a store with trailers know."""
+
+    store: str
+    page: str
+    groups: list[Group]
+    objects: list[ShownObject] | None = None
+    contents: list[Contents]
+    findings: list[Finding]
+    identities: dict[str, Identity] | UnsetType = UNSET
+
+
 @dataclass(frozen=True, slots=True)
 class PageReport:
     """Report on a page.
 
-    objects: rows of `ls --objects`, with digests.
-
-    From a store with trailers, objects have "identity" and "trailer_digest", null without a
-    trailer, and the document's "identities" has what markers know of each.
-
-    The document's "contents" has {"key", "tensor", "layer", "values", "minimum", …} for each tensor
-    and layer of the objects that a profile describes.
+    document: members of `ShowDocument`.
+    objects: `ShownObject` rows.
     """
 
     document: dict[str, Any]
@@ -132,26 +156,24 @@ def inspect_listed(
         ]
     )
     objects = _with_digests(object_rows(inventory), reading)
-    identities = {}
+    identities: dict[str, Identity] | UnsetType = UNSET
     if isinstance(store, Trailed) and (markers := store.markers()):
         objects = _with_trailers(objects, store, inventory)
         seen = set(objects.column("identity").to_pylist())
-        facts = {one.identity.hash().hex(): asdict(one.identity) for one in markers}
+        facts = {one.identity.hash().hex(): one.identity for one in markers}
         identities = {name: known for name, known in sorted(facts.items()) if name in seen}
     states = page_rows(groups).drop_columns(["page"]).to_pylist()
     for state in states:
         state["pools"] = {pool: counts for pool, counts in state["pools"].items() if counts}
-    document = {
-        "store": store.url,
-        "page": pages[0],
-        "groups": states,
-        "objects": None,
-        "contents": list(_contents(store, inventory, checkers)),
-        "findings": found.to_pylist(),
-    }
-    if "identity" in objects.column_names:
-        document["identities"] = identities
-    return PageReport(document, objects, found)
+    document = ShowDocument(
+        store=store.url,
+        page=pages[0],
+        groups=states,
+        contents=list(_contents(store, inventory, checkers)),
+        findings=found.to_pylist(),
+        identities=identities,
+    )
+    return PageReport(msgspec.to_builtins(document), objects, found)
 
 
 def _cleared(listed: Inventory, prefix: str) -> IntArray:
@@ -208,8 +230,8 @@ def _with_trailers(objects: pa.Table, store: Trailed, inventory: Inventory) -> p
 
 def _contents(
     store: Store, inventory: Inventory, checkers: Mapping[int, ValueChecker]
-) -> Iterator[dict[str, Any]]:
-    """Yield statistics of each tensor and layer of objects of the expected size."""
+) -> Iterator[Any]:
+    """Yield `Contents` of each tensor and layer of objects of the expected size."""
     sizes = inventory.table.expected_sizes[inventory.affix_ids]
     listed = inventory.objects.column("nbytes").fill_null(-1).to_numpy()
     described = np.isin(inventory.affix_ids, list(checkers)) & (sizes == listed)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 import pyarrow.compute as pc
+from msgspec import UNSET, UnsetType
 
 from hicachectl.checks.codes import DESPITE, SEVERITIES
 from hicachectl.checks.findings import (
     PLACED_SCHEMA,
     SCHEMA,
+    Finding,
     combine_named,
     name_findings,
     severity_ranks,
@@ -60,6 +62,19 @@ if TYPE_CHECKING:
     from hicachectl.verification.request import VerifyRequest
 
 
+class RefusalRow(TypedDict):
+    """Row of a refused repair in the document."""
+
+    code: str
+    detail: str
+    newest: int
+    newest_affected: int
+    pages: int
+    affected: int
+    part: int | None
+    since: float | None
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Why a repair did not believe the profile: a finding of most of the newest pages.
 
@@ -93,8 +108,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def document(self) -> dict[str, Any]:
-        """The refusal as a row of `repair_refused`."""
+    def row(self) -> dict[str, Any]:
+        """The refusal as a `RefusalRow`."""
         row: dict[str, Any] = msgspec.structs.asdict(self)
         since_ns = row.pop("since_ns")
         return row | {"since": None if since_ns is None else since_ns / 10**9}
@@ -202,11 +217,36 @@ def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-# Counts of `VerifyFacts` that are members of the document.
-_COUNTS = (
-    "gone", "in_flight", "sampled", "objects_read", "bytes_read", "unranked", "repaired",
-    "quarantined",
-)  # fmt: skip
+class VerifyDocument(msgspec.Struct, kw_only=True):
+    """Document of `verify`; the defaults are those of a run that has judged nothing."""
+
+    store: str
+    profile: str | None = None
+    objects: int = 0
+    pages: int = 0
+    bytes: int | None = 0
+    seconds: float = 0.0
+    complete: bool = False
+    stopped_by: str | None = None
+    gone: int = 0
+    in_flight: int = 0
+    sampled: int = 0
+    objects_read: int = 0
+    bytes_read: int = 0
+    unranked: int = 0
+    device: str | None = None
+    repaired: int = 0
+    quarantined: int = 0
+    checks: list[str] = []
+    skipped_checks: list[str] = msgspec.field(default_factory=lambda: ["everything"])
+    findings: list[Finding] | None = None
+    counts: dict[str, int] = {}
+    dry_run: bool | UnsetType = UNSET
+    repair_refused: list[RefusalRow] | UnsetType = UNSET
+
+
+# Counts of a part that the document adds up under the same name.
+_COUNTS = set(VerifyFacts.__struct_fields__) & set(VerifyDocument.__struct_fields__) - {"seconds"}
 # Members of skipped_checks that name no check.
 _UNDONE = ("everything", "in-flight", "unread-objects")
 
@@ -237,7 +277,7 @@ class StoreDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Report of a verification; `document` has the members of the JSON contract.
+    """Report of a verification; `document` has the members of `VerifyDocument`.
 
     placed: findings of `checks.findings.PLACED_SCHEMA`.
     undone: those of the remarks that name checks that could have run but did not.
@@ -255,29 +295,7 @@ class VerifyReport:
     @classmethod
     def empty(cls, store: str) -> VerifyReport:
         """Return the report of a verification that has judged nothing. store: its URL."""
-        document: dict[str, Any] = {
-            "store": store,
-            "profile": None,
-            "objects": 0,
-            "pages": 0,
-            "bytes": 0,
-            "seconds": 0.0,
-            "complete": False,
-            "stopped_by": None,
-            "gone": 0,
-            "in_flight": 0,
-            "sampled": 0,
-            "objects_read": 0,
-            "bytes_read": 0,
-            "unranked": 0,
-            "device": None,
-            "repaired": 0,
-            "quarantined": 0,
-            "checks": [],
-            "skipped_checks": ["everything"],
-            "findings": None,
-            "counts": {},
-        }
+        document = msgspec.to_builtins(VerifyDocument(store=store))
         return cls(document=document, placed=PLACED_SCHEMA.empty_table())
 
     def fails(self, fail_on: str) -> bool:
@@ -300,7 +318,7 @@ class VerifyReport:
         """
         document = self.document
         if dry_run is not None:
-            rows = [refusal.document for refusal in self.refused]
+            rows = [refusal.row for refusal in self.refused]
             document = {**document, "dry_run": dry_run, "repair_refused": rows}
 
         def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
@@ -374,25 +392,26 @@ def report_of(
     ]
     counts = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
     profile = request.real_profile
-    document = VerifyReport.empty(store.url).document | {
-        "profile": "inferred" if profile is None else profile.model,
-        "objects": int(tally.objects.sum()),
-        "pages": tally.pages,
-        "bytes": facts.nbytes,
-        **{name: getattr(facts, name) for name in _COUNTS},
-        "seconds": round(facts.seconds, 3),
-        "complete": facts.complete,
-        "stopped_by": None if facts.complete else DEADLINE,
-        "device": ",".join(facts.devices) or "cpu",
-        "checks": ran,
-        "skipped_checks": list(skipped),
-        "counts": {one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},
-    }
+    same: dict[str, Any] = {name: getattr(facts, name) for name in _COUNTS}
+    document = VerifyDocument(
+        store=store.url,
+        profile="inferred" if profile is None else profile.model,
+        objects=int(tally.objects.sum()),
+        pages=tally.pages,
+        bytes=facts.nbytes,
+        seconds=round(facts.seconds, 3),
+        stopped_by=None if facts.complete else DEADLINE,
+        device=",".join(facts.devices) or "cpu",
+        checks=ran,
+        skipped_checks=list(skipped),
+        counts={one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},
+        **same,
+    )
     reasons = {
         check: why if check == "everything" else f"{check}: {why}" for check, why in skipped.items()
     }
     return VerifyReport(
-        document=document,
+        document=msgspec.to_builtins(document),
         placed=found,
         remarks=(*facts.remarks, *reasons.values()),
         undone=tuple(why for check, why in reasons.items() if check in _UNDONE),

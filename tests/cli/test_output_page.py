@@ -11,24 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from hicachectl.cli.demo_store import PROFILE
-from hicachectl.cli.manpages.members import (
-    BOOLEAN,
-    DOCUMENTS,
-    INTEGER,
-    INTEGERS,
-    NUMBER,
-    OBJECT,
-    PLAN,
-    ROWS,
-    TEXT,
-    TEXTS,
-    Member,
-)
+from hicachectl.cli.manpages import members
+from hicachectl.cli.manpages.members import DOCUMENTS, Member, members_of, texts_of
+from hicachectl.cli.manpages.prose import Item, prose
 from hicachectl.cli.metrics import METRICS
 from hicachectl.formats.profile import parse_profile
 from hicachectl.move import quarantine as runs
 from hicachectl.move import results
+from hicachectl.parts.results import RunDocument
 from hicachectl.prewarming import outcome
+from hicachectl.prewarming.ranking import PlanRow
 from hicachectl.text.vocabulary import BUDGET, DEADLINE, FULL, LOCK
 from tests.backends.http_scripts import serving
 from tests.move.migrations import damaged_stores, demo_store, profile_file
@@ -47,13 +39,14 @@ if TYPE_CHECKING:
 
     Documents = Iterator[dict[str, Any]]
 
-ENTRIES: dict[str, tuple[type, ...]] = {INTEGERS: (int,), ROWS: (dict,), TEXTS: (str,)}
+ROWS = "list of rows"
+ENTRIES = {"list of integers": int, ROWS: dict, "list of texts": str}
 KINDS: dict[str, tuple[type, ...]] = {
-    BOOLEAN: (bool,),
-    INTEGER: (int,),
-    NUMBER: (int, float),
-    OBJECT: (dict,),
-    TEXT: (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "object": (dict,),
+    "text": (str,),
 }
 
 
@@ -86,21 +79,21 @@ class Seen:
         if value is None:
             assert member.null, f"{path}: is null"
         elif member.kind in ENTRIES:
-            assert all(type(one) in ENTRIES[member.kind] for one in value), (path, value)
+            assert all(type(one) is ENTRIES[member.kind] for one in value), (path, value)
             for row in value if member.kind == ROWS else ():
                 self.add(row, f"{path}[]")
         else:
             assert type(value) in KINDS[member.kind], (path, value)
-            if path.rpartition(".")[2] in ("state", "stopped_by") and member.kind == TEXT:
+            if path.rpartition(".")[2] in ("state", "stopped_by") and member.kind == "text":
                 assert value in member.text, (path, value)
-            if member.kind == OBJECT:
+            if member.kind == "object":
                 self.add(value, path)
 
     def _compare_names(self, path: str, row: dict[str, Any]) -> None:
         """Find the names that each row must have."""
         below = re.compile(re.escape(path) + r"\.\w+")
         for name, member in self.declared.items():
-            if below.fullmatch(name) and not member.when:
+            if below.fullmatch(name) and not member.optional:
                 assert name.removeprefix(f"{path}.") in row, name
 
 
@@ -317,7 +310,8 @@ def test_a_document_has_the_members_of_the_page(
     seen = Seen(document.members)
     for printed in SCENES[document.title](Stores(invoke, tmp_path)):
         seen.add(printed)
-        always = {m.path for m in document.members if not m.when and re.fullmatch(r"\w+", m.path)}
+        always = {m.path for m in document.members if re.fullmatch(r"\w+", m.path)}
+        always -= {m.path for m in document.members if m.optional}
         assert always <= set(printed)
         assert not document.rows or document.rows in printed
     assert seen.paths == set(seen.declared)
@@ -369,10 +363,44 @@ def test_a_plan_without_stores_has_the_members_of_the_page(invoke: Invoke, tmp_p
     trace.write_text("".join(f"{json.dumps(one)}\n" for one in requests))
     profile = profile_file(tmp_path / "profile.toml")
     rows = invoke("prewarm", "--trace", trace, "--profile", profile, "--dry-run").rows
-    seen = Seen(tuple(member._replace(path=f"[].{member.path}") for member in PLAN))
+    seen = Seen(tuple(members_of(PlanRow, "[].")))
     for row in rows:
         seen.add(row, "[]")
     assert seen.paths == set(seen.declared)
+
+
+def test_the_texts_have_no_member_that_no_struct_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
+
+    class Noted(dict[str, str]):
+        def __init__(self, section: str) -> None:
+            super().__init__(texts_of(section))
+            self.section = section
+
+        def __getitem__(self, name: str) -> str:
+            for section in (self.section, *included(self.section)):
+                asked.setdefault(section, set()).add(name)
+            return super().__getitem__(name)
+
+    def included(section: str) -> Iterator[str]:
+        for block in prose("members")[section]:
+            if isinstance(block, str):
+                yield block.removeprefix("@")
+                yield from included(block.removeprefix("@"))
+
+    monkeypatch.setattr(members, "texts_of", Noted)
+    for form in (RunDocument, PlanRow, *(document.form for document in DOCUMENTS)):
+        list(members_of(form))
+    for section, blocks in prose("members").items():
+        named = {block.term for block in blocks if isinstance(block, Item)}
+        assert named - asked.get(section, set()) == set(), section
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.title)
+def test_the_texts_say_when_a_member_is_null_or_absent(document: Any) -> None:
+    for member in document.members:
+        assert member.null == ("\nNull: " in member.text), member.path
+        assert member.optional == ("\nOnly with: " in member.text), member.path
 
 
 @pytest.mark.parametrize("command", list(METRICS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
@@ -23,6 +23,25 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 _TITLES = ("meaning", "effect", "remedy", "cost")
+
+
+class CodeRow(TypedDict):
+    """Row of a finding code; None for what does not apply."""
+
+    code: str
+    severity: str
+    exceptions: str | None
+    meaning: str
+    effect: str
+    remedy: str
+    cost: str | None
+    command: str | None
+
+
+class ExplainDocument(TypedDict):
+    """Document of `explain`."""
+
+    codes: list[CodeRow]
 
 
 class FindingCode(Parsed):
@@ -81,6 +100,8 @@ def _rows(chosen: tuple[Code, ...]) -> pa.Table:
     """Return a row for each code, in strings; null for what does not apply."""
     import pyarrow as pa
 
+    from hicachectl.text.jsontext import schema_of
+
     rows = [
         {
             "code": code.name,
@@ -90,8 +111,7 @@ def _rows(chosen: tuple[Code, ...]) -> pa.Table:
         }
         for code in chosen
     ]
-    names = ("code", "severity", "exceptions", *_TITLES, "command")
-    return pa.Table.from_pylist(rows, schema=pa.schema([(name, pa.string()) for name in names]))
+    return pa.Table.from_pylist(rows, schema=schema_of(CodeRow))
 
 
 def _list(screen: Screen) -> Iterator[str]:

@@ -121,9 +121,7 @@ def command(
         remark(ctx, *filter(None, [collision]), *source.remarks)
         if inventory.is_foreign.all():
             remark(ctx, explain_selection(source, listed, selection))
-    rows, human, document = _listed(name, inventory, markers, selection.pool)
-    if summary:
-        document["free_bytes"] = free
+    rows, human, document = _listed(name, inventory, markers, selection.pool, free)
     if column:
         rows = in_order(rows, column, asked=sort_by or column)
     if limit is not None and limit < len(rows):
@@ -136,24 +134,29 @@ def command(
         if free is not None:
             yield f"{human_size(free)} free in the store"
 
-    write_report(ctx, {name: rows, **document}, rows, name, lines)
+    write_report(ctx, document, rows, name, lines)
 
 
 def _listed(
-    name: str, inventory: Inventory, markers: list[Marker], pool: str | None
+    name: str, inventory: Inventory, markers: list[Marker], pool: str | None, free: int | None
 ) -> tuple[pa.Table, Callable[[pa.Table], pa.Table], dict[str, Any]]:
-    """Return the rows, what makes their text columns, and further members of the document."""
+    """Return the rows, what makes their text columns, and the document. free: free bytes."""
+    from msgspec import to_builtins
+
     from hicachectl.cli import text_tables
     from hicachectl.pages import listing
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.summary import summarise
+    from hicachectl.pages.summary import SummaryDocument, summarise
 
+    document: dict[str, Any] = {name: None}
     if name == "objects":
-        return listing.object_rows(inventory, pool=pool), text_tables.objects_for_people, {}
+        rows = listing.object_rows(inventory, pool=pool)
+        return rows, text_tables.objects_for_people, document
     if name == "pages":
-        return listing.page_rows(PageGroups(inventory)), text_tables.pages_for_people, {}
+        return listing.page_rows(PageGroups(inventory)), text_tables.pages_for_people, document
     rows, total = summarise(inventory, markers, pool=pool)
-    return rows, partial(text_tables.summary_for_people, total=total), {"total": total}
+    document = to_builtins(SummaryDocument(total=total, free_bytes=free))
+    return rows, partial(text_tables.summary_for_people, total=total), document
 
 
 def _sort_column(asked: str | None, listed: str) -> str | None:

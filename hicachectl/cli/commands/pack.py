@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import Struct, to_builtins
 
 from hicachectl.cli.command import Group
 from hicachectl.cli.exit_codes import FINDINGS
@@ -15,6 +16,35 @@ from hicachectl.cli.values import FILE
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+class InfoDocument(Struct, kw_only=True):
+    """Document of `pack info`."""
+
+    pack: str
+    grammar: str
+    model: str | None
+    written_by: str
+    objects: int
+    bytes: int
+    stored_bytes: int
+    file_bytes: int
+    planes: dict[str, int]
+
+
+class RepairDocument(Struct, kw_only=True):
+    """Document of `pack repair`."""
+
+    pack: str
+    objects: int
+    bytes: int
+    damaged: int
+    unfinished: int
+    damaged_bytes: int
+    cut_bytes: int
+    was_valid: bool
+    dry_run: bool
+
 
 _format_option = own_option(
     "--format",
@@ -57,7 +87,7 @@ def info(ctx: click.Context, /, pack: str, output_format: str) -> None:
     from hicachectl.backends.pack.store import PackStore
 
     with PackStore(_path(ctx, pack)) as store:
-        document = {"pack": store.path, **store.summary()}
+        document = to_builtins(InfoDocument(pack=store.path, **store.summary()))
     _write(document, output_format, _described(document))
 
 
@@ -90,17 +120,19 @@ def repair(
         found = recovery.repair(
             path, output=None if output is None else str(output), dry_run=dry_run, on_bytes=advance
         )
-    document = {
-        "pack": path,
-        "objects": found.objects,
-        "bytes": found.nbytes,
-        "damaged": found.damaged,
-        "unfinished": int(found.unfinished),
-        "damaged_bytes": found.damaged_bytes,
-        "cut_bytes": found.cut_bytes,
-        "was_valid": found.was_valid,
-        "dry_run": dry_run,
-    }
+    document = to_builtins(
+        RepairDocument(
+            pack=path,
+            objects=found.objects,
+            bytes=found.nbytes,
+            damaged=found.damaged,
+            unfinished=int(found.unfinished),
+            damaged_bytes=found.damaged_bytes,
+            cut_bytes=found.cut_bytes,
+            was_valid=found.was_valid,
+            dry_run=dry_run,
+        )
+    )
     _write(document, output_format, _repaired(document))
     if dry_run and not found.was_valid:
         remark(ctx, "Dry run: nothing was changed")

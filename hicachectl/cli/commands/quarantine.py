@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import to_builtins
 
 from hicachectl.cli.command import Group
 from hicachectl.cli.options import lock_option, output_options, store_names
@@ -56,11 +57,11 @@ def list_(ctx: click.Context, /, quarantine: str, **options: Any) -> None:
     damaged or not trusted).
     """
     from hicachectl.cli.output import write_report
-    from hicachectl.move.quarantine import list_runs
+    from hicachectl.move.quarantine import RunsDocument, list_runs
 
     directory = quarantine_directory(ctx, quarantine)
     report = list_runs(directory)
-    document = {"quarantine": str(directory), **_sums(report.rows), "runs": None}
+    document = to_builtins(RunsDocument(quarantine=str(directory), **_sums(report.rows)))
     remark(ctx, *report.left)
     lines = partial(_lines, document, report, "in quarantine")
     write_report(ctx, document, report.rows, "runs", lines)
@@ -116,21 +117,18 @@ def _purged(ctx: click.Context, directory: Path, options: dict[str, Any]) -> Res
 
 
 def _result(directory: Path, report: PurgeReport, *, dry_run: bool) -> Result:
-    from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE
+    from hicachectl.move.quarantine import PURGED_RUN, WOULD_PURGE, PurgeDocument
     from hicachectl.results import Result
 
-    document = {
-        "quarantine": str(directory),
+    document = PurgeDocument(
+        quarantine=str(directory),
         **_sums(_of_state(report, WOULD_PURGE if dry_run else PURGED_RUN)),
-        "failed": len(report.failures),
-        "complete": True,
-        "stopped_by": None,
-        "dry_run": dry_run,
-        "runs": None,
-    }
+        failed=len(report.failures),
+        dry_run=dry_run,
+    )
     done = f"{'would be ' * dry_run}deleted"
     return Result(
-        document=document,
+        document=to_builtins(document),
         rows=report.rows,
         rows_name="runs",
         lines=lambda document, screen, shown: _lines(document, report, done, screen),
@@ -146,7 +144,7 @@ def _of_state(report: PurgeReport, state: str) -> pa.Table:
     return report.rows.filter(pc.equal(report.rows.column("state"), state))
 
 
-def _sums(rows: pa.Table) -> dict[str, int]:
+def _sums(rows: pa.Table) -> dict[str, Any]:
     import pyarrow.compute as pc
 
     members = {"pages": "groups", "objects": "objects", "bytes": "nbytes"}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import to_builtins
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.filters import filter_options, given_filters, selection_of
@@ -123,6 +124,7 @@ def _restored(
 def _result(
     store: str, quarantine: Path, report: GroupReport, seconds: float, *, dry_run: bool
 ) -> Result:
+    from hicachectl.move.results import RestoreDocument
     from hicachectl.results import Result
     from hicachectl.text.units import counted
 
@@ -130,23 +132,22 @@ def _result(
     if report.busy:
         runs = counted(report.busy, "quarantined run")
         busy = f"{quarantine}: another process is working on {runs}; run again after it has ended"
-    document = {
-        "store": store,
-        "quarantine": str(quarantine),
-        "pages": report.groups,
-        "objects": report.moved,
-        "bytes": report.nbytes,
-        "gone": report.gone,
-        "conflicts": report.conflicts,
-        "failed": report.failed,
-        "seconds": round(seconds, 3),
-        "complete": not busy,
-        "stopped_by": LOCK if busy else None,
-        "dry_run": dry_run,
-        "groups": None,
-    }
+    document = RestoreDocument(
+        store=store,
+        quarantine=str(quarantine),
+        pages=report.groups,
+        objects=report.moved,
+        bytes=report.nbytes,
+        gone=report.gone,
+        conflicts=report.conflicts,
+        failed=report.failed,
+        seconds=round(seconds, 3),
+        complete=not busy,
+        stopped_by=LOCK if busy else None,
+        dry_run=dry_run,
+    )
     return Result(
-        document=document,
+        document=to_builtins(document),
         rows=report.rows,
         rows_name="groups",
         lines=partial(_lines, report.rows),

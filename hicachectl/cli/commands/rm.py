@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from msgspec import to_builtins
 
 from hicachectl.cli.command import Command
 from hicachectl.cli.filters import filter_options, given_filters, say_unjudged, selection_of
@@ -206,31 +207,29 @@ def _result(
     *,
     dry_run: bool,
 ) -> Result:
+    from hicachectl.move.results import RemovalDocument
     from hicachectl.results import Result
 
     freeing = None if removal is None else removal.freeing
     in_flight = 0 if removal is None else removal.in_flight
     short = "" if freeing is None else _short_of(freeing, report)
-    document = {
-        "store": store,
-        "pages": report.groups,
-        "objects": report.deleted,
-        "bytes": report.nbytes,
-        "gone": report.gone,
-        "kept": report.kept,
-        "in_flight": in_flight,
-        "failed": len(report.failures),
-        "remaining": report.remaining,
-        "seconds": round(seconds, 3),
-        "complete": True,
-        "stopped_by": None,
-        "dry_run": dry_run,
-        "free": None if freeing is None else freeing.facts,
-        "failures": [{"key": key, "detail": detail} for key, detail in report.failures],
-        "groups": None,
-    }
+    document = RemovalDocument(
+        store=store,
+        pages=report.groups,
+        objects=report.deleted,
+        bytes=report.nbytes,
+        gone=report.gone,
+        kept=report.kept,
+        in_flight=in_flight,
+        failed=len(report.failures),
+        remaining=report.remaining,
+        seconds=round(seconds, 3),
+        dry_run=dry_run,
+        free=None if freeing is None else freeing.facts,
+        failures=[{"key": key, "detail": detail} for key, detail in report.failures],
+    )
     return Result(
-        document=document,
+        document=to_builtins(document),
         rows=report.rows,
         rows_name="groups",
         lines=partial(_lines, report.rows),

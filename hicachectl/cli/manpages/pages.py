@@ -26,7 +26,7 @@ from hicachectl.cli.manpages.mdoc import (
     text_line,
     with_listings,
 )
-from hicachectl.cli.manpages.members import DOCUMENTS, PLAN, Document, Member
+from hicachectl.cli.manpages.members import DOCUMENTS, members_of
 from hicachectl.cli.manpages.prose import SEE_ALSO, Item, prose, section_lines
 from hicachectl.cli.metrics import METRICS
 from hicachectl.cli.parameters import OWN, sections
@@ -39,9 +39,12 @@ from hicachectl.formats.models.architectures import (
 )
 from hicachectl.formats.models.drafts import DSPARK_V4, OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
+from hicachectl.prewarming.ranking import PlanRow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from hicachectl.cli.manpages.members import Member
 
 
 def build(directory: Path) -> None:
@@ -190,11 +193,13 @@ def output_page() -> str:
         ".Sh DOCUMENTS",
     ]
     for document in DOCUMENTS:
-        lines += [f".Ss {escaped(document.title)}", *_document_text(document)]
+        lines.append(f".Ss {escaped(document.title)}")
+        lines += sentence_lines(f"Rows: {document.rows}.") if document.rows else []
+        lines += section_lines(texts.get(document.title, ()))
         lines += _members(document.members)
     lines += [".Ss profile", *section_lines(texts["profile"])]
     lines += [".Ss prewarm without stores", *section_lines(texts["prewarm without stores"])]
-    lines += _members(PLAN)
+    lines += _members(members_of(PlanRow))
     lines += [".Sh METRICS", *section_lines(texts["METRICS"])]
     for command, metrics in METRICS.items():
         lines += [f".Ss {command}", ".Bl -tag -width Ds"]
@@ -211,23 +216,12 @@ def output_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _document_text(document: Document) -> Iterator[str]:
-    if document.rows:
-        yield from sentence_lines(f"Rows: {document.rows}.")
-    if document.text:
-        yield from sentence_lines(document.text)
-
-
-def _members(members: tuple[Member, ...]) -> Iterator[str]:
+def _members(members: Iterable[Member]) -> Iterator[str]:
     yield ".Bl -tag -width Ds -compact"
     for member in members:
         kind = f"{member.kind} or null" if member.null else member.kind
         yield f".It {escaped(member.path)} Pq {kind}"
         yield from sentence_lines(member.text)
-        if member.null:
-            yield from sentence_lines(f"Null: {member.null}.")
-        if member.when:
-            yield from sentence_lines(f"Only with: {member.when}.")
     yield ".El"
 
 
