@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +13,7 @@ import pyarrow.compute as pc
 from hicachectl.checks.codes import DESPITE, REFUSED_WHOLE
 from hicachectl.checks.findings import deployment_findings, object_findings
 from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.kinds.pool import pool_name
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.text.units import minute, written_between
 
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.deployments import AffixTable, Deployment, SeenSize, SizeMix
     from hicachectl.pages.inventory import Inventory
+
+# Ratios of the sizes of each pool.
+_Ratios = defaultdict[str, set[Fraction]]
+
+# An MLA row of 512 + 64 values has 1152 bytes in bfloat16 and 656 bytes in fp8 with scales.
+_SCALED_ROWS = Fraction(1152, 656)
 
 
 def check_sizes(given: CheckInput) -> Iterator[pa.Table]:
@@ -68,6 +77,7 @@ def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
     """Yield mixed-sizes for each kind of object with several common sizes."""
     table, objects = given.table, given.tally.objects
     mixes = [mix for mix in table.mixes if objects[list(mix.affix_ids)].any()]
+    ratios = _ratios_by_pool(table)
     newest = [max(size.newest_ns or 0 for size in mix.sizes) for mix in mixes]
     yield deployment_findings(
         "mixed-sizes",
@@ -75,7 +85,7 @@ def check_mixed_sizes(given: CheckSums) -> Iterator[pa.Table]:
         written=[ns // 10**9 or None for ns in newest],
         pools=[mix.coordinate.pool for mix in mixes],
         parts=[mix.coordinate.part for mix in mixes],
-        detail=[_described(mix) for mix in mixes],
+        detail=[_described(mix, _beside(mix, table, ratios)) for mix in mixes],
     )
 
 
@@ -83,13 +93,20 @@ def _deployment_of(mix: SizeMix, table: AffixTable) -> Deployment:
     return table.deployments[table.deployment_ids[mix.affix_ids[0]]]
 
 
-def _described(mix: SizeMix) -> str:
+def _beside(mix: SizeMix, table: AffixTable, ratios: dict[int, _Ratios]) -> set[Fraction]:
+    """Return the ratios of the deployment's other pools."""
+    of_pools = ratios.get(table.deployment_ids[mix.affix_ids[0]])
+    others = of_pools.items() if of_pools else ()
+    return {one for pool, own in others if pool != mix.coordinate.pool for one in own}
+
+
+def _described(mix: SizeMix, others: set[Fraction]) -> str:
     model, shard = mix.coordinate.names.model, mix.coordinate.shard
     texts = [
         f"{size.nbytes} bytes on {size.pages} pages ({size.pages / mix.pages:.0%})" + _written(size)
         for size in mix.sizes
     ]
-    facts = "; ".join([*texts, *filter(None, [_change(mix)]), _likely_reason(mix)])
+    facts = "; ".join([*texts, *filter(None, [_change(mix)]), _likely_reason(mix, others)])
     advice = "give --profile of the running servers to see which size is right"
     if mix.others:
         advice = (
@@ -98,13 +115,6 @@ def _described(mix: SizeMix) -> str:
             f"these pages without {DESPITE}"
         )
     return f"model {model!r} {shard.sizes_text()}: {facts}; {advice}"
-
-
-def _likely_reason(mix: SizeMix) -> str:
-    one, two = (size.nbytes for size in mix.sizes[:2])
-    ratio = max(one, two) / min(one, two)
-    settings = "KV cache dtypes" if ratio == 2 else "layer counts, head counts"
-    return f"the ratio {ratio:.4g} suggests different {settings} or page sizes"
 
 
 def _written(size: SeenSize) -> str:
@@ -126,6 +136,47 @@ def _change(mix: SizeMix) -> str:
         f"the size changed from {one.nbytes} to {two.nbytes} bytes "
         f"{'between' if len(ends) > 1 else 'at'} {when} UTC"
     )
+
+
+def _likely_reason(mix: SizeMix, others: set[Fraction]) -> str:
+    ratio = _ratio(mix)
+    if ratio == _SCALED_ROWS:
+        return "the ratio suggests MLA rows in bfloat16 and in fp8 with scales"
+    if others == {ratio}:
+        seen, settings = ", the same in every pool,", ["page sizes"]
+    else:  # A page of another size would change every pool alike.
+        seen = ", not the same in every pool," if others else ""
+        settings = ["KV cache dtypes"] if ratio == 2 else ["layer counts", "head counts"]
+        settings += [] if others else ["page sizes"]
+    shard = mix.coordinate.shard
+    if shard.tp_rank is not None and shard.tp_size is None:  # Keys do not tell TP sizes apart.
+        settings.append("TP sizes")
+    first = ", ".join(settings[:-1])
+    text = f"{first} or {settings[-1]}" if first else settings[-1]
+    return f"the ratio {float(ratio):.4g}{seen} suggests different {text}"
+
+
+def _ratio(mix: SizeMix) -> Fraction:
+    one, two = (size.nbytes for size in mix.sizes[:2])
+    return Fraction(max(one, two), min(one, two))
+
+
+def _ratios_by_pool(table: AffixTable) -> dict[int, _Ratios]:
+    """Return the ratios of the two sizes of each pool, 1 for one size, by deployment with a mix.
+
+    States of Mamba do not count: their size does not depend on the page size.
+    """
+    mixed = {affix: mix for mix in table.mixes for affix in mix.affix_ids}
+    of_affix = np.array(table.deployment_ids, dtype=np.int64)
+    found: dict[int, _Ratios] = {}
+    for affix in np.flatnonzero(np.isin(of_affix, of_affix[list(mixed)])).tolist():
+        spec = table.spec(affix)
+        if spec is None or pool_name(spec.pool).states:
+            continue
+        if affix in mixed or spec.nbytes > 0:
+            ratios = found.setdefault(table.deployment_ids[affix], defaultdict(set))
+            ratios[spec.pool].add(_ratio(mixed[affix]) if affix in mixed else Fraction(1))
+    return found
 
 
 def oversized_rule(grammar: str) -> str | None:

@@ -93,8 +93,8 @@ def test_each_kind_of_key_has_its_finding(invoke: Invoke, store: Path) -> None:
     by_pool = {f["pool"]: f for f in found}
     assert {f["code"] for f in found} == {"mixed-sizes"}
     assert sorted(f["pool"] for f in found) == ["draft", "kv"]
-    settings = "layer counts, head counts or page sizes"
-    assert f"the ratio 3 suggests different {settings}" in by_pool["draft"]["detail"]
+    settings = "not the same in every pool, suggests different layer counts or head counts"
+    assert f"the ratio 3, {settings}" in by_pool["draft"]["detail"]
     draft = verify(invoke, store, "--pool", "draft", exit_code=4)
     assert draft["counts"] == {"mixed-sizes": 2}
     assert verify(invoke, store, "--model", "n")["counts"] == {}
@@ -110,6 +110,20 @@ def test_two_mixes_have_sizes_of_their_own(invoke: Invoke, store: Path) -> None:
     }
     found = verify(invoke, store, exit_code=4)["findings"]
     assert {f["key"]: f["detail"] for f in found if f["key"]} == wrong
+
+
+def test_a_size_that_changes_alike_in_every_pool_suggests_the_page_size(
+    invoke: Invoke, store: Path
+) -> None:
+    """States do not count: a state belongs to a request, whatever the size of its pages."""
+    put_pages(store, range(12), ".indexer_m_0_2", ".indexer_m_1_2", nbytes=400)
+    put_pages(store, range(12, 20), ".indexer_m_0_2", ".indexer_m_1_2", nbytes=200)
+    put_pages(store, range(20), ".mamba_m_0_2", ".mamba_m_1_2", nbytes=90)
+    found = verify(invoke, store, exit_code=4)["findings"]
+    assert sorted(finding["pool"] for finding in found) == ["indexer", "kv"]
+    for finding in found:
+        reason = "the ratio 2, the same in every pool, suggests different page sizes;"
+        assert reason in finding["detail"]
 
 
 def test_sizes_written_in_the_same_time_are_of_servers_that_run_together(

@@ -108,7 +108,7 @@ def test_trailers_can_be_dropped(invoke: Invoke, tmp_path: Path) -> None:
     prewarm(invoke, tmp_path, INDEXED, "--all", "--trailers", "drop")
     assert served_by(tmp_path / "target", INDEXED, PAGES[:2]) == [False] * 2
     target = tmp_path / "target"
-    assert served_by(target, INDEXED, PAGES[:2], reads_unstamped=True) == [True] * 2
+    assert served_by(target, INDEXED, PAGES[:2], unstamped="read") == [True] * 2
 
 
 def test_copies_of_unknown_weights_are_no_hits_of_servers_with_the_plug_in(

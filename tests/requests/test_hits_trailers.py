@@ -121,7 +121,7 @@ def test_objects_without_a_trailer_do_not_count_beside_others(
     row, said = hits(invoke, store, profile)
     assert row["usable_pages"] == 2 == restored(store, profile)
     assert 'Objects without a trailer stop 1 chain; servers with "unstamped": "read"' in said
-    assert restored(store, profile, reads_unstamped=True) == 5
+    assert restored(store, profile, unstamped="read") == 5
 
 
 @models
