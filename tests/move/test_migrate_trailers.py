@@ -264,7 +264,7 @@ def test_trailers_without_a_rank_are_kept_unless_they_are_written(
     forget_ranks(source)
     migrated(invoke, source, target, *given(tmp_path, profile), *options)
     assert files(target) == (ranked if options else files(source))
-    assert served_by(target, profile, PAGES, reads_unranked=False) == [bool(options)] * 4
+    assert served_by(target, profile, PAGES, unranked="refuse") == [bool(options)] * 4
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -274,7 +274,7 @@ def test_transformed_objects_name_the_rank_of_their_new_key(
     forget_ranks(source)
     migrated(invoke, source, target, *given(tmp_path), "--to-tp", tp)
     new = retargeted(HYBRID, tp=tp)
-    assert served_by(target, new, PAGES, reads_unranked=False) == [True] * 4
+    assert served_by(target, new, PAGES, unranked="refuse") == [True] * 4
 
 
 def test_a_pack_gets_no_objects_of_other_weights(
