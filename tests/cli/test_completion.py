@@ -148,8 +148,8 @@ def test_a_file_system_that_hangs_ends_after_a_second(tmp_path: Path) -> None:
     pipe = tmp_path / "config.toml"
     os.mkfifo(pipe)
     code = (
-        "import os, sys, time, hicachectl.cli.completions as c;"
-        f"c._config = lambda ctx: os.open({str(pipe)!r}, os.O_RDONLY);"
+        "import os, hicachectl.backends.urls as urls;"
+        f"urls.load_config = lambda path: os.open({str(pipe)!r}, os.O_RDONLY);"
         "from hicachectl.__main__ import main; main()"
     )
     started = time.monotonic()
