@@ -89,7 +89,7 @@ class Expected(NamedTuple):
     identity: bytes | None = None
 
     def difference(self, trailer: Trailer, nbytes: int, page: bytes) -> str:
-        """Return which field of an object's trailer is another's; "" if none is.
+        """Return the first field of a trailer that differs; "" if all are as expected.
 
         "nbytes", "page" and "name" show damage; "identity" and "rank" another writer. nbytes: of
         the object. page: the 32 bytes of its page hash.

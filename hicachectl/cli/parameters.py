@@ -218,7 +218,7 @@ class Option(_Given, click.Option):
             self.envvar = variable_of(self)
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        """Make the parser keep every value, of which click would keep the last."""
+        """Make the parser keep every value; click keeps only the last."""
         if self.is_flag or self.count or self.multiple:
             super().add_to_parser(parser, ctx)
         else:

@@ -449,7 +449,7 @@ PURGED_RUN, WOULD_PURGE, FAILED = "purged", "would-purge", "failed"
 
 
 class RunRow(TypedDict):
-    """Row of a run; None for what is not known."""
+    """Row of a run; unknown values are None."""
 
     run: str
     removed: float | None

@@ -1,4 +1,4 @@
-"""Pairs of stores: what is copied between them, and which trailers the copies get."""
+"""Pairs of stores: the copies between them, and the trailers of the copies."""
 
 from __future__ import annotations
 

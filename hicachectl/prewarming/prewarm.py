@@ -107,7 +107,7 @@ class SliceCopy:
 
     @property
     def conflicting(self) -> pa.StringArray:
-        """Pages so far of which the destination has other objects."""
+        """Pages so far with other objects in the destination."""
         return pa.concat_arrays([pa.array([], pa.string()), *self._conflicting])
 
     @property

@@ -269,7 +269,7 @@ def hit_rows(
 
 
 def hit_remarks(hits: Hits, inventory: Inventory, expected: Expected) -> Iterator[str]:
-    """Yield what the rows do not show: what was not compared, and faults that stop chains.
+    """Yield facts that no row shows: comparisons not made, and faults that stop chains.
 
     expected: identities of the servers' objects in the store.
     """

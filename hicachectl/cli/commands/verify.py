@@ -245,7 +245,7 @@ def _nothing(ctx: click.Context, store: str, options: dict[str, Any]) -> Result:
 
 
 def _dry_run(options: dict[str, Any]) -> bool | None:
-    """Return whether a repair only shows what it would do; None without a repair."""
+    """Return whether the repair is a dry run; None without a repair."""
     return options["dry_run"] if options["repair"] != "none" else None
 
 
