@@ -41,8 +41,6 @@ IDENTITY_BYTES = 16
 DIGEST_KINDS = ("off", "xxh3", "blake3")  # a trailer has the number of one
 DEFAULT_DIGEST = "xxh3"
 NO_RANK = 0  # in trailers that do not name a rank
-# The bytes of a trailer that name the rank, and their value if they name none.
-RANK_BYTES, NO_RANK_BYTES = slice(10, 12), bytes(2)
 
 _MAGIC = b"\x93HICACHE"
 _VERSION = 1
@@ -205,49 +203,24 @@ class PoolTrailers:
     """
 
     def __init__(
-        self,
-        digest_kind: str,
-        nbytes: int,
-        identity: bytes,
-        name: bytes,
-        rank: int = NO_RANK,
-        *,
-        knows_unranked: bool = True,
+        self, digest_kind: str, nbytes: int, identity: bytes, name: bytes, rank: int = NO_RANK
     ) -> None:
-        """Describe the trailers. knows_unranked: those without a rank are the pool's, too.
-
-        The others are as in Trailer.
-        """
-        one = Trailer(digest_kind, bytes(32), nbytes, bytes(32), identity, name, rank)
-        head = dump_trailer(one)[:_CHECKSUM_AT]
-        self._own = _begun(head)
-        self._rank = head[RANK_BYTES]
-        self._unranked = _begun(dump_trailer(one._replace(rank=NO_RANK))[:_CHECKSUM_AT])
-        if not knows_unranked:
-            self._unranked = self._own
-        self._nbytes = dump_trailer(one)[_NBYTES_AT:_DIGEST_AT]
+        """Describe the trailers, with values of `Trailer`."""
+        one = dump_trailer(Trailer(digest_kind, bytes(32), nbytes, bytes(32), identity, name, rank))
+        self._head, self._nbytes = one[:_CHECKSUM_AT], one[_NBYTES_AT:_DIGEST_AT]
         self._tail = identity + name
+        self._checksum = zlib.crc32(self._head + bytes(_CHECKSUM.size))
 
     def dump(self, page: bytes, digest: bytes) -> bytes:
         """Return the 128 bytes of a page's trailer. page: 32 bytes. digest: 32, zero-padded."""
-        return self._dump(self._own, page, digest)
+        rest = b"".join((self._nbytes, digest, page, self._tail))
+        checksum = zlib.crc32(rest, self._checksum).to_bytes(_CHECKSUM.size, "little")
+        return b"".join((self._head, checksum, rest))
 
     def digest(self, data: bytes, page: bytes) -> bytes | None:
         """Return the digest in a trailer; None unless the trailer is one of these for the page."""
         digest = data[_DIGEST_AT:_PAGE_AT]
-        begun = self._own if data[RANK_BYTES] == self._rank else self._unranked
-        return digest if data == self._dump(begun, page, digest) else None
-
-    def _dump(self, begun: tuple[bytes, int], page: bytes, digest: bytes) -> bytes:
-        head, checksum = begun
-        rest = b"".join((self._nbytes, digest, page, self._tail))
-        whole = zlib.crc32(rest, checksum).to_bytes(_CHECKSUM.size, "little")
-        return b"".join((head, whole, rest))
-
-
-def _begun(head: bytes) -> tuple[bytes, int]:
-    """Return a trailer's first bytes with the checksum up to the checksum."""
-    return head, zlib.crc32(head + bytes(_CHECKSUM.size))
+        return digest if data == self.dump(page, digest) else None
 
 
 @cache

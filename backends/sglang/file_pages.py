@@ -122,7 +122,7 @@ class FilePages(PageStore):
         """Read pages whose length, identity and digest are right."""
 
         def read(files: PageFiles, page: Page, index: int) -> bool:
-            memory = files.memory
+            memory = files.own.memory
             try:
                 found = files.read(page, memory)
             except FileNotFoundError:

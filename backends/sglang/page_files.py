@@ -23,8 +23,6 @@ from hicachectl.formats.errors import FormatError
 from hicachectl.formats.hashing import HASH_BYTES
 from hicachectl.formats.trailer import (
     NO_RANK,
-    NO_RANK_BYTES,
-    RANK_BYTES,
     TRAILER_BYTES,
     Expected,
     PoolTrailers,
@@ -109,14 +107,20 @@ class Memory:
 
 
 class _OfThread(threading.local):
-    """The memory of each thread. nbytes: bytes of a page."""
+    """Objects of which each thread has its own.
+
+    memory: the thread's memory for `PageFiles.read`.
+    """
 
     def __init__(self, nbytes: int) -> None:
+        """nbytes: bytes of a page."""
         self.memory = Memory(nbytes)
 
 
 class PageFiles:
     """The files of one pool in a directory.
+
+    own: memory of each thread.
 
     A missing file raises FileNotFoundError.
     """
@@ -132,7 +136,7 @@ class PageFiles:
     ) -> None:
         """touches: reads count as use, for the order of eviction."""
         self.form = form
-        self._own = _OfThread(form.nbytes)
+        self.own = _OfThread(form.nbytes)
         self._directory = directory
         self._capacity = capacity
         self._counters = counters
@@ -140,13 +144,10 @@ class PageFiles:
         self._epoch = capacity.epoch(form.suffix)
         self._hash = digest_function(form.digest)
         self._whole = form.nbytes + TRAILER_BYTES
-        self._trailers = PoolTrailers(
-            form.digest,
-            form.nbytes,
-            form.identity,
-            form.name,
-            form.rank,
-            knows_unranked=form.unranked,
+        # A trailer that names no rank is read like one of ours if the form says so.
+        self._trailers, self._unranked = (
+            PoolTrailers(form.digest, form.nbytes, form.identity, form.name, rank)
+            for rank in (form.rank, NO_RANK if form.unranked else form.rank)
         )
         self._expected = Expected(frozenset((form.name,)), frozenset((form.rank,)), form.identity)
         self._temporaries = Temporaries(directory, owner_of(form.suffix))
@@ -175,7 +176,8 @@ class PageFiles:
             data = b""
         finally:
             os.close(descriptor)
-        if self._trailers.digest(data, page[1]) and not self._epoch.time_ns:
+        is_ours = self._trailers.digest(data, page[1]) or self._unranked.digest(data, page[1])
+        if is_ours and not self._epoch.time_ns:
             return ""
         return self.examine(page).problem
 
@@ -205,17 +207,14 @@ class PageFiles:
         finally:
             os.close(descriptor)
 
-    @property
-    def memory(self) -> Memory:
-        """Return this thread's memory for `read`."""
-        return self._own.memory
-
     def read(self, page: Page, memory: Memory) -> Found | None:
         """Read a page, and check all that is stored of it; return its file if it has a problem.
 
         Without a problem, the memory holds the page.
         """
-        descriptor = self._open(page)
+        # Without `_open`: for pages of 50 KB, each call of a Python function shows.
+        here, name = self._directory.place(page[0])
+        descriptor = os.open(name, OPEN_FILE, dir_fd=here)
         try:
             facts = None if page[1] in self._in_use else os.fstat(descriptor)
             try:
@@ -223,15 +222,15 @@ class PageFiles:
                 nbytes = os.preadv(descriptor, (memory.whole,), 0)
             except OSError:
                 nbytes = 0
-            trailer = bytes(memory.trailer)
-            digest = self._trailers.digest(trailer, page[1])
-            is_ours = nbytes == self._whole and not self._epoch.time_ns
-            if is_ours and self._hash((memory.page,)) == digest:
-                if facts is not None:
-                    self._touch(descriptor, page, facts)
-                if trailer[RANK_BYTES] == NO_RANK_BYTES:
-                    self._note_unranked(page)
-                return None
+            if nbytes == self._whole and not self._epoch.time_ns:
+                trailer, digest = bytes(memory.trailer), self._hash((memory.page,))
+                is_ours = trailer == self._trailers.dump(page[1], digest)
+                if is_ours or trailer == self._unranked.dump(page[1], digest):
+                    if facts is not None:
+                        self._touch(descriptor, page, facts)
+                    if not is_ours:
+                        self._note_unranked(page)
+                    return None
             return self._read_other(descriptor, page, memory, facts or os.fstat(descriptor))
         finally:
             os.close(descriptor)
