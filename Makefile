@@ -9,7 +9,7 @@ DAMAGED := demo-damaged
 # The wheels of SGLang's conformance environment, and of the oldest Triton, need this interpreter.
 SGLANG_RUNS := $(shell $(PYTHON) -c 'import sys, platform; print(int(sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64"))')
 ifeq ($(SGLANG_RUNS),1)
-REFERENCE_ENVIRONMENTS := .venv-sglang/.installed .venv-triton/.installed
+REFERENCE_ENVIRONMENTS := .venv-sglang/.linked .venv-triton/.installed
 else
 REFERENCE_ENVIRONMENTS :=
 endif
@@ -26,7 +26,7 @@ WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2)
 # Also where the environment turns bytecode off: compiling the tests anew takes longer than most do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-mooncake test test-fast lint man html clean
+.PHONY: demo demo-mooncake environments test test-fast lint man html clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -45,12 +45,15 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-triton -r $<
 	@touch $@
 
-.venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt tests/conformance/requirements-nixl.txt | .venv/.dev
+.venv-sglang/.installed: tests/conformance/requirements.txt tests/conformance/requirements-legacy.txt tests/conformance/requirements-nixl.txt
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/conformance/requirements.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/legacy -r tests/conformance/requirements-legacy.txt
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv-sglang/nixl -r tests/conformance/requirements-nixl.txt
-	# torch and Triton are the same in both environments: 2 GB less. Without the tool, two copies.
+	@touch $@
+
+# torch and Triton are the same in both environments: 2 GB less. Without the tool, two copies.
+.venv-sglang/.linked: .venv/.dev .venv-sglang/.installed
 	-hardlink --quiet --ignore-time --minimum-size 65536 .venv .venv-sglang
 	@touch $@
 
@@ -70,9 +73,11 @@ demo: .venv/.runtime
 demo-mooncake: .venv/.dev
 	$(BIN)/python -m tests.demo_mooncake
 
+environments: .venv/.dev $(REFERENCE_ENVIRONMENTS)
+
 # Tests wait for servers and leases a third of their time, so there are more workers than processors.
 # A worker that a hanging test ended is not restarted: xdist would wait for its group forever.
-test: .venv/.dev $(REFERENCE_ENVIRONMENTS)
+test: environments
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart 0
 
 test-fast: .venv/.dev
