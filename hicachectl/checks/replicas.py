@@ -130,7 +130,7 @@ def check_digests(given: CheckInput) -> Iterator[pa.Table]:
 
 
 def _last_right(verified_ns: IntArray) -> pa.Array:
-    """Return what is wrong with each object, and when its bytes were last right."""
+    """Return the details of the findings: each names the time of the last equal digest."""
     times = {
         ns: f"{_DIFFER}; they were right on {minute(ns)} UTC" for ns in set(verified_ns.tolist())
     }

@@ -382,7 +382,10 @@ class Taken:
 
 @contextmanager
 def telling(taken: Callable[[], Taken], tell: Callable[[Taken], None]) -> Iterator[None]:
-    """Tell what was taken if a signal ends the block, or a lost store after objects left."""
+    """Report the removals so far if a signal ends the block.
+
+    A lost store is reported, too, once an object has been removed.
+    """
     try:
         yield
     except StoreUnavailable:

@@ -1,4 +1,4 @@
-"""Surveys: which objects to copy, what is made of them, and what the destination has."""
+"""Survey a source for a copy: its objects, their targets, and the destination's objects."""
 
 from __future__ import annotations
 

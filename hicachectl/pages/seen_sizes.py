@@ -220,8 +220,8 @@ def _count_pages(
         by_size[row["kind"], row["size"]] += row["page_count_distinct"]
 
 
-# Objects of a wrong size on fewer pages may be damaged. On more pages, if nearly all have one size
-# and none has the right size, another deployment wrote them.
+# Share of a pool's wrong-sized objects that must have one common size before the pool counts as
+# another deployment's. Below it the objects may be damaged ones of this deployment.
 _NEARLY_ALL = 0.9
 _LIST = "or list what the store has with hicachectl ls --summary"
 

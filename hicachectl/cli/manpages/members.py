@@ -73,7 +73,10 @@ class Document(NamedTuple):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members, each before those below it. The rows are never null in what is written."""
+        """The members in the order of the page: an object stands before its own members.
+
+        A written document always has its rows, so the page never calls them null.
+        """
         found = [
             member._replace(null=False, optional=False) if member.path == self.rows else member
             for member in members_of(self.form)
