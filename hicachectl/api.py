@@ -197,7 +197,7 @@ def verify(
     agreed, collision = agree_to_look(store, request.profile)
     request = replace(request, profile=agreed, collision=collision)
     if request.checks != group_names():
-        for check, why in request.impossible(store).items():
+        for check, why in request.impossible(request.unmet(store)).items():
             raise UsageError(f"checks: {check} cannot run: {why}; or leave out {check}")
     checked = check_store(store, request, on_listed=on_listed, on_read=on_read, on_wait=on_wait)
     described = describe_store(store, request)

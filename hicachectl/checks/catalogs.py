@@ -38,30 +38,26 @@ if TYPE_CHECKING:
 UNKNOWN, SAME, REWRITTEN, MISMATCH = range(4)
 
 
+# Columns of an entry without its times.
+_OBJECTS = pa.schema(list(SCHEMA)[:-2])
+
+
 @dataclass(frozen=True, slots=True)
 class Digested:
     """Digested objects, [n] each, compared with a catalog if there is one.
 
     rows: rows of the objects in the inventory.
-    identities: [n, len(identity_fields)] uint64.
-    digests: [n, 32] uint8.
+    entries: what a catalog records of the objects, without times.
+    identity_fields: fields of the identities in the entries.
     outcome: UNKNOWN, SAME, REWRITTEN or MISMATCH.
     verified_ns: when the recorded bytes were last read, Unix nanoseconds; 0 without an entry.
     """
 
     rows: IntArray
-    keys: pa.BinaryArray
-    pages: pa.StringArray
-    pools: pa.StringArray
-    nbytes: IntArray
-    identities: npt.NDArray[np.uint64]
+    entries: pa.Table
     identity_fields: tuple[str, ...]
-    digests: npt.NDArray[np.uint8]
     outcome: npt.NDArray[np.int8]
     verified_ns: IntArray
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def mismatched(self) -> IntArray:
@@ -77,22 +73,33 @@ def digested_objects(
     identity_fields: tuple[str, ...],
     digests: npt.NDArray[np.uint8],
 ) -> Digested:
-    """Return some objects of an inventory with their digests, compared with no catalog."""
+    """Return some objects of an inventory with their digests, compared with no catalog.
+
+    identities: [rows, identity_fields].
+    digests: [rows, 32].
+    """
     some = rows if len(rows) < len(inventory.objects) else None
     objects = inventory.objects.select(["key", "nbytes"])
     if some is not None:
         objects = take_rows(objects, some)
     pools = [r.coordinate.pool if r.coordinate else None for r in inventory.table.resolved]
     ids = pa.array(inventory.affix_ids[rows], mask=inventory.affix_ids[rows] < 0)
+    identity = pa.nulls(len(rows), pa.binary())
+    if identity_fields:
+        words = np.ascontiguousarray(identities).view(np.uint8)
+        identity = pc.cast(_fixed(words.reshape(len(rows), 8 * len(identity_fields))), pa.binary())
+    columns = {
+        "key": objects.column("key").combine_chunks(),
+        "page": inventory.pages(some).combine_chunks(),
+        "pool": pa.array(pools, pa.string()).take(ids),
+        "nbytes": objects.column("nbytes").fill_null(0).combine_chunks(),
+        "identity": identity,
+        "digest": _fixed(digests),
+    }
     return Digested(
         rows=rows,
-        keys=objects.column("key").combine_chunks(),
-        pages=inventory.pages(some).combine_chunks(),
-        pools=pa.array(pools, pa.string()).take(ids),
-        nbytes=objects.column("nbytes").fill_null(0).to_numpy(),
-        identities=identities,
+        entries=pa.table(columns, schema=_OBJECTS),
         identity_fields=identity_fields,
-        digests=digests,
         outcome=np.full(len(rows), UNKNOWN, dtype=np.int8),
         verified_ns=np.zeros(len(rows), dtype=np.int64),
     )
@@ -194,12 +201,12 @@ def compare(catalog: Catalog, digested: Digested, fields: tuple[str, ...]) -> Di
     """
     if not len(catalog.entries):  # `take` needs an entry
         return digested
-    places = _places(catalog, digested.keys)
+    places = _places(catalog, digested)
     known = places >= 0
     recorded = catalog.entries.take(pa.array(np.maximum(places, 0)))
     outcome, verified_ns = digested.outcome.copy(), digested.verified_ns.copy()
-    equal = _rows(recorded.column("digest"), 32) == digested.digests
-    same_bytes = equal.all(axis=1)
+    equal = pc.equal(recorded.column("digest"), digested.entries.column("digest"))
+    same_bytes = equal.to_numpy()
     same_object = _same_object(catalog, recorded, digested, fields)
     outcome[known & same_bytes] = SAME
     outcome[known & ~same_bytes] = REWRITTEN
@@ -222,31 +229,18 @@ def carry_forward(
     last right.
     listed: all objects of the store; entries of objects that a `clear` made misses are left out.
     """
-    outcome = digested.outcome
+    fresh, outcome = digested.entries, digested.outcome
     kept = SCHEMA.empty_table() if catalog is None else catalog.entries
-    recorded = np.flatnonzero(outcome != MISMATCH)
-    first_seen = np.full(len(digested), now_ns, dtype=np.int64)
+    verified = np.full(len(fresh), now_ns, dtype=np.int64)
+    first_seen = verified.copy()
     if catalog is not None:
-        places = _places(catalog, digested.keys)
-        seen = kept.column("first_seen_ns").to_numpy()
+        places = _places(catalog, digested)
         known = (places >= 0) & (outcome != REWRITTEN)
-        first_seen[known] = seen[places[known]]
-    identities = _identity_column(digested)
-    fresh = pa.table(
-        {
-            "key": digested.keys,
-            "page": digested.pages,
-            "pool": digested.pools,
-            "nbytes": digested.nbytes,
-            "identity": identities,
-            "digest": _fixed(digested.digests),
-            "first_seen_ns": first_seen,
-            "last_verified_ns": np.full(len(digested), now_ns, dtype=np.int64),
-        },
-        schema=SCHEMA,
-    )
-    if len(recorded) < len(fresh):
-        fresh = fresh.take(pa.array(recorded))
+        first_seen[known] = kept.column("first_seen_ns").to_numpy()[places[known]]
+    for name, times in (("first_seen_ns", first_seen), ("last_verified_ns", verified)):
+        fresh = fresh.append_column(SCHEMA.field(name), pa.array(times))
+    if (outcome == MISMATCH).any():
+        fresh = fresh.filter(pa.array(outcome != MISMATCH))
     if not len(kept):
         return Catalog(fresh, store, digested.identity_fields)
     usable = np.ones(len(listed.objects), dtype=np.bool_)
@@ -258,8 +252,10 @@ def carry_forward(
     return Catalog(pa.concat_tables([kept, fresh]), store, digested.identity_fields)
 
 
-def _places(catalog: Catalog, keys: pa.BinaryArray) -> IntArray:
-    found = pc.index_in(keys, value_set=catalog.entries.column("key").combine_chunks())
+def _places(catalog: Catalog, digested: Digested) -> IntArray:
+    """Return the entry of each digested object, [n]; -1 without one."""
+    recorded = catalog.entries.column("key").combine_chunks()
+    found = pc.index_in(digested.entries.column("key"), value_set=recorded)
     places: IntArray = found.fill_null(-1).to_numpy().astype(np.int64)
     return places
 
@@ -270,27 +266,25 @@ def _same_object(
     """Return which objects have the recorded identity fields, [n]."""
     used = [f for f in fields if f in catalog.identity_fields and f in digested.identity_fields]
     if not used:
-        return np.ones(len(digested), dtype=np.bool_)
-    width = 8 * len(catalog.identity_fields)
-    column = recorded.column("identity").combine_chunks()
-    whole = pc.equal(pc.binary_length(column), width).fill_null(False)
-    padded = pc.if_else(whole, column, b"\0" * width)
-    before = _rows(padded, width).view("<u8")
-    positions = [catalog.identity_fields.index(field) for field in used]
-    now = digested.identities[:, [digested.identity_fields.index(field) for field in used]]
-    same: npt.NDArray[np.bool_] = (before[:, positions] == now).all(axis=1)
-    same &= whole.to_numpy(zero_copy_only=False)
+        return np.ones(len(digested.rows), dtype=np.bool_)
+    before, whole = _values(recorded, catalog.identity_fields, used)
+    now, _ = _values(digested.entries, digested.identity_fields, used)
+    same: npt.NDArray[np.bool_] = whole & (before == now).all(axis=1)
     return same
 
 
-def _rows(column: pa.Array | pa.ChunkedArray, width: int) -> npt.NDArray[np.uint8]:
-    """Return binary values of one width as [n, width] uint8."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    fixed = pc.cast(column, pa.binary(width))
-    data = np.frombuffer(fixed.buffers()[1] or b"", dtype=np.uint8)
-    start = fixed.offset * width
-    return data[start : start + len(fixed) * width].reshape(len(fixed), width)
+def _values(
+    entries: pa.Table, fields: tuple[str, ...], used: list[str]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Return the values of some identity fields, [n, used], and whether each identity is whole."""
+    column = entries.column("identity").combine_chunks()
+    width = 8 * len(fields)
+    whole = pc.equal(pc.binary_length(column), width).fill_null(False)
+    fixed = pc.cast(pc.if_else(whole, column, b"\0" * width), pa.binary(width))
+    start, end = (width * number for number in (fixed.offset, fixed.offset + len(fixed)))
+    words = np.frombuffer(fixed.buffers()[1] or b"", np.uint8)[start:end].view("<u8")
+    positions = [fields.index(field) for field in used]
+    return words.reshape(-1, len(fields))[:, positions], whole.to_numpy(zero_copy_only=False)
 
 
 def _fixed(values: npt.NDArray[np.uint8]) -> pa.Array:
@@ -298,11 +292,3 @@ def _fixed(values: npt.NDArray[np.uint8]) -> pa.Array:
     width = values.shape[1]
     flat = pa.py_buffer(np.ascontiguousarray(values).reshape(-1))
     return pa.Array.from_buffers(pa.binary(width), len(values), [None, flat])
-
-
-def _identity_column(digested: Digested) -> pa.Array:
-    if not digested.identity_fields:
-        return pa.nulls(len(digested), pa.binary())
-    width = 8 * len(digested.identity_fields)
-    raw = np.ascontiguousarray(digested.identities).view(np.uint8).reshape(len(digested), width)
-    return pc.cast(_fixed(raw), pa.binary())

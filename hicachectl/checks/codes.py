@@ -147,10 +147,5 @@ def _released(members: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def codes_of(*names: str) -> tuple[Code, ...]:
-    """Return built-in codes. Raises KeyError for an unknown name."""
-    return tuple(builtin_codes()[name] for name in names)
-
-
 # Codes of wrong entries in the page tables of 3FS.
 PAGE_INDEX_CODES = ("page-index-shared", "page-index-out-of-range", "page-index-free")

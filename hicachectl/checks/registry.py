@@ -15,7 +15,7 @@ from enum import Enum, StrEnum, auto
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hicachectl.checks.codes import PAGE_INDEX_CODES, SEVERITIES, Code, codes_of
+from hicachectl.checks.codes import PAGE_INDEX_CODES, SEVERITIES, Code, builtin_codes
 from hicachectl.formats.wording import OTHER_BYTES
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CheckGroup:
 
 
 class Need(StrEnum):
-    """Requirements of checks; `verification.coverage.unmet_needs` explains unmet ones."""
+    """Requirements of checks; `VerifyRequest.unmet` explains unmet ones."""
 
     # Object sizes, listed or from a profile.
     SIZES = auto()
@@ -136,16 +136,22 @@ class Check:
     """A check.
 
     group: None if the check always runs.
+    codes: codes of the findings; those of `codes.toml` by their names.
     function: takes the input of the scope and yields tables of `checks.findings`; may be given as
         "package.module:name"; None if findings are noted while objects are read.
     """
 
     name: str
     group: CheckGroup | None
-    codes: tuple[Code, ...]
+    codes: tuple[Code | str, ...]
     needs: frozenset[Need] = frozenset()
     scope: Scope = Scope.OBJECTS
     function: Callable[[Any], Iterator[pa.Table]] | str | None = None
+
+    @property
+    def code_names(self) -> tuple[str, ...]:
+        """Names of the codes."""
+        return tuple(code if isinstance(code, str) else code.name for code in self.codes)
 
     def find(self, given: CheckInput | CheckListing | CheckSums) -> Iterator[pa.Table]:
         """Run the check; yield tables of findings, some of them empty."""
@@ -214,7 +220,8 @@ def resolved(function: F | str) -> F:
 
 # --- registration ---
 
-_CODES: dict[str, Code] = {}
+# Codes of all checks by name; None for one of `codes.toml`, which is read when a code is asked for.
+_CODES: dict[str, Code | None] = {}
 _CHECKS: dict[str, Check] = {}
 
 
@@ -222,22 +229,23 @@ def register(check: Check) -> None:
     """Register a check. Raises ValueError if its name or a code is taken, or a severity unknown."""
     if check.name in _CHECKS:
         raise ValueError(f"{check.name}: a check of this name already exists")
-    for code in check.codes:
+    own = {code.name: code for code in check.codes if isinstance(code, Code)}
+    for name, code in own.items():
         if code.severity not in SEVERITIES or not set(code.rules.values()) <= set(SEVERITIES):
-            raise ValueError(f"{code.name}: severities must be one of {', '.join(SEVERITIES)}")
-        if _CODES.get(code.name, code) != code:
-            raise ValueError(f"{code.name}: another check declares this code differently")
+            raise ValueError(f"{name}: severities must be one of {', '.join(SEVERITIES)}")
+        if name in _CODES and code_named(name) != code:
+            raise ValueError(f"{name}: another check declares this code differently")
     _CHECKS[check.name] = check
-    _CODES.update({code.name: code for code in check.codes})
+    for name in check.code_names:
+        _CODES.setdefault(name, own.get(name))
 
 
 def unregister(name: str) -> None:
     """Remove a check, and its codes that no other check declares."""
     check = _CHECKS.pop(name)
-    kept = {code.name for other in _CHECKS.values() for code in other.codes}
-    for code in check.codes:
-        if code.name not in kept:
-            del _CODES[code.name]
+    kept = {code for other in _CHECKS.values() for code in other.code_names}
+    for code in set(check.code_names) - kept:
+        del _CODES[code]
 
 
 def checks(groups: Collection[str] | None = None) -> list[Check]:
@@ -283,12 +291,12 @@ def code_named(name: str) -> Code:
     """Return a code. Raises ValueError if no check declares the code."""
     if name not in _CODES:
         raise ValueError(f"{name}: no check declares this finding code")
-    return _CODES[name]
+    return _CODES[name] or builtin_codes()[name]
 
 
 def codes() -> tuple[Code, ...]:
     """Return the codes of all checks."""
-    return tuple(_CODES.values())
+    return tuple(map(code_named, _CODES))
 
 
 def page_codes() -> tuple[str, ...]:
@@ -303,7 +311,7 @@ def remedies() -> dict[str, str]:
 
 def is_structural(code: str) -> bool:
     """Return whether a code says that a group lacks objects."""
-    return code in _CODES and _CODES[code].structural
+    return code in _CODES and code_named(code).structural
 
 
 def groups_help(width: int = 92) -> str:
@@ -348,54 +356,54 @@ for _check in (
     Check(
         name="stamp",
         group=None,
-        codes=codes_of("stamp-mismatch"),
+        codes=("stamp-mismatch",),
         scope=Scope.STORE,
         function="hicachectl.checks.structure:check_stamp",
     ),
     Check(
         name="collisions",
         group=None,
-        codes=codes_of("colliding-keys"),
+        codes=("colliding-keys",),
         scope=Scope.LISTING,
         function="hicachectl.checks.structure:check_collision",
     ),
     Check(
         name="losses",
         group=None,
-        codes=codes_of("misplaced-object", "lost-objects"),
+        codes=("misplaced-object", "lost-objects"),
         scope=Scope.LISTING,
         function="hicachectl.checks.structure:check_losses",
     ),
     Check(
         name="ambiguous-keys",
         group=NAMES,
-        codes=codes_of("ambiguous-key"),
+        codes=("ambiguous-key",),
         scope=Scope.SUMS,
         function="hicachectl.checks.structure:check_ambiguous_keys",
     ),
     Check(
         name="names",
         group=NAMES,
-        codes=codes_of("foreign-object", "stale-temporary"),
+        codes=("foreign-object", "stale-temporary"),
         function="hicachectl.checks.structure:check_names",
     ),
     Check(
         name="groups",
         group=GROUPS,
-        codes=codes_of("missing-pool", "missing-part", "missing-rank", "orphan-sidecar"),
+        codes=("missing-pool", "missing-part", "missing-rank", "orphan-sidecar"),
         function="hicachectl.checks.structure:check_groups",
     ),
     Check(
         name="sizes",
         group=SIZES,
-        codes=codes_of("truncated", "oversized"),
+        codes=("truncated", "oversized"),
         needs=frozenset({Need.SIZES}),
         function="hicachectl.checks.sizes:check_sizes",
     ),
     Check(
         name="mixed-sizes",
         group=SIZES,
-        codes=codes_of("mixed-sizes"),
+        codes=("mixed-sizes",),
         needs=frozenset({Need.SIZES}),
         scope=Scope.SUMS,
         function="hicachectl.checks.sizes:check_mixed_sizes",
@@ -403,7 +411,7 @@ for _check in (
     Check(
         name="other-deployments",
         group=GROUPS,
-        codes=codes_of("other-deployment"),
+        codes=("other-deployment",),
         needs=frozenset({Need.PROFILE}),
         scope=Scope.SUMS,
         function="hicachectl.checks.structure:check_other_deployments",
@@ -411,61 +419,61 @@ for _check in (
     Check(
         name=READING,  # `verification.reading` notes the findings, for any check that reads.
         group=None,
-        codes=codes_of("truncated", "oversized", "unreadable"),
+        codes=(
+            "truncated",
+            "oversized",
+            "unreadable",
+            "identity-mismatch",
+            "digest-mismatch",
+            "no-replica",
+            "unwritten-page",
+        ),
         needs=frozenset({Need.BYTES}),
     ),
     ValueCheck(
         name="numbers",
         group=VALUES,
-        codes=codes_of("nan", "inf", "bad-scale", "all-zero"),
+        codes=("nan", "inf", "bad-scale", "all-zero"),
         prepare="hicachectl.checks.values:number_check",
         kernel="hicachectl.device.number_kernel:NumberKernel",
     ),
     ValueCheck(
         name="layout",
         group=VALUES,
-        codes=codes_of("layout-mismatch"),
+        codes=("layout-mismatch",),
         prepare="hicachectl.checks.layouts:layout_check",
         kernel="hicachectl.device.order_kernel:OrderKernel",
     ),
     Check(
         name="digests",
         group=DIGESTS,
-        codes=codes_of("digest-mismatch", "re-recorded"),
+        codes=("digest-mismatch", "re-recorded"),
         needs=frozenset({Need.DIGESTS, Need.BYTES}),
         function="hicachectl.checks.replicas:check_digests",
     ),
     Check(
-        name="identities",  # `verification.reading` notes the findings.
-        group=None,
-        codes=codes_of("identity-mismatch"),
-        needs=frozenset({Need.BYTES}),
-    ),
-    Check(
         name="placement",
         group=SIZES,
-        codes=codes_of("replica-mismatch", "disk-only"),
+        codes=("replica-mismatch", "disk-only"),
         needs=frozenset({Need.REPLICAS}),
         function="hicachectl.checks.replicas:check_placement",
     ),
     Check(
         name="replicas",
         group=VALUES,
-        codes=codes_of("replica-mismatch"),
+        codes=("replica-mismatch",),
         needs=frozenset({Need.PROFILE, Need.TENSORS, Need.BYTES}),
         function="hicachectl.checks.replicas:check_replicas",
     ),
     Check(
-        name="availability",  # `verification.reading` notes objects that the store cannot return.
-        group=None,
-        codes=codes_of("digest-mismatch", "no-replica", "unwritten-page"),
-        needs=frozenset({Need.BYTES}),
-    ),
-    Check(
         name="page-tables",
         group=GROUPS,
-        codes=codes_of(
-            *PAGE_INDEX_CODES, "truncated", "snapshot-stale", "page-leaked", "page-count-mismatch"
+        codes=(
+            *PAGE_INDEX_CODES,
+            "truncated",
+            "snapshot-stale",
+            "page-leaked",
+            "page-count-mismatch",
         ),
         needs=frozenset({Need.PAGE_TABLES}),
         scope=Scope.STORE,

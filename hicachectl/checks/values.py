@@ -125,7 +125,7 @@ class ValueChecker:
 
 def _declared(check: ValueCheck, issues: Iterable[ValueIssue]) -> list[ValueIssue]:
     found = list(issues)
-    for name in {issue.code for issue in found}.difference(code.name for code in check.codes):
+    for name in {issue.code for issue in found}.difference(check.code_names):
         raise ValueError(f"{check.name}: the check does not declare code {name}")
     return found
 

@@ -175,7 +175,7 @@ def asked_checks(
         **more,
     )
     if on_command_line(ctx, "checks"):
-        for check, why in request.impossible(store).items():
+        for check, why in request.impossible(request.unmet(store)).items():
             raise click.UsageError(f"--checks {check}: {why}; or leave out {check}")
     return request
 

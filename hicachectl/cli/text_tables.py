@@ -15,7 +15,7 @@ from hicachectl.text.jsontext import join_present
 from hicachectl.text.units import human_age, human_column, human_size, human_sizes
 
 if TYPE_CHECKING:
-    from hicachectl.pages.summary import Totals
+    from hicachectl.pages.listing import Totals
 
 
 def pages_for_people(rows: pa.Table) -> pa.Table:

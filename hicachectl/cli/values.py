@@ -137,7 +137,14 @@ class RepairCode(click.Choice[str]):
     """A finding code that `verify --repair` can act on."""
 
     def __init__(self) -> None:
-        super().__init__(page_codes())
+        super().__init__(())  # Texts of codes are read only if the option is given.
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        """Offer the codes."""
+        self.choices = page_codes()
+        return super().shell_complete(ctx, param, incomplete)
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Return CODE; the list of choices would be too long."""

@@ -212,20 +212,13 @@ _MOST_VALUES = 16_000_000
 Form = TypeVar("Form", bound=Struct)
 
 
-def read_document(
-    directory: Directory,
-    name: str,
-    form: type[Form],
-    next_step: str,
-    *,
-    check: Callable[[Mapping[str, Any]], None] = lambda document: None,
-) -> Form:
+def read_document(directory: Directory, name: str, form: type[Form], next_step: str) -> Form:
     """Read a document, within bounds. See `parse_document`.
 
     Raises also OSError (FileNotFoundError for a missing one), UntrustedError.
     """
     content = directory.read(name, MOST_BYTES + 1)
-    return parse_document(content, f"{directory.path}/{name}", form, next_step, check=check)
+    return parse_document(content, f"{directory.path}/{name}", form, next_step)
 
 
 def parse_document(

@@ -18,7 +18,7 @@ from hicachectl.checks.structure import check_groups
 from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.move.planning import described_groups, plan_repair
 from hicachectl.pages.group_table import ORPHAN
-from hicachectl.verification.report import Refusal
+from hicachectl.verification.part_result import Refusal
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -154,7 +154,7 @@ def _doubts(
                 newest_affected=of_newest,
                 pages=len(numbers),
                 affected=int(affected.sum()),
-                since_ns=_since(times, affected) if checked.groups.has_times else None,
+                since=_since(times, affected) / 10**9 if checked.groups.has_times else None,
             )
         )
     return found

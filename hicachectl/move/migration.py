@@ -32,7 +32,7 @@ from hicachectl.pages.in_flight import (
 )
 from hicachectl.pages.selection import EVERYTHING, NamedGroups, Selection, explain_selection, select
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
-from hicachectl.verification.coverage import unmet_needs
+from hicachectl.verification.request import VerifyRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -355,7 +355,7 @@ class _Choice:
             now_ns=listing.start_ns,
             grace_ns=int(request.grace_seconds * 1e9),
         )
-        unmet = unmet_needs(source, request.profile, has_catalog=False)
+        unmet = VerifyRequest(profile=request.profile).unmet(source)
         found = combine([*listing_findings(given, unmet), *tables], LOCATED_SCHEMA)
         damaged = np.zeros(len(groups), dtype=np.bool_)
         damaged[plan_repair(located(found, self._inventory, groups)).groups] = True

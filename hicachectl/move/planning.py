@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.verification.report import Refusal
+    from hicachectl.verification.part_result import Refusal
 
 BY_CHOICE = "removed"  # the code of groups that leave without a finding
 

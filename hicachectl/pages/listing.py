@@ -1,9 +1,10 @@
-"""Rows of `ls` as Arrow tables: objects and pages."""
+"""Rows of `ls` as Arrow tables: objects, pages, and totals by deployment, pool and object size."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -13,17 +14,34 @@ from hicachectl.backends.base import SCAN_FIELDS
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.keys.columns import coordinate_columns
 from hicachectl.formats.objects import ANCHOR, AXES, Names
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.pages.census import column_sum, column_sums, page_ranks
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import UNKNOWN_BYTES
 from hicachectl.text.vocabulary import STATES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.marker import Marker
+    from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
 _COUNTS = pa.struct([("present", pa.int32()), ("expected", pa.int32())])
 
-Rows = npt.NDArray[np.int64]
+
+_SIZES = tuple(f"{axis}_size" for axis in AXES)
+_KIND = pa.schema(
+    [
+        ("model", pa.string()),
+        ("tag", pa.string()),
+        *((name, pa.int32()) for name in _SIZES),
+        ("layout", pa.string()),
+        ("pool", pa.string()),
+    ]
+)
 
 
 class PoolCounts(TypedDict):
@@ -95,6 +113,40 @@ class ObjectsDocument(TypedDict):
     objects: list[ObjectRow]
 
 
+class Totals(TypedDict):
+    """Sums over objects."""
+
+    pages: int
+    objects: int
+    nbytes: int | None
+    first_mtime: float | None
+    last_mtime: float | None
+
+
+class _Kind(TypedDict):
+    model: str | None
+    tag: str | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dcp_size: int | None
+    layout: str | None
+    pool: str | None
+    object_nbytes: int | None
+
+
+class SummaryRow(_Kind, Totals):
+    """Row of `ls --summary`."""
+
+
+class SummaryDocument(msgspec.Struct, kw_only=True):
+    """Document of `ls --summary`."""
+
+    summary: list[SummaryRow] | None = None
+    total: Totals
+    free_bytes: int | None
+
+
 def key_text(keys: pa.Array) -> pa.StringArray:
     r"""Return keys as text; bytes that are not UTF-8 are written \xNN."""
     try:
@@ -110,7 +162,7 @@ def seconds(times_ns: pa.Array) -> pa.Array:
 
 
 def object_rows(
-    inventory: Inventory, rows: Rows | None = None, *, pool: str | None = None
+    inventory: Inventory, rows: IntArray | None = None, *, pool: str | None = None
 ) -> pa.Table:
     """Return a row per object in the columns of `ls --objects`, for some rows or one pool."""
     if pool:
@@ -170,7 +222,7 @@ def page_rows(groups: PageGroups) -> pa.Table:
             },
             **{
                 name: pa.array([getattr(shard, name) for shard in shards], pa.int32()).take(ids)
-                for name in (f"{axis}_size" for axis in AXES)
+                for name in _SIZES
             },
             "state": pa.array(STATES).take(pa.array(groups.states)),
             "nbytes": pa.array(groups.nbytes, mask=groups.nbytes == UNKNOWN_BYTES),
@@ -218,3 +270,114 @@ def _missing_keys(groups: PageGroups) -> pa.ListArray:
     offsets = np.searchsorted(of_group[order], np.arange(len(groups) + 1))
     texts = key_text(keys.take(pa.array(order)))
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), texts)
+
+
+# Each of the most common sizes of a kind has a row. Rarer sizes share one, with this size.
+_SIZES_SHOWN = 4
+_SEVERAL = -2
+
+
+def summarise(
+    inventory: Inventory, markers: Iterable[Marker] = (), *, pool: str | None = None
+) -> tuple[pa.Table, Totals]:
+    """Return totals by deployment, pool and object size, and the total of all objects.
+
+    The rows have the columns of `ls --summary`, the total has those that add up. A pool of a
+    deployment has a row for each of its four most common sizes. Others share a row with
+    object_nbytes null, as do unknown sizes. Foreign objects have nulls for what only pages have.
+    Bytes are null if any size is not known. A page with objects in several rows counts once in the
+    total.
+    markers: markers of the store, which state layouts.
+    pool: count only the objects of this pool.
+    """
+    if pool:
+        inventory = inventory.only(np.flatnonzero(inventory.of_pool(pool)))
+    kinds, of_affix = _kinds(inventory, list(markers))
+    kind_ids = of_affix[inventory.affix_ids + 1]
+    nbytes = inventory.objects.column("nbytes")
+    sizes = nbytes.fill_null(UNKNOWN_SIZE).to_numpy()
+    kind, size, numbers = _numbered(kind_ids, sizes)
+    columns = {"row": numbers, "mtime_ns": inventory.objects.column("mtime_ns")}
+    aggregates = [([], "count_all"), ("mtime_ns", "min"), ("mtime_ns", "max")]
+    sums = pa.table(columns).group_by("row").aggregate(aggregates).sort_by("row")
+    pages, distinct_pages = _page_counts(inventory, numbers, len(kind))
+    rows = kinds.take(pa.array(kind))
+    for name, values in (
+        ("object_nbytes", pa.array(size, mask=size < 0)),
+        ("pages", pa.array(pages)),
+        ("objects", sums.column("count_all")),
+        ("nbytes", column_sums(nbytes, numbers, len(kind))),
+        ("first_mtime", seconds(sums.column("mtime_ns_min"))),
+        ("last_mtime", seconds(sums.column("mtime_ns_max"))),
+    ):
+        rows = rows.append_column(name, values)
+    total: Totals = {
+        "pages": distinct_pages,
+        "objects": len(nbytes),
+        "nbytes": column_sum(nbytes),
+        "first_mtime": pc.min(rows.column("first_mtime")).as_py(),
+        "last_mtime": pc.max(rows.column("last_mtime")).as_py(),
+    }
+    return rows.sort_by([(name, "ascending") for name in (*_KIND.names, "object_nbytes")]), total
+
+
+def _kinds(inventory: Inventory, markers: list[Marker]) -> tuple[pa.Table, npt.NDArray[np.int32]]:
+    """Return the distinct kinds of objects, in the columns _KIND, and the kind of each affix.
+
+    The first kind is of foreign keys, those of affix ids follow: [affixes + 1].
+    """
+    table = inventory.table
+    ids = np.arange(-1, len(table.affixes), dtype=np.int32)  # -1: foreign keys
+    said = coordinate_columns(table.resolved, ids)
+    columns = {name: said[name].to_pylist() for name in _KIND.names if name != "layout"}
+    columns["layout"] = [None] * len(ids)
+    layouts = [_layout(deployment, markers) for deployment in table.deployments]
+    for at, number in enumerate(table.deployment_ids, start=1):
+        if number != UNRESOLVED:
+            for name in _SIZES:
+                columns[name][at] = getattr(table.deployments[number].shard, name)
+            columns["layout"][at] = layouts[number]
+    numbers: dict[tuple[Any, ...], int] = {}
+    texts = zip(*(columns[name] for name in _KIND.names), strict=True)
+    of_affix = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int32)
+    distinct = zip(_KIND, zip(*numbers, strict=True), strict=True)
+    kinds = pa.table({field.name: pa.array(values, field.type) for field, values in distinct})
+    return kinds, of_affix
+
+
+def _layout(deployment: Deployment, markers: list[Marker]) -> str | None:
+    """Return the layout that the profile, or all markers of the deployment, state."""
+    if deployment.profile is not None and not deployment.profile.inferred:
+        return deployment.profile.layout
+    suffixes = {spec.affix[1] for spec in deployment.specs}
+    found = {one.identity.layout for one in markers if one.suffix in suffixes} - {""}
+    return found.pop() if len(found) == 1 else None
+
+
+def _numbered(
+    kind_ids: npt.NDArray[np.int32], sizes: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the kind and the size of each row, and each object's row: [objects]."""
+    of_size = pa.array(sizes).dictionary_encode()
+    distinct = of_size.dictionary.to_numpy()
+    codes = kind_ids * np.int64(len(distinct)) + of_size.indices.to_numpy()
+    of_pair = pa.array(codes).dictionary_encode()
+    pair_ids = of_pair.indices.to_numpy()
+    kind, at = np.divmod(of_pair.dictionary.to_numpy(), max(len(distinct), 1))
+    size = distinct[at]
+    order = np.lexsort((size, -np.bincount(pair_ids, minlength=len(kind)), kind))
+    place = np.arange(len(order)) - np.searchsorted(kind[order], kind[order])
+    size[order[place >= _SIZES_SHOWN]] = _SEVERAL
+    rows, numbers = np.unique(np.stack([kind, size]), axis=1, return_inverse=True)
+    return rows[0], rows[1], numbers.reshape(-1)[pair_ids]
+
+
+def _page_counts(inventory: Inventory, rows: IntArray, count: int) -> tuple[IntArray, int]:
+    """Return the number of distinct pages of each row, and of all; foreign objects have none."""
+    known = ~inventory.is_foreign
+    pairs, distinct = page_ranks(inventory.page_words, known)
+    pairs += rows[known] * distinct
+    pairs.sort()
+    first = np.diff(pairs, prepend=-1) != 0
+    counts: IntArray = np.bincount(pairs[first] // max(distinct, 1), minlength=count)
+    return counts, distinct

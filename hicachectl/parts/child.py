@@ -1,7 +1,10 @@
 """Do a stage of a part in a process of its own, which a crash or a kill ends without its parent.
 
 The order, with its options and secrets, comes over stdin. `python -m hicachectl.parts.child PARENT`
-is that process; `in_child` starts it.
+is that process; `in_child` starts it. A stage opens the job, or does the work of a part.
+
+Each message is a frame: eight bytes with the length (little-endian), then MessagePack. Tables are
+Arrow IPC streams.
 """
 
 from __future__ import annotations
@@ -15,24 +18,16 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import pyarrow as pa
+from msgspec import Struct
 
 from hicachectl.formats.errors import HicacheError
 from hicachectl.io.forking import end_with, told
 from hicachectl.parts.job import PartInput
 from hicachectl.parts.manifest import parse_manifest
-from hicachectl.parts.messages import (
-    LENGTH_BYTES,
-    Failed,
-    Lost,
-    Moved,
-    Outcome,
-    frame,
-    outcome_of,
-    parse_order,
-    pieces_of,
-    table_from,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,15 +35,111 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import IO
 
-    from hicachectl.parts.job import Job
-    from hicachectl.parts.messages import Answer, Order
-    from hicachectl.parts.records import StageResult
+    from hicachectl.parts.job import Job, StageResult
 
+Stage = Literal["open", "work"]
+LENGTH_BYTES = 8
+_ROWS_AT_ONCE = 16_384  # rows of a piece
 STOP_SECONDS = 30.0  # for a cancelled child, until it is killed
 _LOOK_SECONDS = 0.5  # the longest that a cancelled task of Ray goes unnoticed
 _PROGRESS_SECONDS = 0.5  # between two messages
 _CHUNK = 1 << 20
 _TERMINATED = 143
+
+
+class Outcome(Struct, tag=True):
+    """End of a stage, with members of its `StageResult`; its tables were sent before, in pieces."""
+
+    facts: dict[str, Any] = {}
+    settled: bool = True
+
+
+class Order(Struct, tag=True, kw_only=True):
+    """A stage to do. Members without a description are those of `PartInput`.
+
+    job: pickled function that opens the job. It comes from the driver, as the code of a Ray task
+        does.
+    manifest: the manifest as JSON.
+    age: seconds since the listing when the order was written.
+    spent: seconds since the driver began.
+    """
+
+    stage: Stage
+    job: bytes
+    manifest: bytes = b""
+    part: int = 0
+    owner: str = ""
+    divided: int = 1
+    parts_here: int = 1
+    age: float = 0.0
+    spent: float = 0.0
+    tables: dict[str, bytes] = {}
+
+
+class Piece(Struct, tag=True):
+    """Rows of a result's table."""
+
+    table: str
+    content: bytes
+
+
+class Moved(Struct, tag=True):
+    """Progress: new bytes, and the total of the part."""
+
+    new: int
+    total: int
+
+
+class Failed(Struct, tag=True):
+    """A stage failed. name: class in `formats.errors`; "" for a bug, with its traceback as text."""
+
+    name: str
+    text: str
+
+
+class Lost(Struct, tag=True):
+    """The process of a stage ended without an outcome. text: how."""
+
+    text: str
+
+
+Answer = Outcome | Piece | Moved | Failed | Lost
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+_ORDERS = msgspec.msgpack.Decoder(Order)
+
+
+def frame(message: Order | Answer) -> bytes:
+    """Return a message as a frame."""
+    content = msgspec.msgpack.encode(message)
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
+
+
+def parse_order(content: bytes) -> Order:
+    """Parse an order without its length. Raises msgspec.DecodeError."""
+    return _ORDERS.decode(content)
+
+
+def parse_answer(content: bytes) -> Answer:
+    """Parse an answer without its length. Raises msgspec.DecodeError."""
+    answer: Answer = _ANSWERS.decode(content)
+    return answer
+
+
+def table_bytes(table: pa.Table) -> bytes:
+    """Return a table as an IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def table_from(content: bytes) -> pa.Table:
+    """Read a table from an IPC stream."""
+    return pa.ipc.open_stream(content).read_all()
+
+
+# the parent
 
 
 def in_child(order: bytes) -> Iterator[bytes]:
@@ -206,9 +297,13 @@ def answer(order: Order, answering: Answering) -> None:
     except HicacheError as error:
         answering.send(Failed(*told(error)))
         return
-    for piece in () if result is None else pieces_of(result):
-        answering.send(piece)
-    answering.send(Outcome() if result is None else outcome_of(result))
+    if result is None:
+        answering.send(Outcome())
+        return
+    for name, table in result.tables.items():
+        for start in range(0, max(len(table), 1), _ROWS_AT_ONCE):  # at least one piece each
+            answering.send(Piece(name, table_bytes(table.slice(start, _ROWS_AT_ONCE))))
+    answering.send(Outcome(result.facts, result.settled))
 
 
 def _done(order: Order, answering: Answering) -> StageResult | None:

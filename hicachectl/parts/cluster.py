@@ -18,13 +18,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from hicachectl import __version__
 from hicachectl.formats.errors import DeviceError, HicacheError, StoreUnavailable, UsageError
 from hicachectl.io.forking import raised
-from hicachectl.parts.child import STOP_SECONDS, in_child
-from hicachectl.parts.messages import Failed, Lost, Order, frame, parse_answer
+from hicachectl.parts.child import (
+    STOP_SECONDS,
+    Failed,
+    Lost,
+    Order,
+    frame,
+    in_child,
+    parse_answer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 
-    from hicachectl.parts.messages import Answer
+    from hicachectl.parts.child import Answer
 
 _LOCAL_STORE_BYTES = 100 << 20
 _PROBE_SECONDS = 60.0

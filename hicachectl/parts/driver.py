@@ -23,18 +23,11 @@ import pyarrow as pa
 
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.interrupts import deferred
+from hicachectl.parts.child import Moved, Order, Outcome, Piece, table_bytes, table_from
 from hicachectl.parts.cluster import Cluster, LostError, StoppedError
 from hicachectl.parts.directory import RunDirectory
+from hicachectl.parts.job import StageResult
 from hicachectl.parts.manifest import MOST_PARTS, dump
-from hicachectl.parts.messages import (
-    Moved,
-    Order,
-    Outcome,
-    Piece,
-    result_from,
-    table_bytes,
-    table_from,
-)
 from hicachectl.parts.results import mark_merged, merge_run
 from hicachectl.parts.running import begin, run_part
 from hicachectl.text.units import counted
@@ -45,8 +38,6 @@ if TYPE_CHECKING:
 
     from hicachectl.parts.cluster import Node
     from hicachectl.parts.job import Job, PartInput
-    from hicachectl.parts.manifest import Manifest
-    from hicachectl.parts.records import StageResult
     from hicachectl.parts.running import Say
     from hicachectl.results import Result
 
@@ -66,7 +57,10 @@ _STOP_SECONDS = 60.0
 class Driver:
     """A run on a cluster; a context manager.
 
-    Call `begin`, then `work`, then `merged`; use its result within the block.
+    Call `begin`, then `work`, then `merged`; use its result within the block. Threads each wait for
+    one part at a time. The main thread alone prints.
+
+    workers: number of parts at once, which divides limits.
     """
 
     def __init__(
@@ -86,18 +80,21 @@ class Driver:
         remarks. Raises UsageError, and StoreUnavailable if there is no cluster or no node can work.
         """
         self._job = job
-        self._say = say
+        self._opens = pickle.dumps(open_job)
+        self._say_now = say
+        self._lost_on: dict[int, list[Node]] = defaultdict(list)
+        self._stopped = threading.Event()
+        self._errors: list[BaseException] = []
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._cluster_stack = ExitStack()
         self._stack = ExitStack()
         self._stack.enter_context(self._cluster_stack)
         try:
-            cluster = self._cluster_stack.enter_context(Cluster(address))
-            nodes = cluster.nodes()
-            self._stages = _Stages(cluster, open_job, workers or len(nodes))
-            able = self._able(nodes, address)
-            self._stages.workers = workers or len(able)
-            self._stages.parts_here = -(-self._stages.workers // len(able))
-            self._nodes = _Nodes(able, self._stages.parts_here)
+            self._cluster = self._cluster_stack.enter_context(Cluster(address))
+            self._began = time.monotonic()
+            able = self._able(self._cluster.nodes(), address)
+            self.workers = workers or len(able)
+            self._nodes = _Nodes(able, -(-self.workers // len(able)))
             if path is None:
                 path = Path(tempfile.mkdtemp(prefix="hicachectl-run-"))
                 self._stack.callback(shutil.rmtree, path, ignore_errors=True)
@@ -119,11 +116,6 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def workers(self) -> int:
-        """Number of parts at once."""
-        return self._stages.workers
-
     def begin(self, on_listed: Callable[[int], None] = lambda objects: None) -> None:
         """List and plan, unless an earlier driver has. on_listed: see `running.begin`."""
         self._manifest = begin(self._run, self._job, self._count, on_listed=on_listed)
@@ -131,12 +123,12 @@ class Driver:
     def work(self, on_progress: Callable[[int, int], None] = lambda new, total: None) -> None:
         """Do all parts; then disconnect.
 
-        on_progress: takes new and total bytes. Raises UsageError, FormatError, StoreUnavailable if
-        no node is left, and as the methods of the job.
+        on_progress: takes new and total bytes. Raises the first error of any part: UsageError,
+        FormatError, StoreUnavailable if no node is left, and as the methods of the job. An
+        interrupt cancels all stages.
         """
         try:
-            work = _Work(self._run, self._job, self._manifest, self._stages, self._nodes, self._say)
-            work.run(on_progress)
+            self._do_all(on_progress)
         finally:
             self._cluster_stack.close()
 
@@ -150,15 +142,15 @@ class Driver:
 
     def _count(self, objects: int) -> int:
         """Return the number of parts for a number of objects."""
-        useful = min(_PARTS_PER_WORKER * self._stages.workers, objects // _FEW_OBJECTS)
-        count = max(self._stages.workers, useful, -(-objects // _MOST_OBJECTS))
+        useful = min(_PARTS_PER_WORKER * self.workers, objects // _FEW_OBJECTS)
+        count = max(self.workers, useful, -(-objects // _MOST_OBJECTS))
         return min(count, MOST_PARTS)
 
     def _able(self, nodes: list[Node], address: str) -> list[Node]:
         """Return the nodes that can work; name the others. Raises StoreUnavailable if none can."""
-        refusals = self._stages.refusals(nodes)
+        refusals = self._cluster.refusals(nodes, self._opens)
         for node, reason in refusals.items():
-            self._say(f"Node {node.name} is left out: {reason}")
+            self._say_now(f"Node {node.name} is left out: {reason}")
         able = [node for node in nodes if node not in refusals]
         if not able:
             reason = (
@@ -169,159 +161,12 @@ class Driver:
             raise StoreUnavailable(f"--ray {address}: no node of the cluster can work: {reason}")
         return able
 
-
-class _Nodes:
-    """Nodes in use, with the number of parts that each one does. Used by several threads."""
-
-    def __init__(self, nodes: Collection[Node], most: int) -> None:
-        self._busy = dict.fromkeys(nodes, 0)
-        self._most = most
-        self._changed = threading.Condition()
-
-    def take(self, avoided: Collection[Node], stopped: Callable[[], bool]) -> Node:
-        """Wait for a node with room, one that is not avoided if there is any.
-
-        Raises StoreUnavailable if no node is left, StoppedError.
-        """
-        with self._changed:
-            while not stopped():
-                if not self._busy:
-                    raise StoreUnavailable(
-                        "No node is left that can work; see above why, then run again"
-                    )
-                wanted = [node for node in self._busy if node not in avoided] or [*self._busy]
-                node = min(wanted, key=self._busy.__getitem__)
-                if self._busy[node] < self._most:
-                    self._busy[node] += 1
-                    return node
-                self._changed.wait(_LOOK_SECONDS)
-        raise StoppedError
-
-    def give(self, node: Node) -> None:
-        """Record that a part has ended on a node."""
-        with self._changed:
-            if node in self._busy:
-                self._busy[node] -= 1
-                self._changed.notify()
-
-    def drop(self, node: Node) -> bool:
-        """Use a node no more; return whether it was in use."""
-        with self._changed:
-            self._changed.notify_all()
-            return self._busy.pop(node, None) is not None
-
-
-class _Stages:
-    """Stages of a job's parts, done on nodes.
-
-    workers: number of parts at once, which divides limits.
-    parts_here: the largest number of these on one node.
-    """
-
-    def __init__(self, cluster: Cluster, open_job: OpenJob, workers: int) -> None:
-        self._cluster = cluster
-        self._job = pickle.dumps(open_job)
-        self._began = time.monotonic()
-        self.workers = workers
-        self.parts_here = 1
-
-    def refusals(self, nodes: Collection[Node]) -> dict[Node, str]:
-        """Return why nodes cannot work."""
-        return self._cluster.refusals(nodes, self._job)
-
-    def do(
-        self,
-        node: Node,
-        stopped: Callable[[], bool],
-        given: PartInput,
-        on_progress: Callable[[int, int], None],
-    ) -> StageResult:
-        """Do the work of a part. Exceptions as in `Cluster.answers`."""
-        order = Order(
-            stage="work",
-            job=self._job,
-            manifest=dump(given.manifest),
-            part=given.part,
-            owner=given.owner,
-            divided=self.workers,
-            parts_here=self.parts_here,
-            age=given.age(),
-            spent=time.monotonic() - self._began,
-            tables={name: table_bytes(read()) for name, read in given.tables.items()},
-        )
-        pieces: dict[str, list[pa.Table]] = defaultdict(list)
-        outcome: Outcome | None = None
-        with closing(self._cluster.answers(node, order, stopped)) as answers:
-            for answer in answers:
-                match answer:
-                    case Moved(new, total):
-                        on_progress(new, total)
-                    case Piece(table, content):
-                        pieces[table].append(table_from(content))
-                    case Outcome():
-                        outcome = answer
-        if outcome is None:
-            raise LostError("the process ended without a result")
-        tables = {name: pa.concat_tables(of_table) for name, of_table in pieces.items()}
-        return result_from(outcome, tables)
-
-
-class _Progress:
-    """Bytes done, and an estimate of the total, which each part tells when it begins."""
-
-    def __init__(self, parts: int, report: Callable[[int, int], None]) -> None:
-        self._parts = parts
-        self._report = report
-        self._done: dict[int, int] = {}
-        self._totals: dict[int, int] = {}
-
-    def moved(self, part: int, new: int, total: int) -> None:
-        self._done[part] = self._done.get(part, 0) + new
-        self._totals[part] = total
-        known = sum(self._totals.values())
-        self._report(new, known * max(self._parts, len(self._totals)) // len(self._totals))
-
-    def lost(self, part: int) -> None:
-        """Subtract the progress of a lost attempt."""
-        if part in self._totals:
-            self.moved(part, -self._done[part], self._totals[part])
-
-    def done_before(self) -> None:
-        self._parts -= 1
-
-
-class _Work:
-    """Parts to do, by threads that each wait for one part at a time."""
-
-    def __init__(
-        self,
-        run: RunDirectory,
-        job: Job,
-        manifest: Manifest,
-        stages: _Stages,
-        nodes: _Nodes,
-        say: Say,
-    ) -> None:
-        self._run = run
-        self._job = job
-        self._manifest = manifest
-        self._stages = stages
-        self._nodes = nodes
-        self._say_now = say
-        self._todo = deque(range(manifest.parts))
-        self._lost_on: dict[int, list[Node]] = defaultdict(list)
-        self._stopped = threading.Event()
-        self._errors: list[BaseException] = []
-        # Calls for the main thread, which alone prints.
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """Do all parts. Raises the first error of any; an interrupt cancels all stages."""
-        progress = _Progress(self._manifest.parts, on_progress)
-        count = min(self._stages.workers, self._manifest.parts)
+    def _do_all(self, on_progress: Callable[[int, int], None]) -> None:
+        parts = self._manifest.parts
+        todo, progress = deque(range(parts)), _Progress(parts, on_progress)
         threads = [
-            threading.Thread(target=self._do_parts, args=[progress], name="part", daemon=True)
-            for _ in range(count)
+            threading.Thread(target=self._do_parts, args=[todo, progress], name="part", daemon=True)
+            for _ in range(min(self.workers, parts))
         ]
         try:
             for thread in threads:
@@ -347,7 +192,7 @@ class _Work:
     def _say(self, text: str) -> None:
         self._calls.put(partial(self._say_now, text))
 
-    def _do_parts(self, progress: _Progress) -> None:
+    def _do_parts(self, todo: deque[int], progress: _Progress) -> None:
         """Do parts until none is left.
 
         A thread that loses a part puts it back and goes on, so no part is left at the end.
@@ -355,17 +200,19 @@ class _Work:
         try:
             while not self._stopped.is_set():
                 try:
-                    part = self._todo.popleft()
+                    part = todo.popleft()
                 except IndexError:
                     return
-                self._do(part, progress)
+                if not self._do(part, progress):
+                    todo.append(part)
         except StoppedError:
             pass
         except BaseException as error:
             self._errors.append(error)
             self._stopped.set()
 
-    def _do(self, part: int, progress: _Progress) -> None:
+    def _do(self, part: int, progress: _Progress) -> bool:
+        """Do a part on a node; return False if it is lost and is to be done again."""
         node = self._nodes.take(self._lost_on[part], self._stopped.is_set)
         try:
             outcome = run_part(
@@ -373,7 +220,7 @@ class _Work:
                 self._job,
                 self._manifest,
                 part,
-                work=partial(self._stages.do, node, self._stopped.is_set),
+                work=partial(self._work_on, node),
                 on_progress=lambda new, total: self._calls.put(
                     partial(progress.moved, part, new, total)
                 ),
@@ -382,21 +229,122 @@ class _Work:
                 self._calls.put(progress.done_before)
         except LostError as loss:
             self._calls.put(partial(progress.lost, part))
-            self._note_loss(part, node, loss)
+            return self._gives_up(part, node, loss)
         finally:
             self._nodes.give(node)
+        return True
 
-    def _note_loss(self, part: int, node: Node, loss: LostError) -> None:
-        """Do a part again, and use its node no more if it cannot work."""
-        reason = self._stages.refusals([node]).get(node)
+    def _gives_up(self, part: int, node: Node, loss: LostError) -> bool:
+        """Return whether a lost part is not done again; use its node no more if it cannot work."""
+        reason = self._cluster.refusals([node], self._opens).get(node)
         if reason is not None and self._nodes.drop(node):
             self._say(f"Node {node.name} is left out: {reason}")
         lost_on = self._lost_on[part]
         lost_on.append(node)
         if len(lost_on) < ATTEMPTS:
             self._say(f"Part {part} was lost on {node.name} and is done again: {loss}")
-            self._todo.append(part)
-        elif loss.error is not None:
+            return False
+        if loss.error is not None:
             raise loss.error
-        else:
-            self._say(f"Part {part} was lost {ATTEMPTS} times, at last on {node.name}: {loss}")
+        self._say(f"Part {part} was lost {ATTEMPTS} times, at last on {node.name}: {loss}")
+        return True
+
+    def _work_on(
+        self, node: Node, given: PartInput, on_progress: Callable[[int, int], None]
+    ) -> StageResult:
+        """Do the work of a part on a node. Exceptions as in `Cluster.answers`."""
+        order = Order(
+            stage="work",
+            job=self._opens,
+            manifest=dump(given.manifest),
+            part=given.part,
+            owner=given.owner,
+            divided=self.workers,
+            parts_here=self._nodes.most,
+            age=given.age(),
+            spent=time.monotonic() - self._began,
+            tables={name: table_bytes(read()) for name, read in given.tables.items()},
+        )
+        pieces: dict[str, list[pa.Table]] = defaultdict(list)
+        outcome: Outcome | None = None
+        with closing(self._cluster.answers(node, order, self._stopped.is_set)) as answers:
+            for answer in answers:
+                match answer:
+                    case Moved(new, total):
+                        on_progress(new, total)
+                    case Piece(table, content):
+                        pieces[table].append(table_from(content))
+                    case Outcome():
+                        outcome = answer
+        if outcome is None:
+            raise LostError("the process ended without a result")
+        tables = {name: pa.concat_tables(of_table) for name, of_table in pieces.items()}
+        return StageResult(outcome.facts, tables, outcome.settled)
+
+
+class _Nodes:
+    """Nodes in use, with the number of parts that each one does. Used by several threads.
+
+    most: number of parts that a node does at once.
+    """
+
+    def __init__(self, nodes: Collection[Node], most: int) -> None:
+        self._busy = dict.fromkeys(nodes, 0)
+        self.most = most
+        self._changed = threading.Condition()
+
+    def take(self, avoided: Collection[Node], stopped: Callable[[], bool]) -> Node:
+        """Wait for a node with room, one that is not avoided if there is any.
+
+        Raises StoreUnavailable if no node is left, StoppedError.
+        """
+        with self._changed:
+            while not stopped():
+                if not self._busy:
+                    raise StoreUnavailable(
+                        "No node is left that can work; see above why, then run again"
+                    )
+                wanted = [node for node in self._busy if node not in avoided] or [*self._busy]
+                node = min(wanted, key=self._busy.__getitem__)
+                if self._busy[node] < self.most:
+                    self._busy[node] += 1
+                    return node
+                self._changed.wait(_LOOK_SECONDS)
+        raise StoppedError
+
+    def give(self, node: Node) -> None:
+        """Record that a part has ended on a node."""
+        with self._changed:
+            if node in self._busy:
+                self._busy[node] -= 1
+                self._changed.notify()
+
+    def drop(self, node: Node) -> bool:
+        """Use a node no more; return whether it was in use."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._busy.pop(node, None) is not None
+
+
+class _Progress:
+    """Bytes done, and an estimate of the total, which each part tells when it begins."""
+
+    def __init__(self, parts: int, report: Callable[[int, int], None]) -> None:
+        self._parts = parts
+        self._report = report
+        self._done: dict[int, int] = {}
+        self._totals: dict[int, int] = {}
+
+    def moved(self, part: int, new: int, total: int) -> None:
+        self._done[part] = self._done.get(part, 0) + new
+        self._totals[part] = total
+        known = sum(self._totals.values())
+        self._report(new, known * max(self._parts, len(self._totals)) // len(self._totals))
+
+    def lost(self, part: int) -> None:
+        """Subtract the progress of a lost attempt."""
+        if part in self._totals:
+            self.moved(part, -self._done[part], self._totals[part])
+
+    def done_before(self) -> None:
+        self._parts -= 1

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from hicachectl.formats.errors import FormatError
+from msgspec import Meta, Struct
+
+from hicachectl.backends.capabilities import Archive, Leases
+from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.formats.profile import profile_to_mapping
+from hicachectl.io.table_files import TableFile, read_table
+from hicachectl.move.run_mark import RunMark
+from hicachectl.pages.in_flight import ListingTime
+from hicachectl.pages.published import Listing
+from hicachectl.parts.directory import usage_errors
+from hicachectl.parts.manifest import FORM, LIST_AGAIN, MANIFEST, Moment, Owner, Seconds
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory, Trust
     from hicachectl.backends.disk.permissions import Permissions
+    from hicachectl.formats.profile import Profile
+    from hicachectl.move.batches import CopyOptions
+    from hicachectl.pages.selection import Selection
     from hicachectl.parts.manifest import Manifest, Published
-    from hicachectl.parts.records import Record, RecordForm, StageResult
     from hicachectl.results import Result
 
 Tables = Mapping[str, Callable[[], "pa.Table"]]  # each call reads the table
@@ -29,6 +46,70 @@ MODULES = {
     "prewarm": "hicachectl.parts.prewarm",
     "verify": "hicachectl.parts.verify",
 }
+_DIGEST_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """Result of a part, or of finishing a run.
+
+    facts: values for JSON: sums, flags and texts.
+    tables: in the schemas of the job's kind.
+    settled: whether the work is complete and nothing failed.
+    """
+
+    facts: dict[str, Any]
+    tables: dict[str, pa.Table] = field(default_factory=dict)
+    settled: bool = True
+
+
+class RecordForm(Struct, kw_only=True):
+    """A result in JSON.
+
+    part: number of the part; -1 for the record of the whole run.
+    host: where the work was done.
+    ended_ns: Unix time of its end, by that host's clock.
+    seconds: duration of the work.
+    tables: files beside the record, by table name.
+    """
+
+    form: Annotated[int, Meta(ge=FORM, le=FORM)]
+    run: Owner
+    part: int
+    host: str
+    ended_ns: Moment
+    seconds: Seconds
+    settled: bool
+    facts: dict[str, Any]
+    tables: dict[str, TableFile]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A published record; its tables are read when asked for.
+
+    next_step: ends the message for a damaged record or table.
+    opened: function that opens the record's directory.
+    """
+
+    form: RecordForm
+    path: str
+    next_step: str
+    opened: Callable[[], Directory]
+    schemas: Mapping[str, pa.Schema]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The values of the result."""
+        return self.form.facts
+
+    def table(self, name: str) -> pa.Table:
+        """Read a table. Raises FormatError for a missing or damaged one."""
+        file = self.form.tables.get(name)
+        if file is None:
+            raise FormatError(f"{self.path}: has no table {name!r}; {self.next_step}")
+        with usage_errors(Path(self.path)), self.opened() as directory:
+            return read_table(directory, file, self.schemas[name], self.next_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +133,50 @@ class PartInput:
     parts_here: int
     seconds_of: Callable[[float], float]
     age: Callable[[], float]
+
+    @property
+    def listing_time(self) -> ListingTime:
+        """Time at which the lister listed the store."""
+        published, began = self.manifest.published, time.monotonic() - self.age()
+        return ListingTime(
+            start_ns=published.listing_ns, duration_ns=published.duration_ns, began=began
+        )
+
+    def share_of(self, limit: int | None) -> int | None:
+        """Return the part's share of a limit of the whole run, at least 1; None without a limit."""
+        return None if limit is None else max(1, limit // self.divided)
+
+    def jobs(self, jobs: int | None, usual: int, *read: Store) -> int | None:
+        """Return the number of jobs of the part; None for the command's default.
+
+        jobs: number given by --jobs.
+        usual: default number of one process.
+        read: stores to be read. If reads grant leases, the parts of a machine then lease about as
+            many objects as one process.
+        """
+        shared = self.parts_here > 1 and any(isinstance(store, Leases) for store in read)
+        if jobs is None and shared:
+            return max(1, usual // self.parts_here)
+        return jobs
+
+    def options(self, options: CopyOptions, *read: Store) -> CopyOptions:
+        """Return the options of a part that copies, with its share of the whole run's limits.
+
+        read: stores to be read.
+        """
+        return replace(
+            options,
+            jobs=self.jobs(options.jobs, options.job_count, *read),
+            bytes_per_second=self.share_of(options.bytes_per_second),
+        )
+
+    def sweep_attempts(self, *stores: Store) -> None:
+        """Remove the unfinished writes of all attempts at the part. Call it when its work is done.
+
+        Killed attempts left some. An attempt that is at work beside this one loses its own, but
+        this one's result comes first.
+        """
+        RunMark(self.owner, ended=(self.owner,)).put(*stores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +233,11 @@ class Job(Protocol):
     def finish(
         self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
     ) -> StageResult:
-        """Finish the run after the results of all parts. folder: with the published tables."""
+        """Finish the run after the results of all parts, if the kind of command does that.
+
+        folder: directory of the published tables.
+        """
+        return StageResult({})
 
 
 def kind_of(command: str, source: str) -> Kind:
@@ -120,3 +249,46 @@ def kind_of(command: str, source: str) -> Kind:
         )
     kind: Kind = import_module(module).KIND
     return kind
+
+
+def selection_identity(selection: Selection) -> dict[str, Any]:
+    """Return the members of a run's identity for filters.
+
+    An age means another time in each process, so the times are the lister's.
+    """
+    members = {f"--{field.name}": getattr(selection, field.name) for field in fields(selection)}
+    members |= {name: "given" for name in ("--since", "--before") if members[name] is not None}
+    members["--state"] = list(members.pop("--states"))
+    if (pages := selection.pages) is not None:
+        text = json.dumps([pages.pages, pages.groups]).encode()
+        digest = hashlib.sha256(text).hexdigest()[:_DIGEST_DIGITS]
+        members["--pages"] = f"{len(pages.pages)} rows, SHA-256 {digest}"
+    return members
+
+
+def published_selection(selection: Selection) -> Selection:
+    """Return what the lister publishes of a selection: its times. Each part reads its page list."""
+    return replace(selection, pages=None)
+
+
+def profile_identity(name: str, profile: Profile | None) -> dict[str, Any]:
+    """Return the members of a run's identity for a profile, one for each field."""
+    mapping = {} if profile is None else profile_to_mapping(profile)
+    return {f"{name}: {field}": value for field, value in mapping.items()}
+
+
+def listing_of(manifest: Manifest, grammar: str, profile: Profile | None) -> Listing:
+    """Return the published listing without its objects. Raises FormatError."""
+    try:
+        return Listing.from_mapping(manifest.published.table, grammar, profile, MANIFEST)
+    except FormatError as error:
+        raise FormatError(f"{error}; {LIST_AGAIN}") from error
+
+
+def refuse_pack(destination: Store) -> None:
+    """Raise UsageError if a destination is a pack."""
+    if isinstance(destination, Archive):
+        raise UsageError(
+            f"{destination.url}: several processes cannot write one pack; give a directory as "
+            "destination, or use one process"
+        )

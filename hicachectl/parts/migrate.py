@@ -26,19 +26,17 @@ from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import inventory_of, publish_listing, refuse_unmounted
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
-from hicachectl.parts.common import (
+from hicachectl.parts.job import (
+    Job,
+    Kind,
+    StageResult,
     listing_of,
-    listing_time,
-    options_of_part,
     profile_identity,
     published_selection,
     refuse_pack,
     selection_identity,
-    sweep_attempts,
 )
-from hicachectl.parts.job import Kind
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
-from hicachectl.parts.records import StageResult
 from hicachectl.results import Shown
 from hicachectl.text.tables import NO_SCREEN
 
@@ -47,11 +45,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
-    from hicachectl.move.batches import CopyOptions
     from hicachectl.move.migration import MigrationRequest
     from hicachectl.pages.published import Listing
-    from hicachectl.parts.job import PartCount, PartInput, Tables
-    from hicachectl.parts.records import Record, RecordForm
+    from hicachectl.parts.job import PartCount, PartInput, Record, RecordForm, Tables
     from hicachectl.results import Result
 
 _OBJECTS = "objects"
@@ -100,7 +96,7 @@ def _result(manifest: Manifest, facts: Sequence[MigrationFacts], labelled: int) 
 KIND = Kind("migrate", {}, merge, said)
 
 
-class MigrateJob:
+class MigrateJob(Job):
     """A migration between two open stores, in parts."""
 
     kind = KIND
@@ -164,11 +160,14 @@ class MigrateJob:
         manifest, source = given.manifest, self._source
         selection = convert(manifest.options, _Options, MANIFEST).selection
         selection = replace(selection, pages=self._request.selection.pages)
-        request = replace(self._request, selection=selection, options=self._share(given))
+        options = self._request.options
+        read = [source, *([self._destination] if options.verify else [])]
+        options = given.options(options, *read)
+        request = replace(self._request, selection=selection, options=options)
         inventory = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
         if request.needs_pages:
             refuse_unmounted(source, inventory)
-        if request.options.move:
+        if options.move:
             # An earlier attempt may have removed objects since the listing.
             present = source.exists(inventory.take(np.arange(len(inventory.objects)), ["key"]))
             inventory = inventory.only(np.flatnonzero(present))
@@ -177,27 +176,16 @@ class MigrateJob:
             migration,
             inventory,
             [given.tables[_FOUND]()],
-            listing_time(given),
+            given.listing_time,
             asks=True,
         )
         if request.dry_run:
             facts = rehearse(migration, plan)
         else:
             facts = carry_out(migration, plan, RunMark(given.owner), on_moved=on_progress)
-            sweep_attempts(given, self._destination, *([source] if request.options.move else []))
+            given.sweep_attempts(self._destination, *([source] if options.move else []))
         facts.seconds = time.monotonic() - began
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
-
-    def finish(
-        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
-    ) -> StageResult:
-        """See `Job`; a migration has nothing to finish."""
-        raise NotImplementedError
-
-    def _share(self, given: PartInput) -> CopyOptions:
-        options = self._request.options
-        read = [self._source, *([self._destination] if options.verify else [])]
-        return options_of_part(options, given, *read)
 
     def _listing(self, manifest: Manifest) -> Listing:
         return listing_of(manifest, self._source.grammar, self._request.profile)

@@ -15,16 +15,15 @@ from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import refuse_unmounted
-from hicachectl.parts.common import (
+from hicachectl.parts.job import (
+    Job,
+    Kind,
+    StageResult,
     listing_of,
-    options_of_part,
     profile_identity,
     refuse_pack,
-    sweep_attempts,
 )
-from hicachectl.parts.job import Kind
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Published
-from hicachectl.parts.records import StageResult
 from hicachectl.prewarming.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
 from hicachectl.prewarming.prewarm import (
     SliceCopy,
@@ -43,9 +42,8 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.pages.published import Listing
-    from hicachectl.parts.job import PartCount, PartInput, Tables
+    from hicachectl.parts.job import PartCount, PartInput, Record, RecordForm, Tables
     from hicachectl.parts.manifest import Manifest
-    from hicachectl.parts.records import Record, RecordForm
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.results import Result
 
@@ -102,7 +100,7 @@ def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
 KIND = Kind("prewarm", {}, merge, said, finishes=True)
 
 
-class PrewarmJob:
+class PrewarmJob(Job):
     """A prewarm whose slices are copied by many processes."""
 
     kind = KIND
@@ -176,7 +174,8 @@ class PrewarmJob:
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Copy a slice; see `Job.work`."""
-        request, destination = self._of_part(given), self._destination
+        destination, options = self._destination, given.options(self._request.options, self._source)
+        request = replace(self._request, options=options)
         warming = Warming(self._source, destination, request)
         RunMark(given.owner).put(destination)
         planned = Slice(
@@ -193,7 +192,7 @@ class PrewarmJob:
         copying = SliceCopy(warming, rest.pages, deadline, best)
         with persistent():
             copying.run(on_progress)
-            sweep_attempts(given, destination)
+            given.sweep_attempts(destination)
         facts = copying.facts
         facts.failed += rest.failed
         facts.problems = [*rest.problems, *facts.problems]
@@ -224,8 +223,3 @@ class PrewarmJob:
 
     def _listing(self, manifest: Manifest) -> Listing:
         return listing_of(manifest, self._source.grammar, self._request.profile)
-
-    def _of_part(self, given: PartInput) -> PrewarmRequest:
-        """Return the request with the part's share of the limits of the whole run."""
-        options = options_of_part(self._request.options, given, self._source)
-        return replace(self._request, options=options)

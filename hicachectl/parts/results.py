@@ -1,21 +1,32 @@
-"""Results of the parts of a run, and the result of the whole run."""
+"""Results of the parts of a run, and the result of the whole run.
+
+Tables of a result are written first, under names of their own. Then the record is published, so a
+record names only whole tables.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from hicachectl.formats.errors import FormatError, UsageError
+from hicachectl.io.interrupts import deferred
+from hicachectl.io.table_files import pieces, read_document, write_table
 from hicachectl.parts.directory import PARTS, result_name, usage_errors
-from hicachectl.parts.job import kind_of
-from hicachectl.parts.records import Record, load
+from hicachectl.parts.job import Record, RecordForm, kind_of
+from hicachectl.parts.manifest import dump
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
+    import pyarrow as pa
+
+    from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.directory import RunDirectory
     from hicachectl.parts.job import Kind
     from hicachectl.parts.manifest import Manifest
@@ -34,12 +45,58 @@ class RunDocument(msgspec.Struct):
     missing_parts: list[int]
 
 
+def save(
+    directory: Directory,
+    name: str,
+    form: RecordForm,
+    tables: Mapping[str, pa.Table],
+    schemas: Mapping[str, pa.Schema],
+) -> bool:
+    """Write tables and publish a record, unless its name exists; return whether it is ours.
+
+    name: without `.json`. Removes the tables of an unpublished record. Raises OSError,
+    UntrustedError, UnsupportedByBackend.
+    """
+    attempt = os.urandom(8).hex()  # two attempts at a part may write at once
+    try:
+        for table_name, table in tables.items():
+            file_name = f"{name}-{attempt}-{table_name}.parquet"
+            schema = schemas[table_name]
+            form.tables[table_name] = write_table(directory, file_name, pieces(table), schema)
+        with deferred():  # a signal must not hide whose record it is
+            ours = directory.publish(f"{name}.json", dump(form))
+    except BaseException:
+        if not directory.has(f"{name}.json"):  # else the record may be ours
+            _remove(directory, form)
+        raise
+    if not ours:
+        _remove(directory, form)
+    return ours
+
+
+def _remove(directory: Directory, form: RecordForm) -> None:
+    for file in form.tables.values():
+        with suppress(OSError):
+            directory.remove(file.name)
+
+
+def _load(run: RunDirectory, directory: Directory, name: str, kind: Kind, next_step: str) -> Record:
+    """Read a record.
+
+    next_step: ends the message for a damaged record or table.
+    Raises FormatError, OSError (FileNotFoundError if missing), UntrustedError.
+    """
+    form = read_document(directory, f"{name}.json", RecordForm, next_step)
+    path = f"{directory.path}/{name}.json"
+    return Record(form, path, next_step, run.results, kind.schemas)
+
+
 def result_of(run: RunDirectory, manifest: Manifest, kind: Kind, part: int) -> Record:
     """Read the result of a part. Raises FormatError if it is damaged."""
     name = result_name(part)
     next_step = f"remove {name}.json and run part {part} again"
     with usage_errors(run.path / PARTS), run.results() as results:
-        record = load(results, name, kind.schemas, run.results, next_step)
+        record = _load(run, results, name, kind, next_step)
     if (record.form.run, record.form.part) != (manifest.run, part):
         raise FormatError(f"{record.path}: belongs to another run or part; {next_step}")
     return record
@@ -79,7 +136,7 @@ def merge_run(run: RunDirectory) -> Result:
     with usage_errors(run.path):
         if not missing and run.directory.has(f"{FINISH}.json"):
             next_step = f"remove {FINISH}.json and run any part again"
-            finish = load(run.directory, FINISH, kind.schemas, run.results, next_step)
+            finish = _load(run, run.directory, FINISH, kind, next_step)
     merged = replace(kind.merge(manifest, results, finish), command=kind.command)
     undone = [part for part, record in results.items() if not record.form.settled]
     if undone:

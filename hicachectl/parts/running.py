@@ -15,17 +15,22 @@ from hicachectl import __version__
 from hicachectl.formats.errors import HicacheError, StoreUnavailable, UsageError
 from hicachectl.io.interrupts import deferred
 from hicachectl.parts.directory import PARTS, result_name, usage_errors
-from hicachectl.parts.job import PartInput
+from hicachectl.parts.job import PartInput, RecordForm
 from hicachectl.parts.manifest import FORM, MANIFEST, Manifest, refuse_other
-from hicachectl.parts.records import RecordForm, save
-from hicachectl.parts.results import FINISH, has_all_results, is_finished, result_of, results_of
+from hicachectl.parts.results import (
+    FINISH,
+    has_all_results,
+    is_finished,
+    result_of,
+    results_of,
+    save,
+)
 from hicachectl.text.units import human_age
 
 if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.parts.directory import RunDirectory
-    from hicachectl.parts.job import Job, PartCount
-    from hicachectl.parts.records import StageResult
+    from hicachectl.parts.job import Job, PartCount, StageResult
 
     Work = Callable[[PartInput, Callable[[int, int], None]], StageResult]
 

@@ -31,23 +31,22 @@ from hicachectl.pages.published import (
 )
 from hicachectl.pages.selection import Selection  # noqa: TC001 - msgspec reads it
 from hicachectl.pages.tally import Tally
-from hicachectl.parts.common import (
-    jobs_of_part,
+from hicachectl.parts.job import (
+    Job,
+    Kind,
+    PartInput,
+    Record,
+    StageResult,
     listing_of,
-    listing_time,
     profile_identity,
     published_selection,
     selection_identity,
-    share_of,
 )
-from hicachectl.parts.job import Kind, PartInput
 from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Manifest, Published
-from hicachectl.parts.records import Record, StageResult
 from hicachectl.profiles.stamps import Stamp, write_stamp
+from hicachectl.verification.part_result import PartResult, VerifyFacts
 from hicachectl.verification.report import (
-    PartResult,
     StoreDescription,
-    VerifyFacts,
     describe_store,
     doubted,
     report_of,
@@ -76,10 +75,9 @@ if TYPE_CHECKING:
     from hicachectl.move.repair import RepairOptions
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.published import Listing
-    from hicachectl.parts.job import PartCount, Tables
-    from hicachectl.parts.records import RecordForm
+    from hicachectl.parts.job import PartCount, RecordForm, Tables
     from hicachectl.results import Result
-    from hicachectl.verification.report import Refusal
+    from hicachectl.verification.part_result import Refusal
     from hicachectl.verification.verify import PartCheck
 
 _OBJECTS = "objects"
@@ -102,21 +100,6 @@ class _Options(msgspec.Struct, kw_only=True):
     fail_on: Literal["warning", "error", "never"]
     dry_run: bool | None
     mending: Mending = Mending()
-
-    @classmethod
-    def of(
-        cls, request: VerifyRequest, fail_on: str, repair: RepairOptions | None, mending: Mending
-    ) -> _Options:
-        return cls(
-            profile=None if request.profile is None else profile_to_mapping(request.profile),
-            checks=request.checks,
-            selection=published_selection(request.selection),
-            sample=request.sample,
-            has_catalog=request.has_catalog,
-            fail_on=fail_on,  # type: ignore[arg-type]
-            dry_run=None if repair is None else repair.dry_run,
-            mending=mending,
-        )
 
     def request(self) -> VerifyRequest:
         """Return the request of the whole run, for its report."""
@@ -214,7 +197,7 @@ _SCHEMAS = {_FOUND: NAMED_SCHEMA, _CATALOG: CATALOG_SCHEMA}
 KIND = Kind("verify", _SCHEMAS, merge, said, parts_fail=False)
 
 
-class VerifyJob:
+class VerifyJob(Job):
     """A verification of an open store, in parts."""
 
     kind = KIND
@@ -244,9 +227,17 @@ class VerifyJob:
         self._repair = repair
         self.trust = trust_of(store, writes=True)
         self.permissions = permissions_of(store, listing=True)
-        self.options: dict[str, Any] = msgspec.to_builtins(
-            _Options.of(request, fail_on, repair, mending or Mending())
+        options = _Options(
+            profile=None if request.profile is None else profile_to_mapping(request.profile),
+            checks=request.checks,
+            selection=published_selection(request.selection),
+            sample=request.sample,
+            has_catalog=request.has_catalog,
+            fail_on=fail_on,  # type: ignore[arg-type]
+            dry_run=None if repair is None else repair.dry_run,
+            mending=mending or Mending(),
         )
+        self.options: dict[str, Any] = msgspec.to_builtins(options)
         self.identity = {
             **_identity(store, request),
             "--sample-slice": sample_slice,
@@ -338,7 +329,7 @@ class VerifyJob:
         facts = convert(manifest.published.facts, _Facts, MANIFEST)
         request = replace(self._part_request(given), catalog=_catalog(facts, given.tables))
         first = given.part == 0
-        start = replace(start_run(store, request, first=first), listing=listing_time(given))
+        start = replace(start_run(store, request, first=first), listing=given.listing_time)
         listed = inventory_of(given.tables[_OBJECTS](), self._listing(manifest).table)
         if not request.allow_empty:
             refuse_unmounted(store, listed)
@@ -385,12 +376,6 @@ class VerifyJob:
         )
         return replace(checked, result=result).remarked(*_of_part(given, said))
 
-    def finish(
-        self, folder: Directory, manifest: Manifest, results: Mapping[int, Record]
-    ) -> StageResult:
-        """See `Job`; a verification has nothing to finish."""
-        raise NotImplementedError
-
     def _part_request(self, given: PartInput) -> VerifyRequest:
         """Return the request with the lister's decisions and the part's share of the limits."""
         decided = convert(given.manifest.options, _Options, MANIFEST)
@@ -399,10 +384,10 @@ class VerifyJob:
         usual = store.limits.parallel_reads
         return replace(
             request,
-            jobs=jobs_of_part(request.jobs, usual, given, store),
+            jobs=given.jobs(request.jobs, usual, store),
             selection=replace(decided.selection, pages=request.selection.pages),
             sample=decided.sample,
-            bytes_per_second=share_of(request.bytes_per_second, given.divided),
+            bytes_per_second=given.share_of(request.bytes_per_second),
             time_limit_seconds=None if limit is None else given.seconds_of(limit),
         )
 
@@ -413,7 +398,7 @@ def _stage_result(checked: PartCheck) -> StageResult:
     tables = {_FOUND: result.found.select(NAMED_SCHEMA.names)}
     if checked.catalog is not None:
         tables[_CATALOG] = checked.catalog.entries
-    settled = result.facts.complete and not result.facts.unrepaired
+    settled = result.facts.reading.complete and not result.facts.unrepaired
     return StageResult(msgspec.to_builtins(form), tables, settled=settled)
 
 

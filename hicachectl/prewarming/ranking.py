@@ -22,7 +22,6 @@ from hicachectl.formats.spec import page_bytes
 from hicachectl.prewarming.value.reuse import reuse_values
 from hicachectl.prewarming.value.uses import Uses, walk_uses
 from hicachectl.requests.chains import hex_pages, requests_of_pages
-from hicachectl.requests.forest import prefix_closed
 from hicachectl.requests.reading import request_lines
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def rank_blocks(requests: Requests, *, budget: int | None = None) -> RankedBlock
     requests = requests.in_time_order()
     forest = requests.forest  # refuses a block with two prefixes, which could repeat in a chain
     uses = walk_uses(requests)
-    closed = prefix_closed(forest, _values(requests, uses))
+    closed = forest.closed(_values(requests, uses))
     order = np.argsort(-closed, kind="stable")[:budget]
     seen = None if requests.times is None else requests.times[uses.last[order]]
     return RankedBlocks(requests, order, closed[order], uses.counts[order], seen)

@@ -28,6 +28,11 @@ class Share:
     expected: int
 
     @property
+    def missing(self) -> int:
+        """Return the number of pages that lack the objects."""
+        return self.expected - self.present
+
+    @property
     def share(self) -> float:
         """Return the share, from 0 to 1."""
         return self.present / self.expected

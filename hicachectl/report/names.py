@@ -27,7 +27,7 @@ def deployment_name(deployment: Deployment) -> str:
 
 
 def summary_name(row: Mapping[str, Any], *, models: bool) -> str:
-    """Return the name of the deployment in a row of `pages.summary`, as `deployment_name`.
+    """Return the name of the deployment in a row of `ls --summary`, as `deployment_name`.
 
     models: whether the keys of the store name models.
     """

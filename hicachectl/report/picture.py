@@ -13,7 +13,7 @@ from hicachectl.backends.capabilities import Leases
 from hicachectl.checks.codes import SEVERITIES
 from hicachectl.checks.findings import severity_ranks
 from hicachectl.formats.errors import FormatError, UsageError
-from hicachectl.pages.summary import summarise, unusual_sizes
+from hicachectl.pages.listing import summarise
 from hicachectl.profiles.identities import markers_of
 from hicachectl.report.completeness import Completeness, completeness_of
 from hicachectl.report.names import deployment_name
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.pages.summary import Totals
+    from hicachectl.pages.listing import Totals
     from hicachectl.requests.measuring import HitsRequest
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
@@ -62,10 +62,9 @@ class Picture:
     """What the report shows of a store.
 
     made: Unix seconds. models: whether keys name models. asked: groups of checks. rows, total: see
-    `ls --summary`. unusual: see `unusual_sizes`. states: number of page groups by state, in
-    the order of `vocabulary.STATES`. writes: None if the store keeps no times. tree: None without
-    requests; no_tree: why not. page: the page in full; page_choice: why this one, or why none.
-    remarks: to be read before the rest.
+    `ls --summary`. states: number of page groups by state, in the order of `vocabulary.STATES`.
+    writes: None if the store keeps no times. tree: None without requests; no_tree: why not. page:
+    the page in full; page_choice: why this one, or why none. remarks: to be read before the rest.
     """
 
     url: str
@@ -75,7 +74,6 @@ class Picture:
     verified: VerifyReport
     findings: tuple[FindingGroup, ...]
     rows: pa.Table
-    unusual: pa.Table
     total: Totals
     free_bytes: int | None
     states: tuple[int, ...]
@@ -147,7 +145,6 @@ def take_picture(
         verified=verified,
         findings=tuple(group_findings(verified.placed, made)),
         rows=rows,
-        unusual=unusual_sizes(inventory),
         total=total,
         free_bytes=store.free_bytes(),
         states=_states(groups),

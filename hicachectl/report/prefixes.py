@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.formats.arrays import IntArray
-    from hicachectl.requests.forest import Forest
+    from hicachectl.requests.chains import Forest
     from hicachectl.requests.hits import Hits
     from hicachectl.requests.measuring import HitsReport
 

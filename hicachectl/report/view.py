@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from datetime import UTC, datetime
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hicachectl import __version__
 from hicachectl.checks.codes import SEVERITIES
-from hicachectl.checks.registry import codes, group_names
+from hicachectl.checks.registry import code_named, group_names
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.report.charts import (
     MAGNITUDES,
@@ -24,16 +24,15 @@ from hicachectl.report.charts import (
     tree_chart,
     write_chart,
 )
-from hicachectl.report.names import FOREIGN, pool_text, rank_text, summary_name
+from hicachectl.report.names import pool_text, rank_text, summary_name
 from hicachectl.text.terminal import escape_controls, message_text, shortened
 from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import STATES
 from hicachectl.verification.report_text import AGE_CLASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from hicachectl.checks.codes import Code
     from hicachectl.report.charts import Mark
     from hicachectl.report.picture import Picture
     from hicachectl.report.prefixes import PrefixTree
@@ -41,13 +40,9 @@ if TYPE_CHECKING:
     from hicachectl.verification.report_text import FindingGroup, Mending
 
 _DEPLOYMENTS = 6  # with charts of their own; the tables have more
-_ROWS = 200  # rows of a table
-_NAMES = 20  # names in a sentence or a list
-_REMARKS = 100
 _TEXT = 4000  # characters; names in a store may be longer
 _EXAMPLES = 3
 _STRIPS = 40
-_SEEN = 0.005  # share of the objects
 _FEW_LEVELS = 1.05  # ratio of values that are shown as one level
 
 
@@ -81,24 +76,19 @@ def html_of(picture: Picture, mending: Mending, marks: Sequence[Mark]) -> str:
         version=__version__,
         style=Markup(style),
         style_digest=digest,
-        url=picture.url,
-        made=picture.made,
-        total=picture.total,
-        free_bytes=picture.free_bytes,
+        picture=picture,
         states=list(zip(STATES, picture.states, strict=True)),
         verdict=_verdict(picture),
         checks=_checks(picture),
-        remarks=picture.remarks[:_REMARKS],
-        more_remarks=len(picture.remarks[_REMARKS:]),
         findings=_findings(picture.findings, mending),
         ages=_ages(picture.findings),
         sizes=_sizes(picture),
         writes=_writes(picture, marks),
-        completeness=_completeness(picture),
+        completeness=[
+            (one, _chart(completeness_chart(one))) for one in picture.completeness[:_DEPLOYMENTS]
+        ],
         tree=None if picture.tree is None else _tree(picture.tree),
-        no_tree=picture.no_tree,
         page=None if picture.page is None else _page(picture.page),
-        page_choice=picture.page_choice,
     )
 
 
@@ -206,13 +196,12 @@ def _ages(groups: Sequence[FindingGroup]) -> dict[str, Any]:
 
 def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str, Any]]:
     """Return the findings by code, the worst severity first."""
-    known = {code.name: code for code in codes()}
     by_code: dict[str, list[FindingGroup]] = defaultdict(list)
     for group in groups:
         by_code[group.code].append(group)
     found = []
     for name, own in by_code.items():
-        code = known[name]
+        code = code_named(name)
         labels = {group.deployment for group in own}
         label = labels.pop() if len(labels) == 1 else None
         severity = min((group.severity for group in own), key=SEVERITIES.index)
@@ -221,22 +210,13 @@ def _findings(groups: Sequence[FindingGroup], mending: Mending) -> list[dict[str
                 "code": name,
                 "severity": own[0].severity,
                 "count": sum(group.count for group in own),
-                "groups": own[:_NAMES],
-                "more": len(own[_NAMES:]),
+                "groups": own,
                 "examples": [e for group in own for e in group.examples][:_EXAMPLES],
                 "texts": code.explanation(),
-                "command": "\n".join(_commands(code, severity, mending, label)),
+                "command": "\n".join(mending.commands(code, severity, label)),
             }
         )
     return found
-
-
-def _commands(code: Code, severity: str, mending: Mending, label: str | None) -> Iterator[str]:
-    """Yield the commands that mend findings. severity: the least of the findings."""
-    if code.alternative and mending.deletes:
-        yield mending.command(code.alternative)
-    if template := code.mending_command(severity):
-        yield mending.command(template, label)
 
 
 # --- bytes ---
@@ -252,20 +232,16 @@ def _sizes(picture: Picture) -> dict[str, Any]:
         row["pool"] = row["pool"] or "not SGLang's"
         of_deployment.setdefault(row["name"], {}).setdefault(row["pool"], []).append(row)
     bars = {
-        name: [bar for pool, own in pools.items() for bar in _bars(pool, own, amount)]
+        name: {pool: _bars(own, amount) for pool, own in pools.items()}
         for name, pools in of_deployment.items()
     }
-    bars = {name: own for name, own in bars.items() if sum(bar.amount for bar in own)}
-    order = sorted(bars, key=lambda name: -sum(bar.amount for bar in bars[name]))
-    longest = max(
-        (
-            sum(bar.amount for bar in own if bar.name == pool)
-            for own in bars.values()
-            for pool in {bar.name for bar in own}
-        ),
-        default=0,
-    )
-    mixed = _mixed(picture)
+    lengths = {
+        name: [sum(bar.amount for bar in own) for own in pools.values()]
+        for name, pools in bars.items()
+    }
+    order = sorted(filter(lambda name: sum(lengths[name]), bars), key=lambda n: -sum(lengths[n]))
+    longest = max((max(lengths[name]) for name in order), default=0)
+    mixed = dict.fromkeys(g.deployment for g in picture.findings if g.code == "mixed-sizes")
     return {
         "counted": unit,
         "charts": [
@@ -276,24 +252,12 @@ def _sizes(picture: Picture) -> dict[str, Any]:
             for name in order[:_DEPLOYMENTS]
         ],
         "left_out": len(order[_DEPLOYMENTS:]),
-        "mixed": mixed[:_NAMES],
-        "more_mixed": len(mixed[_NAMES:]),
-        "rows": rows[:_ROWS],
-        "more": len(rows[_ROWS:]),
+        "mixed": list(mixed),
+        "rows": rows,
     }
 
 
-def _mixed(picture: Picture) -> list[str]:
-    """Return the deployments with a share of unusual sizes that can be seen."""
-    objects, unusual = Counter[str](), Counter[str]()
-    for row in picture.unusual.to_pylist():
-        name = summary_name(row, models=picture.models)
-        objects[name] += row["objects"]
-        unusual[name] += row["unusual"]
-    return [n for n in objects if n != FOREIGN and unusual[n] > _SEEN * objects[n]]
-
-
-def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
+def _bars(rows: list[dict[str, Any]], amount: str) -> list[Bar]:
     """Return the objects of a pool by size; the most common size first."""
     known = sorted(
         (row for row in rows if row["object_nbytes"] is not None), key=lambda row: -row["objects"]
@@ -301,11 +265,11 @@ def _bars(pool: str, rows: list[dict[str, Any]], amount: str) -> list[Bar]:
     rest = [row for row in rows if row["object_nbytes"] is None]
     return [
         *(
-            Bar(pool, human_size(row["object_nbytes"]), min(rank, 3), row[amount])
+            Bar(human_size(row["object_nbytes"]), min(rank, 3), row[amount])
             for rank, row in enumerate(known)
         ),
         *(
-            Bar(pool, "unknown size" if row["nbytes"] is None else "other sizes", 4, row[amount])
+            Bar("unknown size" if row["nbytes"] is None else "other sizes", 4, row[amount])
             for row in rest
         ),
     ]
@@ -319,50 +283,17 @@ def _writes(picture: Picture, marks: Sequence[Mark]) -> dict[str, Any] | None:
     if writes is None:
         return None
     near = [m for m in marks if abs(m.at - writes.start) < 10 * (writes.end - writes.start) + 86400]
-    outside = [
-        text
-        for count, text in (
-            (writes.earlier, f"before {_moment(writes.start)}"),
-            (writes.later, f"after {_moment(writes.end)}"),
-        )
-        if count
-        for text in [f"{_many(count)} of them {text}"]
-    ]
+    outside = (
+        (writes.earlier, f"before {_moment(writes.start)}"),
+        (writes.later, f"after {_moment(writes.end)}"),
+    )
     return {
+        "of": writes,
         "svg": _chart(write_chart(writes, near)),
         "bar": {"hour": "an hour", "day": "a day"}.get(writes.unit, writes.unit),
-        "outside": outside,
-        "far": [mark for mark in marks if mark not in near],
+        "outside": [f"{_many(count)} of them {where}" for count, where in outside if count],
         "marks": near,
-        "series": [
-            {
-                "name": name,
-                "objects": int(counts.sum()),
-                "most": int(counts.max()),
-                "when": writes.start + writes.width * int(counts.argmax()),
-            }
-            for name, counts in writes.series
-        ],
-    }
-
-
-# --- completeness ---
-
-
-def _completeness(picture: Picture) -> dict[str, Any]:
-    shown = picture.completeness[:_DEPLOYMENTS]
-    lacking = [[s for s in one.shares if s.present < s.expected] for one in shown]
-    return {
-        "charts": [
-            {
-                "of": one,
-                "svg": _chart(completeness_chart(one)),
-                "lacking": own[:_ROWS],
-                "more": len(own[_ROWS:]),
-            }
-            for one, own in zip(shown, lacking, strict=True)
-        ],
-        "left_out": len(picture.completeness) - len(shown),
+        "far": [mark for mark in marks if mark not in near],
     }
 
 
@@ -405,16 +336,13 @@ def _page(report: PageReport) -> dict[str, Any]:
         one["what"] = what_of[one["key"]]
     return {
         "page": document["page"],
-        "groups": document["groups"][:_NAMES],
-        "more_groups": len(document["groups"][_NAMES:]),
-        "objects": objects[:_ROWS],
-        "more_objects": len(objects[_ROWS:]),
+        "groups": document["groups"],
+        "objects": objects,
         "findings": document["findings"],
-        "identities": dict(islice(document.get("identities", {}).items(), _NAMES)),
+        "identities": document.get("identities", {}),
         "svg": _chart(strip_chart(cells, levels)) if cells else "",
         "strips_left_out": left_out,
-        "contents": [{**one, "what": what_of[one["key"]]} for one in contents[:_ROWS]],
-        "more_contents": len(contents[_ROWS:]),
+        "contents": [{**one, "what": what_of[one["key"]]} for one in contents],
     }
 
 

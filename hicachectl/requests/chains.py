@@ -1,4 +1,4 @@
-"""Requests as chains of pages or blocks, in columns."""
+"""Requests as chains of pages or blocks, in columns, and the forest of their prefixes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hicachectl.formats.hashing import (
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.releases import release_of
 from hicachectl.formats.wording import needs_profile
-from hicachectl.requests.forest import grow_forest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.requests.forest import Forest
     from hicachectl.requests.reading import Request
 
+    Blocks = npt.NDArray[np.int32]
     Names = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
 
 MAX_REFERENCES = 2**31 - 1
+_REFERENCES_AT_ONCE = 1 << 20
 _SAMPLE_REQUESTS = 8
 _SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
 
@@ -73,6 +73,40 @@ class Hashing:
         return restorable_pages(tokens, self.page_size, bigram=self.bigram)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Forest:
+    """Prefixes of blocks.
+
+    parents: [blocks] int32, the previous block of the chain; -1 for the first.
+    depths: [blocks] int32, number of blocks before the block in its chain.
+    """
+
+    parents: Blocks
+    depths: Blocks
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def of(self, blocks: IntArray) -> Forest:
+        """Return the forest of some distinct blocks, in this order, with all their prefixes."""
+        numbers = np.full(len(self) + 1, -1, np.int32)  # the last is the parent of first blocks
+        numbers[blocks] = np.arange(len(blocks))
+        return Forest(numbers[self.parents[blocks]], self.depths[blocks])
+
+    def closed(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return each block's value, raised to the largest value of the blocks that follow it.
+
+        A block is of no use without the blocks before it.
+        """
+        closed = values.copy()
+        by_depth = np.argsort(self.depths, kind="stable")
+        levels = np.searchsorted(self.depths[by_depth], np.arange(self.depths.max(initial=0) + 2))
+        for start, end in zip(levels[-2:0:-1].tolist(), levels[:1:-1].tolist(), strict=True):
+            level = by_depth[start:end]
+            np.maximum.at(closed, self.parents[level], closed[level])
+        return closed
+
+
 @dataclass(frozen=True, eq=False)
 class Requests:
     """Chains of blocks, one for each request. A block is a page, or the block of a trace.
@@ -94,7 +128,7 @@ class Requests:
     """
 
     names: Names
-    blocks: npt.NDArray[np.int32]
+    blocks: Blocks
     offsets: IntArray
     tokens: IntArray
     reach: IntArray
@@ -127,11 +161,65 @@ class Requests:
 
     @cached_property
     def forest(self) -> Forest:
-        """Prefix of each block. Raises FormatError if blocks have two prefixes."""
-        if self._origin is None:
-            return grow_forest(self.names, self.blocks, self.offsets, source=self.source)
-        origin, used = self._origin
-        return origin.forest if used is None else origin.forest.of(used)
+        """Prefix of each block.
+
+        Raises FormatError naming a block that follows two different blocks: its name stands for two
+        prefixes, so no plan is possible.
+        """
+        if self._origin is not None:
+            origin, used = self._origin
+            return origin.forest if used is None else origin.forest.of(used)
+        parents = np.full(len(self.names), -1, np.int32)
+        depths = np.zeros(len(self.names), np.int32)
+        for refs, before, depth in self._references():
+            parents[refs] = before
+            depths[refs] = depth
+        for refs, before, _ in self._references():
+            if len(wrong := np.flatnonzero(parents[refs] != before)):
+                first = wrong[0]
+                said = self._two_parents(refs[first], parents[refs[first]], before[first])
+                raise FormatError(f"{self.source}: {said}")
+        return Forest(parents, depths)
+
+    def _references(self) -> Iterator[tuple[Blocks, Blocks, Blocks]]:
+        """Yield blocks, the block before each and its depth, for some requests at a time.
+
+        These have about a million references, to bound memory.
+        """
+        first, offsets = 0, self.offsets
+        while first < len(self):
+            most = offsets[first] + _REFERENCES_AT_ONCE
+            last = max(int(np.searchsorted(offsets, most, side="right")) - 1, first + 1)
+            refs = self.blocks[offsets[first] : offsets[last]]
+            _, places = _ranges(
+                np.zeros(last - first, np.int64), np.diff(offsets[first : last + 1])
+            )
+            before = np.full(len(refs), -1, np.int32)
+            before[1:] = refs[:-1]
+            before[places == 0] = -1
+            yield refs, before, places.astype(np.int32)
+            first = last
+
+    def _two_parents(self, block: int, parent: int, other: int) -> str:
+        what = "page" if self.hashed else "block"
+
+        def spell(number: int) -> str:
+            return f"no {what}" if number < 0 else f"{what} {self.name_of(number)}"
+
+        remedy = (
+            "a chain must begin with the first page of its prefix"
+            if self.hashed
+            else "equal ids must mean equal prefixes, not only equal contents"
+        )
+        return (
+            f"{spell(block)} follows {spell(parent)} in one request and {spell(other)} in another; "
+            f"{remedy}"
+        )
+
+    def name_of(self, block: int) -> str:
+        """Return the name of a block, as in plan files."""
+        name = self.names[block]
+        return name.tobytes().hex() if self.hashed else str(name)
 
     def refuse_block_ids(self, remedy: str) -> None:
         """Raise UsageError if blocks are not pages."""
@@ -299,7 +387,7 @@ class _Columns:
             source=source,
         )
 
-    def _distinct(self) -> tuple[Names, npt.NDArray[np.int32]]:
+    def _distinct(self) -> tuple[Names, Blocks]:
         """Return the distinct pages, and the index of each page among them."""
         hashes = np.concatenate([np.zeros((0, HASH_BYTES), np.uint8), *self._hashes])
         self._hashes.clear()
@@ -328,7 +416,7 @@ def _ranges(starts: IntArray, lengths: IntArray) -> tuple[IntArray, IntArray]:
     return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
-def _distinct_ids(ids: array[int]) -> tuple[Names, npt.NDArray[np.int32]]:
+def _distinct_ids(ids: array[int]) -> tuple[Names, Blocks]:
     coded = pa.array(_numpy(ids)).dictionary_encode()
     return coded.dictionary.to_numpy(), coded.indices.to_numpy()
 

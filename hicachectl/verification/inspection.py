@@ -26,14 +26,14 @@ from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.pages.listing import Group, ObjectRow, object_rows, page_rows
 from hicachectl.pages.selection import EVERYTHING, Selection, explain_selection, select
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
-from hicachectl.verification.coverage import unmet_needs
-from hicachectl.verification.reading import (
+from hicachectl.verification.reading import read_objects
+from hicachectl.verification.reading_plan import (
+    ReadingPlan,
     known_specs,
-    read_objects,
     readable_sizes,
     value_checkers,
 )
-from hicachectl.verification.reading_plan import ReadingPlan
+from hicachectl.verification.request import VerifyRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -150,7 +150,7 @@ def inspect_listed(
     )
     found = combine(
         [
-            *listing_findings(given, unmet_needs(store, profile, has_catalog=False)),
+            *listing_findings(given, VerifyRequest(profile=profile).unmet(store)),
             *reading.findings(inventory),
             cleared_objects(listed, cleared, given.now_ns - given.grace_ns),
         ]

@@ -1,4 +1,4 @@
-"""Read objects once through the pipeline; digest and check them."""
+"""Read objects once through the pipeline; digest, check and compare them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,49 @@ import mmap
 import os
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.backends.base import Status
-from hicachectl.checks.codes import builtin_codes
+from hicachectl.backends.capabilities import Confirm
+from hicachectl.checks.catalogs import Digested, compare, digested_objects
 from hicachectl.checks.findings import object_findings
+from hicachectl.checks.registry import code_named
 from hicachectl.checks.sizes import oversized_rule
+from hicachectl.device.devices import open_checker
 from hicachectl.formats.catalog import DIGEST_BYTES
-from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.wording import over_buffer
 from hicachectl.io.forking import SharedCounter, Workers
 from hicachectl.io.pipeline import Pace, Pipeline
-from hicachectl.verification.reading_plan import TASK_BYTES, places_of, tasks_of, windows_of
+from hicachectl.verification.part_result import ReadCounts
+from hicachectl.verification.reading_plan import (
+    TASK_BYTES,
+    places_of,
+    tasks_of,
+    unwritten,
+    windows_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.registry import ValueIssue
-    from hicachectl.checks.values import ValueChecker
+    from hicachectl.device.checker import DeviceChecker
     from hicachectl.formats.arrays import IntArray
-    from hicachectl.formats.profile import Profile
-    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Loaded
-    from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.inventory import Inventory
-    from hicachectl.verification.reading_plan import ReadingPlan, Window
+    from hicachectl.verification.reading_plan import ReadingChoice, ReadingPlan, Window
+    from hicachectl.verification.request import VerifyRequest
 
 # Objects in one query for their existence.
 _ASKED_OBJECTS = 4096
@@ -51,14 +61,12 @@ _FORK_MEAN_BYTES = 256 << 10
 _FORK_RATE = 64 << 20
 _MOST_PROCESSES = 8
 _TELL_SECONDS = 0.05
-# Counts of a `ReadingResult`.
-_COUNTS = ("objects", "bytes_read", "compared", "undigested", "unranked", "gone")
-# Code of each status of a failed read, and the detail if the store gives no reason.
+# Code of each status of a failed read, and the detail if the store gives no reason; "": the code's.
 _FAILED = {
     Status.ERROR: ("unreadable", "the store cannot read the object"),
     Status.DAMAGED: ("digest-mismatch", "the store reports damaged bytes"),
     Status.FOREIGN: ("identity-mismatch", "the store reports another identity"),
-    Status.UNREACHABLE: ("no-replica", builtin_codes()["no-replica"].detail),
+    Status.UNREACHABLE: ("no-replica", ""),
 }
 
 
@@ -73,13 +81,6 @@ class ReadingResult:
     tried: [objects] bool, objects that were not gone when read.
     whole: [objects] bool, objects that were read whole.
     identified: [objects] bool, objects whose identity or digest the store compared.
-    gone: number of objects that vanished since the listing.
-    objects: number of objects that were tried.
-    bytes_read: bytes of the objects that were read whole.
-    compared: number of objects that the store compared with a digest of its own.
-    undigested: number of objects without such a digest, in a store that has digests.
-    unranked: number of objects whose trailers name no rank.
-    complete: whether all objects were tried before the deadline.
     """
 
     digests: npt.NDArray[np.uint8]
@@ -88,13 +89,7 @@ class ReadingResult:
     tried: npt.NDArray[np.bool_]
     whole: npt.NDArray[np.bool_]
     identified: npt.NDArray[np.bool_]
-    gone: int = 0
-    objects: int = 0
-    bytes_read: int = 0
-    compared: int = 0
-    undigested: int = 0
-    unranked: int = 0
-    complete: bool = True
+    counts: ReadCounts = field(default_factory=ReadCounts)
     # Code, row, detail, severity rule.
     _issues: list[tuple[str, int, str, str | None]] = field(default_factory=list)
 
@@ -109,18 +104,13 @@ class ReadingResult:
 
     def take_notes(self) -> list[Any]:
         """Return counts and findings as JSON types, for `add_notes` in a parent; reset them."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        notes = [counts, self.complete, self._issues]
-        for name in _COUNTS:
-            setattr(self, name, 0)
-        self._issues = []
+        notes = [msgspec.structs.asdict(self.counts), self._issues]
+        self.counts, self._issues = ReadCounts(), []
         return notes
 
-    def add_notes(self, counts: dict[str, int], complete: bool, issues: list[Any]) -> None:
+    def add_notes(self, counts: dict[str, Any], issues: list[Any]) -> None:
         """Add the notes of another reader of the same objects."""
-        for name, count in counts.items():
-            setattr(self, name, getattr(self, name) + count)
-        self.complete &= complete
+        self.counts += ReadCounts(**counts)
         for issue in issues:
             self.report(*issue)
 
@@ -132,7 +122,7 @@ class ReadingResult:
         """Replace the results of some rows by those of a second reading."""
         redone = set(rows.tolist())
         self._issues = [issue for issue in self._issues if issue[1] not in redone] + again._issues
-        self.gone += again.gone
+        self.counts.gone += again.counts.gone
         for name in ("digests", "versions", "digested", "tried", "whole", "identified"):
             getattr(self, name)[rows] = getattr(again, name)[rows]
 
@@ -160,24 +150,6 @@ class _Done:
             return self
         self.loaded.read.statuses[gone] = Status.GONE
         return replace(self, issues=[issue for issue in self.issues if not gone[issue.index]])
-
-
-def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
-    """Return the specs whose tensors a profile describes, by affix id."""
-    specs = enumerate(table.specs)
-    return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
-
-
-def value_checkers(
-    known: dict[int, ObjectSpec], profile: Profile | None, groups: Collection[str] | None = None
-) -> dict[int, ValueChecker]:
-    """Return a checker for each known spec to which a check of the groups applies."""
-    if profile is None:
-        return {}
-    from hicachectl.checks.values import ValueChecker
-
-    checkers = {affix: ValueChecker(spec, profile, groups) for affix, spec in known.items()}
-    return {affix: checker for affix, checker in checkers.items() if checker.prepared}
 
 
 def read_objects(
@@ -210,16 +182,72 @@ def read_objects(
     return result
 
 
-def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
-    """Return the bytes to read of each object: the listed size, else the expected one.
+def compare_with_catalog(
+    store: Store, request: VerifyRequest, inventory: Inventory, reading: ReadingResult
+) -> Digested:
+    """Return the digested objects of a reading, compared with the request's catalog."""
+    rows = np.flatnonzero(reading.digested if request.compares_catalog else ())
+    fields = store.traits.version_fields
+    found = digested_objects(inventory, rows, reading.versions[rows], fields, reading.digests[rows])
+    if request.catalog is None:
+        return found
+    return compare(request.catalog, found, request.identity or fields)
 
-    UNKNOWN_SIZE: neither is known, and the object cannot be read.
+
+def read_chosen(
+    store: Store,
+    request: VerifyRequest,
+    inventory: Inventory,
+    choice: ReadingChoice,
+    on_read: Callable[[int, int], None],
+    remark: Callable[[str], None],
+) -> tuple[ReadingResult, tuple[str, ...]]:
+    """Read the chosen objects; read damaged ones again if a writer may have interfered.
+
+    Returns also the names of the devices, () for the CPU.
     """
-    listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
-    sizes: IntArray = np.where(
-        listed == UNKNOWN_SIZE, expected[inventory.affix_ids], listed
-    ).astype(np.int64)
-    return sizes
+    total = int(choice.plan.capacities.sum())
+    with _device(request, inventory, choice.plan, remark) as device:
+        plan = replace(choice.plan, device=device)
+        hollow = unwritten(store, inventory, plan)
+        reading = read_objects(
+            store, inventory, plan.without(hollow), on_read=lambda n: on_read(n, total)
+        )
+        if isinstance(store, Confirm):
+            digested = compare_with_catalog(store, request, inventory, reading)
+            suspects = np.union1d(reading.suspects(), digested.mismatched)
+            again = plan.only(np.isin(plan.rows, suspects))
+            reading.replace(again.rows, read_objects(store, inventory, again))
+    reading.counts.objects_read += int(hollow.sum())
+    for row in plan.rows[hollow].tolist():
+        reading.report("unwritten-page", row, code_named("unwritten-page").detail)
+    for row in choice.huge.tolist():
+        nbytes = inventory.objects.column("nbytes")[row].as_py()
+        reading.report("unreadable", row, f"not read: {over_buffer(nbytes, request.buffer_bytes)}")
+    return reading, () if device is None else tuple(device.names)
+
+
+@contextmanager
+def _device(
+    request: VerifyRequest, inventory: Inventory, plan: ReadingPlan, remark: Callable[[str], None]
+) -> Iterator[DeviceChecker | None]:
+    """Open the device; yield None for the CPU."""
+    if not len(plan.rows) or not (plan.checkers or plan.digest.any()):
+        yield None
+        return
+    largest = int(plan.capacities.argmax())
+    key = inventory.objects.column("key")[int(plan.rows[largest])].as_py()
+    with open_checker(
+        request.devices,
+        device_bytes=request.device_bytes,
+        buffer_bytes=request.buffer_bytes,
+        largest=int(plan.capacities[largest]),
+        largest_name=key.decode(errors="backslashreplace"),
+        remark=remark,
+    ) as device:
+        yield device
+        if device is not None and device.failure is not None:
+            remark(f"The CPU did the rest: {device.failure}")
 
 
 def _shared_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -329,7 +357,7 @@ class _Reader:
         for done in self._still_there(pipeline) if asks else pipeline:
             self._gather(done)
             yield int(done.loaded.task.capacities.sum())
-        self._result.complete = pipeline.complete
+        self._result.counts.complete = pipeline.complete
 
     def _still_there(self, tasks: Iterable[_Done]) -> Iterator[_Done]:
         """Yield results with vanished objects marked as gone, with one query for many tasks."""
@@ -382,23 +410,23 @@ class _Reader:
 
     def _gather(self, done: _Done) -> None:
         result, rows, read = self._result, done.loaded.task.rows, done.loaded.read
-        ok = read.ok
+        ok, counts = read.ok, result.counts
         result.tried[rows] = read.statuses != Status.GONE
         result.whole[rows] = ok
         result.identified[rows] = read.statuses == Status.FOREIGN
-        result.objects += len(rows)
-        result.bytes_read += int(read.nbytes[ok].sum())
+        counts.objects_read += len(rows)
+        counts.bytes_read += int(read.nbytes[ok].sum())
         if read.compared is not None:
             result.identified[rows] |= ok & read.compared
-            result.compared += int((ok & read.compared).sum())
-            result.undigested += int((ok & ~read.compared).sum())
+            counts.compared += int((ok & read.compared).sum())
+            counts.undigested += int((ok & ~read.compared).sum())
         if read.unranked is not None:
-            result.unranked += int((ok & read.unranked).sum())
+            counts.unranked += int((ok & read.unranked).sum())
         wanted = ok & self._wants_digest[rows]
         result.digests[rows[wanted]] = done.digests[wanted]
         result.versions[rows[wanted]] = read.versions[wanted]
         result.digested[rows[wanted]] = True
-        result.gone += int((read.statuses == Status.GONE).sum())
+        counts.gone += int((read.statuses == Status.GONE).sum())
         for issue in done.issues:
             result.report(issue.code, int(rows[issue.index]), issue.detail)
         for index in np.flatnonzero(~ok & (read.statuses != Status.GONE)).tolist():
@@ -408,7 +436,8 @@ class _Reader:
         row, status = int(loaded.task.rows[index]), Status(loaded.read.statuses[index])
         if status in _FAILED:
             code, why = _FAILED[status]
-            self._result.report(code, row, loaded.read.errors.get(index, why))
+            why = loaded.read.errors.get(index, why) or code_named(code).detail
+            self._result.report(code, row, why)
             return
         now, listed = int(loaded.read.nbytes[index]), int(loaded.task.capacities[index])
         detail = f"{now} bytes when read, but {listed} bytes when listed"

@@ -1,4 +1,4 @@
-"""Plan which objects to read, in which order, and in which tasks."""
+"""Choose the objects to read, and plan in which order, and in which tasks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ import numpy as np
 from hicachectl.backends.arena import place
 from hicachectl.backends.base import Status
 from hicachectl.backends.page_tables import PageTables
+from hicachectl.checks.registry import DIGESTS, VALUES
+from hicachectl.checks.replicas import NO_REPLICAS, replica_sets
+from hicachectl.formats.spec import UNKNOWN_SIZE
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES, batches
+from hicachectl.profiles.identities import expected_identities
+from hicachectl.verification.request import compares_own
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
 
     from hicachectl.backends.base import Store
     from hicachectl.checks.values import ValueChecker
     from hicachectl.device.checker import DeviceChecker
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.profile import Profile
     from hicachectl.formats.spec import ObjectSpec
     from hicachectl.io.pipeline import Task
+    from hicachectl.pages.deployments import AffixTable
+    from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.verification.request import VerifyRequest
 
     Window = tuple[int, int]
 
@@ -90,6 +99,154 @@ class ReadingPlan:
             capacities=self.capacities[chosen],
             digest=self.digest[chosen],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingReasons:
+    """Reasons to read objects of a store; false without any.
+
+    values: groups of value checks.
+    catalog: whether objects are digested for a catalog.
+    own: whether the store compares objects with its digests and identities.
+    marked: suffixes of the keys of such objects; empty if all keys may have them.
+    """
+
+    values: tuple[str, ...]
+    catalog: bool
+    own: bool
+    marked: frozenset[str]
+
+    @classmethod
+    def of(cls, store: Store, request: VerifyRequest) -> ReadingReasons:
+        """Return the reasons to read objects for a request."""
+        expected = expected_identities(store, request.real_profile)
+        return cls(
+            values=request.value_groups,
+            catalog=request.compares_catalog,
+            own=DIGESTS.name in request.checks and compares_own(store, expected),
+            marked=expected.marked,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.values) or self.catalog or self.own
+
+    def has_own_digest(self, inventory: Inventory) -> BoolArray:
+        """Return which objects the store may compare with its digests: [objects]."""
+        has: BoolArray = np.full(len(inventory.objects), self.own)
+        if self.marked:
+            affixes = inventory.table.affixes
+            has &= inventory.by_affix([end in self.marked for _, end in affixes], False)
+        return has
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingChoice:
+    """Objects to read, and selected objects left out.
+
+    counts: number of objects to read, by check group; one object can serve several groups.
+    huge: rows of objects that exceed the buffer.
+    undigested: number of objects that no check needs, because the store has no digests of them.
+    """
+
+    plan: ReadingPlan
+    counts: dict[str, int]
+    huge: IntArray
+    undigested: int
+
+
+def choose_objects(
+    request: VerifyRequest,
+    reasons: ReadingReasons,
+    inventory: Inventory,
+    groups: PageGroups,
+    in_flight: BoolArray,
+    deadline: float | None,
+) -> ReadingChoice:
+    """Choose the sampled objects that a check needs, if not in flight.
+
+    deadline: `time.monotonic()` at which no further read begins.
+    """
+    known = known_specs(inventory.table)
+    checkers = value_checkers(known, request.profile, reasons.values)
+    replicated = replica_sets(inventory.table) != NO_REPLICAS
+    ids = inventory.affix_ids
+    of_group = groups.of_object
+    own = reasons.has_own_digest(inventory)
+    # Foreign objects have no group; a store may have digests of them.
+    chosen = np.append(~in_flight, False)[of_group] | (own & (of_group < 0))
+    if request.sample is not None:
+        chosen &= np.append(request.sample.contains(groups.pages), False)[of_group]
+    expected = inventory.table.expected_sizes
+    sizes = readable_sizes(inventory, expected)
+    chosen &= sizes != UNKNOWN_SIZE
+    # An object that claims a huge size must not end the run. The check of sizes reports it, if a
+    # size is expected.
+    huge = chosen & (sizes > request.buffer_bytes) & (sizes != expected[ids])
+    chosen &= ~huge
+    of_replicas = replicated[ids] & (VALUES.name in reasons.values)
+    digest = chosen & (of_group >= 0) & (reasons.catalog | of_replicas)
+    counts = {}
+    read = digest.copy()
+    for group in reasons.values:
+        affixes = [affix for affix, checker in checkers.items() if group in checker.groups]
+        of_affix = np.zeros(len(inventory.table.affixes) + 1, dtype=np.bool_)
+        of_affix[affixes] = True
+        checked = chosen & of_affix[ids]
+        counts[group] = int(checked.sum())
+        read |= checked
+    if reasons.catalog or reasons.own:
+        compared = chosen & (reasons.catalog | own)
+        counts[DIGESTS.name] = int(compared.sum())
+        read |= compared
+    rows = np.flatnonzero(read)
+    plan = ReadingPlan(
+        rows=rows,
+        capacities=sizes[rows],
+        digest=digest[rows],
+        expected=known,
+        checkers=checkers,
+        sizes=expected,
+        buffer_bytes=request.buffer_bytes,
+        bytes_per_second=request.bytes_per_second,
+        jobs=request.jobs,
+        deadline=deadline,
+    )
+    return ReadingChoice(
+        plan=plan,
+        counts=counts,
+        huge=np.flatnonzero(huge & (expected[ids] == UNKNOWN_SIZE)),
+        undigested=int((chosen & ~read).sum()),
+    )
+
+
+def known_specs(table: AffixTable) -> dict[int, ObjectSpec]:
+    """Return the specs whose tensors a profile describes, by affix id."""
+    specs = enumerate(table.specs)
+    return {affix: spec for affix, spec in specs if spec is not None and spec.tensors}
+
+
+def value_checkers(
+    known: dict[int, ObjectSpec], profile: Profile | None, groups: Collection[str] | None = None
+) -> dict[int, ValueChecker]:
+    """Return a checker for each known spec to which a check of the groups applies."""
+    if profile is None:
+        return {}
+    from hicachectl.checks.values import ValueChecker
+
+    checkers = {affix: ValueChecker(spec, profile, groups) for affix, spec in known.items()}
+    return {affix: checker for affix, checker in checkers.items() if checker.prepared}
+
+
+def readable_sizes(inventory: Inventory, expected: IntArray) -> IntArray:
+    """Return the bytes to read of each object: the listed size, else the expected one.
+
+    UNKNOWN_SIZE: neither is known, and the object cannot be read.
+    """
+    listed = inventory.objects.column("nbytes").fill_null(UNKNOWN_SIZE).to_numpy()
+    sizes: IntArray = np.where(
+        listed == UNKNOWN_SIZE, expected[inventory.affix_ids], listed
+    ).astype(np.int64)
+    return sizes
 
 
 def unwritten(store: Store, inventory: Inventory, plan: ReadingPlan) -> npt.NDArray[np.bool_]:

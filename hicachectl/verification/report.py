@@ -1,11 +1,11 @@
-"""Results of the parts of a verification, and the report that adds them up."""
+"""The report of a verification: the sum of its parts, and what no check has judged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow.compute as pc
@@ -22,199 +22,49 @@ from hicachectl.checks.findings import (
 )
 from hicachectl.checks.registry import (
     DIGESTS,
+    GROUPS,
+    SIZES,
     VALUES,
     CheckSums,
     Need,
     Scope,
     checks,
     reading_groups,
+    value_groups,
 )
-from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import UsageError
-from hicachectl.pages.census import MOST_BYTES
+from hicachectl.formats.spec import UNKNOWN_SIZE
+from hicachectl.formats.wording import PAGES_COMPARED
+from hicachectl.pages.group_table import UNKNOWN
+from hicachectl.pages.naming import ambiguity_remark, deployment_document, deployment_text
 from hicachectl.pages.selection import explain_parts
 from hicachectl.profiles.identities import expected_identities
 from hicachectl.results import Result
-from hicachectl.text.units import minute
+from hicachectl.text.units import counted, first_of
 from hicachectl.text.vocabulary import DEADLINE, NEVER
-from hicachectl.verification.coverage import (
-    digest_gaps,
-    impossible_checks,
-    indistinct_dtypes,
-    nothing_selected,
-    rank_gaps,
-    reading_gaps,
-    unjudged,
-)
-from hicachectl.verification.reading import known_specs
+from hicachectl.verification.part_result import ReadCounts, Refusal, VerifyFacts
+from hicachectl.verification.reading_plan import known_specs
 from hicachectl.verification.report_text import Mending, report_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.spec import ObjectSpec
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.tally import Tally
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
+    from hicachectl.verification.part_result import PartResult
     from hicachectl.verification.request import VerifyRequest
 
-
-class RefusalRow(TypedDict):
-    """Row of a refused repair in the document."""
-
-    code: str
-    detail: str
-    newest: int
-    newest_affected: int
-    pages: int
-    affected: int
-    part: int | None
-    since: float | None
-
-
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a repair did not believe the profile: a finding of most of the newest pages.
-
-    code: the code of the finding.
-    detail: both sizes of a wrong size, else "".
-    newest: the number of newest pages judged.
-    newest_affected: how many of these have the finding.
-    pages: the number of all pages judged.
-    affected: how many of all have the finding.
-    since_ns: the time from which at least half of the pages have the finding; None without times.
-    part: the number of the run's part; None in one process.
-    """
-
-    code: str
-    detail: str = ""
-    newest: Count
-    newest_affected: Count
-    pages: Count
-    affected: Count
-    since_ns: Count | None = None
-    part: Count | None = None
-
-    @property
-    def text(self) -> str:
-        """The finding with its counts, as a sentence."""
-        detail = f" ({self.detail})" if self.detail else ""
-        since = "" if self.since_ns is None else f", since {minute(self.since_ns)} UTC"
-        return (
-            f"{self.newest_affected} of the {self.newest} newest pages, and {self.affected} of all "
-            f"{self.pages}, have {self.code}{detail}{since}"
-        )
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """The refusal as a `RefusalRow`."""
-        row: dict[str, Any] = msgspec.structs.asdict(self)
-        since_ns = row.pop("since_ns")
-        return row | {"since": None if since_ns is None else since_ns / 10**9}
-
-
-class VerifyFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts and texts about a part; `+` adds those of another part.
-
-    nbytes: listed bytes; None if a size is not known.
-    in_flight: page groups in flight.
-    gone: objects that vanished since the listing.
-    sampled: pages with an object to read.
-    to_read: objects chosen to be read.
-    planned: objects chosen to be read, by check group.
-    objects_read: objects that were tried.
-    bytes_read: bytes of the objects that were read whole.
-    compared: objects that the store compared with a digest of its own.
-    undigested: objects without such a digest.
-    unranked: objects read whole whose trailers name no rank.
-    complete: whether the time limit left no object unread.
-    devices: names; none for the CPU.
-    skipped: reason by name for `skipped_checks`.
-    listed: objects of the part.
-    explained: why nothing was checked in the part, else ""; a sum has none.
-    repaired: page groups that a repair removed.
-    quarantined: objects that a repair put into the quarantine.
-    unrepaired: whether a repair failed.
-    refused: why a repair was refused.
-    """
-
-    nbytes: Count | None
-    in_flight: Count = 0
-    gone: Count = 0
-    sampled: Count = 0
-    to_read: Count = 0
-    planned: dict[str, int] = {}
-    objects_read: Count = 0
-    bytes_read: Count = 0
-    compared: Count = 0
-    undigested: Count = 0
-    unranked: Count = 0
-    complete: bool = True
-    devices: tuple[str, ...] = ()
-    seconds: float = 0.0
-    remarks: tuple[str, ...] = ()
-    skipped: dict[str, str] = {}
-    listed: Count = 0
-    explained: str = ""
-    repaired: Count = 0
-    quarantined: Count = 0
-    unrepaired: bool = False
-    refused: tuple[Refusal, ...] = ()
-
-    def __add__(self, other: VerifyFacts) -> VerifyFacts:
-        known = None not in (self.nbytes, other.nbytes)
-        joined: dict[str, Any] = {
-            "nbytes": min((self.nbytes or 0) + (other.nbytes or 0), MOST_BYTES) if known else None,
-            "planned": {
-                check: self.planned.get(check, 0) + other.planned.get(check, 0)
-                for check in self.planned | other.planned
-            },
-            "complete": self.complete and other.complete,
-            "devices": _distinct(self.devices + other.devices),
-            "remarks": _distinct(self.remarks + other.remarks),
-            "skipped": other.skipped | self.skipped,
-            "explained": "",
-            "unrepaired": self.unrepaired or other.unrepaired,
-        }
-        for name in self.__struct_fields__:
-            if name not in joined:
-                joined[name] = getattr(self, name) + getattr(other, name)
-        return VerifyFacts(**joined)
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """Result of a part for the report.
-
-    found: findings, of `checks.findings.RUN_SCHEMA`, or of NAMED_SCHEMA from a run directory.
-    """
-
-    facts: VerifyFacts
-    tally: Tally
-    found: pa.Table
-
-    def repaired(
-        self, *, groups: int, quarantined: int, failed: bool, seconds: float = 0.0
-    ) -> PartResult:
-        """Return the result with the counts of a repair. seconds: its duration."""
-        facts = msgspec.structs.replace(
-            self.facts,
-            repaired=groups,
-            quarantined=quarantined,
-            unrepaired=failed,
-            seconds=self.facts.seconds + seconds,
-        )
-        return replace(self, facts=facts)
-
-    def refused(self, refusal: Refusal) -> PartResult:
-        """Return the result with the refusal of a repair."""
-        return replace(self, facts=msgspec.structs.replace(self.facts, refused=(refusal,)))
-
-
-def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(texts))
+_ALIKE = (
+    {"bfloat16", "float16"},
+    {"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"},
+)
 
 
 class VerifyDocument(msgspec.Struct, kw_only=True):
@@ -242,11 +92,12 @@ class VerifyDocument(msgspec.Struct, kw_only=True):
     findings: list[Finding] | None = None
     counts: dict[str, int] = {}
     dry_run: bool | UnsetType = UNSET
-    repair_refused: list[RefusalRow] | UnsetType = UNSET
+    repair_refused: list[Refusal] | UnsetType = UNSET
 
 
-# Counts of a part that the document adds up under the same name.
-_COUNTS = set(VerifyFacts.__struct_fields__) & set(VerifyDocument.__struct_fields__) - {"seconds"}
+# Counts that the document has under the same name.
+_COUNTS = {*VerifyFacts.__struct_fields__, *ReadCounts.__struct_fields__} - {"seconds"}
+_COUNTS &= set(VerifyDocument.__struct_fields__)
 # Members of skipped_checks that name no check.
 _UNDONE = ("everything", "in-flight", "unread-objects")
 
@@ -318,8 +169,8 @@ class VerifyReport:
         """
         document = self.document
         if dry_run is not None:
-            rows = [refusal.row for refusal in self.refused]
-            document = {**document, "dry_run": dry_run, "repair_refused": rows}
+            refused = msgspec.to_builtins(self.refused)
+            document = {**document, "dry_run": dry_run, "repair_refused": list(refused)}
 
         def lines(document: dict[str, Any], screen: Screen, shown: Shown) -> Iterator[str]:
             return report_lines(document, self.placed, mending, shown, screen)
@@ -374,12 +225,14 @@ def report_of(
         if check.scope is Scope.SUMS and check.needs.isdisjoint(store.unmet)
     )
     found = combine_named([*(part.found for part in parts), name_findings(of_sums)])
-    impossible = impossible_checks(request.checks, store.unmet)
-    if nothing_selected(tally, facts.objects_read):
-        nothing = explain_parts((part.facts.listed, part.facts.explained) for part in parts)
-        skipped = {"everything": nothing}
+    impossible = request.impossible(store.unmet)
+    skipped: dict[str, str] = {}
+    if nothing_selected(tally, facts.reading):
+        listed = ((part.facts.listed, part.facts.explained) for part in parts)
+        skipped["everything"] = explain_parts(listed)
     else:
-        skipped = _skipped(facts, tally, table, store, request, impossible)
+        for name, why in _gaps(facts, tally, table, store, request, impossible):
+            skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
     skipped |= facts.skipped
     ran = [
         name
@@ -390,9 +243,9 @@ def report_of(
             else name not in impossible
         )
     ]
-    counts = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
+    counted_codes = pc.value_counts(found.column("code").combine_chunks()).to_pylist()
     profile = request.real_profile
-    same: dict[str, Any] = {name: getattr(facts, name) for name in _COUNTS}
+    same = msgspec.structs.asdict(facts) | msgspec.structs.asdict(facts.reading)
     document = VerifyDocument(
         store=store.url,
         profile="inferred" if profile is None else profile.model,
@@ -400,12 +253,12 @@ def report_of(
         pages=tally.pages,
         bytes=facts.nbytes,
         seconds=round(facts.seconds, 3),
-        stopped_by=None if facts.complete else DEADLINE,
+        stopped_by=None if facts.reading.complete else DEADLINE,
         device=",".join(facts.devices) or "cpu",
         checks=ran,
         skipped_checks=list(skipped),
-        counts={one["values"]: one["counts"] for one in sorted(counts, key=_by_code)},
-        **same,
+        counts=dict(sorted((one["values"], one["counts"]) for one in counted_codes)),
+        **{name: same[name] for name in _COUNTS},
     )
     reasons = {
         check: why if check == "everything" else f"{check}: {why}" for check, why in skipped.items()
@@ -420,41 +273,158 @@ def report_of(
     )
 
 
-def _by_code(counted: dict[str, Any]) -> str:
-    code: str = counted["values"]
-    return code
+def nothing_selected(tally: Tally, reading: ReadCounts) -> bool:
+    """Return whether no object was selected: nothing was checked."""
+    return not (tally.groups or reading.objects_read)
 
 
-def _skipped(
+def _gaps(
     facts: VerifyFacts,
     tally: Tally,
     table: AffixTable,
     store: StoreDescription,
     request: VerifyRequest,
-    impossible: dict[str, str],
-) -> dict[str, str]:
-    """Return the name and the reason of everything not judged, for stderr."""
-    gaps = reading_gaps(
-        {check: n for check, n in facts.planned.items() if check not in impossible},
-        rows=facts.to_read,
-        reached=facts.objects_read,
-        groups=tally.groups,
-        in_flight=facts.in_flight,
-        sampled=request.sample is not None,
-    )
-    marked = store.marked and DIGESTS.name in request.checks
-    stated = marked and store.identified and not facts.undigested  # An identity states the dtype.
-    valued = bool(facts.planned.get(VALUES.name))
-    own = DIGESTS.name in request.checks and Need.DIGESTS not in store.unmet
-    without = 0 if request.compares_catalog else facts.undigested
-    skipped: dict[str, str] = {}
-    for name, why in (
-        *impossible.items(),
-        *gaps,
-        *(digest_gaps(facts.compared, without, store.unknown if marked else "") if own else ()),
-        *rank_gaps(facts.unranked if DIGESTS.name in request.checks else 0),
-        *indistinct_dtypes(known_specs(table).values() if valued and not stated else ()),
-        *unjudged(table, tally, request.checks, request.real_profile),
-    ):
-        skipped[name] = f"{skipped[name]}; {why}" if name in skipped else why
-    return skipped
+    impossible: Mapping[str, str],
+) -> Iterator[tuple[str, str]]:
+    """Yield the name and the reason of everything not judged, for stderr."""
+    yield from impossible.items()
+    planned = {check: n for check, n in facts.planned.items() if check not in impossible}
+    yield from _unread(planned, facts, tally.groups, sampled=request.sample is not None)
+    digests = DIGESTS.name in request.checks
+    if digests:
+        yield from _uncompared(facts.reading, store, request)
+    # An identity states the dtype.
+    stated = digests and store.marked and store.identified and not facts.reading.undigested
+    if facts.planned.get(VALUES.name) and not stated:
+        yield from _indistinct_dtypes(known_specs(table).values())
+    yield from _unjudged(table, tally, request)
+
+
+def _unread(
+    planned: Mapping[str, int], facts: VerifyFacts, groups: int, *, sampled: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield each check that judged nothing, and unread objects.
+
+    planned: number of objects to read, by check; one object can serve several checks.
+    groups: number of page groups.
+    """
+    in_flight = groups and facts.in_flight == groups
+    if in_flight:
+        yield (
+            "in-flight",
+            f"every page group ({groups}) is younger than --grace; run again later, or give a "
+            "shorter --grace",
+        )
+    reached = facts.reading.objects_read
+    for check, count in planned.items():
+        if count:
+            if not reached:
+                yield check, "no object was read before --time-limit"
+            continue
+        if in_flight:
+            why = "every page group is in flight"
+        elif sampled:
+            why = "the --sample slice has no page with such objects; give another --sample-slice"
+        elif check in value_groups():
+            why = "the profile describes none of the selected objects"
+        else:
+            why = "no selected object has a known size"
+        yield check, f"no object was read: {why}"
+    if reached < facts.to_read:
+        yield (
+            "unread-objects",
+            f"not read before --time-limit: {facts.to_read - reached} of "
+            f"{counted(facts.to_read, 'object')}; give a longer --time-limit",
+        )
+
+
+def _uncompared(
+    counts: ReadCounts, store: StoreDescription, request: VerifyRequest
+) -> Iterator[tuple[str, str]]:
+    """Yield what a store with digests, identities or ranks left uncompared."""
+    if Need.DIGESTS not in store.unmet:
+        if store.marked and store.unknown:
+            yield "identities", f"not compared: {store.unknown}"
+        if counts.undigested and not request.compares_catalog:
+            yield (
+                "undigested-objects" if counts.compared else DIGESTS.name,
+                f"{counted(counts.undigested, 'object')} without a digest in the store, so the "
+                "bytes were not compared; to compare them with later ones, give --catalog FILE and "
+                "--update-catalog",
+            )
+    if counts.unranked:
+        yield (
+            "ranks",
+            f"{counted(counts.unranked, 'object')} with a trailer that names no rank, so bytes of "
+            "another rank would go unnoticed; hicachectl migrate --trailers write names the rank",
+        )
+
+
+def _indistinct_dtypes(specs: Iterable[ObjectSpec]) -> Iterator[tuple[str, str]]:
+    """Yield at most one gap if dtypes of checked values may be others of equal width.
+
+    Random bits are finite numbers in most dtypes, so values alone do not show the dtype.
+    specs: objects whose values were checked.
+    """
+    assumed: dict[str, set[str]] = {}
+    for spec in specs:
+        for tensor in spec.tensors:
+            if any(tensor.dtype in alike for alike in _ALIKE):
+                assumed.setdefault(spec.pool, set()).add(tensor.dtype)
+    if assumed:
+        texts = [f"{pool}: {', '.join(sorted(found))}" for pool, found in sorted(assumed.items())]
+        yield (
+            "dtypes",
+            f"values do not prove the dtypes of the profile ({'; '.join(texts)}), because dtypes "
+            "of one width look alike; compare the profile with the servers' --kv-cache-dtype",
+        )
+
+
+def _unjudged(table: AffixTable, tally: Tally, request: VerifyRequest) -> Iterator[tuple[str, str]]:
+    """Yield everything that the requested groups of checks cannot judge."""
+    chosen = request.checks
+    if request.real_profile is None and tally.groups:
+        yield (
+            "absent-pools",
+            f"without a given profile, {PAGES_COMPARED}",
+        )
+    ambiguous = int(tally.states[:, UNKNOWN].sum())
+    if ambiguous and GROUPS.name in chosen:
+        why = ambiguity_remark(table, tally.objects)
+        yield "ambiguous-groups", f"{counted(ambiguous, 'page group')} with ambiguous keys: {why}"
+    profiled = bool(table.deployments) and table.deployments[0].profile is not None
+    if profiled and tally.states[1:-1].any():
+        others = (
+            deployment_text(deployment_document(deployment))
+            for deployment, states in zip(table.deployments[1:], tally.states[1:-1], strict=True)
+            if states.any()
+        )
+        why = f"objects of {first_of(others)} that the profile does not describe: "
+        yield "other-deployments", why + "they were only compared with each other"
+    unlisted = {s.pool for d in table.deployments for s in d.specs if not s.listed}
+    if unlisted:
+        yield (
+            "unlisted-pools",
+            f"{', '.join(sorted(unlisted))}: in the store, but not in the profile; add the pools "
+            "to the profile if servers use them",
+        )
+    if SIZES.name in chosen:
+        if sizeless := _pools_without_size(table, tally.objects):
+            yield SIZES.name, f"{', '.join(sizeless)}: no size is common to most objects"
+        if known := int(tally.unsized[:-1].sum()):
+            yield SIZES.name, f"the store lists no size for {counted(known, 'object')}"
+    unreadable = int(tally.unsized[table.expected_sizes == UNKNOWN_SIZE].sum())
+    if unreadable and not reading_groups().isdisjoint(chosen):
+        yield (
+            "unread-objects",
+            f"not read, because the store lists no size: {counted(unreadable, 'object')}; give "
+            "--profile or --allow-leases",
+        )
+
+
+def _pools_without_size(table: AffixTable, objects: IntArray) -> list[str]:
+    mixed = {affix for mix in table.mixes for affix in mix.affix_ids}
+    specs = [
+        spec for affix, spec in enumerate(table.specs) if objects[affix] and affix not in mixed
+    ]
+    return sorted({spec.pool for spec in specs if spec and spec.nbytes == UNKNOWN_SIZE})

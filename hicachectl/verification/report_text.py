@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.checks.codes import OPTIONS, SEVERITIES, STORE, is_repair
-from hicachectl.checks.registry import codes
+from hicachectl.checks.registry import code_named
 from hicachectl.formats.keys.labels import label_text
 from hicachectl.formats.objects import AXES
 from hicachectl.text.tables import table_lines
@@ -27,6 +27,7 @@ from hicachectl.text.vocabulary import DEADLINE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicachectl.checks.codes import Code
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
 
@@ -93,6 +94,15 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         if repairs and self.quarantine:
             said += ["--quarantine", quote(self.quarantine)]
         return " ".join([*map(quote, self.program), *said])
+
+    def commands(self, code: Code, severity: str, deployment: str | None = None) -> list[str]:
+        """Return the commands that mend findings of a code; one that keeps the pages comes first.
+
+        severity: the least severity of the findings.
+        """
+        keeping = [self.command(code.alternative)] if code.alternative and self.deletes else []
+        template = code.mending_command(severity)
+        return [*keeping, *([self.command(template, deployment)] if template else [])]
 
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
         """Put in the model's name and the sizes of a deployment, where they choose no other one."""
@@ -285,19 +295,16 @@ def _mending_lines(groups: list[FindingGroup], mending: Mending, *, done: bool) 
 
     done: the run has repaired the pages with errors.
     """
-    known = {code.name: code for code in codes()}
     steps: dict[str, dict[str, None]] = {}
     kinds = dict.fromkeys((group.code, group.severity, group.deployment) for group in groups)
     for name, severity, deployment in kinds:
-        code = known[name]
-        template = code.mending_command(severity)
-        if done and is_repair(template) and not code.remedy and severity == "error":
+        code = code_named(name)
+        repairs = is_repair(code.mending_command(severity)) and not code.remedy
+        if done and repairs and severity == "error":
             continue
-        said = mending.command(template, deployment) if template else code.next_step
+        said = "\n  ".join(mending.commands(code, severity, deployment)) or code.next_step
         if mending.stamped and name == "stamp-mismatch":
             said = "nothing to do: this run compared with the old stamp and wrote a new one"
-        if code.alternative and mending.deletes:
-            said = f"{mending.command(code.alternative)}\n  {said}"
         steps.setdefault(f"  {said}", {})[name] = None
     if steps:
         yield ""

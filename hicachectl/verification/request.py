@@ -11,21 +11,28 @@ import numpy as np
 import pyarrow.compute as pc
 from msgspec import Meta
 
+from hicachectl.backends.capabilities import keeps_digests
+from hicachectl.backends.page_tables import PageTables
 from hicachectl.checks.registry import DIGESTS, Need, checks, group_names, value_groups
 from hicachectl.device.devices import DEFAULT_DEVICE_BYTES
 from hicachectl.formats.errors import UsageError
+from hicachectl.formats.spec import object_specs
+from hicachectl.formats.wording import GIVE_PROFILE
 from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.pages.selection import EVERYTHING, Selection
+from hicachectl.profiles.identities import expected_identities
 from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
-from hicachectl.verification.coverage import impossible_checks, unmet_needs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.catalog import Catalog
     from hicachectl.formats.profile import Profile
+    from hicachectl.profiles.identities import Expected
 
 
 _SECONDS_A_DAY = 86_400
@@ -150,11 +157,47 @@ class VerifyRequest:
         return [name for name, needed in wanted.items() if needed and name in store.traits.columns]
 
     def unmet(self, store: Store) -> dict[Need, str]:
-        """Return the unmet needs of checks on a store, with the reasons."""
-        return unmet_needs(
-            store, self.profile, collision=self.collision, has_catalog=self.has_catalog
-        )
+        """Return the unmet needs of checks on a store, each with the reason and the next step."""
+        columns = store.traits.columns
+        unmet = {}
+        if self.profile is None and "nbytes" not in columns:
+            unmet[Need.SIZES] = (
+                f"{store.url} keeps no object sizes; {self.collision or GIVE_PROFILE}"
+            )
+        if "replicas" not in columns:
+            unmet[Need.REPLICAS] = f"{store.url} does not list the replicas of objects"
+        if not isinstance(store, PageTables):
+            unmet[Need.PAGE_TABLES] = f"{store.url} has no page tables"
+        if (profile := self.real_profile) is None:
+            unmet[Need.PROFILE] = (
+                self.collision or f"no given profile describes the bytes of objects; {GIVE_PROFILE}"
+            )
+        elif not any(spec.tensors for spec in object_specs(profile, store.grammar)):
+            unmet[Need.TENSORS] = (
+                "the profile describes no values, only object sizes; give a profile made from "
+                "--model-config"
+            )
+        if not (self.has_catalog or compares_own(store, expected_identities(store, profile))):
+            unmet[Need.DIGESTS] = (
+                "no recorded digests to compare with; give --catalog FILE and, to record digests, "
+                "--update-catalog"
+            )
+        return unmet
 
-    def impossible(self, store: Store) -> dict[str, str]:
-        """Return the reason for each group of checks that cannot run on a store."""
-        return impossible_checks(self.checks, self.unmet(store))
+    def impossible(self, unmet: Mapping[Need, str]) -> dict[str, str]:
+        """Return the reason and next step for each group without a check that can run."""
+        impossible = {}
+        for group in self.checks:
+            reasons = [
+                [why for need, why in unmet.items() if need in check.needs]
+                for check in checks()
+                if check.group and check.group.name == group
+            ]
+            if reasons and all(reasons):
+                impossible[group] = reasons[0][0]
+        return impossible
+
+
+def compares_own(store: Store, expected: Expected) -> bool:
+    """Return whether reads compare objects with digests of the store, or with identities."""
+    return keeps_digests(store) or bool(expected.marked and expected.identities)

@@ -41,19 +41,13 @@ from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import explain_selection, select
 from hicachectl.pages.tally import tally_of
 from hicachectl.profiles.stamps import stamp_differences
-from hicachectl.verification.coverage import nothing_selected
-from hicachectl.verification.part_reading import (
-    ReadingReasons,
-    choose_objects,
-    compare_with_catalog,
-    read_chosen,
-)
-from hicachectl.verification.report import PartResult, VerifyFacts
+from hicachectl.verification.part_result import PartResult, VerifyFacts
+from hicachectl.verification.reading import compare_with_catalog, read_chosen
+from hicachectl.verification.reading_plan import ReadingReasons, choose_objects
+from hicachectl.verification.report import nothing_selected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    import numpy.typing as npt
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.page_tables import TableState
@@ -171,12 +165,6 @@ def lister_remarks(store: Store, request: VerifyRequest, now_ns: int) -> tuple[s
     return tuple(text for text in store.remarks if text not in said)
 
 
-def select_groups(listed: Inventory, request: VerifyRequest) -> tuple[Inventory, PageGroups]:
-    """Return the objects of the selected groups of a part, and the groups, in a fixed order."""
-    inventory = select(listed, request.selection)
-    return inventory, PageGroups(inventory)
-
-
 def check_part(
     store: Store,
     request: VerifyRequest,
@@ -195,7 +183,8 @@ def check_part(
     on_read, on_wait: see `check_store`.
     Raises StoreUnavailable.
     """
-    inventory, groups = select_groups(listed, request)
+    inventory = select(listed, request.selection)
+    groups = PageGroups(inventory)
     has_times = "mtime_ns" in store.traits.columns
     grace = request.grace_seconds
     in_flight = groups_in_flight(store, groups, start.listing, grace)
@@ -242,21 +231,19 @@ def check_part(
     )
     found = _findings(given, reading, request, request.unmet(store), first=first)
     tally = tally_of(inventory, groups)
-    nothing = nothing_selected(tally, reading.objects)
+    counts = reading.counts
+    counts.gone += gone
+    counts.undigested += choice.undigested
+    nothing = nothing_selected(tally, counts)
     read_groups = groups.of_object[choice.plan.rows]
+    pages_read = groups.page_ids[read_groups[read_groups >= 0]]
     facts = VerifyFacts(
         nbytes=column_sum(inventory.objects.column("nbytes")),
         in_flight=int(in_flight.sum()),
-        gone=gone + reading.gone,
-        sampled=_distinct(groups.page_ids[read_groups[read_groups >= 0]]),
+        sampled=int(np.count_nonzero(np.bincount(pages_read))),
         to_read=len(choice.plan.rows),
         planned=choice.counts,
-        objects_read=reading.objects,
-        bytes_read=reading.bytes_read,
-        compared=reading.compared,
-        undigested=reading.undigested + choice.undigested,
-        unranked=reading.unranked,
-        complete=reading.complete,
+        reading=counts,
         devices=devices,
         seconds=time.monotonic() - start.began,
         remarks=(*remarks, *lister_remarks(store, request, start.listing.start_ns)),
@@ -311,11 +298,6 @@ def _findings(
     )
     inventory, groups = given.inventory, given.groups
     return labelled(located(found, inventory, groups), inventory, groups)
-
-
-def _distinct(ids: npt.NDArray[np.int64]) -> int:
-    """Return the number of distinct small numbers, without a sort."""
-    return int(np.count_nonzero(np.bincount(ids)))
 
 
 def check_store(

@@ -144,7 +144,7 @@ def ours(
         began = time.perf_counter()
         result = read_objects(store, inventory, plan)
         elapsed = time.perf_counter() - began
-        assert result.bytes_read == plan.capacities.sum()
+        assert result.counts.bytes_read == plan.capacities.sum()
         assert not result.has_issues
         return elapsed
 

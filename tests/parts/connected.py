@@ -65,12 +65,11 @@ class Connected(Closing):
 def in_worker(order: bytes) -> Iterator[bytes]:
     """Do a stage in this process; yield its answers. Takes the place of `child.in_child`."""
     child: Any = import_module("hicachectl.parts.child")
-    messages: Any = import_module("hicachectl.parts.messages")
     with tempfile.TemporaryFile() as answers:
-        content = order[messages.LENGTH_BYTES :]
-        child.answer(messages.parse_order(content), child.Answering(answers.fileno()))
+        content = order[child.LENGTH_BYTES :]
+        child.answer(child.parse_order(content), child.Answering(answers.fileno()))
         answers.seek(0)
-        while size := answers.read(messages.LENGTH_BYTES):
+        while size := answers.read(child.LENGTH_BYTES):
             yield answers.read(int.from_bytes(size, "little"))
 
 

@@ -19,9 +19,8 @@ from hicachectl.backends.disk.directory import Trust
 from hicachectl.backends.disk.permissions import Permissions
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.io.table_files import opened_table, write_table
-from hicachectl.parts.job import Kind, PartInput, Tables
+from hicachectl.parts.job import Kind, PartInput, Record, RecordForm, StageResult, Tables
 from hicachectl.parts.manifest import Manifest, Published
-from hicachectl.parts.records import Record, RecordForm, StageResult
 from hicachectl.results import Result
 from tests.parts.disturbed import settle
 

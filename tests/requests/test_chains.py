@@ -14,7 +14,6 @@ from hicachectl.formats.hashing import namespace_seed, page_hashes
 from hicachectl.formats.profile import parse_profile
 from hicachectl.requests import chains
 from hicachectl.requests.chains import requests_of_pages
-from hicachectl.requests.forest import name_of, prefix_closed
 from hicachectl.requests.reading import read_again
 from tests import stores
 from tests.prewarming.traces import read_file, trace_of
@@ -82,7 +81,7 @@ def test_token_ids_become_the_servers_page_hashes(member: str) -> None:
     assert np.array_equal(found[3:5], expected[:2])
     assert not np.array_equal(found[5], expected[2])
     assert trace.tokens.tolist() == [len(tokens), len(shared)]
-    assert name_of(trace.names, trace.blocks[0]) == expected[0].tobytes().hex()
+    assert trace.name_of(trace.blocks[0]) == expected[0].tobytes().hex()
 
 
 def test_namespaces_are_hashed_in_and_empty_ones_are_none() -> None:
@@ -221,7 +220,7 @@ def test_tokens_of_a_block_follow_from_the_lengths(
 
 def test_values_close_over_prefixes() -> None:
     trace = trace_of([{"hash_ids": [0, 1, 2]}, {"hash_ids": [0, 3]}, {"hash_ids": [4, 5]}])
-    closed = prefix_closed(trace.forest, np.array([1, 2, 9, 3, 5, 4], np.int32))
+    closed = trace.forest.closed(np.array([1, 2, 9, 3, 5, 4], np.float64))
     assert closed.tolist() == [9, 9, 9, 3, 5, 4]
 
 

@@ -14,8 +14,8 @@ from hicachectl.backends.arena import ALIGNMENT
 from hicachectl.checks.findings import combine
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.verification import reading_plan
-from hicachectl.verification.reading import ReadingResult, known_specs, read_objects, value_checkers
-from hicachectl.verification.reading_plan import ReadingPlan
+from hicachectl.verification.reading import ReadingResult, read_objects
+from hicachectl.verification.reading_plan import ReadingPlan, known_specs, value_checkers
 from tests.backends.hf3fs.place import NUM_PAGES, PAGE_BYTES, PROFILE, FreshStore, Place
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_objects_are_read_stretch_by_stretch_of_the_files(
 
     monkeypatch.setattr(store, "read_into", read_into)
     _, result = read(store, digest=False)
-    assert result.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
+    assert result.counts.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
     assert sorted(index for task in seen for index in task) == sorted([*range(NUM_PAGES)] * 2)
     # K and V are mixed in a file, and are read together in file order, without a gap.
     for task in seen:
@@ -144,7 +144,7 @@ def test_a_key_that_is_evicted_before_its_tasks_are_asked_about_is_gone(
     monkeypatch.setattr(store, "exists", evict_and_ask)
     inventory, result = read(store, digest=True)
     row = inventory.objects.column("key").to_pylist().index(evicted.encode())
-    assert result.gone == 1
+    assert result.counts.gone == 1
     assert np.flatnonzero(~result.digested).tolist() == [row]
 
 
@@ -152,14 +152,14 @@ def test_without_digests_the_server_is_not_asked(
     store: FreshStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "exists", None)
-    assert read(store, digest=False)[1].bytes_read == 2 * NUM_PAGES * PAGE_BYTES
+    assert read(store, digest=False)[1].counts.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
 
 
 def test_a_task_fits_into_a_small_buffer_with_another(store: FreshStore) -> None:
     inventory = take_inventory(store, PROFILE)
     plan = replace(whole(inventory, digest=False), jobs=2, buffer_bytes=2 * ALIGNMENT)
     assert PAGE_BYTES <= ALIGNMENT
-    assert read_objects(store, inventory, plan).bytes_read == 2 * NUM_PAGES * PAGE_BYTES
+    assert read_objects(store, inventory, plan).counts.bytes_read == 2 * NUM_PAGES * PAGE_BYTES
 
 
 def test_values_of_k_and_v_read_together_are_told_of_the_right_keys(

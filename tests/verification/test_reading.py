@@ -18,8 +18,8 @@ from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.io import pipeline
 from hicachectl.pages.inventory import Inventory, take_inventory
 from hicachectl.verification import reading, reading_plan
-from hicachectl.verification.reading import ReadingResult, known_specs, read_objects, value_checkers
-from hicachectl.verification.reading_plan import ReadingPlan
+from hicachectl.verification.reading import ReadingResult, read_objects
+from hicachectl.verification.reading_plan import ReadingPlan, known_specs, value_checkers
 from tests.move.repairs import DSA, dsa_store, indexer, kv
 
 if TYPE_CHECKING:
@@ -106,10 +106,10 @@ def test_processes_find_what_threads_find(tmp_path: Path, forks: Forks) -> None:
     assert ours == theirs
     assert {"truncated", "oversized", "unreadable", "nan", "all-zero"} <= {f["code"] for f in ours}
     assert sum(f["code"] == "nan" for f in ours) >= 40
-    assert by_processes.gone == by_thread.gone == 1
-    assert by_processes.bytes_read == by_thread.bytes_read > 0
-    assert by_processes.complete
-    assert by_thread.complete
+    assert by_processes.counts.gone == by_thread.counts.gone == 1
+    assert by_processes.counts.bytes_read == by_thread.counts.bytes_read > 0
+    assert by_processes.counts.complete
+    assert by_thread.counts.complete
     for name in ("digests", "versions", "digested"):
         assert np.array_equal(getattr(by_processes, name), getattr(by_thread, name)), name
     assert sum(told) == sum(inventory.objects.column("nbytes").to_pylist())
@@ -129,9 +129,9 @@ def test_every_object_gets_its_own_digest(tmp_path: Path, forks: Forks) -> None:
 def test_a_deadline_that_has_passed_reads_nothing(tmp_path: Path, forks: Forks, jobs: int) -> None:
     with FileStore(dsa_store(tmp_path, PAGES)) as store:
         _, result = read(store, jobs=jobs, deadline=time.monotonic() - 1)
-    assert not result.complete
+    assert not result.counts.complete
     assert not result.digested.any()
-    assert result.bytes_read == 0
+    assert result.counts.bytes_read == 0
 
 
 def test_a_deadline_ends_every_process(
@@ -148,7 +148,7 @@ def test_a_deadline_ends_every_process(
     with Slow(dsa_store(tmp_path, PAGES)) as store:
         _, result = read(store, deadline=90.0)
     assert forks.count == 3
-    assert not result.complete
+    assert not result.counts.complete
     assert 0 < result.digested.sum() < OBJECTS * 4 // 5
 
 

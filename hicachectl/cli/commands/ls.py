@@ -146,7 +146,7 @@ def _listed(
     from hicachectl.cli import text_tables
     from hicachectl.pages import listing
     from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.summary import SummaryDocument, summarise
+    from hicachectl.pages.listing import SummaryDocument, summarise
 
     document: dict[str, Any] = {name: None}
     if name == "objects":

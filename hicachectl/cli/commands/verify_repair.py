@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.move.planning import RepairPlan
     from hicachectl.move.repair import RepairOptions
-    from hicachectl.verification.report import PartResult
+    from hicachectl.verification.part_result import PartResult
     from hicachectl.verification.request import VerifyRequest
     from hicachectl.verification.verify import PartCheck
 

@@ -10,9 +10,11 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     NamedTuple,
     NotRequired,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -26,8 +28,7 @@ from hicachectl.cli.manpages.prose import Item, prose
 from hicachectl.move.migration_outcome import MigrationDocument
 from hicachectl.move.quarantine import PurgeDocument, RunsDocument
 from hicachectl.move.results import RemovalDocument, RestoreDocument
-from hicachectl.pages.listing import ObjectsDocument, PagesDocument
-from hicachectl.pages.summary import SummaryDocument
+from hicachectl.pages.listing import ObjectsDocument, PagesDocument, SummaryDocument
 from hicachectl.parts.results import RunDocument
 from hicachectl.prewarming.outcome import PrewarmDocument
 from hicachectl.requests.measuring import HitsDocument
@@ -127,7 +128,8 @@ def _member(path: str, hint: Any, form: type, name: str) -> Iterator[Member]:
     optional = get_origin(hint) is NotRequired
     if optional:
         (hint,) = get_args(hint)
-    others = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    others = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    others = tuple(get_args(one)[0] if get_origin(one) is Annotated else one for one in others)
     null, optional = NoneType in others, optional or UnsetType in others
     (hint,) = (one for one in others if one not in (NoneType, UnsetType))
     entry = get_args(hint)[-1] if get_args(hint) else hint
