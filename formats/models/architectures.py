@@ -19,6 +19,7 @@ from hicachectl.formats.models.families.attention import (
     mha,
     mha_or_mla,
     minimax_dspark,
+    minimax_dspark_layers,
     mla,
     nemotron_nas,
     no_kv,
@@ -229,7 +230,7 @@ FAMILIES = {
     "mha draft": _draft(mha, *_ROWS),
     "mha draft of one layer": _draft(mha, *_MHA, layers=one_layer),
     "mha draft of all layers": _draft(mha, *_ROWS, layers=all_layers),
-    "minimax dspark": _draft(minimax_dspark, *_ROWS),
+    "minimax dspark": _draft(minimax_dspark, *_ROWS, layers=minimax_dspark_layers),
     # Drafts that read the target's KV and have none.
     "frozen draft": replace(_draft(no_kv), frozen_kv=True),
 }

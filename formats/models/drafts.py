@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 # Algorithms without a draft model or draft KV: BaseSpecWorker._draft_model_runners.
 _DRAFTLESS_ALGORITHMS = ("", "NGRAM", "FROZEN_KV_MTP", "UNO")
 _DFLASH_FAMILY = ("DFLASH", "DSPARK")
+_V4 = "DeepseekV4ForCausalLM"
 _ALGORITHMS_OF = {
-    "DeepseekV4ForCausalLM": ("EAGLE", "DSPARK"),  # deepseek_v4_hook.py
+    _V4: ("EAGLE", "DSPARK"),  # deepseek_v4_hook.py
     "IQuestQ1ForCausalLM": ("EAGLE",),  # model_overrides/iquest_q1.py
 }
 DSPARK_V4 = "DeepseekV4ForCausalLMDSpark"
@@ -49,17 +50,6 @@ _MULTI_LAYER_TARGETS = frozenset(
 )
 _ROW_FIELDS = ("kind", "kv_heads", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim",
                "row", "dtype", "index_head_dim", "conv")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OwnDraft:
-    """What SGLang makes of a config for a draft (ModelConfig._config_draft_model).
-
-    nextn: MTP layers that it counts; None for the config's own count.
-    """
-
-    architecture: str
-    nextn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +147,15 @@ def _draft_config(target: Target, algorithm: str) -> HfConfig:
 
 
 def _as_draft(config: HfConfig, algorithm: str) -> HfConfig:
-    own = OWN_DRAFTS.get(config.architecture)
-    if own is None:
+    """Return the config that SGLang makes of one for a draft (ModelConfig._config_draft_model)."""
+    known = architecture(config.architecture)
+    name, nextn = known.draft, known.nextn
+    if config.architecture == _V4 and algorithm == "DSPARK" and _has_dspark(config):
+        name, nextn = DSPARK_V4, None
+    if not name:
         return config
-    if own is _V4_DRAFT and algorithm == "DSPARK" and _has_dspark(config):
-        own = OwnDraft(DSPARK_V4)
-    fields = {} if own.nextn is None else {NEXTN: own.nextn}
-    return HfConfig(own.architecture, config.outer, {**config.text, **fields}, config.source)
+    fields = {} if nextn is None else {NEXTN: nextn}
+    return HfConfig(name, config.outer, {**config.text, **fields}, config.source)
 
 
 def _has_dspark(config: HfConfig) -> bool:
@@ -331,62 +323,3 @@ def _last_stage_layers(target: Target) -> int:
         return flags.pp_partition[-1]
     start, end = pp_ranges(layers, flags.pp)[-1]
     return end - start
-
-
-_V4_DRAFT = OwnDraft("DeepseekV4ForCausalLMNextN", nextn=1)  # or DSpark's: _as_draft
-
-OWN_DRAFTS: Mapping[str, OwnDraft] = {
-    **dict.fromkeys(
-        (
-            "BailingMoeForCausalLM",
-            "BailingMoeV2ForCausalLM",
-            "BailingMoeV2_5ForCausalLM",
-            "BailingMoeV3ForCausalLM",
-        ),
-        OwnDraft("BailingMoeForCausalLMNextN"),
-    ),
-    "DSparkMiniMaxDraftModel": OwnDraft("DSparkMiniMaxDraftModel", nextn=0),
-    "DeepseekV32ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
-    "DeepseekV3ForCausalLM": OwnDraft("DeepseekV3ForCausalLMNextN"),
-    "DeepseekV4ForCausalLM": _V4_DRAFT,
-    "Ernie4_5_MoeForCausalLM": OwnDraft("Ernie4_5_MoeForCausalLMMTP"),
-    "ExaoneMoEForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
-    "ExaoneMoeForCausalLM": OwnDraft("ExaoneMoEForCausalLMMTP", nextn=1),
-    "GigaChat35ForCausalLM": OwnDraft("GigaChat35ForCausalLMNextN"),
-    "Glm4MoeForCausalLM": OwnDraft("Glm4MoeForCausalLMNextN"),
-    "Glm4MoeLiteForCausalLM": OwnDraft("Glm4MoeLiteForCausalLMNextN"),
-    "Glm5NextForConditionalGeneration": OwnDraft("Glm5NextForConditionalGenerationNextN", nextn=1),
-    "GlmMoeDsaForCausalLM": OwnDraft("GlmMoeDsaForCausalLMNextN"),
-    "GlmOcrForConditionalGeneration": OwnDraft("GlmOcrForConditionalGenerationNextN"),
-    "HYV3ForCausalLM": OwnDraft("HYV3ForCausalLMNextN", nextn=1),
-    "HYV4ForCausalLM": OwnDraft("HYV4ForCausalLMNextN", nextn=1),
-    _INKLING: OwnDraft(_INKLING_MTP),
-    "LongcatFlashForCausalLM": OwnDraft("LongcatFlashForCausalLMNextN"),
-    "MiMoForCausalLM": OwnDraft("MiMoMTP"),
-    "MiMoV2FlashForCausalLM": OwnDraft("MiMoV2MTP", nextn=1),
-    "MiMoV2ForCausalLM": OwnDraft("MiMoV2MTP", nextn=1),
-    **dict.fromkeys(
-        (
-            "NemotronHForCausalLM",
-            "NemotronHPuzzleForCausalLM",
-            "NemotronH_Omni_Reasoning_V3",
-        ),
-        OwnDraft("NemotronHForCausalLMMTP", nextn=1),
-    ),
-    "Qwen3MoeForCausalLM": OwnDraft("Qwen3MoeForCausalLMMTP", nextn=1),
-    "Qwen3NextForCausalLM": OwnDraft("Qwen3NextForCausalLMMTP", nextn=1),
-    **dict.fromkeys(
-        (
-            "InternS2MobiusForConditionalGeneration",
-            "InternS2PreviewForConditionalGeneration",
-            "Qwen3_5ForCausalLM",
-            "Qwen3_5ForConditionalGeneration",
-            "Qwen3_5MoeForCausalLM",
-            "Qwen3_5MoeForConditionalGeneration",
-        ),
-        OwnDraft("Qwen3_5ForCausalLMMTP", nextn=1),
-    ),
-    "Qwen4ExpForConditionalGeneration": OwnDraft("Qwen4ExpForCausalLMMTP", nextn=1),
-    "Step3p5ForCausalLM": OwnDraft("Step3p5MTP"),
-    "Step3p7ForConditionalGeneration": OwnDraft("Step3p5MTP"),
-}

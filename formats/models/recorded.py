@@ -23,6 +23,8 @@ class Architecture(msgspec.Struct, frozen=True):
     keeps_quant: whether the model keeps its quantisation, which decides the dtype of KV for auto.
     dsa: whether a config with index_topk has DeepSeek Sparse Attention.
     filled: fields to which the config's class gives a number of its own if the config lacks them.
+    draft: name that SGLang gives the architecture of a draft with this config; empty for the same.
+    nextn: number of MTP layers that the config of such a draft then counts; None for its own.
     unverified: whether it was compared with SGLang only by a config written by hand.
     """
 
@@ -31,6 +33,8 @@ class Architecture(msgspec.Struct, frozen=True):
     keeps_quant: bool = False
     dsa: bool = False
     filled: tuple[str, ...] = ()
+    draft: str = ""
+    nextn: int | None = None
     unverified: bool = False
 
 

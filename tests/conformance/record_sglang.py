@@ -63,7 +63,7 @@ def recorded(facts: dict[str, Any]) -> str:
     for name, row in sorted(facts["architectures"].items()):
         if name in compared and name not in published:
             row["unverified"] = True
-        told = {x: value for x, value in row.items() if value not in ("", [], False)}
+        told = {x: value for x, value in row.items() if value not in ("", [], False, None)}
         lines.append(f"{json.dumps(name)}: {json.dumps(told)}")
     flags = [json.dumps(flag) for flag in facts["flags"]]
     return (

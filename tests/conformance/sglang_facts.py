@@ -9,8 +9,9 @@ flags: the spellings of each flag, its number of values as in argparse, and whet
 
 architectures, by name: family (of FAMILIES), stages (`divided` if a model tells its runner the
 layers of its pipeline stage; `undivided` if its forward takes stages all the same), keeps_quant
-(whether the model keeps its quantisation), dsa (whether its attention can be sparse) and filled
-(fields to which the config's class gives a number of its own if a config lacks them).
+(whether the model keeps its quantisation), dsa (whether its attention can be sparse), filled (fields
+to which the config's class gives a number of its own if a config lacks them), draft (the name that
+the architecture gets for a draft) and nextn (the MTP layers that the config of a draft then counts).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import tempfile
 import warnings
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -237,6 +239,35 @@ def _facts(
         "keeps_quant": registered is None or probe.keeps_quant_config(registered),
         "dsa": is_deepseek_dsa(config),
         "filled": _filled(name, model) if model else [],
+        **_draft(name),
+    }
+
+
+def _draft(name: str) -> dict[str, Any]:
+    """Return what SGLang makes of an architecture for a draft of the target's checkpoint."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from transformers import PretrainedConfig
+
+    read = dict.fromkeys(
+        (
+            "mtp_local_layer_ids",
+            "mtp_num_experts",
+            "mtp_num_experts_per_tok",
+            "num_nextn_predict_layers",
+        )
+    )
+    config = PretrainedConfig(architectures=[name], **read)
+    model = SimpleNamespace(
+        is_draft_model=True,
+        speculative_algorithm="EAGLE",
+        hf_config=config,
+        hf_text_config=config,
+    )
+    ModelConfig._config_draft_model(model)
+    (draft,) = model.hf_config.architectures
+    return {
+        "draft": draft if draft != name else "",
+        "nextn": model.hf_text_config.num_nextn_predict_layers,
     }
 
 

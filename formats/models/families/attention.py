@@ -155,8 +155,13 @@ def no_kv(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 
 def minimax_dspark(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     """Return K and V rows of the draft's own layers (configure_minimax_m3_dspark)."""
-    layers = range(config.section("dflash_config").integer("num_hidden_layers"))
+    layers = range(minimax_dspark_layers(config))
     return (mha_pool("kv", config, context, layers, own_v_dim=True),)
+
+
+def minimax_dspark_layers(config: HfConfig) -> int:
+    """Return the number of the draft's own layers."""
+    return config.section("dflash_config").integer("num_hidden_layers")
 
 
 def glm4_lite(config: HfConfig, context: Context) -> tuple[Pool, ...]:

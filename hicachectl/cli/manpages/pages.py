@@ -37,8 +37,9 @@ from hicachectl.formats.models.architectures import (
     architectures,
     unverified,
 )
-from hicachectl.formats.models.drafts import DSPARK_V4, OWN_DRAFTS
+from hicachectl.formats.models.drafts import DSPARK_V4
 from hicachectl.formats.models.families.base import Family
+from hicachectl.formats.models.recorded import recorded
 from hicachectl.prewarming.ranking import PlanRow
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def models_page() -> str:
 def _drafts(families: Mapping[str, Family]) -> Iterator[str]:
     """Yield the drafts by the form of their KV."""
     frozen = {name for name, family in families.items() if family.frozen_kv}
-    own = {x.architecture for x in OWN_DRAFTS.values() if x.nextn != 0} | {DSPARK_V4}
+    own = {x.draft for x in recorded().architectures.values()} | {DSPARK_V4}
     mtp = own & set(families)
     forms = prose("hicachectl-models")["DRAFTS"][1:]
     by_hand = unverified(drafts=True)

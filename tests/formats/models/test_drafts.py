@@ -9,9 +9,9 @@ import pytest
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.architectures import architectures
 from hicachectl.formats.models.config import profile_from_config
-from hicachectl.formats.models.drafts import OWN_DRAFTS
 from hicachectl.formats.models.families.base import Family
 from hicachectl.formats.models.flags import DeploymentFlags
+from hicachectl.formats.models.recorded import recorded
 from tests.formats.model_rows import allocated, profile_of, refusal_of, stored
 from tests.model_records import DRAFTS, MODELS
 
@@ -32,9 +32,9 @@ def test_every_draft_with_kv_was_compared_with_sglang() -> None:
 def test_every_target_with_a_draft_of_its_own_was_compared_with_sglang() -> None:
     """Each target whose config SGLang rewrites for a draft, except drafts not known to us."""
     own = {
-        (target, draft.architecture)
-        for target, draft in OWN_DRAFTS.items()
-        if target in MODELS and draft.architecture in _KNOWN
+        (target, row.draft)
+        for target, row in recorded().architectures.items()
+        if target in MODELS and row.draft in _KNOWN
     }
     assert own <= {tuple(name.split()[:2]) for name in DRAFTS}
 
