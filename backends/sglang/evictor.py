@@ -7,29 +7,36 @@ try for the lock, and get it when that process ends.
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
+import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicachectl.backends.disk.durable import is_named, lock
 from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.object_files.epochs import open_side, owner_of
-from hicachectl.backends.sglang.ledger import HIGH, Ledger
-from hicachectl.backends.sglang.sweeping import Remover, Sweeper, Trusted
+from hicachectl.backends.sglang.sweeping import Sweeper
 from hicachectl.formats.errors import HicacheError
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hicachectl.backends.sglang.counters import Counters
     from hicachectl.backends.sglang.sweeping import Listing
 
 logger = logging.getLogger("hicachectl.sglang")
 
-_LOW = 0.96  # eviction starts above HIGH, and ends at this share of the limit
+_TOTAL = struct.Struct("<q")  # the content of a ledger
+_HIGH = 0.98  # share of the limit above which the evictor works
+_ASSUMED = 0.95  # share of the limit taken as used before the first listing
+_LOCK_WAIT_S, _LOCK_PAUSE_S = 0.2, 0.0002
+_LOW = 0.96  # eviction starts above _HIGH, and ends at this share of the limit
 _LISTED_AT = 0.75  # below this share of the limit, nothing needs to be listed
 _KNOWN_AT_LEAST = 0.25  # if listed objects fill less of the limit, list again
 _WRITTEN_AT_LEAST = 0.05  # write this share of the limit before listing again
@@ -66,7 +73,6 @@ class Evictor:
         """Open the control files, and the directory anew. Raises OSError, UntrustedError."""
         # The thread may outlive the caller's descriptor.
         self._directory = ObjectDirectory.within(directory.path, os.dup(directory.descriptor))
-        self._sweeper = Sweeper(self._directory, suffixes)
         self.wake = threading.Event()
         self._has_anchor = has_anchor
         self._limit = limit
@@ -102,10 +108,7 @@ class Evictor:
         return self._ledger
 
     def _open(self) -> None:
-        trusted = Trusted(self._directory.descriptor)
-        self._remover = Remover(
-            self._directory, self._suffixes, trusted, has_anchor=self._has_anchor
-        )
+        self._sweeper = Sweeper(self._directory, self._suffixes, has_anchor=self._has_anchor)
         with open_side(self._directory) as side:
             if self._limit:
                 used = side.open_lock(self._ledger_name)
@@ -260,7 +263,6 @@ class Evictor:
         self._listing_s = time.monotonic() - begun
         self._listed_at = time.monotonic()
         self._epochs = [epoch.time_ns for epoch in self._sweeper.epochs]
-        self._remover.clock_ns = listing.clock_ns
         self._next, self._known = 0, int(listing.sizes.sum())
         self._listing, self._evicted = listing, 0
         if self._limit:
@@ -272,14 +274,11 @@ class Evictor:
 
     def _log(self, listing: Listing) -> None:
         logger.info(
-            "%s: %d objects of this rank, %.3f GiB%s; about %d objects of others, %.3f GiB; "
-            "listed in %.1f s",
+            "%s: %d objects of this rank, %.3f GiB%s; listed in %.1f s",
             self._counters.place,
             len(listing.kinds) + len(listing.stale),
             (listing.listed + listing.later) / 2**30,
             f" of max_size {self._limit / 2**30:.3f} GiB" if self._limit else "",
-            listing.others,
-            listing.others_bytes / 2**30,
             self._listing_s,
         )
 
@@ -290,7 +289,7 @@ class Evictor:
             if self._ended:
                 return
             with suppress(OSError):
-                bytes_free = self._remover.remove_stale(page, kind, self._epochs[kind])
+                bytes_free = self._sweeper.remove_stale(page, kind, self._epochs[kind])
                 freed += bytes_free
                 removed += bytes_free > 0
             if not number % 64:
@@ -313,7 +312,7 @@ class Evictor:
         total = self.ledger.total if self._limit else 0
         if self._is_implausible(total):
             total = 0
-        above = int(total - _LOW * self._limit) if total > HIGH * self._limit else 0
+        above = int(total - _LOW * self._limit) if total > _HIGH * self._limit else 0
         space = self._missing_space() if self._min_free else 0
         return max(above, int(space * _FREE_SPACE_STEP), min(space, _FREE_SPACE_LEAST))
 
@@ -338,7 +337,7 @@ class Evictor:
             self._known -= sum(sizes.values())
             page = listing.page(start)
             try:
-                bytes_free = self._remover.remove_page(page, sizes, int(listing.times[start]))
+                bytes_free = self._sweeper.remove_page(page, sizes, int(listing.times[start]))
                 freed += bytes_free
                 pages += bytes_free > 0
             except OSError as error:
@@ -353,3 +352,106 @@ class Evictor:
         self._expected -= nbytes
         if self._limit and nbytes:
             self.ledger.give(nbytes)
+
+
+class Ledger:
+    """The bytes that the processes of one suffix take together: a number in a locked file.
+
+    Writers take room before they write, so the total stays below the limit however many processes
+    write. The evicting process returns freed bytes, and corrects the total after each listing.
+    Several threads may use it at once. All methods raise OSError.
+
+    limit: bytes that the total may reach. is_high: the total was above _HIGH when last set.
+    shared: the number is in the file, for all processes; otherwise it is this process's own.
+    """
+
+    def __init__(self, descriptor: int, limit: int, *, shared: bool) -> None:
+        """Take over the descriptor of a file that is open for writing; `close` closes it."""
+        self.limit = limit
+        self.is_high = False
+        self._descriptor = descriptor
+        self._shared = shared
+        self._own: int | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    @property
+    def total(self) -> int:
+        """Return the bytes in use, those taken and not yet written among them."""
+        with self._locked():
+            return self._read()
+
+    def take(self, least: int, most: int) -> int:
+        """Take `most` bytes of room, or all that is left; 0 if fewer than `least` are left."""
+        with self._locked():
+            total = self._read()
+            taken = min(most, self.limit - total)
+            if taken < least:
+                return 0
+            self._write(total + taken)
+            return taken
+
+    def give(self, nbytes: int) -> int:
+        """Give room back. Return the total."""
+        with self._locked():
+            total = max(0, self._read() - nbytes)
+            self._write(total)
+            return total
+
+    def correct(self, listed: int, later: int, before: int) -> int:
+        """Set the total after a listing; return it.
+
+        listed: bytes of the objects that existed when the total was `before`.
+        later: bytes of the objects that came while the listing went on.
+        """
+        with self._locked():
+            total = listed + max(0, self._read() - before)
+            if not self._shared:  # other processes' objects are known from listings only
+                total = max(total, listed + later)
+            self._write(total)
+            return total
+
+    def _read(self) -> int:
+        total = self._own
+        if self._shared:
+            data = os.pread(self._descriptor, _TOTAL.size, 0)
+            total = max(0, int(_TOTAL.unpack(data)[0])) if len(data) == _TOTAL.size else None
+        if total is None:
+            total = int(_ASSUMED * self.limit)
+        return total
+
+    def _write(self, total: int) -> None:
+        self._own = total
+        self.is_high = total > _HIGH * self.limit
+        if self._shared:
+            os.pwrite(self._descriptor, _TOTAL.pack(total), 0)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock. Raises OSError: a process that was stopped may hold it for long."""
+        with self._lock:
+            if not self._shared:
+                yield
+                return
+            if self._descriptor < 0:
+                raise OSError(errno.EBADF, "the ledger is closed")
+            deadline = time.monotonic() + _LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_LOCK_PAUSE_S)
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)

@@ -26,7 +26,7 @@ from hicachectl.backends.object_files.tree import Temporaries, owner_in
 from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,11 +37,10 @@ _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
 _CLOCKS_DIFFER_NS = 10**9
 # Younger sidecars stay: a writer may be about to write their anchor.
 _IN_FLIGHT_NS = 60 * 10**9
-_SAMPLED = 64  # one of so many foreign objects is measured
 _WORK_S, _REST_S = 0.002, 0.006
 
 
-class Trusted:
+class _Trusted:
     """Whether files of a directory are regular and of trusted owners; asks once for each owner."""
 
     def __init__(self, directory: int) -> None:
@@ -64,22 +63,17 @@ class Listing:
 
     pages: uint8 [objects, 32]. kinds: position of each object's suffix; 0 is the anchor's.
     sizes: bytes. times: ns, when a page was last used or written; equal for its objects.
-    clock_ns: the file system's time less ours.
     listed, later: bytes of objects that were written before and after the listing began.
     stale: page and kind of objects before their epoch, not among the rows; anchors first.
-    others: objects of other suffixes. others_bytes: about.
     """
 
     pages: NDArray[np.uint8]
     kinds: NDArray[np.uint8]
     sizes: NDArray[np.int64]
     times: NDArray[np.int64]
-    clock_ns: int = 0
     listed: int = 0
     later: int = 0
     stale: list[tuple[str, int]] = field(default_factory=list)
-    others: int = 0
-    others_bytes: int = 0
 
     def page(self, row: int) -> str:
         """Return the page hash of a row."""
@@ -100,27 +94,36 @@ class Listing:
 
 
 class Sweeper:
-    """The objects and temporary files of some suffixes in a directory.
+    """The objects and temporary files of some suffixes in a directory: lists and removes them.
 
-    suffixes: ends of file names, after the page hash. The first is the anchor's, if there is one.
+    suffixes: ends of file names, after the page hash. The first is the anchor's if has_anchor.
+    clock_ns: the file system's time less ours, at the last listing.
+
+    All methods raise OSError.
     """
 
-    def __init__(self, directory: ObjectDirectory, suffixes: tuple[bytes, ...]) -> None:
-        self._suffixes = suffixes
+    def __init__(
+        self, directory: ObjectDirectory, suffixes: tuple[bytes, ...], *, has_anchor: bool
+    ) -> None:
         self.epochs = [EpochReader(directory, suffix) for suffix in suffixes]
+        self.clock_ns = 0
         self._directory = directory
+        self._suffixes = suffixes
+        self._has_anchor = has_anchor
+        self._trusted = _Trusted(directory.descriptor)
         self._owners = {os.fsdecode(owner_of(suffix)) for suffix in suffixes}
+        self._temporaries = Temporaries(directory, owner_of(suffixes[0]))
 
     def list(self, stopped: Callable[[], bool], *, measures: bool = True) -> Listing:
         """List the objects, and remove old temporary files of the suffixes.
 
         measures: with sizes and times; without, only stale objects are listed. stopped: asked
-        often; ends the listing. Raises OSError.
+        often; ends the listing.
         """
-        found = _Found(
-            self._suffixes, Trusted(self._directory.descriptor), self.now_ns(), measures=measures
-        )
-        found.epochs = [epoch.look() for epoch in self.epochs]
+        epochs = [epoch.look() for epoch in self.epochs]
+        found = _Found(self._suffixes, epochs, self.now_ns(), measures=measures)
+        self._trusted = _Trusted(self._directory.descriptor)
+        self.clock_ns = found.begun_ns - time.time_ns()
         for _, descriptor in self._directory.directories([]):
             for entry in _at_leisure(descriptor, stopped):
                 name = entry.name
@@ -128,178 +131,27 @@ class Sweeper:
                 if kind is None:
                     if owner_in(name) in self._owners:
                         self._sweep(descriptor, name, found)
-                    else:
-                        found.count_other(entry)
-                elif measures or found.epochs[kind]:
+                elif measures or epochs[kind]:
                     with suppress(FileNotFoundError):
                         facts = entry.stat(follow_symlinks=False)
-                        if found.trusted(facts):
+                        if self._trusted(facts):
                             found.add(name[:PAGE_DIGITS], kind, facts)
         return found.sorted()
 
     def now_ns(self) -> int:
-        """Return the file system's time. Raises OSError."""
+        """Return the file system's time."""
         return file_system_ns(self._directory.descriptor)
 
     def _sweep(self, descriptor: int, name: str, found: _Found) -> None:
         """Remove a temporary file of the suffixes if its writer must have ended."""
         with suppress(OSError):
             facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-            if not found.trusted(facts):
+            if not self._trusted(facts):
                 return
             if facts.st_ctime_ns > found.begun_ns - _TEMPORARY_AGE_NS:
                 found.listed += facts.st_size
             else:
                 os.unlink(name, dir_fd=descriptor)
-
-
-class _Found:
-    """What a listing has found so far."""
-
-    def __init__(
-        self, suffixes: tuple[bytes, ...], trusted: Trusted, begun_ns: int, *, measures: bool
-    ) -> None:
-        """begun_ns: begin of the listing by the file system's clock."""
-        self.trusted = trusted
-        self.begun_ns = begun_ns
-        self.measures = measures
-        self._own_begun_ns = time.time_ns()
-        self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
-        self.listed = 0
-        self.epochs: list[int] = []
-        self._later = 0
-        self._pages = bytearray()
-        self._kinds = array("B")
-        self._sizes = array("q")
-        self._times = array("q")
-        self._stale: list[tuple[str, int]] = []
-        self._others = self._sampled = self._sampled_bytes = 0
-
-    def count_other(self, entry: os.DirEntry[str]) -> None:
-        """Count an object of another suffix."""
-        if not entry.name.endswith(".bin"):
-            return
-        if self.measures and not self._others % _SAMPLED:
-            with suppress(OSError):
-                self._sampled_bytes += entry.stat(follow_symlinks=False).st_size
-                self._sampled += 1
-        self._others += 1
-
-    def add(self, page: str, kind: int, facts: os.stat_result) -> None:
-        """Add an object."""
-        try:
-            digest = bytes.fromhex(page)
-        except ValueError:
-            return
-        if digest.hex() != page:  # capitals
-            return
-        if self._is_later(facts.st_mtime_ns):
-            self._later += facts.st_size
-        else:
-            self.listed += facts.st_size
-        if facts.st_ctime_ns <= self.epochs[kind]:
-            self._stale.append((page, kind))
-        elif self.measures:
-            self._pages += digest
-            self._kinds.append(kind)
-            self._sizes.append(facts.st_size)
-            self._times.append(storable_ns(max(facts.st_atime_ns, facts.st_mtime_ns)))
-
-    def _is_later(self, mtime_ns: int) -> bool:
-        """Return whether an object was written since the beginning; not if it is of the future."""
-        if mtime_ns <= self.begun_ns:
-            return False
-        return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
-
-    def sorted(self) -> Listing:
-        """Return the rows by page, least recently used first; clear what was found."""
-        pages = np.frombuffer(self._pages, dtype=np.uint8).reshape(-1, 32)
-        kinds = np.frombuffer(self._kinds, dtype=np.uint8)
-        sizes = np.frombuffer(self._sizes, dtype=np.int64)
-        times = np.frombuffer(self._times, dtype=np.int64)
-        order = _by_page(pages)
-        starts = _starts(pages, order)
-        if len(order):
-            lengths = np.diff(starts, append=len(order))
-            latest = np.maximum.reduceat(times[order], starts)
-            used = np.repeat(latest, lengths)
-            by_use = np.argsort(used, kind="stable")  # keeps the pages together
-            order, times = order[by_use], used[by_use]
-        self._stale.sort(key=lambda one: (one[1] != 0, one[0]))
-        return Listing(
-            pages=pages[order],
-            kinds=kinds[order],
-            sizes=sizes[order],
-            times=times,
-            clock_ns=self.begun_ns - self._own_begun_ns,
-            listed=self.listed,
-            later=self._later,
-            stale=self._stale,
-            others=self._others,
-            others_bytes=self._others * self._sampled_bytes // max(1, self._sampled),
-        )
-
-
-def _by_page(pages: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return the order of rows by the first half of their page hash."""
-    halves = pages.view(np.uint64)
-    return np.lexsort((halves[:, 1], halves[:, 0]))
-
-
-def _starts(pages: NDArray[np.uint8], order: NDArray[Any]) -> NDArray[Any]:
-    """Return where each page starts among ordered rows."""
-    words = pages.view(np.uint64)[order]
-    new = np.ones(len(order), dtype=np.bool_)
-    new[1:] = (words[1:] != words[:-1]).any(axis=1)
-    return np.flatnonzero(new)
-
-
-def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
-    """Yield a directory's entries; rest three quarters of the time."""
-    with entries_of(directory) as entries:
-        begun = time.monotonic()
-        for number, entry in enumerate(entries):
-            if not number % 32 and time.monotonic() - begun > _WORK_S:
-                if stopped():
-                    return
-                time.sleep(_REST_S)
-                begun = time.monotonic()
-            yield entry
-
-
-def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[bytes, ...]:
-    """Return the suffixes whose objects go together, the anchor's first.
-
-    suffixes: suffixes that a rank writes; True for the anchor's.
-    pools: names that other servers of the same rank may store beside the anchor. Their objects go
-    with it, too.
-    """
-    anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
-    beside = [b"." + pool.encode() + anchor for anchor in anchors for pool in pools]
-    return tuple(dict.fromkeys([*anchors, *sorted(suffixes), *beside]))
-
-
-class Remover:
-    """Removes objects of some suffixes. All methods raise OSError.
-
-    suffixes: ends of file names, after the page hash. The first is the anchor's if has_anchor.
-    clock_ns: the file system's time less ours.
-    """
-
-    def __init__(
-        self,
-        directory: ObjectDirectory,
-        suffixes: tuple[bytes, ...],
-        trusted: Trusted,
-        *,
-        has_anchor: bool,
-    ) -> None:
-        self.clock_ns = 0
-        self._trusted = trusted
-        self._directory = directory
-        self._suffixes = suffixes
-        self._has_anchor = has_anchor
-        self._temporaries = Temporaries(directory, owner_of(suffixes[0]))
 
     def remove_page(self, page: str, sizes: Mapping[int, int], listed_ns: int) -> int:
         """Remove a page's objects, the anchor first; return the bytes that are free now.
@@ -357,6 +209,117 @@ class Remover:
         if not self._trusted(facts):
             raise OSError(errno.EPERM, "not a regular file of a trusted user")
         return facts
+
+
+class _Found:
+    """What a listing has found so far."""
+
+    def __init__(
+        self, suffixes: tuple[bytes, ...], epochs: Sequence[int], begun_ns: int, *, measures: bool
+    ) -> None:
+        """begun_ns: begin of the listing by the file system's clock."""
+        self.begun_ns = begun_ns
+        self.kind_of = {os.fsdecode(suffix): kind for kind, suffix in enumerate(suffixes)}
+        self.listed = 0
+        self._epochs = epochs
+        self._measures = measures
+        self._own_begun_ns = time.time_ns()
+        self._later = 0
+        self._pages = bytearray()
+        self._kinds = array("B")
+        self._sizes = array("q")
+        self._times = array("q")
+        self._stale: list[tuple[str, int]] = []
+
+    def add(self, page: str, kind: int, facts: os.stat_result) -> None:
+        """Add an object."""
+        try:
+            digest = bytes.fromhex(page)
+        except ValueError:
+            return
+        if digest.hex() != page:  # capitals
+            return
+        if self._is_later(facts.st_mtime_ns):
+            self._later += facts.st_size
+        else:
+            self.listed += facts.st_size
+        if facts.st_ctime_ns <= self._epochs[kind]:
+            self._stale.append((page, kind))
+        elif self._measures:
+            self._pages += digest
+            self._kinds.append(kind)
+            self._sizes.append(facts.st_size)
+            self._times.append(storable_ns(max(facts.st_atime_ns, facts.st_mtime_ns)))
+
+    def _is_later(self, mtime_ns: int) -> bool:
+        """Return whether an object was written since the beginning; not if it is of the future."""
+        if mtime_ns <= self.begun_ns:
+            return False
+        return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
+
+    def sorted(self) -> Listing:
+        """Return the rows by page, least recently used first; clear what was found."""
+        pages = np.frombuffer(self._pages, dtype=np.uint8).reshape(-1, 32)
+        kinds = np.frombuffer(self._kinds, dtype=np.uint8)
+        sizes = np.frombuffer(self._sizes, dtype=np.int64)
+        times = np.frombuffer(self._times, dtype=np.int64)
+        order = _by_page(pages)
+        starts = _starts(pages, order)
+        if len(order):
+            lengths = np.diff(starts, append=len(order))
+            latest = np.maximum.reduceat(times[order], starts)
+            used = np.repeat(latest, lengths)
+            by_use = np.argsort(used, kind="stable")  # keeps the pages together
+            order, times = order[by_use], used[by_use]
+        self._stale.sort(key=lambda one: (one[1] != 0, one[0]))
+        return Listing(
+            pages=pages[order],
+            kinds=kinds[order],
+            sizes=sizes[order],
+            times=times,
+            listed=self.listed,
+            later=self._later,
+            stale=self._stale,
+        )
+
+
+def _by_page(pages: NDArray[np.uint8]) -> NDArray[Any]:
+    """Return the order of rows by the first half of their page hash."""
+    halves = pages.view(np.uint64)
+    return np.lexsort((halves[:, 1], halves[:, 0]))
+
+
+def _starts(pages: NDArray[np.uint8], order: NDArray[Any]) -> NDArray[Any]:
+    """Return where each page starts among ordered rows."""
+    words = pages.view(np.uint64)[order]
+    new = np.ones(len(order), dtype=np.bool_)
+    new[1:] = (words[1:] != words[:-1]).any(axis=1)
+    return np.flatnonzero(new)
+
+
+def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
+    """Yield a directory's entries; rest three quarters of the time."""
+    with entries_of(directory) as entries:
+        begun = time.monotonic()
+        for number, entry in enumerate(entries):
+            if not number % 32 and time.monotonic() - begun > _WORK_S:
+                if stopped():
+                    return
+                time.sleep(_REST_S)
+                begun = time.monotonic()
+            yield entry
+
+
+def kinds_of(suffixes: Mapping[bytes, bool], pools: tuple[str, ...]) -> tuple[bytes, ...]:
+    """Return the suffixes whose objects go together, the anchor's first.
+
+    suffixes: suffixes that a rank writes; True for the anchor's.
+    pools: names that other servers of the same rank may store beside the anchor. Their objects go
+    with it, too.
+    """
+    anchors = [suffix for suffix, is_anchor in suffixes.items() if is_anchor]
+    beside = [b"." + pool.encode() + anchor for anchor in anchors for pool in pools]
+    return tuple(dict.fromkeys([*anchors, *sorted(suffixes), *beside]))
 
 
 def _used_ns(facts: os.stat_result) -> int:

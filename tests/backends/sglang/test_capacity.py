@@ -25,7 +25,7 @@ from hicachectl.backends.sglang.calls import Ended
 from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.page_files import PageFiles
-from hicachectl.backends.sglang.sweeping import Remover, Trusted
+from hicachectl.backends.sglang.sweeping import Sweeper
 from hicachectl.formats.errors import UsageError
 from tests.backends.sglang.page_writer import (
     INDEXER,
@@ -229,14 +229,12 @@ def test_a_page_that_was_used_since_the_listing_stays(
     """An eviction can take long; the page may have become the newest meanwhile."""
     place.put_page(1, 7200)
     listed_ns = place.file(1, KV).stat().st_mtime_ns
-    remover = Remover(
-        place.directory, (KV, INDEXER), Trusted(place.directory.descriptor), has_anchor=True
-    )
+    sweeper = Sweeper(place.directory, (KV, INDEXER), has_anchor=True)
     if used is not None:
         file, then = place.file(1, used), time.time_ns() - 120 * 10**9  # no page in flight
         os.utime(file, ns=(then, listed_ns if how == "read" else then))
     sizes = {0: KV_BYTES, 1: INDEXER_BYTES}
-    freed = remover.remove_page(page_hash(1), sizes, listed_ns)
+    freed = sweeper.remove_page(page_hash(1), sizes, listed_ns)
     assert freed == (PAGE_BYTES if used is None else 0)
     assert place.has(1, KV) == place.has(1, INDEXER) == (used is not None)
 

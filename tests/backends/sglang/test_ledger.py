@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicachectl.backends.sglang.ledger import Ledger
+from hicachectl.backends.sglang.evictor import Ledger
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ from hicachectl.backends.sglang.capacity import Capacity
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.file_pages import FilePages
 from hicachectl.backends.sglang.settings import Settings
-from hicachectl.backends.sglang.sweeping import Remover, Sweeper, Trusted
+from hicachectl.backends.sglang.sweeping import Sweeper
 from hicachectl.backends.urls import parse_url
 from tests.backends.sglang.page_writer import INDEXER, KV, SUFFIXES, page_hash
 from tests.backends.sglang.pages import HostPool, hashes
@@ -170,7 +170,7 @@ def test_an_object_of_the_moment_of_the_epoch_is_stale(directory: ObjectDirector
     file = put(directory, 0, KV)
     now_ns = file.stat().st_ctime_ns
     begin_epoch(directory, [KV])
-    epoch, remover = EpochReader(directory, KV), _remover(directory)
+    epoch, remover = EpochReader(directory, KV), _sweeper(directory)
     for earlier_ns, is_stale in ((1, False), (0, True)):
         _epoch_file(directory, KV).write_bytes(b"epoch %d %s\n" % (now_ns - earlier_ns, KV))
         assert epoch.look() == now_ns - earlier_ns
@@ -179,8 +179,8 @@ def test_an_object_of_the_moment_of_the_epoch_is_stale(directory: ObjectDirector
     assert not file.exists()
 
 
-def _remover(directory: ObjectDirectory) -> Remover:
-    return Remover(directory, (KV,), Trusted(directory.descriptor), has_anchor=True)
+def _sweeper(directory: ObjectDirectory, *suffixes: bytes) -> Sweeper:
+    return Sweeper(directory, suffixes or (KV,), has_anchor=True)
 
 
 def test_reading_a_stale_object_does_not_make_it_valid(directory: ObjectDirectory) -> None:
@@ -260,7 +260,7 @@ def test_only_old_temporary_files_of_the_suffixes_are_swept(
         file.write_bytes(b"x")
     link = _path(directory, directory.temporary_name(b"00", owner_of(KV) + token, 2))
     link.symlink_to(files[0])
-    sweeper = Sweeper(directory, (KV, INDEXER))
+    sweeper = _sweeper(directory, KV, INDEXER)
     young = sweeper.list(lambda: False)
     assert all(file.exists() for file in files)
     assert young.listed == 2
@@ -290,7 +290,7 @@ def test_what_a_killed_write_of_a_page_leaves_is_swept(
         assert store.write(host.pool, hashes(1), host.pieces([0]), call) == [False]
     store.close()
     with ObjectDirectory.open(str(path)) as directory:
-        sweeper = Sweeper(directory, (KV,))
+        sweeper = _sweeper(directory)
         left = list(path.glob(".hicachectl-*.tmp"))
         # The store's own listing may have left its clock, which is empty.
         assert [bool(file.stat().st_size) for file in left].count(True) == 1
@@ -309,14 +309,14 @@ def test_a_listing_is_by_page_and_by_the_last_use_of_any_object(
     put(directory, 0, OTHER)
     _path(directory, b"G" * 64 + KV).touch()
     _path(directory, page_hash(3).upper().encode() + KV).touch()
-    listing = Sweeper(directory, (KV, INDEXER)).list(lambda: False)
+    listing = _sweeper(directory, KV, INDEXER).list(lambda: False)
     rows = [(listing.page(row), int(listing.times[row])) for row in range(6)]
     assert rows[::2] == rows[1::2]
     assert rows[::2] == [
         (page_hash(number), used * 10**9) for number, used in ((2, 200), (0, 300), (1, 400))
     ]
     assert listing.sizes_of(0, listing.end_of_page(0)) == {0: 100, 1: 100}
-    assert (listing.listed, listing.others, listing.others_bytes) == (600, 1, 100)
+    assert listing.listed == 600
 
 
 def test_an_object_of_the_far_future_is_the_last(directory: ObjectDirectory) -> None:
@@ -325,5 +325,5 @@ def test_an_object_of_the_far_future_is_the_last(directory: ObjectDirectory) -> 
         put(directory, number, KV)
     far = 430 * 31_557_600  # after 1970
     os.utime(put(directory, 2, KV), (far, far))
-    listing = Sweeper(directory, (KV,)).list(lambda: False)
+    listing = _sweeper(directory).list(lambda: False)
     assert [listing.page(row) for row in range(3)][-1] == page_hash(2)
