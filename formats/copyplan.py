@@ -59,13 +59,6 @@ class CopyPlan:
             VECTOR_BYTES, self.run, *steps, *offsets, self.source_step, self.destination_step
         )
 
-    def of_layer(self, layer: int) -> CopyPlan:
-        """Return the copy of one layer, as in load-back. Raises ValueError if out of range."""
-        place = [axis.name for axis in self.axes].index("layer")
-        if not 0 <= layer < self.axes[place].length:
-            raise ValueError(f"layer {layer}: must be below {self.axes[place].length}")
-        return self.at(place, layer)
-
     def at(self, place: int, index: int) -> CopyPlan:
         """Return the copy of one index along axis number `place`."""
         axis = self.axes[place]

@@ -107,12 +107,16 @@ def _drafts(profile: Profile, spec: ObjectSpec) -> bool:
 
 def differences(found: Identity, expected: Identity) -> str:
     """Return in words what differs: `dtype float16 instead of bfloat16`; "" if nothing does."""
-    theirs, ours = asdict(found), asdict(expected)
-    return ", ".join(
-        f"{name.replace('_', ' ')} {theirs[name] or 'none'} instead of {ours[name] or 'none'}"
-        for name in ours
-        if theirs[name] != ours[name]
-    )
+    return ", ".join(unlike(asdict(found), asdict(expected)))
+
+
+def unlike(theirs: Mapping[str, object], ours: Mapping[str, object]) -> list[str]:
+    """Return in words which facts differ, in the order of ours."""
+    return [
+        f"{name.replace('_', ' ')} {theirs[name] or 'none'} instead of {value or 'none'}"
+        for name, value in ours.items()
+        if theirs[name] != value
+    ]
 
 
 @lru_cache(maxsize=8)

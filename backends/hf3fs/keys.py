@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hicachectl.backends.base import keys_of
-from hicachectl.formats.keys.rows import ByteRows
+from hicachectl.formats.keys.table import ByteRows
 from hicachectl.formats.objects import PAGE_DIGITS
 
 if TYPE_CHECKING:

@@ -12,26 +12,27 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from msgspec import structs
 
 from hicachectl.backends.arena import ALIGNMENT, Arena, place
 from hicachectl.backends.base import SCAN_FIELDS, Result, Status, Store, open_store
 from hicachectl.backends.capabilities import Archive, Claimed, Confirm, Leases, RacyWrites
-from hicachectl.backends.sglang.archives import archive_problem
 from hicachectl.backends.sglang.served import PageStore
 from hicachectl.formats.errors import HicacheError
-from hicachectl.formats.identity import deployment_tag
-from hicachectl.formats.keys import grammar_of
+from hicachectl.formats.identity import deployment_tag, object_identity, unlike
+from hicachectl.formats.keys import WHOLE_PAGES, grammar_of
 from hicachectl.formats.kinds.pool import pool_name
-from hicachectl.formats.objects import ANCHOR, Names
+from hicachectl.formats.objects import ANCHOR, AXES, Names
+from hicachectl.formats.spec import object_specs
 from hicachectl.formats.wording import reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicachectl.backends.sglang.calls import Call, Workers
     from hicachectl.backends.sglang.counters import Counters
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.sglang.settings import Settings
     from hicachectl.backends.urls import StoreUrl
     from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
+    from hicachectl.formats.profile import Profile
+    from hicachectl.formats.spec import ObjectSpec
 
 logger = logging.getLogger("hicachectl.sglang")
 
@@ -516,3 +520,65 @@ def _pages_per_run(pool: ServedPool) -> int:
     """Return how many pages are handled together: at most a slot, and a batch of the store."""
     fitting = _SLOT_BYTES // max(1, _page_bytes(pool))
     return max(1, min(fitting, _OBJECTS_PER_RUN // max(1, len(pool.parts))))
+
+
+def archive_problem(
+    archive: Archive, pools: Iterable[ServedPool], *, reads_unstamped: bool = False
+) -> str:
+    """Return why a server cannot use an archive's pages; "" if it can.
+
+    A pool that the archive lacks is no problem: its pages are misses.
+
+    reads_unstamped: use an archive whose profile does not name the weights.
+    Raises ProfileError, UnsupportedByBackend.
+    """
+    profile = archive.recorded_profile()
+    if profile is None or profile.inferred:
+        return (
+            "does not record its deployment; pack the pages again with --profile, which "
+            "`hicachectl profile --server URL` writes"
+        )
+    if not (profile.weights or reads_unstamped):
+        return (
+            "does not name the weights of its pages; pack them again with a profile that does, or "
+            'give "unstamped": "read"'
+        )
+    if not (grammar := grammar_of(archive.grammar)).served:
+        return (
+            f"has the keys of a {grammar.title} store, which servers cannot read; migrate the pack "
+            "to a file store, and that one to a pack"
+        )
+    specs = object_specs(profile, WHOLE_PAGES)
+    for pool in pools:
+        files = [spec for spec in specs if spec.pool == pool.name]
+        if files and (different := _differences(profile, files, pool)):
+            return (
+                f"its pages of {pool.name} have {', '.join(different)}; attach a pack of this "
+                "deployment, or convert the pack with hicachectl migrate"
+            )
+    return ""
+
+
+def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) -> list[str]:
+    """Return in words which facts of a pool's pages differ in a pack and on this server."""
+    held, shard = files[0].coordinate.shard, pool.coordinate.shard
+    theirs: dict[str, object] = {"model": profile.key_model}
+    ours: dict[str, object] = {"model": pool.identity.model}
+    theirs |= dict(zip(AXES, held.sizes, strict=False))
+    ours |= dict(zip(AXES, shard.sizes, strict=False))
+    mine = next((spec for spec in files if spec.coordinate.shard == shard), None)
+    if mine is not None:
+        theirs["bytes"], ours["bytes"] = mine.nbytes, pool.nbytes
+        identity = _identity(profile, mine, pool.identity)
+        if identity is not None:
+            theirs |= asdict(identity)
+            ours |= asdict(pool.identity)
+    return unlike(theirs, ours)
+
+
+def _identity(profile: Profile, spec: ObjectSpec, ours: Identity) -> Identity | None:
+    """Return the identity of the archive's objects; our weights stand for unnamed ones."""
+    if not profile.weights:
+        draft = ours.draft_weights or ours.weights
+        profile = structs.replace(profile, weights=ours.weights, draft_weights=draft)
+    return object_identity(profile, spec)

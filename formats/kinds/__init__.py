@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicachectl.formats.kinds.blocks import BLOCKS
-from hicachectl.formats.kinds.dsa_indexer import DSA_INDEXER, INDEXER_POOLS
-from hicachectl.formats.kinds.dsv4 import DSV4
-from hicachectl.formats.kinds.index_keys import INDEX_KEYS
-from hicachectl.formats.kinds.logical import LOGICAL
-from hicachectl.formats.kinds.mamba import MAMBA, MAMBA_POOLS
-from hicachectl.formats.kinds.mha import KV_POOLS, MHA
-from hicachectl.formats.kinds.mla import MLA
-from hicachectl.formats.kinds.opaque import COMPRESSED_POOLS, OPAQUE
+from hicachectl.formats.kinds.blocks import Blocks
+from hicachectl.formats.kinds.dsa_indexer import INDEXER_POOLS, DsaIndexer
+from hicachectl.formats.kinds.dsv4 import Dsv4
+from hicachectl.formats.kinds.index_keys import IndexKeys
+from hicachectl.formats.kinds.logical import Logical
+from hicachectl.formats.kinds.mamba import MAMBA_POOLS, Mamba
+from hicachectl.formats.kinds.mha import KV_POOLS, Mha
+from hicachectl.formats.kinds.mla import Mla
+from hicachectl.formats.kinds.opaque import COMPRESSED_POOLS, Opaque
 from hicachectl.formats.kinds.pool import add_pool_names, remove_pool_names
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ def kind_names() -> tuple[str, ...]:
     return tuple(_KINDS)
 
 
-register(MHA, KV_POOLS)
-register(MLA)
-register(DSA_INDEXER, INDEXER_POOLS)
-register(MAMBA, MAMBA_POOLS)
-register(LOGICAL)
-register(OPAQUE, COMPRESSED_POOLS)
-register(INDEX_KEYS)
-register(DSV4)
-register(BLOCKS)
+register(Mha(), KV_POOLS)
+register(Mla())
+register(DsaIndexer(), INDEXER_POOLS)
+register(Mamba(), MAMBA_POOLS)
+register(Logical())
+register(Opaque(), COMPRESSED_POOLS)
+register(IndexKeys())
+register(Dsv4())
+register(Blocks())

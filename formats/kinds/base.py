@@ -32,6 +32,11 @@ class PoolKind:
               SGLang cannot store the page as parts. MooncakeStore stores only the layer_first
               pages of MLA KV (_get_mha_buffer_meta raises for others).
     splits_layers: whether CP ranks can divide the layers of an anchor of this kind.
+    host_layouts: layouts of host pools that SGLang builds.
+    identified: whether a profile tells the identity that the storage plug-in gives to objects.
+              False for rows of which the plug-in states the server's settings and GPU instead of a
+              dtype.
+    interpreted: whether hicachectl knows the numbers in the bytes.
     nixl_layouts: layouts in which NIXL transfers a pool of this kind beside kv from where it lies
               (is_stride_page_aligned of pools with get_hybrid_pool_buffer).
     """
@@ -47,6 +52,9 @@ class PoolKind:
     has_form = True
     scattered = True
     splits_layers = False
+    host_layouts: tuple[str, ...] = PAGE_FIRST_LAYOUTS
+    identified = True
+    interpreted = True
     nixl_layouts: tuple[str, ...] = ()
 
     # --- the profile ---
@@ -79,17 +87,14 @@ class PoolKind:
         return False
 
     def has_identity(self, pool: Pool) -> bool:
-        """Return whether a profile tells the identity that the storage plug-in gives its objects.
-
-        False for rows of which the plug-in states the server's settings and GPU instead of a dtype.
-        """
-        return self.has_form
+        """Return whether a profile tells the identity of a pool's objects."""
+        return self.has_form and self.identified
 
     # --- the bytes ---
 
     def layouts(self, pool: Pool) -> tuple[str, ...]:
         """Return the host layouts that SGLang builds the pool in."""
-        return PAGE_FIRST_LAYOUTS
+        return self.host_layouts
 
     def check_layout(self, pool: Pool, layout: str) -> None:
         """Raise ProfileError if SGLang does not build the pool in a layout."""
@@ -126,7 +131,7 @@ class PoolKind:
 
         code_dtype: dtype of quantised codes.
         """
-        return None
+        return None if self.interpreted else ()
 
     # --- the shards ---
 

@@ -12,7 +12,6 @@ from hicachectl.formats.layouts import HEADLESS_LAYOUTS, PAGE_FIRST_LAYOUTS, Ten
 
 if TYPE_CHECKING:
     from hicachectl.formats.kinds.pool import Pool
-    from hicachectl.formats.layouts import Column
 
 
 class Blocks(PoolKind):
@@ -23,23 +22,10 @@ class Blocks(PoolKind):
     words = "a pool of blocks"
     required = ("layers", "nbytes")
     shards = False
+    host_layouts = HEADLESS_LAYOUTS
+    identified = interpreted = False
     nixl_layouts = PAGE_FIRST_LAYOUTS
-
-    def has_identity(self, pool: Pool) -> bool:
-        """Return False."""
-        return False
-
-    def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all layouts except page_head."""
-        return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one block per layer."""
         return (TensorLayout("blocks", ("layer", "block"), (layers, pool.nbytes), "uint8"),)
-
-    def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
-        """Return none."""
-        return ()
-
-
-BLOCKS = Blocks()

@@ -46,6 +46,7 @@ class DsaIndexer(PoolKind):
     words = "a DSA indexer pool"
     required = ("layers", "index_head_dim")
     shards = False
+    host_layouts = HEADLESS_LAYOUTS
     nixl_layouts = PAGE_FIRST_LAYOUTS
 
     def row_items(self, pool: Pool) -> dict[str, int]:
@@ -60,10 +61,6 @@ class DsaIndexer(PoolKind):
     def has_identity(self, pool: Pool) -> bool:
         """Return whether the pool is not DeepSeek-V4's."""
         return pool.name in {one.name for one in INDEXER_POOLS}
-
-    def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all layouts except page_head."""
-        return HEADLESS_LAYOUTS
 
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one block per layer: fp8 keys of all rows, then scales.
@@ -91,6 +88,3 @@ class DsaIndexer(PoolKind):
         scales = Column("scales", at, "float32", tile_axes, (tokens, tiles), SCALE_FLOOR)
         keys = Column("keys", 0, code_dtype, ("token", "channel"), (tokens, dim), scales=scales)
         return keys, scales
-
-
-DSA_INDEXER = DsaIndexer()

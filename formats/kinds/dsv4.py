@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hicachectl.formats.kinds.pool import Pool
-    from hicachectl.formats.layouts import Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,9 @@ class Dsv4(PoolKind):
     words = "a pool of DeepSeek-V4 rows"
     required = ("layers", "row")
     shards = False
+    host_layouts = HEADLESS_LAYOUTS
+    identified = False
+    interpreted = False  # data and scales of a row lie apart
     nixl_layouts = PAGE_FIRST_LAYOUTS
 
     def problems(self, pool: Pool) -> Iterator[str]:
@@ -86,22 +88,7 @@ class Dsv4(PoolKind):
         if pool.row and pool.row not in DSV4_ROWS:
             yield not_one_of("row", pool.row, tuple(DSV4_ROWS))
 
-    def has_identity(self, pool: Pool) -> bool:
-        """Return False."""
-        return False
-
-    def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all layouts except page_head."""
-        return HEADLESS_LAYOUTS
-
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return one block per layer."""
         nbytes = DSV4_ROWS[pool.row].page_bytes(stored_rows(pool, tokens))
         return (TensorLayout("rows", ("layer", "block"), (layers, nbytes), "uint8"),)
-
-    def columns(self, pool: Pool, tensor: TensorLayout, code_dtype: str) -> tuple[Column, ...]:
-        """Return none: data and scales of a row lie apart."""
-        return ()
-
-
-DSV4 = Dsv4()

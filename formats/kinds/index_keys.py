@@ -26,21 +26,15 @@ class IndexKeys(PoolKind):
     words = "a pool of index keys"
     required = ("dtype", "layers", "index_head_dim")
     shards = False
+    host_layouts = HEADLESS_LAYOUTS
     nixl_layouts = PAGE_FIRST_LAYOUTS
 
     def has_identity(self, pool: Pool) -> bool:
         """Return whether each token has a key."""
         return not pool.compress_ratio
 
-    def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all layouts except page_head."""
-        return HEADLESS_LAYOUTS
-
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return the keys of all layers."""
         row = "row" if pool.compress_ratio else "token"
         shape = (layers, stored_rows(pool, tokens), pool.index_head_dim)
         return (TensorLayout("indexer", ("layer", row, "channel"), shape, pool.dtype),)
-
-
-INDEX_KEYS = IndexKeys()

@@ -25,6 +25,7 @@ class Logical(PoolKind):
     summary = "An anchor without bytes (DeepSeek-V4)."
     anchors = True
     shards = False
+    host_layouts = HEADLESS_LAYOUTS  # of the pools beside the anchor, DeepSeekV4PagedHostPool
     has_bytes = False
     has_form = False
 
@@ -32,10 +33,3 @@ class Logical(PoolKind):
         """Yield a message if the pool is a sidecar."""
         if pool.name != ANCHOR:
             yield "kind: only the kv pool can be logical"
-
-    def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return the layouts of the pools beside the anchor, DeepSeekV4PagedHostPool's."""
-        return HEADLESS_LAYOUTS
-
-
-LOGICAL = Logical()

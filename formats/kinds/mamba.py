@@ -121,6 +121,3 @@ class Mamba(PoolKind):
         rank = 0 if pool.replicated else holder(shard)
         held = tensor.shape[tensor.axes.index(axis)]
         return {axis: state_spans(state, rank, tp, held)}
-
-
-MAMBA = Mamba()

@@ -140,6 +140,3 @@ def _first_head(pool: Pool, shard: Shard, held: int, tp: int) -> int:
     if tp > pool.kv_heads:
         return holder(shard) // (tp // pool.kv_heads)
     return holder(shard) * held
-
-
-MHA = Mha()

@@ -69,6 +69,7 @@ class Mla(PoolKind):
     required = ("layers", "kv_lora_rank", "row")
     anchors = True
     shards = False
+    host_layouts = HEADLESS_LAYOUTS  # rows have no heads
     scattered = False
     splits_layers = True
 
@@ -99,10 +100,6 @@ class Mla(PoolKind):
         """Return True: SGLang stores DCP pages of MLA models only."""
         return True
 
-    def layouts(self, pool: Pool) -> tuple[str, ...]:
-        """Return all layouts except page_head: rows have no heads."""
-        return HEADLESS_LAYOUTS
-
     def tensors(self, pool: Pool, layers: int, tokens: int, tp: int) -> tuple[TensorLayout, ...]:
         """Return the rows."""
         channels, dtype = mla_row(pool)
@@ -127,6 +124,3 @@ class Mla(PoolKind):
             return codes, scales
         at = rank + scales.nbytes
         return codes, scales, Column("rope", at, "bfloat16", ("channel",), (rope,))
-
-
-MLA = Mla()

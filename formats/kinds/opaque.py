@@ -37,6 +37,3 @@ class Opaque(PoolKind):
     def stored_with_dcp(self, pool: Pool) -> bool:
         """Return whether all ranks share the objects, as keys under DCP require."""
         return pool.replicated
-
-
-OPAQUE = Opaque()

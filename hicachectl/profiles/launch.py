@@ -18,9 +18,14 @@ from hicachectl.formats.documents import parse_json, parse_json_object, parse_to
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
 from hicachectl.formats.models.flag_table import OPTIONS
-from hicachectl.formats.models.launch import WAYS_OUT, launched_deployment, logged_deployment
+from hicachectl.formats.models.launch import (
+    WAYS_OUT,
+    config_arguments,
+    launched_deployment,
+    logged_deployment,
+    parse_arguments,
+)
 from hicachectl.formats.models.recorded import recorded
-from hicachectl.formats.models.server_flags import config_arguments, parse_arguments
 from hicachectl.formats.wording import failed
 from hicachectl.profiles.server import ServerProfile, is_file, local_models, read_models
 from hicachectl.profiles.shell_words import SEVERAL_WORDS, Command, ScriptReader

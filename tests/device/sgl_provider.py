@@ -132,8 +132,8 @@ def _along_rows(plan: CopyPlan) -> list[Axis]:
 
 def _layers(plan: CopyPlan) -> Iterator[CopyPlan]:
     """Split a plan by layer, K and V together."""
-    count = next(axis.length for axis in plan.axes if axis.name == "layer")
-    return (plan.of_layer(layer) for layer in range(count))
+    place, axis = next((n, axis) for n, axis in enumerate(plan.axes) if axis.name == "layer")
+    return (plan.at(place, layer) for layer in range(axis.length))
 
 
 def _indices(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from hicachectl.formats.kinds.pool import Pool
+from hicachectl.formats.kinds.pool import Pool, StateTensor
 from hicachectl.formats.models.dtypes import kv_dtype, mla_row
 
 if TYPE_CHECKING:
@@ -150,6 +150,15 @@ def mha_pool(
         v_head_dim=unless_usual(v_head_dim, head_dim),
         trailing_pages=trailing_pages,
     )
+
+
+def states_pool(
+    layers: int | tuple[int, ...],
+    conv: tuple[StateTensor, ...] = (),
+    temporal: StateTensor | None = None,
+) -> Pool:
+    """Return the pool of some layers' states (MambaPool)."""
+    return Pool(name="mamba", kind="mamba", layers=layers, temporal=temporal, conv=conv)
 
 
 def mla_pool(config: HfConfig, context: Context, layers: Iterable[int], *, dsa: bool) -> Pool:

@@ -18,6 +18,7 @@ from hicachectl.formats.models.families.base import (
     Context,
     mha_pool,
     split_layers,
+    states_pool,
 )
 from hicachectl.formats.models.families.windows import of_other_heads
 from hicachectl.formats.models.flags import attention_tp, canonical_algorithm
@@ -33,11 +34,9 @@ def lfm2(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     full, convolved = split_layers(config, lambda layer: kinds[layer] == "full_attention")
     shape = (config.integer("hidden_size"), config.integer("conv_L_cache") - 1)
     _, dtype = state_dtypes(config, context.flags)
-    states = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=convolved,
-        conv=(StateTensor(shape=shape, dtype=dtype),),
+    states = states_pool(
+        convolved,
+        (StateTensor(shape=shape, dtype=dtype),),
     )
     return (mha_pool("kv", config, context, full), states)
 
@@ -57,10 +56,8 @@ def zaya(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     blocks = (heads * dim, groups * dim)
     layers, full = _zaya_layers(config)
     config = config.changed(head_dim=dim, num_hidden_layers=layers)
-    states = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=full,
+    states = states_pool(
+        full,
         conv=(
             StateTensor(shape=(sum(blocks), window), dtype=dtype, groups=blocks),
             StateTensor(shape=(config.integer("hidden_size"), 1), dtype=dtype, whole=(0,)),
@@ -99,7 +96,7 @@ def inkling(config: HfConfig, context: Context) -> tuple[Pool, ...]:
         )
         for count, pool in zip(heads, (kv, kv, swa, swa), strict=True)
     ]
-    states = Pool(name="mamba", kind="mamba", layers=layers, conv=(*of_heads, stream, stream))
+    states = states_pool(layers, (*of_heads, stream, stream))
     return (kv, swa, states)
 
 

@@ -20,6 +20,7 @@ from hicachectl.formats.models.families.base import (
     mha_pool,
     mla_pool,
     split_layers,
+    states_pool,
 )
 from hicachectl.formats.models.flags import attention_tp
 from hicachectl.formats.models.quantisation import quant_method
@@ -61,10 +62,8 @@ def gdn_pool(config: HfConfig, context: Context, layers: tuple[int, ...]) -> Poo
     key_dim, value_dim = (config.integer(f"linear_{x}_head_dim") for x in ("key", "value"))
     groups = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
     temporal_dtype, conv_dtype = state_dtypes(config, context.flags)
-    return Pool(
-        name="mamba",
-        kind="mamba",
-        layers=layers,
+    return states_pool(
+        layers,
         temporal=StateTensor(shape=(value_heads, value_dim, key_dim), dtype=temporal_dtype),
         conv=(
             StateTensor(
@@ -86,10 +85,8 @@ def bailing_lightning(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     full, linear = split_layers(config, _is_bailing_full_layer(config))
     heads, head_dim = config.integer("num_attention_heads"), head_dim_of(config)
     dtype, _ = state_dtypes(None, context.flags)
-    states = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=linear,
+    states = states_pool(
+        linear,
         temporal=StateTensor(shape=(heads, head_dim, head_dim), dtype=dtype),
     )
     return (mla_pool(config, context, full, dsa=False), states)
@@ -118,10 +115,8 @@ def delta_pool(
 ) -> Pool:
     """Return the states of Kimi delta attention (KimiLinearStateShape)."""
     temporal_dtype, conv_dtype = state_dtypes(None, context.flags)
-    return Pool(
-        name="mamba",
-        kind="mamba",
-        layers=layers,
+    return states_pool(
+        layers,
         temporal=StateTensor(shape=(heads, head_dim, head_dim), dtype=temporal_dtype),
         conv=(
             StateTensor(  # the window axis comes first
@@ -219,10 +214,8 @@ def jet(config: HfConfig, context: Context) -> tuple[Pool, ...]:
     value_dim = int(key_dim * factor)
     blocks = (heads * value_dim, heads * key_dim, heads * key_dim)
     temporal, conv = state_dtypes(config, context.flags)
-    states = Pool(
-        name="mamba",
-        kind="mamba",
-        layers=linear,
+    states = states_pool(
+        linear,
         temporal=StateTensor(shape=(heads, value_dim, key_dim), dtype=temporal),
         conv=(StateTensor(shape=(sum(blocks), window - 1), dtype=conv, groups=blocks),),
     )
@@ -253,10 +246,8 @@ def _mamba2_pool(
         if stated != inner:
             raise config.error(name, f"is {stated}, but {heads} heads of {head_dim} are {inner}")
     blocks = (inner, groups * state, groups * state)
-    return Pool(
-        name="mamba",
-        kind="mamba",
-        layers=count_or_numbers(config, tuple(layers)),
+    return states_pool(
+        count_or_numbers(config, tuple(layers)),
         temporal=StateTensor(shape=(heads, head_dim, state), dtype=dtypes[0]),
         conv=(
             StateTensor(

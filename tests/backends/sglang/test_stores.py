@@ -18,7 +18,6 @@ from msgspec import structs
 from hicachectl.backends.arena import Arena
 from hicachectl.backends.base import open_store
 from hicachectl.backends.capabilities import Archive
-from hicachectl.backends.sglang.archives import archive_problem
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.settings import Settings
