@@ -14,12 +14,12 @@ from hicachectl.formats.models.families.base import Context
 from hicachectl.formats.models.flags import (
     DeploymentFlags,
     attention_tp,
+    check_flags,
     hash_unit,
     normalised_layout,
 )
 from hicachectl.formats.models.hf_config import HfConfig, open_config
 from hicachectl.formats.models.recorded import architecture
-from hicachectl.formats.models.refused_flags import check_flags
 from hicachectl.formats.profile import Profile, validate_profile
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.models.architectures import family_of
 from hicachectl.formats.models.families.base import NEXTN, Context, Family
-from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm
+from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, check_flags
 from hicachectl.formats.models.hf_config import HfConfig, open_config
 from hicachectl.formats.models.recorded import architecture
-from hicachectl.formats.models.refused_flags import check_flags
 from hicachectl.formats.pools import pp_ranges
 from hicachectl.formats.releases import release_of
 
@@ -68,7 +67,7 @@ def algorithm_of(flags: DeploymentFlags) -> str:
     EAGLE becomes FROZEN_KV_MTP for a draft that reads the target's KV
     (arg_groups/speculative_hook.py :: _resolve_speculative_algorithm_alias). Raises ProfileError.
     """
-    algorithm = canonical_algorithm(flags)
+    algorithm = canonical_algorithm(flags.speculative_algorithm)
     if algorithm in _DRAFTLESS_ALGORITHMS or flags.draft_model_config is None:
         return algorithm
     draft = _as_draft(open_config(flags.draft_model_config, source="draft config"), algorithm)

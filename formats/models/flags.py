@@ -1,9 +1,12 @@
-"""SGLang server flags that determine keys and object sizes, and the values SGLang derives."""
+"""SGLang server flags that determine keys and object sizes, and the values SGLang derives.
+
+Source: SGLang srt/arg_groups/; each rule names the function.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hicachectl.formats.errors import ProfileError
 from hicachectl.formats.layouts import LAYOUTS
@@ -31,6 +34,26 @@ _BOUNDS = {
     "page_size": MAX_PAGE_SIZE,
     "speculative_num_steps": MAX_LAYERS,
 }
+
+_REFUSED_BESIDE = "SGLang refuses it with --enable-hierarchical-cache"
+_NEVER_BESIDE_HICACHE = {
+    # dllm_hook.py :: handle_dllm_inference
+    "dllm_algorithm": "SGLang disables HiCache for diffusion language models",
+    # kv_cache_hook.py :: handle_cache_compatibility
+    "disable_radix_cache": _REFUSED_BESIDE,
+    "enable_lmcache": _REFUSED_BESIDE,
+    # mamba_hook.py :: handle_int8_mamba_checkpoint
+    "enable_int8_mamba_checkpoint": _REFUSED_BESIDE,
+    # kv_shard_hook.py
+    "enable_kv_cache_sharding": "SGLang refuses it with --hicache-storage-backend",
+    # hicache_hook.py :: handle_hicache
+    "enable_unified_cache_external_linker": _REFUSED_BESIDE,
+    "encoder_only": "such a server has no KV cache",
+    "prefill_only_disable_kv_cache": "such a server has no KV cache",
+}
+_STAGED = (
+    "SGLang supports pipeline parallelism only with EAGLE (non-multi-layer) speculative decoding"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,22 +174,102 @@ def _beyond_belief(flags: DeploymentFlags) -> Iterator[str]:
     yield from above("pp_partition", max(flags.pp_partition, default=0), MAX_LAYERS)
 
 
-def canonical_algorithm(flags: DeploymentFlags) -> str:
-    """Return SGLang's name of the speculative algorithm; "" without one.
+def canonical_algorithm(stated: str) -> str:
+    """Return SGLang's name of a speculative algorithm; "" without one.
 
     Raises ProfileError if SGLang lacks the algorithm.
     """
-    name = flags.speculative_algorithm.upper()
+    name = stated.upper()
     if name in ("", "NONE"):
         return ""
     if name == "NEXTN":
         return "EAGLE"
     if name not in _ALGORITHMS:
         known = (*_ALGORITHMS, "NEXTN")
-        raise ProfileError(not_one_of("speculative_algorithm", flags.speculative_algorithm, known))
+        raise ProfileError(not_one_of("speculative_algorithm", stated, known))
     return name
 
 
 def hash_unit(algorithm: str) -> str:
     """Return the unit of page hashes under a speculative algorithm: token or bigram."""
     return "bigram" if algorithm in _BIGRAM_ALGORITHMS else "token"
+
+
+# combinations that SGLang refuses beside HiCache with an L3 store, or with each other
+
+
+class RefusedFlags(NamedTuple):
+    """A combination of flags that SGLang refuses.
+
+    name: field of ServerArgs that messages name.
+    why: the reason, for messages.
+    """
+
+    name: str
+    why: str
+
+
+def refused_flags(values: Mapping[str, Any]) -> RefusedFlags | None:
+    """Return the first combination that SGLang refuses; None without one.
+
+    values: fields of ServerArgs, left out if not stated. Raises ProfileError for an algorithm that
+    SGLang lacks.
+    """
+    return next(_refused(values), None)
+
+
+def _refused(values: Mapping[str, Any]) -> Iterator[RefusedFlags]:
+    for name, why in _NEVER_BESIDE_HICACHE.items():
+        if values.get(name):
+            yield RefusedFlags(name, why)
+    algorithm = canonical_algorithm(str(values.get("speculative_algorithm") or ""))
+    staged, dcp = (int(values.get(name) or 1) > 1 for name in ("pp_size", "dcp_size"))
+    role = values.get("disaggregation_mode")
+    threshold = "disaggregation_decode_host_receive_threshold"
+    on_mooncake = values.get("hicache_storage_backend") == "mooncake"
+    if float(values.get(threshold) or 1) < 1 and on_mooncake and not dcp:
+        why = "SGLang shares only a layer_first host pool, which Mooncake does not store"
+        yield RefusedFlags(threshold, why)
+    if values.get("hicache_host_memory_mode") == "buffer_only":
+        # hicache_hook.py :: resolve_hicache_dcp_compatibility, validate_hicache_host_memory_mode
+        for refused, flag in (
+            (dcp, "--dcp-size above 1"),
+            (role == "decode", "--disaggregation-mode decode"),
+        ):
+            if refused:
+                why = f"SGLang refuses buffer_only with {flag}"
+                yield RefusedFlags("hicache_host_memory_mode", why)
+    if dcp and algorithm not in ("", "DSPARK"):  # resolve_hicache_dcp_compatibility
+        why = "SGLang's HiCache supports --dcp-size above 1 only with DSPARK"
+        yield RefusedFlags("speculative_algorithm", why)
+    # kv_cache_hook.py, the checks of --enable-unified-memory
+    if values.get("enable_unified_memory") and algorithm in ("EAGLE", "EAGLE3"):
+        yield RefusedFlags("enable_unified_memory", f"{_REFUSED_BESIDE} and EAGLE or EAGLE3")
+    # validation_hook.py :: check_pipeline_parallel_compat, when the engine starts
+    plain_eagle = algorithm == "EAGLE" and not values.get("enable_multi_layer_eagle")
+    allowed = role == "prefill" if algorithm == "DSPARK" else plain_eagle
+    if staged and algorithm and not allowed:
+        yield RefusedFlags("pp_size", _STAGED)
+
+
+def check_flags(flags: DeploymentFlags, algorithm: str, *, multi_layer: bool = False) -> None:
+    """Raise ProfileError for flags that SGLang refuses. A live server's are not refused.
+
+    algorithm: SGLang's, after its overrides. multi_layer: whether the draft has a runner for each
+    step.
+    """
+    refused = refused_flags(
+        {
+            "dcp_size": flags.dcp,
+            "disaggregation_mode": flags.disaggregation_mode,
+            "enable_multi_layer_eagle": multi_layer,
+            "hicache_storage_backend": flags.storage_backend,
+            "pp_size": flags.pp,
+            "speculative_algorithm": algorithm,
+        }
+    )
+    if refused and not flags.resolved:
+        name = refused.name.removesuffix("_size")
+        options = dict.fromkeys((name, "speculative_algorithm"))
+        said = " and ".join(f"--{option.replace('_', '-')}" for option in options)
+        raise ProfileError(f"{name}: {refused.why}; check {said}")

@@ -61,10 +61,7 @@ class HfConfig:
 
     def strings(self, name: str, length: int | None = None) -> tuple[str, ...]:
         """Return a list of strings, of `length` if given."""
-        value = self._present(name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(name, f"expected a list of strings, found {shown(value)}")
-        return tuple(value if length is None else self._of_length(name, value, length))
+        return tuple(self._listed(name, str, "strings", length))
 
     def letters(self, name: str, length: int) -> str:
         """Return a string of `length` characters, one for each layer."""
@@ -75,10 +72,7 @@ class HfConfig:
 
     def integers(self, name: str, length: int | None = None) -> tuple[int, ...]:
         """Return a list of whole numbers, of `length` if given."""
-        value = self._present(name)
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.error(name, f"expected a list of whole numbers, found {shown(value)}")
-        return tuple(value if length is None else self._of_length(name, value, length))
+        return tuple(self._listed(name, int, "whole numbers", length))
 
     def section(self, name: str) -> HfConfig:
         """Return a table of the config as an HfConfig."""
@@ -116,8 +110,11 @@ class HfConfig:
             raise self.error(*problem.split(": ", 1))
         return value
 
-    def _of_length(self, name: str, value: list[Any], length: int) -> list[Any]:
-        if len(value) != length:
+    def _listed(self, name: str, kind: type, words: str, length: int | None) -> list[Any]:
+        value = self._present(name)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise self.error(name, f"expected a list of {words}, found {shown(value)}")
+        if length not in (None, len(value)):
             raise self.error(name, f"expected {length} entries, found {len(value)}")
         return value
 

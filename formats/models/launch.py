@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError, UsageError
 from hicachectl.formats.models.flag_table import OPTIONS
-from hicachectl.formats.models.flags import normalised_layout
+from hicachectl.formats.models.flags import normalised_layout, refused_flags
 from hicachectl.formats.models.recorded import recorded
-from hicachectl.formats.models.refused_flags import refused_flags
 from hicachectl.formats.models.server_info import ServerDeployment, read_deployment
 from hicachectl.formats.releases import NEWEST_SGLANG
 

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 def asked_hashing(profile: Profile | None, options: Mapping[str, Any]) -> Hashing | None:
     """Return the hashing that a given profile or --page-size states, or None."""
-    from hicachectl.formats.models.flags import DeploymentFlags, canonical_algorithm, hash_unit
-    from hicachectl.formats.releases import release_of
+    from hicachectl.formats.models.flags import canonical_algorithm, hash_unit
+    from hicachectl.formats.releases import NEWEST_SGLANG, release_of
     from hicachectl.requests.chains import Hashing
 
     if profile is not None and not profile.inferred:
         return Hashing.of(profile)
     if options["page_size"] is None:
         return None
-    flags = DeploymentFlags(model="", speculative_algorithm=options["speculative_algorithm"] or "")
+    algorithm = canonical_algorithm(options["speculative_algorithm"] or "")
     return Hashing(
         options["page_size"],
-        bigram=hash_unit(canonical_algorithm(flags)) == "bigram",
-        seeds=release_of(options["sglang"] or flags.sglang).seeds,
+        bigram=hash_unit(algorithm) == "bigram",
+        seeds=release_of(options["sglang"] or NEWEST_SGLANG).seeds,
     )
 
 

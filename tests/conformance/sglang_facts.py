@@ -9,9 +9,9 @@ flags: the spellings of each flag, its number of values as in argparse, and whet
 
 architectures, by name: family (of FAMILIES), stages (`divided` if a model tells its runner the
 layers of its pipeline stage; `undivided` if its forward takes stages all the same), keeps_quant
-(whether the model keeps its quantisation), dsa (whether its attention can be sparse), filled (fields
-to which the config's class gives a number of its own if a config lacks them), draft (the name that
-the architecture gets for a draft) and nextn (the MTP layers that the config of a draft then counts).
+(whether the model keeps its quantisation), dsa (whether its attention can be sparse), filled
+(fields to which the config's class gives a number of its own if a config lacks them), draft (the
+name that the architecture gets for a draft) and nextn (the MTP layers that the draft then counts).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _states(
     A state has two halves, for windows that overlap, of latents and scores. With speculation there
     are twice as many (get_compress_state_ring_size).
     """
-    ring = _STATE_RING * (2 if canonical_algorithm(flags) else 1)
+    ring = _STATE_RING * (2 if canonical_algorithm(flags.speculative_algorithm) else 1)
     item = DTYPE_BYTES[compress_state_dtype(flags)]
     widths = {"": _ROW_WIDTH, "_indexer": config.integer("index_head_dim")}
     return tuple(

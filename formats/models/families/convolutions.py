@@ -122,7 +122,7 @@ def inkling_mtp(config: HfConfig, context: Context) -> tuple[Pool, ...]:
 def _inkling_steps(config: HfConfig, context: Context) -> int:
     """Return the number of steps. Raises ProfileError for what SGLang refuses of them."""
     flags, most = context.flags, config.integer(NEXTN)
-    if canonical_algorithm(flags) != "EAGLE":
+    if canonical_algorithm(flags.speculative_algorithm) != "EAGLE":
         raise config.error("speculative_algorithm", "this draft has a profile with EAGLE only")
     steps = flags.speculative_num_steps
     if flags.enable_multi_layer_eagle:

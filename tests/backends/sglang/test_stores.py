@@ -21,7 +21,7 @@ from hicachectl.backends.capabilities import Archive
 from hicachectl.backends.sglang.calls import Call
 from hicachectl.backends.sglang.counters import Counters
 from hicachectl.backends.sglang.settings import Settings
-from hicachectl.backends.sglang.stores import StorePages
+from hicachectl.backends.sglang.stores import StorePages, archive_problem
 from hicachectl.backends.urls import parse_url
 from hicachectl.formats.errors import UnsupportedByBackend
 from hicachectl.formats.identity import profile_tag

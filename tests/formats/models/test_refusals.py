@@ -8,9 +8,8 @@ import pytest
 
 from hicachectl.formats.errors import HicacheError, ProfileError
 from hicachectl.formats.models.config import profile_from_config
-from hicachectl.formats.models.flags import DeploymentFlags
+from hicachectl.formats.models.flags import DeploymentFlags, refused_flags
 from hicachectl.formats.models.launch import config_arguments, launched_deployment, parse_arguments
-from hicachectl.formats.models.refused_flags import refused_flags
 from tests.model_records import MODELS
 
 LLAMA, JET, GEMMA = "LlamaForCausalLM", "JetNemotronForCausalLM", "Gemma4ForCausalLM"
