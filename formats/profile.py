@@ -24,7 +24,7 @@ from hicachectl.formats.releases import NEWEST_SGLANG
 from hicachectl.formats.wording import not_one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 PREFETCH_THRESHOLD = (
@@ -46,17 +46,24 @@ HASH_UNITS = ("token", "bigram")
 
 _NO_TEXT = "not valid Unicode (a lone surrogate)"
 
-# Numeric fields of a pool, at least 0, with upper bounds.
-_COUNTS = {
-    "packed_draft_layers": MAX_LAYERS,
-    "kv_heads": MAX_LENGTH,
-    "head_dim": MAX_LENGTH,
-    "v_head_dim": MAX_LENGTH,
-    "kv_lora_rank": MAX_LENGTH,
-    "qk_rope_head_dim": MAX_LENGTH,
-    "index_head_dim": MAX_LENGTH,
-    "compress_ratio": MAX_PAGE_SIZE,
-    "nbytes": MAX_OBJECT_BYTES - 1,
+# Numeric fields with their lower and upper bounds.
+_PROFILE_BOUNDS = {
+    **dict.fromkeys(("tp", "pp", "cp", "dcp"), (1, MAX_RANKS)),
+    **dict.fromkeys(("linear_tp", "tp_lcm_size"), (0, MAX_RANKS)),
+    "page_size": (1, MAX_PAGE_SIZE),
+    "prefetch_threshold": (0, MAX_LENGTH),
+}
+_POOL_BOUNDS = {
+    "trailing_pages": (1, MAX_LENGTH),
+    "packed_draft_layers": (0, MAX_LAYERS),
+    "kv_heads": (0, MAX_LENGTH),
+    "head_dim": (0, MAX_LENGTH),
+    "v_head_dim": (0, MAX_LENGTH),
+    "kv_lora_rank": (0, MAX_LENGTH),
+    "qk_rope_head_dim": (0, MAX_LENGTH),
+    "index_head_dim": (0, MAX_LENGTH),
+    "compress_ratio": (0, MAX_PAGE_SIZE),
+    "nbytes": (0, MAX_OBJECT_BYTES - 1),
 }
 
 
@@ -185,14 +192,21 @@ def too_many(name: str, things: str, count: int, most: int) -> Iterator[str]:
         yield f"{name}: has {count} {things}; at most {most} are allowed"
 
 
+def _within(value: Any, bounds: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """Yield a message for each field of a struct that is out of its bounds."""
+    for name, (least, most) in bounds.items():
+        number = getattr(value, name)
+        yield from above(name, number, most)
+        if number < least:
+            words = f"must be at least {least}" if least else "must not be negative"
+            yield f"{name}: {words}, but is {number}"
+
+
 def _size_problems(profile: Profile) -> Iterator[str]:
-    for name in ("tp", "pp", "cp", "dcp", "linear_tp", "tp_lcm_size"):
-        yield from above(name, getattr(profile, name), MAX_RANKS)
+    yield from _within(profile, _PROFILE_BOUNDS)
     sizes = (profile.tp, profile.pp, profile.cp)
     if all(0 < size <= MAX_RANKS for size in sizes) and prod(sizes) > MAX_ALL_RANKS:
         yield f"tp x pp x cp: {prod(sizes)} ranks; at most {MAX_ALL_RANKS} are allowed"
-    yield from above("page_size", profile.page_size, MAX_PAGE_SIZE)
-    yield from above("prefetch_threshold", profile.prefetch_threshold, MAX_LENGTH)
     yield from above("pp_partition", max(profile.pp_partition, default=0), MAX_LAYERS)
     yield from too_many("pools", "pools", len(profile.pools), _MAX_POOLS)
     for pool in profile.pools[:_MAX_POOLS]:
@@ -203,9 +217,7 @@ def _size_problems(profile: Profile) -> Iterator[str]:
 def _pool_size_problems(pool: Pool) -> Iterator[str]:
     highest = pool.layers if isinstance(pool.layers, int) else max(pool.layers, default=0)
     yield from above("layers", highest, MAX_LAYERS)
-    yield from above("trailing_pages", pool.trailing_pages, MAX_LENGTH)
-    for name, most in _COUNTS.items():
-        yield from above(name, getattr(pool, name), most)
+    yield from _within(pool, _POOL_BOUNDS)
     yield from too_many("conv", "states", len(pool.conv), _MAX_STATES)
     for where, state in _named_states(pool):
         yield from above(f"{where}.shard_axis", state.shard_axis, _MAX_AXES)
@@ -234,12 +246,6 @@ def _named_states(pool: Pool) -> Iterator[tuple[str, StateTensor]]:
 
 
 def _scalar_problems(profile: Profile) -> Iterator[str]:
-    for name in ("page_size", "tp", "pp", "cp", "dcp"):
-        if getattr(profile, name) < 1:
-            yield f"{name}: must be at least 1, but is {getattr(profile, name)}"
-    for name in ("linear_tp", "tp_lcm_size", "prefetch_threshold"):
-        if getattr(profile, name) < 0:
-            yield f"{name}: must not be negative, but is {getattr(profile, name)}"
     if not profile.model:
         yield "model: missing"
     if profile.draft_weights and not profile.weights:
@@ -272,15 +278,8 @@ def _pool_problems(pool: Pool) -> Iterator[str]:
     if not _is_text(pool.name):
         yield f"name: {_NO_TEXT}"
     yield from (f"{name}: missing" for name in kind.required if not getattr(pool, name))
-    yield from (
-        f"{name}: must not be negative, but is {getattr(pool, name)}"
-        for name in _COUNTS
-        if getattr(pool, name) < 0
-    )
     yield from _layer_problems(pool.layers)
     yield from kind.problems(pool)
-    if pool.trailing_pages < 1:
-        yield f"trailing_pages: must be at least 1, but is {pool.trailing_pages}"
     yield from _choice("hit_policy", pool.hit_policy, HIT_POLICIES)
     if pool.dtype in UNSTORED_DTYPES:
         yield f"dtype: {UNSTORED_DTYPES[pool.dtype]}"

@@ -146,11 +146,9 @@ class Evictor:
         self._listing: Listing | None = None
         self._next = 0  # row
         self._known = 0  # bytes of the rows from there on
-        self._expected = 0  # bytes found by the listing, minus those evicted since
+        self._expected = 0  # total of the ledger after the listing, minus bytes evicted since
         self._listed_at = self._tried_at = self._looked_at = 0.0  # results of time.monotonic
         self._listing_s = 0.0
-        self._written = 0  # total of the ledger, and all that was evicted, at the listing
-        self._evicted = 0
         self._epochs: list[int] = []
 
     # the thread
@@ -247,7 +245,7 @@ class Evictor:
             return True
         if total < _LISTED_AT * self._limit or self._known > _KNOWN_AT_LEAST * self._limit:
             return False
-        return total + self._evicted - self._written > _WRITTEN_AT_LEAST * self._limit
+        return total - self._expected > _WRITTEN_AT_LEAST * self._limit
 
     def _list(self) -> None:
         """List the objects, set the ledger, and remove stale objects."""
@@ -264,10 +262,9 @@ class Evictor:
         self._listed_at = time.monotonic()
         self._epochs = [epoch.time_ns for epoch in self._sweeper.epochs]
         self._next, self._known = 0, int(listing.sizes.sum())
-        self._listing, self._evicted = listing, 0
+        self._listing = listing
         if self._limit:
-            total = self.ledger.correct(listing.listed, listing.later, before)
-            self._expected = self._written = total
+            self._expected = self.ledger.correct(listing.listed, listing.later, before)
         if first:
             self._log(listing)
         self._remove_stale(listing)
@@ -348,7 +345,6 @@ class Evictor:
         self._busy = freed > 0
 
     def _freed(self, nbytes: int) -> None:
-        self._evicted += nbytes
         self._expected -= nbytes
         if self._limit and nbytes:
             self.ledger.give(nbytes)

@@ -343,32 +343,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             return False
         return True
 
-    # flat pages, which SGLang uses only without interface_v1
+    def get(self, *_: Any, **__: Any) -> None:
+        """Return None: settings refuse to serve without interface_v1, which has no flat pages."""
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Return None: there are no flat pages."""
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[None]:
-        """Return None for each page."""
-        return [None] * len(keys)
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Return False: there are no flat pages."""
-        return False
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """Return False."""
-        return False
+    batch_get = set = batch_set = get
 
 
 def _gates(transfer: Any) -> bool:
