@@ -7,9 +7,10 @@ and safetensors files are read; pickles are never loaded.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+_COMMIT = re.compile("[0-9a-f]{40}")
 _THREADS = 32  # a read over a network waits some milliseconds
 _MAX_CONFIG_BYTES = 32 << 20
 _REFUSED = {
@@ -45,6 +47,29 @@ _REFUSED = {
     ".pt": "pickles (.pt)",
     ".pth": "pickles (.pth)",
 }
+
+
+def hub_snapshot(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
+    """Return the local files of a model on the Hugging Face Hub; None if this host has none.
+
+    revision: a commit, branch or tag; default: main. cache: the Hub's cache; default: the one that
+    huggingface_hub uses.
+    """
+    if name.count("/") > 1 or name.startswith(("/", ".")) or ".." in name:
+        return None
+    stated = (os.environ.get(one) for one in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or Path(caches, "huggingface")
+    folder = cache or next(filter(None, stated), None) or Path(home, "hub")
+    model = Path(folder).expanduser() / f"models--{name.replace('/', '--')}"
+    commit = revision or "main"
+    with suppress(OSError, UnicodeDecodeError):
+        if not _COMMIT.fullmatch(commit):
+            commit = (model / "refs" / commit).read_text(encoding="ascii").strip()
+        snapshot = model / "snapshots" / commit
+        if _COMMIT.fullmatch(commit) and snapshot.is_dir():
+            return snapshot
+    return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.backends.disk.weights import read_checkpoint
+from hicachectl.backends.disk.weights import hub_snapshot, read_checkpoint
 from hicachectl.backends.sglang.calls import Call, Workers
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import FormatError, ProfileError
@@ -197,8 +196,17 @@ def _adapter(spec: Any, lora: Any) -> str:
 
 
 def _read(path: str, revision: str | None, cache: str | None) -> Checkpoint:
+    """Read a model directory, or the files from which SGLang loaded a model of the Hub.
+
+    Source: model_loader/weight_utils.py :: download_weights_from_hf. Raises FormatError.
+    """
     directory = Path(path)
-    return read_checkpoint(directory if directory.exists() else _snapshot(path, revision, cache))
+    found = directory if directory.exists() else hub_snapshot(path, revision, cache)
+    if found is None:
+        raise FormatError(
+            f"{path}: neither a directory nor in this host's Hugging Face cache; {_NAME_THEM}"
+        )
+    return read_checkpoint(found)
 
 
 def _updated(name: str) -> str:
@@ -208,22 +216,6 @@ def _updated(name: str) -> str:
     if not any("weight_version" in fields for _, fields in get_context().overrides_log()):
         return name
     return served_weights(name, weight_version=_version())
-
-
-def _snapshot(name: str, revision: str | None, cache: str | None) -> Path:
-    """Return the local files of a model on the Hub, from which SGLang loaded it.
-
-    Source: model_loader/weight_utils.py :: download_weights_from_hf. Raises FormatError.
-    """
-    hub = import_module("huggingface_hub")
-    try:
-        return Path(
-            hub.snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
-        )
-    except (OSError, ValueError) as error:  # the Hub's own errors derive from them
-        raise FormatError(
-            f"{name}: neither a directory nor in this host's Hugging Face cache; {_NAME_THEM}"
-        ) from error
 
 
 def _leaf(bags: tuple[Any, ...], name: str) -> Any:

@@ -271,11 +271,14 @@ class Evictor:
 
     def _log(self, listing: Listing) -> None:
         logger.info(
-            "%s: %d objects of this rank, %.3f GiB%s; listed in %.1f s",
+            "%s: %d objects of this rank, %.3f GiB%s; about %d objects of others, %.3f GiB; "
+            "listed in %.1f s",
             self._counters.place,
             len(listing.kinds) + len(listing.stale),
             (listing.listed + listing.later) / 2**30,
             f" of max_size {self._limit / 2**30:.3f} GiB" if self._limit else "",
+            listing.others,
+            listing.others_bytes / 2**30,
             self._listing_s,
         )
 

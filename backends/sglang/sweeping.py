@@ -37,6 +37,7 @@ _TEMPORARY_AGE_NS = 60 * 10**9  # no call of SGLang lasts so long
 _CLOCKS_DIFFER_NS = 10**9
 # Younger sidecars stay: a writer may be about to write their anchor.
 _IN_FLIGHT_NS = 60 * 10**9
+_SAMPLED = 64  # one of so many foreign objects is measured
 _WORK_S, _REST_S = 0.002, 0.006
 
 
@@ -65,6 +66,7 @@ class Listing:
     sizes: bytes. times: ns, when a page was last used or written; equal for its objects.
     listed, later: bytes of objects that were written before and after the listing began.
     stale: page and kind of objects before their epoch, not among the rows; anchors first.
+    others: number of objects of other suffixes. others_bytes: about their bytes.
     """
 
     pages: NDArray[np.uint8]
@@ -74,6 +76,8 @@ class Listing:
     listed: int = 0
     later: int = 0
     stale: list[tuple[str, int]] = field(default_factory=list)
+    others: int = 0
+    others_bytes: int = 0
 
     def page(self, row: int) -> str:
         """Return the page hash of a row."""
@@ -131,6 +135,8 @@ class Sweeper:
                 if kind is None:
                     if owner_in(name) in self._owners:
                         self._sweep(descriptor, name, found)
+                    elif name.endswith(".bin"):
+                        found.count_other(entry)
                 elif measures or epochs[kind]:
                     with suppress(FileNotFoundError):
                         facts = entry.stat(follow_symlinks=False)
@@ -230,6 +236,14 @@ class _Found:
         self._sizes = array("q")
         self._times = array("q")
         self._stale: list[tuple[str, int]] = []
+        self._others = self._sampled_bytes = 0
+
+    def count_other(self, entry: os.DirEntry[str]) -> None:
+        """Count an object of another suffix."""
+        if self._measures and not self._others % _SAMPLED:
+            with suppress(OSError):
+                self._sampled_bytes += entry.stat(follow_symlinks=False).st_size
+        self._others += 1
 
     def add(self, page: str, kind: int, facts: os.stat_result) -> None:
         """Add an object."""
@@ -280,6 +294,8 @@ class _Found:
             listed=self.listed,
             later=self._later,
             stale=self._stale,
+            others=self._others,
+            others_bytes=self._others * self._sampled_bytes // max(1, -(-self._others // _SAMPLED)),
         )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hicachectl.backends.disk.bounded import read_bounded
+from hicachectl.backends.disk.weights import hub_snapshot
 from hicachectl.formats.documents import parse_json, parse_json_object, parse_toml, shown
 from hicachectl.formats.errors import FormatError, ProfileError, UsageError
 from hicachectl.formats.models.config import profile_from_config
@@ -135,7 +135,8 @@ def _profile_of(
     def places(name: str) -> Iterator[Path]:
         """Yield a path of the server, and the snapshot in this user's Hub cache."""
         yield launch.path(name)
-        yield from _hub_snapshot(name)
+        if snapshot := hub_snapshot(name):
+            yield snapshot
 
     paths = local_models(server, (model_config, draft_model_config), places)
     config, flags = read_models(paths, replace(server.flags, **given), server.settings)
@@ -500,16 +501,3 @@ def _parse_yaml(text: str) -> list[Any]:
         raise FormatError(f"not YAML: {line}{error.problem}"[:200]) from error
     except (yaml.YAMLError, ValueError) as error:
         raise FormatError(f"not YAML: {' '.join(str(error).split())[:200]}") from error
-
-
-def _hub_snapshot(name: str) -> Iterator[Path]:
-    """Yield the snapshot of a Hub model's main revision, where huggingface_hub keeps it."""
-    if name.count("/") != 1 or name.startswith(("/", ".")) or ".." in name:
-        return
-    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    model = cache / f"models--{name.replace('/', '--')}"
-    with suppress(OSError, UnicodeDecodeError):
-        commit = (model / "refs" / "main").read_text(encoding="ascii").strip()
-        if re.fullmatch(r"[0-9a-f]{40}", commit):
-            yield model / "snapshots" / commit

@@ -316,7 +316,7 @@ def test_a_listing_is_by_page_and_by_the_last_use_of_any_object(
         (page_hash(number), used * 10**9) for number, used in ((2, 200), (0, 300), (1, 400))
     ]
     assert listing.sizes_of(0, listing.end_of_page(0)) == {0: 100, 1: 100}
-    assert listing.listed == 600
+    assert (listing.listed, listing.others, listing.others_bytes) == (600, 1, 100)
 
 
 def test_an_object_of_the_far_future_is_the_last(directory: ObjectDirectory) -> None:
