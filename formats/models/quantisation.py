@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicachectl.formats.models.recorded import architecture
+from hicachectl.formats.models.recorded import architecture, recorded
 
 if TYPE_CHECKING:
     from hicachectl.formats.models.hf_config import HfConfig
@@ -106,7 +106,7 @@ def _copied_section(outer: Mapping[str, Any]) -> Mapping[str, Any]:
     Without the copy, SGLang sees no quantisation there (hf_transformers/config.py ::
     HfModelConfigParser.parse, ModelConfig._parse_quant_hf_config).
     """
-    if str(outer.get("model_type")) in _READ_AGAIN:
+    if str(outer.get("model_type")) in recorded().read_again:
         return {}
     sections = (outer.get(name) for name in ("text_config", "llm_config"))
     return next((x for x in sections if isinstance(x, Mapping)), {})
@@ -146,25 +146,4 @@ def _is_static_fp8(scheme: Any) -> bool:
     )
 
 
-# Model types that SGLang reads again with a config class of its own, which drops the copy.
-_READ_AGAIN = frozenset(
-    {
-        "bailing_moe_v3_vl",
-        "bailingmm_moe_v2_lite",
-        "gemma4_unified",
-        "inkling_mm_model",
-        "interns2_mobius",
-        "jet_vlm",
-        "kimi_vl",
-        "locateanything",
-        "minicpmv4_6",
-        "minicpmv4_7",
-        "minimax_m3_vl",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen4_exp",
-        "step3_vl",
-        "step3p7",
-    }
-)
 _KV_FIELDS = {"kv_cache_quant_algo", "kv_cache_scheme"}

@@ -52,10 +52,15 @@ class ServerFlag(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """The contents of a release's file."""
+    """The contents of a release's file.
+
+    read_again: model types that SGLang reads again with a config class of its own, so that the
+        document lacks the quantisation which its section on the language model states.
+    """
 
     architectures: dict[str, Architecture]
     flags: tuple[ServerFlag, ...]
+    read_again: frozenset[str]
 
 
 @cache

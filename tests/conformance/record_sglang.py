@@ -68,7 +68,8 @@ def recorded(facts: dict[str, Any]) -> str:
     flags = [json.dumps(flag) for flag in facts["flags"]]
     return (
         '{"architectures": {\n' + ",\n".join(lines) + "\n},\n"
-        '"flags": [\n' + ",\n".join(flags) + "\n]}\n"
+        '"flags": [\n' + ",\n".join(flags) + "\n],\n"
+        '"read_again": ' + json.dumps(facts["read_again"]) + "}\n"
     )
 
 

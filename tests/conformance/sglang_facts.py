@@ -7,6 +7,9 @@ class). Prints a JSON object of `release`, `flags` and `architectures`.
 flags: the spellings of each flag, its number of values as in argparse, and whether a file of
 --config takes it, in the order of the help.
 
+read_again: model types whose config lacks the quantisation that its section on the language model
+states.
+
 architectures, by name: family (of FAMILIES), stages (`divided` if a model tells its runner the
 layers of its pipeline stage; `undivided` if its forward takes stages all the same), keeps_quant
 (whether the model keeps its quantisation), dsa (whether its attention can be sparse), filled
@@ -33,7 +36,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from hicachectl.profiles import probe
     from tests.conformance import sglang_env
@@ -150,6 +153,7 @@ def main() -> None:
         found = {
             "release": metadata.version("sglang"),
             "flags": list(_flags()),
+            "read_again": sorted({*_read_again(request.values())}),
             "architectures": {
                 name: _facts(name, modules, latent, request.get(name))
                 for name in sorted(modules.entries)
@@ -340,16 +344,40 @@ def _without(field: str, config: Mapping[str, Any], times: int) -> dict[str, Any
     return found
 
 
+def _read_again(models: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the model types whose config lacks what its section on the language model states."""
+    for model in models:
+        sections = {
+            name: {**value, "quantization_config": {"quant_method": "fp8"}}
+            for name in ("text_config", "llm_config")
+            if isinstance(value := model["config"].get(name), dict)
+        }
+        if sections:
+            found = _config({**model["config"], **sections}, model.get("code"))
+            if found is not None and getattr(found, "quantization_config", None) is None:
+                yield model["config"].get("model_type", "")
+
+
 def _language_model(config: Mapping[str, Any], code: str | None) -> Any:
     """Return SGLang's config of a language model; None if the class does not take the document."""
-    from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
+    from sglang.srt.utils.hf_transformers_utils import get_hf_text_config
+
+    found = _config(config, code)
+    with contextlib.suppress(Exception):
+        return None if found is None else get_hf_text_config(found)
+    return None
+
+
+def _config(config: Mapping[str, Any], code: str | None) -> Any:
+    """Return SGLang's config of a document; None if the class does not take it."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         if code:
             shutil.copy(Path(__file__).parent / code, folder)
         with contextlib.suppress(Exception):
-            return get_hf_text_config(get_config(folder, trust_remote_code=bool(code)))
+            return get_config(folder, trust_remote_code=bool(code))
     return None
 
 
