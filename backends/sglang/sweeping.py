@@ -13,7 +13,7 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -272,45 +272,28 @@ class _Found:
         return mtime_ns - self.begun_ns <= time.time_ns() - self._own_begun_ns + _CLOCKS_DIFFER_NS
 
     def sorted(self) -> Listing:
-        """Return the rows by page, least recently used first; clear what was found."""
+        """Return the rows by page, least recently used first."""
         pages = np.frombuffer(self._pages, dtype=np.uint8).reshape(-1, 32)
-        kinds = np.frombuffer(self._kinds, dtype=np.uint8)
-        sizes = np.frombuffer(self._sizes, dtype=np.int64)
         times = np.frombuffer(self._times, dtype=np.int64)
-        order = _by_page(pages)
-        starts = _starts(pages, order)
-        if len(order):
-            lengths = np.diff(starts, append=len(order))
-            latest = np.maximum.reduceat(times[order], starts)
-            used = np.repeat(latest, lengths)
-            by_use = np.argsort(used, kind="stable")  # keeps the pages together
-            order, times = order[by_use], used[by_use]
+        # A quarter of its hash tells a page. Pages that share it would be taken for used together.
+        quarters = pages.view(np.uint64)[:, 0]
+        distinct, page_of = np.unique(quarters, return_inverse=True)
+        latest = np.full(len(distinct), np.iinfo(np.int64).min)
+        np.maximum.at(latest, page_of, times)
+        used = latest[page_of]
+        order = np.lexsort((quarters, used))
         self._stale.sort(key=lambda one: (one[1] != 0, one[0]))
         return Listing(
             pages=pages[order],
-            kinds=kinds[order],
-            sizes=sizes[order],
-            times=times,
+            kinds=np.frombuffer(self._kinds, dtype=np.uint8)[order],
+            sizes=np.frombuffer(self._sizes, dtype=np.int64)[order],
+            times=used[order],
             listed=self.listed,
             later=self._later,
             stale=self._stale,
             others=self._others,
             others_bytes=self._others * self._sampled_bytes // max(1, -(-self._others // _SAMPLED)),
         )
-
-
-def _by_page(pages: NDArray[np.uint8]) -> NDArray[Any]:
-    """Return the order of rows by the first half of their page hash."""
-    halves = pages.view(np.uint64)
-    return np.lexsort((halves[:, 1], halves[:, 0]))
-
-
-def _starts(pages: NDArray[np.uint8], order: NDArray[Any]) -> NDArray[Any]:
-    """Return where each page starts among ordered rows."""
-    words = pages.view(np.uint64)[order]
-    new = np.ones(len(order), dtype=np.bool_)
-    new[1:] = (words[1:] != words[:-1]).any(axis=1)
-    return np.flatnonzero(new)
 
 
 def _at_leisure(directory: int, stopped: Callable[[], bool]) -> Iterator[os.DirEntry[str]]:
