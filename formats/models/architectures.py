@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING
 
 from hicachectl.formats.documents import shown
 from hicachectl.formats.errors import ProfileError
-from hicachectl.formats.models.families.attention import (
-    glm4_lite,
-    hrm_text,
-    longcat_flash,
-    looped,
-    mha,
-    mha_or_mla,
-    minimax_dspark,
-    minimax_dspark_layers,
-    mla,
-    nemotron_nas,
-    no_kv,
+from hicachectl.formats.models.families import (
+    attention,
+    compressed,
+    convolutions,
+    states,
+    windows,
 )
 from hicachectl.formats.models.families.base import (
     NEXTN,
@@ -33,40 +27,6 @@ from hicachectl.formats.models.families.base import (
     nextn_layers,
     one_layer,
     one_token_pages,
-)
-from hicachectl.formats.models.families.compressed import (
-    deepseek_v4,
-    deepseek_v4_dspark,
-    deepseek_v4_page_size,
-    dspark_stages,
-    glm5_next,
-    minimax_sparse,
-    qwen4,
-    qwen4_page_size,
-)
-from hicachectl.formats.models.families.convolutions import inkling, inkling_mtp, lfm2, zaya
-from hicachectl.formats.models.families.states import (
-    bailing_delta,
-    bailing_draft_layers,
-    bailing_lightning,
-    falcon_h1,
-    gdn,
-    gigachat,
-    granite_hybrid,
-    jet,
-    kimi_linear,
-    nemotron_h,
-    nemotron_h_draft,
-)
-from hicachectl.formats.models.families.windows import (
-    gemma4,
-    iquest,
-    iquest_mtp,
-    llama4,
-    mimo_v2,
-    only_windows,
-    swa,
-    swa_or_mha,
 )
 from hicachectl.formats.models.recorded import Architecture, recorded
 from hicachectl.formats.releases import NEWEST_SGLANG
@@ -172,65 +132,69 @@ def _draft(
 FAMILIES = {
     # K and V rows of all layers. Models such as Gemma 3 have window layers, but SGLang has a pool
     # for those only where is_hybrid_swa_model says so and no override disables it.
-    "mha": Family(mha, asks=_MHA),
-    "nemotron_nas": Family(nemotron_nas),
-    "hrm_text": Family(hrm_text, asks=("head_dim",)),
-    "looped": Family(looped, asks=("num_loops",)),
+    "mha": Family(attention.mha, asks=_MHA),
+    "nemotron_nas": Family(attention.nemotron_nas),
+    "hrm_text": Family(attention.hrm_text, asks=("head_dim",)),
+    "looped": Family(attention.looped, asks=("num_loops",)),
     # Latent rows of all layers, with index keys where the config has index_topk.
-    "mla": Family(mla),
-    "mha_or_mla": Family(mha_or_mla, asks=_ROWS),
-    "glm4_lite": Family(glm4_lite),
-    "longcat_flash": Family(longcat_flash),
+    "mla": Family(attention.mla),
+    "mha_or_mla": Family(attention.mha_or_mla, asks=_ROWS),
+    "glm4_lite": Family(attention.glm4_lite),
+    "longcat_flash": Family(attention.longcat_flash),
     # Window layers in a pool of their own.
-    "swa": Family(swa, asks=_ROWS),
-    "swa_or_mha": Family(swa_or_mha, asks=_ROWS),
-    "llama4": Family(llama4, asks=_ROWS),
-    "only_windows": Family(only_windows, asks=_HEADS),
+    "swa": Family(windows.swa, asks=_ROWS),
+    "swa_or_mha": Family(windows.swa_or_mha, asks=_ROWS),
+    "llama4": Family(windows.llama4, asks=_ROWS),
+    "only_windows": Family(windows.only_windows, asks=_HEADS),
     # Recurrent states beside K and V, or beside latent rows.
-    "gdn": Family(gdn, asks=_ROWS),
-    "gdn of one token": Family(one_token_pages(gdn), asks=_ROWS),
-    "kimi_linear": Family(kimi_linear),
-    "bailing_delta": Family(bailing_delta, asks=("head_dim",)),
-    "bailing_lightning": Family(bailing_lightning, asks=("head_dim",)),
-    "falcon_h1": Family(falcon_h1, asks=_HEADS),
-    "granite_hybrid": Family(granite_hybrid, asks=_HEADS),
-    "lfm2": Family(one_token_pages(lfm2), asks=_HEADS),
-    "zaya": Family(one_token_pages(zaya), asks=_ROWS),
-    "inkling": Family(inkling, asks=_HEADS),
-    "jet": Family(one_token_pages(jet)),
-    "nemotron_h": Family(nemotron_h, asks=_HEADS),
-    "gigachat": Family(gigachat, asks=_LATENT),
+    "gdn": Family(states.gdn, asks=_ROWS),
+    "gdn of one token": Family(one_token_pages(states.gdn), asks=_ROWS),
+    "kimi_linear": Family(states.kimi_linear),
+    "bailing_delta": Family(states.bailing_delta, asks=("head_dim",)),
+    "bailing_lightning": Family(states.bailing_lightning, asks=("head_dim",)),
+    "falcon_h1": Family(states.falcon_h1, asks=_HEADS),
+    "granite_hybrid": Family(states.granite_hybrid, asks=_HEADS),
+    "lfm2": Family(one_token_pages(convolutions.lfm2), asks=_HEADS),
+    "zaya": Family(one_token_pages(convolutions.zaya), asks=_ROWS),
+    "inkling": Family(convolutions.inkling, asks=_HEADS),
+    "jet": Family(one_token_pages(states.jet)),
+    "nemotron_h": Family(states.nemotron_h, asks=_HEADS),
+    "gigachat": Family(states.gigachat, asks=_LATENT),
     # Compressed rows, and index keys in pools of their own.
-    "deepseek_v4": Family(deepseek_v4, page_size=deepseek_v4_page_size),
-    "glm5_next": Family(glm5_next, asks=_LATENT),
-    "minimax_sparse": Family(minimax_sparse, asks=_ROWS),
-    "qwen4": Family(qwen4, asks=_ROWS, page_size=qwen4_page_size),
-    "iquest": Family(iquest, asks=_WINDOWS),
+    "deepseek_v4": Family(compressed.deepseek_v4, page_size=compressed.deepseek_v4_page_size),
+    "glm5_next": Family(compressed.glm5_next, asks=_LATENT),
+    "minimax_sparse": Family(compressed.minimax_sparse, asks=_ROWS),
+    "qwen4": Family(compressed.qwen4, asks=_ROWS, page_size=compressed.qwen4_page_size),
+    "iquest": Family(windows.iquest, asks=_WINDOWS),
     # Window layers of other heads.
-    "gemma4": Family(gemma4, asks=_ROWS),
-    "mimo_v2": Family(mimo_v2, asks=(*_ROWS, "v_head_dim")),
+    "gemma4": Family(windows.gemma4, asks=_ROWS),
+    "mimo_v2": Family(windows.mimo_v2, asks=(*_ROWS, "v_head_dim")),
     # Drafts: K and V rows, or latent rows, of a NextN or MTP layer of the target's checkpoint.
-    "mha mtp": _draft(mha, *_ROWS, nextn=True),
-    "mha mtp of one layer": _draft(mha, *_ROWS, nextn=True, layers=one_layer),
-    "nemotron_h draft": _draft(nemotron_h_draft, *_HEADS, nextn=True),
-    "bailing draft": _draft(mha_or_mla, *_HEADS, nextn=True, layers=bailing_draft_layers),
-    "mla draft": _draft(mla, nextn=True),
-    "mla draft of all layers": _draft(mla, nextn=True, layers=all_layers),
+    "mha mtp": _draft(attention.mha, *_ROWS, nextn=True),
+    "mha mtp of one layer": _draft(attention.mha, *_ROWS, nextn=True, layers=one_layer),
+    "nemotron_h draft": _draft(states.nemotron_h_draft, *_HEADS, nextn=True),
+    "bailing draft": _draft(
+        attention.mha_or_mla, *_HEADS, nextn=True, layers=states.bailing_draft_layers
+    ),
+    "mla draft": _draft(attention.mla, nextn=True),
+    "mla draft of all layers": _draft(attention.mla, nextn=True, layers=all_layers),
     # _config_draft_model sets num_hidden_layers to their number.
-    "longcat draft": _draft(mla, nextn=True, layers=nextn_layers),
-    "deepseek_v4 dspark": _draft(deepseek_v4_dspark, layers=dspark_stages),
-    "deepseek_v4 mtp": _draft(mtp_of(deepseek_v4, "swa"), layers=one_layer),
-    "gigachat mtp": _draft(mtp_of(gigachat, "kv"), *_LATENT, nextn=True, layers=one_layer),
-    "glm5_next mtp": _draft(mtp_of(glm5_next, "kv", "indexer"), layers=one_layer),
-    "iquest mtp": _draft(iquest_mtp, *_WINDOWS, layers=one_layer),
-    "inkling mtp": _draft(inkling_mtp, *_HEADS, nextn=True, layers=one_layer),
-    "mimo_v2 mtp": _draft(mtp_of(mimo_v2, "swa"), layers=one_layer),
-    "qwen4 mtp": _draft(mtp_of(qwen4, "kv", "indexer"), *_ROWS, layers=one_layer),
+    "longcat draft": _draft(attention.mla, nextn=True, layers=nextn_layers),
+    "deepseek_v4 dspark": _draft(compressed.deepseek_v4_dspark, layers=compressed.dspark_stages),
+    "deepseek_v4 mtp": _draft(mtp_of(compressed.deepseek_v4, "swa"), layers=one_layer),
+    "gigachat mtp": _draft(mtp_of(states.gigachat, "kv"), *_LATENT, nextn=True, layers=one_layer),
+    "glm5_next mtp": _draft(mtp_of(compressed.glm5_next, "kv", "indexer"), layers=one_layer),
+    "iquest mtp": _draft(windows.iquest_mtp, *_WINDOWS, layers=one_layer),
+    "inkling mtp": _draft(convolutions.inkling_mtp, *_HEADS, nextn=True, layers=one_layer),
+    "mimo_v2 mtp": _draft(mtp_of(windows.mimo_v2, "swa"), layers=one_layer),
+    "qwen4 mtp": _draft(mtp_of(compressed.qwen4, "kv", "indexer"), *_ROWS, layers=one_layer),
     # Drafts with checkpoints of their own.
-    "mha draft": _draft(mha, *_ROWS),
-    "mha draft of one layer": _draft(mha, *_MHA, layers=one_layer),
-    "mha draft of all layers": _draft(mha, *_ROWS, layers=all_layers),
-    "minimax dspark": _draft(minimax_dspark, *_ROWS, layers=minimax_dspark_layers),
+    "mha draft": _draft(attention.mha, *_ROWS),
+    "mha draft of one layer": _draft(attention.mha, *_MHA, layers=one_layer),
+    "mha draft of all layers": _draft(attention.mha, *_ROWS, layers=all_layers),
+    "minimax dspark": _draft(
+        attention.minimax_dspark, *_ROWS, layers=attention.minimax_dspark_layers
+    ),
     # Drafts that read the target's KV and have none.
-    "frozen draft": replace(_draft(no_kv), frozen_kv=True),
+    "frozen draft": replace(_draft(attention.no_kv), frozen_kv=True),
 }
