@@ -1,4 +1,4 @@
-"""What differs between releases of SGLang, for each published one from 0.5.6 to 0.5.23.
+"""What differs between releases of SGLang, for each published one from 0.5.6 on.
 
 Source: the published wheels, hicache_storage.py :: HiCacheFile, mooncake_store.py :: MooncakeStore,
 ServerArgs.hicache_mem_layout, pool_host/dsa.py and the symbols named below.
@@ -77,15 +77,14 @@ RELEASES = _rows(
     {"since": (0, 5, 22), "compact_indexer": True},
     {"since": (0, 5, 23), "file_state_rank": True},
 )
-NEWEST = (0, 5, 23)
+NEWEST = tuple(map(int, NEWEST_SGLANG.split(".")))
 
 
 def sglang_version(text: str) -> tuple[int, ...]:
     """Parse the leading numbers of a version. Raises ProfileError without a number."""
     match = _VERSION.match(text)
     if match is None:
-        newest = ".".join(map(str, NEWEST))
-        raise ProfileError(f"sglang: {text!r:.60} is not a version; give one like {newest}")
+        raise ProfileError(f"sglang: {text!r:.60} is not a version; give one like {NEWEST_SGLANG}")
     return tuple(int(number) for number in match[1].split("."))
 
 
@@ -103,9 +102,9 @@ def since(fact: str) -> str:
 def unknown_release(text: str) -> str | None:
     """Return a warning for a version outside the table, else None. Raises ProfileError."""
     version = sglang_version(text)
-    oldest, newest = (".".join(map(str, x)) for x in (RELEASES[0].since, NEWEST))
     if version[:3] > NEWEST:
-        return f"sglang {text}: newer than {newest}, whose keys and defaults are assumed"
+        return f"sglang {text}: newer than {NEWEST_SGLANG}, whose keys and defaults are assumed"
     if version < RELEASES[0].since:
+        oldest = ".".join(map(str, RELEASES[0].since))
         return f"sglang {text}: older than {oldest}, whose keys and defaults are assumed"
     return None

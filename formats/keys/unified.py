@@ -6,7 +6,7 @@ Source: sglang srt/mem_cache/hicache_key_scheme.py :: plan_unified_kv, namespace
     digest = "ukv1-" first 16 hex digits of SHA-256 over a msgpack map
 
 One object holds K and V of a range of model layers and one head group; KV that all ranks
-replicate has no head group. In SGLang 0.5.23 the scheme is a library: no backend stores it yet.
+replicate has no head group. The scheme is a library of SGLang: no backend stores it yet.
 """
 
 from __future__ import annotations

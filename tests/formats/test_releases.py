@@ -32,7 +32,12 @@ def test_all_releases_are_recorded() -> None:
     known = [sglang_version(name) for name in RECORDS]
     assert (known[0][:3], known[-1]) == ((0, 5, 6), NEWEST)
     assert {(0, 5, patch) for patch in range(6, 24)} == {version[:3] for version in known}
-    assert sglang_version(NEWEST_SGLANG) == NEWEST
+
+
+def test_the_probe_is_for_the_newest_release() -> None:
+    """It is printed alone, so it has the number itself."""
+    probe = Path(__file__).parents[2] / "hicachectl" / "profiles" / "probe.py"
+    assert f'RELEASE = "{NEWEST_SGLANG}"\n' in probe.read_text()
 
 
 @pytest.mark.parametrize("name", RECORDS)

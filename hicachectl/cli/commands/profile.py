@@ -91,8 +91,8 @@ def command(
 
     --launch takes python -m sglang.launch_server … or sglang serve …, also in a script, the YAML of
     a container, a running process, or a server's log. It executes nothing, and refuses flags whose
-    values only an execution tells. Flags mean what they mean to SGLang 0.5.23; flags given beside
-    --launch replace them.
+    values only an execution tells. Flags mean what they mean to the newest release that
+    --sglang knows; flags given beside --launch replace them.
 
     An inferred profile states only the shards, pools and sizes seen in STORE, and weights, layout,
     page size and dtypes if the SGLang plug-in of hicachectl wrote STORE. If STORE has several
