@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
 
 from hicachectl.formats.keys import WHOLE_PAGES
 from hicachectl.formats.kinds import kind_of
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
     from hicachectl.formats.spec import ObjectSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+_Text = Annotated[str, Meta(max_length=4096)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 48)]
+
+
+class Identity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts about the bytes of one kind of object.
 
     model: the name that keys have, "-" for "/".
@@ -45,16 +50,16 @@ class Identity:
     layers.
     """
 
-    model: str
-    weights: str
-    draft_weights: str = ""
-    pool: str = ANCHOR
-    part: str | None = None
-    dtype: str = ""
-    layout: str = "page_first"
-    page_size: int = 1
-    layer_bytes: int = 0
-    pp_partition: str = ""
+    model: _Text
+    weights: _Text
+    draft_weights: _Text = ""
+    pool: _Text = ANCHOR
+    part: _Text | None = None
+    dtype: _Text = ""
+    layout: _Text = "page_first"
+    page_size: Bytes = 1
+    layer_bytes: Bytes = 0
+    pp_partition: _Text = ""
 
     def hash(self) -> bytes:
         """Return the identity's hash: 16 bytes."""

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from typing import Annotated, Literal, NamedTuple, cast
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct, to_builtins
 
 from hicachectl.formats.documents import parse_json_object
 from hicachectl.formats.errors import FormatError
 from hicachectl.formats.forms import convert
-from hicachectl.formats.identity import Identity
+from hicachectl.formats.identity import Bytes, Identity  # noqa: TC001 - msgspec reads them
 
 MAX_MARKER_BYTES = 16 << 10
 _REMOVE = "remove the file"
 _FORM = 1
 _MAX_VALUES = 100
-_MAX_OBJECT_BYTES = 1 << 48
 _Digest = Literal["off", "xxh3", "blake3"]
-_Text = Annotated[str, Meta(max_length=4096)]
-_Count = Annotated[int, Meta(ge=0, le=_MAX_OBJECT_BYTES)]
 
 
 class Marker(NamedTuple):
@@ -51,55 +46,23 @@ class Marker(NamedTuple):
         return f"{self.identity.hash().hex()}-{short}.json"
 
 
-class _Facts(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of `Identity`."""
-
-    model: _Text
-    weights: _Text
-    draft_weights: _Text
-    pool: _Text
-    part: _Text | None
-    dtype: _Text
-    layout: _Text
-    page_size: _Count
-    layer_bytes: _Count
-    pp_partition: _Text = ""
-
-
-class MarkerForm(msgspec.Struct, forbid_unknown_fields=True):
-    """A marker in JSON."""
+class _Form(Struct, forbid_unknown_fields=True):
+    """A marker in JSON. identity: hash of its facts, in hexadecimal digits."""
 
     form: int
     suffix: Annotated[str, Meta(min_length=1, max_length=255)]
-    nbytes: _Count
+    nbytes: Bytes
     digest: _Digest
     identity: str
-    facts: _Facts
-
-
-def marker_form(marker: Marker) -> MarkerForm:
-    """Return the form of a marker; inverse of `marker_of`."""
-    return MarkerForm(
-        form=_FORM,
-        suffix=marker.suffix,
-        nbytes=marker.nbytes,
-        digest=cast("_Digest", marker.digest),
-        identity=marker.identity.hash().hex(),
-        facts=_Facts(**asdict(marker.identity)),
-    )
-
-
-def marker_of(form: MarkerForm, source: str) -> Marker:
-    """Return a marker. source: names it in messages. Raises FormatError."""
-    identity = Identity(**msgspec.structs.asdict(form.facts))
-    if identity.hash().hex() != form.identity:
-        raise FormatError(f"{source}: the identity is not that of its facts")
-    return Marker(form.suffix, form.nbytes, identity, form.digest)
+    facts: Identity
 
 
 def dump_marker(marker: Marker) -> bytes:
     """Return a marker as JSON; inverse of `parse_marker`."""
-    document = msgspec.to_builtins(marker_form(marker))
+    identity = marker.identity
+    digest = cast("_Digest", marker.digest)
+    form = _Form(_FORM, marker.suffix, marker.nbytes, digest, identity.hash().hex(), identity)
+    document = to_builtins(form)
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
@@ -111,8 +74,11 @@ def parse_marker(data: bytes, source: str) -> Marker:
         )
     try:
         table = parse_json_object(data, source, max_values=_MAX_VALUES)
-        if type(form := table.get("form")) is not int or form <= _FORM:
-            return marker_of(convert(table, MarkerForm, source), source)
+        if type(number := table.get("form")) is not int or number <= _FORM:
+            form = convert(table, _Form, source)
+            if form.facts.hash().hex() != form.identity:
+                raise FormatError(f"{source}: the identity is not that of its facts")
+            return Marker(form.suffix, form.nbytes, form.facts, form.digest)
     except FormatError as error:
         raise FormatError(f"{error}; {_REMOVE}") from None
-    raise FormatError(f"{source}: has form {form}, a later one; use a newer hicachectl")
+    raise FormatError(f"{source}: has form {number}, a later one; use a newer hicachectl")

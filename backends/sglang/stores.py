@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -571,8 +571,8 @@ def _differences(profile: Profile, files: list[ObjectSpec], pool: ServedPool) ->
         theirs["bytes"], ours["bytes"] = mine.nbytes, pool.nbytes
         identity = _identity(profile, mine, pool.identity)
         if identity is not None:
-            theirs |= asdict(identity)
-            ours |= asdict(pool.identity)
+            theirs |= structs.asdict(identity)
+            ours |= structs.asdict(pool.identity)
     return unlike(theirs, ours)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from hicachectl.formats.identity import Identity, object_identity, profile_identities
 from hicachectl.formats.spec import object_specs
@@ -52,7 +51,7 @@ def test_every_fact_changes_the_hash() -> None:
     hashes = {base.hash()}
     for field in fields(Identity):
         values[field.name] = values.get(field.name, f"another {field.name}")
-        changed = {name: getattr(base, name) for name in Identity.__slots__}
+        changed = {name: getattr(base, name) for name in Identity.__struct_fields__}
         hashes.add(Identity(**{**changed, field.name: values[field.name]}).hash())
     assert len(hashes) == len(fields(Identity)) + 1
 

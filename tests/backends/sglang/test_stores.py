@@ -263,7 +263,7 @@ def test_pages_of_other_weights_on_3fs_are_misses(hf3fs_url: str, tmp_path: Path
 def test_a_rank_that_cannot_name_its_weights_claims_no_3fs(hf3fs_url: str, tmp_path: Path) -> None:
     pool = rank_pools(DSA)["kv"].pool
     store = StorePages(parse_url(hf3fs_url), Counters("test"), _settings(hf3fs_url, {}))
-    store.add(replace(pool, identity=replace(pool.identity, weights="")))
+    store.add(replace(pool, identity=structs.replace(pool.identity, weights="")))
     with Call(SECONDS) as call:
         store.open(call)
     store.close()
