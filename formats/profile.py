@@ -48,9 +48,9 @@ _NO_TEXT = "not valid Unicode (a lone surrogate)"
 
 # Numeric fields with their lower and upper bounds.
 _PROFILE_BOUNDS = {
+    "page_size": (1, MAX_PAGE_SIZE),
     **dict.fromkeys(("tp", "pp", "cp", "dcp"), (1, MAX_RANKS)),
     **dict.fromkeys(("linear_tp", "tp_lcm_size"), (0, MAX_RANKS)),
-    "page_size": (1, MAX_PAGE_SIZE),
     "prefetch_threshold": (0, MAX_LENGTH),
 }
 _POOL_BOUNDS = {
@@ -159,10 +159,11 @@ def stored_profile(profile: Profile) -> Profile:
 
 def validate_profile(profile: Profile) -> list[str]:
     """Return a message per problem of a profile; none if it is valid."""
-    problems = [*_size_problems(profile)]
-    if problems:
+    sizes = [*_size_problems(profile)]
+    problems = [*sizes, *_scalar_problems(profile)]
+    if sizes:
         return problems  # other checks calculate with these numbers
-    problems = [*_scalar_problems(profile), *_parallel_problems(profile)]
+    problems += _parallel_problems(profile)
     if not profile.pools:
         return [*problems, "pools: missing; a profile needs at least the kv pool"]
     anchor = profile.pools[0]
