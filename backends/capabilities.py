@@ -103,10 +103,6 @@ class RacyWrites(Store):
 
     confirms_writes: bool = True  # `write_from` reads objects back and compares them
 
-    @abstractmethod
-    def unfinished(self, rows: Rows) -> BoolArray:
-        """Return which keys another writer has begun but not finished: [n] bool."""
-
 
 class Confirm(Store):
     """Store that can tell damage from a race with a writer.

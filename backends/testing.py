@@ -35,7 +35,6 @@ from hicachectl.backends.capabilities import (
     Mounted,
     Mover,
     Pins,
-    RacyWrites,
     Renames,
     SideFiles,
     SystemCopy,
@@ -507,12 +506,6 @@ class StoreSuite(ABC):
         assert result.statuses.tolist() == [Status.OK, Status.GONE]
         assert store.arena is not None
         assert store.arena.view(int(offsets[0]), int(sizes[0])).tobytes() == self.value(0)
-
-    def test_objects_that_are_whole_or_missing_are_not_unfinished(self, store: Store) -> None:
-        if not isinstance(store, RacyWrites):
-            lack(store, "racing writers")
-        self.raw_put(store, self.keys[0], self.value(0))
-        assert store.unfinished(rows_of(self.keys[:2])).tolist() == [False, False]
 
     def test_files_beside_the_objects_are_not_listed(self, store: Store) -> None:
         if not isinstance(store, SideFiles):

@@ -30,8 +30,8 @@ from hicachectl.formats.errors import (
 from hicachectl.formats.profile import Profile
 from hicachectl.formats.transfer import retargeted
 from hicachectl.io.opening import open_store
-from hicachectl.move.batches import CopyOptions
 from hicachectl.move.migration import MigrationRequest
+from hicachectl.move.store_pair import CopyOptions
 from hicachectl.pages.selection import PageList, Selection
 from hicachectl.prewarming.page_plan import PrewarmRequest
 from hicachectl.requests.chains import Hashing, Requests, requests_of
@@ -232,9 +232,9 @@ def migrate(
 ) -> Result:
     """Copy or move pages to another store, layout or topology.
 
-    Callbacks and errors: see `move.migrate.migrate`.
+    Callbacks and errors: see `move.migration.migrate`.
     """
-    from hicachectl.move.migrate import migrate as migrated
+    from hicachectl.move.migration import migrate as migrated
     from hicachectl.profiles.sources import agree_on_profile
 
     request = replace(request, profile=agree_on_profile(source, request.profile))

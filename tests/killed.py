@@ -43,7 +43,7 @@ _IMPORTED_ONCE = (
     "hicachectl.cli.commands.restore",
     "hicachectl.cli.commands.rm",
     "hicachectl.cli.commands.verify",
-    "hicachectl.move.migrate",
+    "hicachectl.move.migration",
     "hicachectl.parts.migrate",
     "hicachectl.parts.running",
     "hicachectl.profiles.sources",

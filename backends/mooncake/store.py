@@ -176,12 +176,8 @@ class MooncakeStore(Leases, Pins, RacyWrites, Touch):
         """Return which objects exist and are readable."""
         return self._found(rows)[0]
 
-    def unfinished(self, rows: Rows) -> BoolArray:
-        """Return which keys have an unfinished write, as far as the master reports it."""
-        return self._found(rows)[1]
-
     def _found(self, rows: Rows) -> tuple[BoolArray, BoolArray]:
-        """Return `exists` and `unfinished`."""
+        """Return `exists`, and which keys the master reports as begun by another writer."""
         keys = _key_array(rows)
         answer = self._admin.query(keys)
         unaskable = _unaskable(answer)

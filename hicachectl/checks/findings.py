@@ -75,8 +75,19 @@ def findings(
     severity = severity_of(code, rule)
     if detail is None:
         detail = code_named(code).detail
-    columns = (code, severity, pages, pools, parts, keys, detail)
-    return _table(len(keys), *columns, rows=rows, groups=groups)
+    texts = [
+        pa.repeat(pa.scalar(column, pa.string()), len(keys))
+        if column is None or isinstance(column, str)
+        else column
+        for column in (code, severity, pages, pools, parts, keys, detail)
+    ]
+    numbers = [
+        pa.repeat(pa.scalar(NO_NUMBER, pa.int32()), len(keys))
+        if given is None
+        else pa.array(given.astype(np.int32))
+        for given in (rows, groups)
+    ]
+    return pa.table([*texts, *numbers], schema=LOCATED_SCHEMA)
 
 
 def object_findings(
@@ -130,36 +141,6 @@ def deployment_findings(
     )
     table = table.append_column("deployment", pa.array(deployments, pa.string()))
     return table.append_column("written", pa.array(written, pa.int64()))
-
-
-def reasons(code: str, *, pages: pa.Array, groups: IntArray, detail: str) -> pa.Table:
-    """Return rows that give the reason for removing groups without a finding: LOCATED_SCHEMA.
-
-    pages, groups: [groups] page hash and number of each.
-    """
-    return _table(len(pages), code, "info", pages, None, None, None, detail, groups=groups)
-
-
-def _table(
-    count: int,
-    *columns: str | pa.Array | None,
-    rows: IntArray | None = None,
-    groups: IntArray | None = None,
-) -> pa.Table:
-    """Return a table of LOCATED_SCHEMA; a text is repeated for each row."""
-    texts = [
-        pa.repeat(pa.scalar(column, pa.string()), count)
-        if column is None or isinstance(column, str)
-        else column
-        for column in columns
-    ]
-    numbers = [
-        pa.repeat(pa.scalar(NO_NUMBER, pa.int32()), count)
-        if given is None
-        else pa.array(given.astype(np.int32))
-        for given in (rows, groups)
-    ]
-    return pa.table([*texts, *numbers], schema=LOCATED_SCHEMA)
 
 
 def name_findings(found: Iterable[tuple[str, Iterable[pa.Table]]]) -> pa.Table:

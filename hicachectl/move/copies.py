@@ -11,7 +11,7 @@ import numpy as np
 from hicachectl.backends.arena import Arena, place
 from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import as_stored, copier_of
-from hicachectl.move.batches import aligned
+from hicachectl.move.copy_plan import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,13 +1,13 @@
 """Copy page groups from one store to another: read, transform, publish, read back, roll back.
 
-`Executor` runs batches in the threads of a pipeline, and imports neither surveys nor commands.
+`Executor` runs batches in the threads of a pipeline.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -17,25 +17,23 @@ from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import Confirm, RacyWrites, copier_of, keep_as_private
 from hicachectl.formats.wording import conflict
 from hicachectl.io.pipeline import Loaded, Pace, Pipeline
-from hicachectl.move.batches import COMPARING, READS_BACK, Action, CopyBatch
-from hicachectl.move.order import OF_MIGRATION, Failures, publish, remove_once, roll_back
+from hicachectl.move.order import OF_MIGRATION, publish, remove_once, roll_back
 from hicachectl.move.results import GroupStatus, MoveResult
+from hicachectl.move.survey import COMPARING, READS_BACK, Action
 from hicachectl.pages.group_table import ABSENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from hicachectl.backends.arena import Arena
-    from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray, IntArray
-    from hicachectl.move.batches import CopyOptions
+    from hicachectl.move.copy_plan import PageBatch
+    from hicachectl.move.store_pair import StorePair
 
 _HEAD_BYTES = 1024  # for an object's key and index row; usually enough
 
-B = TypeVar("B", bound=CopyBatch)
 
-
-class Executor(Generic[B]):
+class Executor:
     """Executor of copies from one store to another.
 
     full:   whether the destination had no room for an object.
@@ -46,45 +44,33 @@ class Executor(Generic[B]):
 
     def __init__(
         self,
-        source: Store,
+        stores: StorePair,
         objects: pa.Table,
-        destination: Store,
-        options: CopyOptions,
-        *,
-        on_copied: Callable[[B, MoveResult], None] = lambda batch, result: None,
-        arena: Arena | None = None,
-        failures: Failures = OF_MIGRATION,
-        preserve: bool = False,
+        on_copied: Callable[[PageBatch, MoveResult], None],
     ) -> None:
         """Prepare; nothing is read before `run`.
 
         objects: the source's listing; batches refer to its rows.
         on_copied: called in the batch's thread, even if `run` ends early.
-        arena:   from `copy_memory`.
-        failures: if these rules leave objects out, a batch must have its source and destination
-            objects in the same order.
-        preserve: keep owner and mode of the source files in system copies.
         """
+        source, destination = stores.source, stores.destination
         self.destination = destination
         self.full = threading.Event()
         self._source = source
         # Only the columns that reading needs, in one chunk: `take` from many chunks is slow.
         wanted = [name for name in ("key", "locator") if name in objects.column_names]
         self._objects = objects.select(wanted).combine_chunks()
-        self.options = options
+        self.options = stores.options
+        self._keeps_trailers = stores.trailers.keeps
         self._on_copied = on_copied
-        self._arena = arena
-        self.failures = failures
-        self._preserve = preserve
         self._copier = copier_of(destination, source)
         self.copies = self._copier is not None
         self.racy = destination if isinstance(destination, RacyWrites) else None
-        if not preserve:
-            keep_as_private(destination, source, listing=True)
-            if self.racy is not None:
-                # Another writer's object under the same key belongs to the same page, so a lost
-                # race does no harm.
-                self.racy.confirms_writes = False
+        keep_as_private(destination, source, listing=True)
+        if self.racy is not None:
+            # Another writer's object under the same key belongs to the same page, so a lost race
+            # does no harm.
+            self.racy.confirms_writes = False
         # The destination's listing lacks new objects: the server must locate them.
         self.read_back = destination.read_into
         if isinstance(destination, Confirm):
@@ -105,10 +91,10 @@ class Executor(Generic[B]):
 
     def run(
         self,
-        batches: Iterable[B],
+        batches: Iterable[PageBatch],
         *,
-        jobs: int | None = None,
-        on_done: Callable[[B, MoveResult], None] = lambda batch, result: None,
+        jobs: int,
+        on_done: Callable[[PageBatch, MoveResult], None],
     ) -> bool:
         """Copy batches in order; return whether all were begun.
 
@@ -122,24 +108,22 @@ class Executor(Generic[B]):
             batches,
             self._copy,
             buffer_bytes=options.buffer_bytes,
-            jobs=jobs or options.job_count,
+            jobs=jobs,
             deadline=options.deadline,
             pace=None if options.bytes_per_second is None else Pace(options.bytes_per_second),
             identify=False,
             confirm=isinstance(self._source, Confirm) and self._source.confirms,
             destination=self.destination,
-            arena=self._arena,
         )
         with closing(iter(pipeline)) as results:
             for batch, result in results:
                 on_done(batch, result)
         return pipeline.complete and not self.stopped
 
-    def _copy(self, loaded: Loaded) -> tuple[B, MoveResult]:
-        batch: B = loaded.task  # type: ignore[assignment]
+    def _copy(self, loaded: Loaded) -> tuple[PageBatch, MoveResult]:
+        batch: PageBatch = loaded.task  # type: ignore[assignment]
         result = MoveResult.of(batch.pages, objects=len(batch.objects))
-        stops = self.failures.statuses.get(Status.FULL) == GroupStatus.NO_ROOM
-        if (self.full.is_set() and stops) or self.stopped:
+        if self.full.is_set() or self.stopped:
             # The prefix of these groups found no room, or `stop` was called.
             result.statuses[:] = GroupStatus.NO_ROOM
         else:
@@ -149,8 +133,8 @@ class Executor(Generic[B]):
         self._on_copied(batch, result)
         return batch, result
 
-    def _publish(self, batch: B, loaded: Loaded, result: MoveResult) -> None:
-        unread = self._fail_unread(batch, loaded, result)
+    def _publish(self, batch: PageBatch, loaded: Loaded, result: MoveResult) -> None:
+        self._fail_unread(batch, loaded, result)
         if not result.open.any():
             return
         base = int(loaded.offsets[0]) if len(loaded.offsets) else loaded.room
@@ -159,26 +143,24 @@ class Executor(Generic[B]):
             transform.apply(memory)
         with self._room_for(batch) as has_room:
             if has_room:
-                _BatchCopy(self, batch, loaded.arena, base, result).run(unread)
+                _BatchCopy(self, batch, loaded.arena, base, result).run()
             else:
                 self.full.set()
                 for group in np.flatnonzero(result.open).tolist():
-                    self.failures.settle(
+                    OF_MIGRATION.settle(
                         result, group, None, Status.FULL, "no room left at the destination"
                     )
 
-    def _fail_unread(self, batch: B, loaded: Loaded, result: MoveResult) -> IntArray:
-        """Fail groups with an unread object; return indices of objects to leave out."""
+    def _fail_unread(self, batch: PageBatch, loaded: Loaded, result: MoveResult) -> None:
+        """Fail groups with an unread object."""
         read = loaded.read
-        unread = np.flatnonzero(read.statuses)
-        for index in unread.tolist():
+        for index in np.flatnonzero(read.statuses).tolist():
             group, status = int(batch.owners[index]), Status(int(read.statuses[index]))
             why = f"cannot be read: {read.errors.get(index, 'the store gives no reason')}"
-            self.failures.settle(result, group, batch.key_read(index, self._objects), status, why)
-        return unread[result.open[batch.owners[unread]]]
+            OF_MIGRATION.settle(result, group, batch.key_read(index, self._objects), status, why)
 
     @contextmanager
-    def _room_for(self, batch: B) -> Iterator[bool]:
+    def _room_for(self, batch: PageBatch) -> Iterator[bool]:
         """Reserve a batch's room during its write; yield whether there is enough.
 
         Only append-only stores are checked: their rolled-back writes never free room.
@@ -196,18 +178,18 @@ class Executor(Generic[B]):
             with self._counting:
                 self._promised -= has_room * nbytes
 
-    def write(self, batch: B, places: IntArray, offsets: IntArray) -> Result:
+    def write(self, batch: PageBatch, places: IntArray, offsets: IntArray) -> Result:
         """Write objects, or let the system copy them. offsets: [places] in the arena."""
         rows, sizes = batch.targets.take(pa.array(places)), batch.sizes[places]
         if_absent = batch.action is not Action.REPLACE
         with self._writing:
-            if self._copier is None or not (batch.by_system or self.options.keeps_trailers):
+            if self._copier is None or not (batch.by_system or self._keeps_trailers):
                 keep_as_private(self.destination, self._source)
                 written = self.destination.write_from(rows, offsets, sizes, if_absent=if_absent)
             else:
                 origins = self._objects.take(pa.array(batch.origins[places]))
                 written = self._copier.copy_from(
-                    self._source, origins, rows, sizes, if_absent=if_absent, preserve=self._preserve
+                    self._source, origins, rows, sizes, if_absent=if_absent
                 )
         if (written.statuses == Status.FULL).any():
             self.full.set()
@@ -218,7 +200,7 @@ class _BatchCopy:
     """Write of a loaded batch."""
 
     def __init__(
-        self, executor: Executor[Any], batch: CopyBatch, arena: Arena, base: int, result: MoveResult
+        self, executor: Executor, batch: PageBatch, arena: Arena, base: int, result: MoveResult
     ) -> None:
         self._executor = executor
         self._store = executor.destination
@@ -230,11 +212,8 @@ class _BatchCopy:
         self._written = np.zeros(len(batch.objects), dtype=np.bool_)  # written by this run
         self._equal = np.zeros(len(batch.objects), dtype=np.bool_)  # compared and equal
 
-    def run(self, unread: IntArray) -> None:
-        """Compare existing objects, write missing objects, roll back unfinished groups.
-
-        unread: indices of objects to leave out.
-        """
+    def run(self) -> None:
+        """Compare existing objects, write missing objects, roll back unfinished groups."""
         batch, result, executor = self._batch, self._result, self._executor
         existing = np.flatnonzero(self._open() & (batch.existing != ABSENT))
         if batch.action in READS_BACK:
@@ -242,7 +221,6 @@ class _BatchCopy:
         if batch.action is Action.REPLACE and self._store.traits.deletes:
             remove_once(batch.objects, existing, remove=self._delete, on_error=self._not_replaced)
         missing = self._open() & ~self._equal
-        missing[unread] = False
         if batch.action is Action.CLEAR:  # a rest is no page to write
             result.statuses[batch.objects.owners[missing]] = GroupStatus.KEPT
         self._written = publish(
@@ -251,7 +229,6 @@ class _BatchCopy:
             result,
             write=self._write,
             undo=self._undo,
-            failures=executor.failures,
         )
         if executor.options.verify:
             self._compare(np.flatnonzero(self._written & self._open()), ours=True)
@@ -329,10 +306,11 @@ class _BatchCopy:
             self._fail(at, GroupStatus.CONFLICT, conflict(why))
         elif self._executor.racy is not None:
             self._written[at] = False  # another writer's object: must not be rolled back
-            raced = self._executor.failures.statuses[Status.EXISTS]
-            self._fail(at, raced, "another writer has written this key; run again to compare")
+            why = "another writer has written this key; run again to compare"
+            self._fail(at, GroupStatus.RACED, why)
         else:
-            self._fail(at, failed, self._executor.failures.differs)
+            why = "the bytes read back differ from the bytes written; check the destination"
+            self._fail(at, failed, why)
 
     def _each(self, places: IntArray, call: Callable[[IntArray], Result]) -> Result:
         """Call within the destination's batch limits; return one result."""

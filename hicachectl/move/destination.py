@@ -125,8 +125,6 @@ class _TargetFinder:
         words = _first_words(survey.pages, np.arange(len(survey.pages)))
         self._order = np.argsort(words, kind="stable")
         self._words = words[self._order]
-        # SHA-256 never gives equal first words, but forged page hashes can have them.
-        self._alike = bool((self._words[1:] == self._words[:-1]).any())
 
     def add(
         self,
@@ -147,13 +145,11 @@ class _TargetFinder:
             self.found.append((at, target[mine], sizes[mine]))
 
     def _places(self, pages: pa.StringArray, mine: IntArray) -> IntArray:
-        """Return each page's row in the survey, or ABSENT: [mine]. mine: rows of the batch."""
+        """Return each page's row in the survey, or ABSENT: [mine]. mine: rows of the batch.
+
+        Of forged page hashes with equal first words, one is found: writes find the others.
+        """
         wanted = pages.take(pa.array(mine))
-        if self._alike:
-            known: IntArray = (
-                pc.index_in(wanted, value_set=self._pages).fill_null(ABSENT).to_numpy()
-            )
-            return known
         words = _first_words(pages, mine)
         found = np.minimum(np.searchsorted(self._words, words), len(self._words) - 1)
         places = self._order[found]

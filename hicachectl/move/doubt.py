@@ -6,7 +6,7 @@ what servers have written last shows how they run now.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from hicachectl.checks.findings import LOCATED_SCHEMA, combine, located
 from hicachectl.checks.registry import codes
 from hicachectl.checks.structure import check_groups
 from hicachectl.formats.spec import UNKNOWN_SIZE
-from hicachectl.move.planning import described_groups, plan_repair
+from hicachectl.move.removal_plan import described_groups, plan_repair
 from hicachectl.pages.group_table import ORPHAN
 from hicachectl.verification.part_result import Refusal
 
@@ -26,29 +26,13 @@ if TYPE_CHECKING:
     from hicachectl.checks.codes import Code
     from hicachectl.checks.registry import CheckInput
     from hicachectl.formats.arrays import BoolArray, IntArray
-    from hicachectl.pages.groups import PageGroups
-    from hicachectl.pages.inventory import Inventory
-    from hicachectl.verification.verify import Judged
+    from hicachectl.verification.verify import Judged, PartCheck
+
+    Checked = CheckInput | PartCheck
 
 _NEWEST = 10  # the newest tenth of the judged pages decides, and a tenth of all must agree
 _LEAST_NEWEST = 8
 _SIZES = ("truncated", "oversized")
-
-
-class Listed(Protocol):
-    """The page groups of a listing."""
-
-    @property
-    def inventory(self) -> Inventory:
-        """The listed objects."""
-
-    @property
-    def groups(self) -> PageGroups:
-        """The page groups of the objects."""
-
-    @property
-    def in_flight(self) -> BoolArray:
-        """Flags [groups]: servers may still be writing the group, so no check judged it."""
 
 
 def doubt_missing(given: CheckInput) -> Refusal | None:
@@ -62,7 +46,7 @@ def doubt_missing(given: CheckInput) -> Refusal | None:
     return doubt(given, plan.where(described_groups(given.groups)).reasons)
 
 
-def doubt(checked: Listed, reasons: pa.Table, judged: Judged | None = None) -> Refusal | None:
+def doubt(checked: Checked, reasons: pa.Table, judged: Judged | None = None) -> Refusal | None:
     """Return why a repair must not believe the profile; None if it may.
 
     reasons: findings that the repair would act on, of a `RepairPlan`.
@@ -96,7 +80,7 @@ def doubt(checked: Listed, reasons: pa.Table, judged: Judged | None = None) -> R
     return max(found, key=lambda refusal: refusal.affected, default=None)
 
 
-def _judged_groups(checked: Listed, judged: Judged | None, code: Code, pool: str) -> BoolArray:
+def _judged_groups(checked: Checked, judged: Judged | None, code: Code, pool: str) -> BoolArray:
     """Return which groups of the profile a check could have given a finding: [groups].
 
     Those have an object of the pool that the check has judged; "" stands for any pool. Pages
@@ -128,7 +112,11 @@ def _judged_groups(checked: Listed, judged: Judged | None, code: Code, pool: str
 
 
 def _doubts(
-    checked: Listed, code: str, reasons: pa.Table, about: IntArray, judged: BoolArray
+    checked: Checked,
+    code: str,
+    reasons: pa.Table,
+    about: IntArray,
+    judged: BoolArray,
 ) -> list[Refusal]:
     """Return the refusals for findings of one code and pool. judged: [groups]."""
     numbers = np.flatnonzero(judged)

@@ -1,8 +1,9 @@
-"""Migrations: the request, its stores, and an action for each page group."""
+"""Migrate page groups to another store, unchanged or transformed for another deployment."""
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,16 +11,17 @@ import msgspec
 import numpy as np
 
 from hicachectl.checks.findings import LOCATED_SCHEMA, combine, listing_findings, located
+from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.checks.registry import CheckInput
-from hicachectl.formats.errors import UsageError
-from hicachectl.move.batches import Action, CopyOptions
+from hicachectl.formats.errors import StoreUnavailable, UsageError
 from hicachectl.move.copy_plan import CopyPlan, oldest_first
 from hicachectl.move.destination import has_whole
-from hicachectl.move.migration_outcome import MigrationFacts
-from hicachectl.move.planning import plan_repair
-from hicachectl.move.results import MOST_PROBLEMS
-from hicachectl.move.store_pair import StorePair, plan_trailers
-from hicachectl.move.survey import compare, decide
+from hicachectl.move.migration_outcome import MigrationFacts, lack_of_room, result_of
+from hicachectl.move.removal_plan import plan_repair
+from hicachectl.move.run_mark import RequestHeldError, held_mark
+from hicachectl.move.runs import CopyRun
+from hicachectl.move.store_pair import CopyOptions, StorePair
+from hicachectl.move.survey import Action, compare, decide
 from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.group_table import WHOLE
 from hicachectl.pages.groups import PageGroups
@@ -30,8 +32,9 @@ from hicachectl.pages.in_flight import (
     look_again,
     needs_second_look,
 )
+from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING, NamedGroups, Selection, explain_selection, select
-from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS
+from hicachectl.text.vocabulary import DEFAULT_GRACE_SECONDS, FULL
 from hicachectl.verification.request import VerifyRequest
 
 if TYPE_CHECKING:
@@ -42,9 +45,10 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
+    from hicachectl.move.run_mark import RunMark
     from hicachectl.move.survey import IfExists, Survey
-    from hicachectl.move.work import PageWork
     from hicachectl.pages.inventory import Inventory
+    from hicachectl.results import Result
 
     OnWait = Callable[[float, int], None]
 
@@ -110,14 +114,10 @@ class MigrationRequest:
         return msgspec.json.encode(decides, order="deterministic")
 
 
-class Migration:
-    """A request between two stores, checked.
+class Migration(StorePair):
+    """Two stores with the request of a migration, checked.
 
-    stores: the pair of stores.
-    trailers: how the trailers of objects are copied.
-    options: options of the copies.
     columns: columns to list of the source, besides those that every listing has.
-    remarks: messages about the request.
     """
 
     def __init__(self, source: Store, destination: Store, request: MigrationRequest) -> None:
@@ -131,20 +131,15 @@ class Migration:
             raise UsageError(
                 f"{source.url}: objects cannot be deleted from this store; leave out --move"
             )
-        self.source = source
-        self.destination = destination
         self.request = request
         target = request.destination_profile or request.profile
-        self.stores = StorePair(source, destination, request.profile, target)
+        super().__init__(source, destination, request.profile, target, request.options)
         if request.options.move:
-            self.stores.refuse_removals(MOVE)
+            self.refuse_removals(MOVE)
         elif request.if_exists == "overwrite":
-            self.stores.refuse_removals(OVERWRITE)
-        self.trailers = plan_trailers(self.stores, request.options.trailers)
-        self.options = replace(request.options, keeps_trailers=self.trailers.keeps)
+            self.refuse_removals(OVERWRITE)
         # A move needs versions: objects rewritten since the listing must stay.
         self.columns = {"version"} & source.traits.columns if request.options.move else set[str]()
-        self.remarks = [*self.stores.remarks, *filter(None, [self.trailers.remark])]
 
     @property
     def identity(self) -> bytes:
@@ -167,24 +162,14 @@ class MigrationPlan:
 
     plans: the surveys with their actions.
     facts: the sums so far, of groups that are not written.
-    objects, nbytes: number of objects and bytes to write.
+    nbytes: number of bytes to write.
     """
 
     inventory: Inventory
     groups: PageGroups
     plans: list[CopyPlan]
     facts: MigrationFacts
-    objects: int
     nbytes: int
-
-    def count(self, *wanted: Action) -> int:
-        """Return the number of groups with these actions."""
-        return sum(plan.count(*wanted) for plan in self.plans)
-
-    def works(self) -> Iterator[PageWork]:
-        """Yield the work of all groups."""
-        for plan in self.plans:
-            yield from plan.works()
 
 
 def plan_groups(
@@ -208,10 +193,7 @@ def plan_groups(
     request = migration.request
     inventory = select(listed, request.selection)
     groups = PageGroups(inventory)
-    surveys = [
-        migration.trailers.with_foreign(survey, inventory.objects)
-        for survey in migration.stores.survey(inventory, groups, asks=asks, on_batch=on_batch)
-    ]
+    surveys = migration.survey(inventory, groups, asks=asks, on_batch=on_batch)
     choice = _Choice(migration, inventory, groups, surveys)
     choice.make(tables, listing, on_wait)
     facts = choice.facts
@@ -224,17 +206,12 @@ def plan_groups(
         actions[choice.rests[survey.groups]] = Action.CLEAR
         order = oldest_first(survey, groups.newest_ns[survey.groups])
         plan = CopyPlan(inventory, groups, survey, order, actions)
-        large, problems = plan.leave_too_large(request.options)
-        facts.failed += large
-        facts.conflicts += plan.count(Action.CONFLICT)
+        plan.leave_too_large(request.options, facts)
         facts.refused += int((survey.foreign & (actions == Action.CONFLICT)).sum())
         facts.skipped += plan.count(Action.SKIP)
-        facts.problems += [*problems, *plan.conflicts()]
         plans.append(plan)
-    del facts.problems[MOST_PROBLEMS:]
-    demands = [plan.demand() for plan in plans]
-    objects, nbytes = (sum(each) for each in zip((0, 0), *demands, strict=True))
-    return MigrationPlan(inventory, groups, plans, facts, objects, nbytes)
+    nbytes = sum(plan.demand()[1] for plan in plans)
+    return MigrationPlan(inventory, groups, plans, facts, nbytes)
 
 
 class _Choice:
@@ -360,3 +337,110 @@ class _Choice:
         damaged = np.zeros(len(groups), dtype=np.bool_)
         damaged[plan_repair(located(found, self._inventory, groups)).groups] = True
         return damaged
+
+
+def migrate(
+    source: Store,
+    destination: Store,
+    request: MigrationRequest,
+    *,
+    on_listed: Callable[[int], None] = lambda objects: None,
+    on_begun: Callable[[], None] = lambda: None,
+    on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
+    on_wait: Callable[[float, int], None] = lambda seconds, pages: None,
+) -> Result:
+    """Copy page groups from one store to another.
+
+    on_begun: called before the first write.
+    on_moved: called with each batch's bytes written, and the bytes of the whole migration.
+    on_wait: see `pages.in_flight.look_again`.
+
+    Raises UsageError, ProfileError and UnsupportedByBackend before the first write,
+    StoreUnavailable if a store is lost, or the source has no pages. An interrupt finishes or rolls
+    back begun batches.
+    """
+    started = time.monotonic()
+    migration = Migration(source, destination, request)
+    listing = migration.listing_time()
+    listed = take_inventory(
+        source,
+        request.profile,
+        columns=migration.columns,
+        needs_pages=request.needs_pages,
+        on_batch=on_listed,
+    )
+    listing = listing.ended()
+    tables, _ = check_tables(source, saved_tables(source), grace_seconds=0)
+    plan = plan_groups(migration, listed, tables, listing, on_batch=on_listed, on_wait=on_wait)
+    if request.dry_run:
+        facts = rehearse(migration, plan)
+    else:
+        try:
+            with held_mark(migration.identity) as mark:
+                facts = carry_out(migration, plan, mark, on_begun=on_begun, on_moved=on_moved)
+        except RequestHeldError as held:
+            nothing = result_of([MigrationFacts()], source.url, destination.url)
+            return nothing.stopped_by_lock(str(held))
+    facts.seconds = time.monotonic() - started
+    result = result_of(
+        [facts],
+        source.url,
+        destination.url,
+        labelled=request.labelled,
+        dry_run=request.dry_run,
+    )
+    if facts.settled:
+        return result
+    said = "Not complete; run the same command again"
+    return replace(result, remarks=[*result.remarks, said], undone=[*result.undone, said])
+
+
+def rehearse(migration: Migration, plan: MigrationPlan) -> MigrationFacts:
+    """Return the facts of a planned migration, or of a part of one, as if all went well."""
+    facts = plan.facts
+    for each in plan.plans:
+        each.rehearse(facts)
+    facts.free_bytes = migration.destination.free_bytes()
+    facts.remarks += [*migration.remarks, *migration.source.remarks]
+    return facts
+
+
+def carry_out(
+    migration: Migration,
+    plan: MigrationPlan,
+    mark: RunMark,
+    *,
+    on_begun: Callable[[], None] = lambda: None,
+    on_moved: Callable[[int, int], None] = lambda nbytes, total: None,
+) -> MigrationFacts:
+    """Carry out a plan of the whole migration, or of a part of it; return what was done.
+
+    mark: mark on the unfinished writes of this process.
+    Other arguments and exceptions as in `migrate`. `seconds` is not set.
+    """
+    source, destination, moves = migration.source, migration.destination, migration.options.move
+    mark.put(destination)
+    if moves:
+        mark.put(source)  # a killed run can leave its probe there
+    free = destination.free_bytes()
+    lack = "" if free is None else lack_of_room(destination.url, plan.nbytes, free)
+    if lack and migration.request.space_check:
+        raise StoreUnavailable(lack)
+    if moves:
+        migration.refuse_one_place(source, MOVE)
+    if any(each.count(Action.REPLACE) for each in plan.plans):
+        migration.refuse_one_place(destination, OVERWRITE)
+    facts = plan.facts
+    planned = facts.failed
+    run = CopyRun(migration, plan.inventory, plan.groups, facts)
+    on_begun()
+    run.copy(plan.plans, on_moved)
+    facts.settled = facts.complete and facts.failed == planned
+    facts.remarks += [*migration.remarks, *source.remarks, *filter(None, [mark.remark])]
+    if destination.traits.evicts and (lack or facts.stopped_by == FULL):
+        facts.remarks.append(
+            f"{destination.url}: the pages need more room than is free, and this store "
+            "evicts: the pages copied first may be evicted already; copy fewer pages (--page, "
+            "--pages)"
+        )
+    return facts

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.wording import OTHER_BYTES
-from hicachectl.move.results import Problem, ProblemRow, problem_lines, problem_rows
+from hicachectl.move.results import CopyFacts, ProblemRow, problem_lines, problem_rows, total
 from hicachectl.pages.selection import explain_parts
 from hicachectl.results import Result
 from hicachectl.text.jsontext import schema_of
@@ -19,7 +19,7 @@ from hicachectl.text.units import counted, human_size
 from hicachectl.text.vocabulary import FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from hicachectl.results import Shown
     from hicachectl.text.tables import Screen
@@ -32,6 +32,9 @@ _WORDS = {
     "conflicts": "in conflict",
     "failed": "failed",
 }
+
+
+_SUMS = ("pages", "objects", "bytes", *_WORDS)
 
 
 class MigrationDocument(msgspec.Struct, kw_only=True):
@@ -57,7 +60,7 @@ class MigrationDocument(msgspec.Struct, kw_only=True):
     estimated_seconds: float | UnsetType | None = UNSET
 
 
-class MigrationFacts(msgspec.Struct, kw_only=True):
+class MigrationFacts(CopyFacts, kw_only=True):
     """Sums and messages of a migration, or of a part of it.
 
     listed: number of objects in the source.
@@ -67,10 +70,6 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     unknown_keys: number of objects with unknown keys.
     left_out: number of groups not copied, by reason.
     refused: number of groups in conflict because servers refuse the destination's objects.
-    pages to left_in_source: see the document.
-    complete: whether every batch was begun.
-    settled: whether a further run has nothing to do.
-    stopped_by: "" if nothing ended the run early.
     free_bytes: free bytes of the destination in a rehearsal; None if not known.
     """
 
@@ -81,22 +80,8 @@ class MigrationFacts(msgspec.Struct, kw_only=True):
     unknown_keys: Count = 0
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
     refused: Count = 0
-    pages: Count = 0
-    objects: Count = 0
-    bytes: Count = 0
-    skipped: Count = 0
-    gone: Count = 0
-    conflicts: Count = 0
-    failed: Count = 0
-    moved: Count = 0
-    left_in_source: Count = 0
     seconds: float = 0.0
-    complete: bool = True
-    settled: bool = True
-    stopped_by: str = ""
     free_bytes: Count | None = None
-    remarks: list[str] = msgspec.field(default_factory=list)
-    problems: list[Problem] = msgspec.field(default_factory=list)
 
 
 def result_of(
@@ -115,15 +100,7 @@ def result_of(
     document = MigrationDocument(
         source=source,
         destination=destination,
-        pages=_total(parts, "pages"),
-        objects=_total(parts, "objects"),
-        bytes=_total(parts, "bytes"),
-        skipped=_total(parts, "skipped"),
-        gone=_total(parts, "gone"),
-        conflicts=_total(parts, "conflicts"),
-        failed=_total(parts, "failed"),
-        moved=_total(parts, "moved"),
-        left_in_source=_total(parts, "left_in_source"),
+        **{name: total(parts, name) for name in _SUMS},
         left_out=sum(sum(part.left_out.values()) for part in parts),
         seconds=round(sum(part.seconds for part in parts), 3),
         complete=all(part.complete for part in parts),
@@ -173,38 +150,34 @@ def lack_of_room(destination: str, nbytes: int, free: int) -> str:
     )
 
 
-def _total(parts: Iterable[MigrationFacts], name: str) -> int:
-    return sum(getattr(part, name) for part in parts)
-
-
 def _not_copied(
     parts: Sequence[MigrationFacts], source: str, destination: str, labelled: int
 ) -> Iterator[str]:
     """Yield messages about pages, objects and rows that were not copied."""
     yield from _not_chosen(parts)
-    if left := _total(parts, "left_in_source"):
+    if left := total(parts, "left_in_source"):
         yield (
             f"Left in {source}: {counted(left, 'page')} not whole, of which {destination} has no "
             f"equal, whole copy; hicachectl ls {source} --state orphan,partial lists them, and "
             "hicachectl rm removes them with the same options"
         )
-    if refused := _total(parts, "refused"):
+    if refused := total(parts, "refused"):
         yield (
             f"In conflict: {counted(refused, 'page')} of which {destination} has objects "
             f"that plug-in servers refuse: of {OTHER_BYTES}, or without a trailer; "
             "--if-exists overwrite replaces them"
         )
-    if unknown := _total(parts, "unknown_keys"):
+    if unknown := total(parts, "unknown_keys"):
         objects = counted(unknown, "object")
         yield f"Not copied: {objects} with unknown keys; hicachectl verify lists them"
-    if unmatched := labelled - _total(parts, "matched"):
+    if unmatched := labelled - total(parts, "matched"):
         yield f"--pages: {counted(unmatched, 'row')} without a matching group in SRC"
 
 
 def _not_chosen(parts: Sequence[MigrationFacts]) -> Iterator[str]:
     """Yield messages about pages that were not chosen."""
     nothing = explain_parts((part.listed, part.nothing) for part in parts)
-    if nothing and not _total(parts, "groups"):
+    if nothing and not total(parts, "groups"):
         yield nothing
     left_out: Counter[str] = Counter()
     for part in parts:

@@ -14,6 +14,7 @@ If an anchor cannot be removed, its group keeps its sidecars.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,15 +56,13 @@ class GroupObjects:
 class Failures:
     """Rules for groups with an object that cannot be read or written.
 
-    statuses: group status for each object status; FAILED if not listed. DONE leaves the object
-        out and keeps the group open. NO_ROOM also stops later groups.
+    statuses: group status for each object status; FAILED if not listed. NO_ROOM also stops later
+        groups.
     details: messages by the object's status, instead of the store's.
-    differs: message if other bytes are read back.
     """
 
     statuses: Mapping[Status, GroupStatus]
     details: Mapping[Status, str] = field(default_factory=dict)
-    differs: str = "the bytes read back differ from the bytes written; check the destination"
 
     def settle(
         self, result: MoveResult, group: int, key: bytes | None, status: Status, message: str
@@ -188,7 +187,6 @@ def withdraw(
     *,
     look: Callable[[IntArray], Sighting],
     remove: Callable[[Sighting, IntArray], Result],
-    note: Callable[[Sighting, IntArray, Result], None] = lambda seen, places, found: None,
 ) -> None:
     """Remove groups until each is gone, or whole again without its fault.
 
@@ -198,7 +196,6 @@ def withdraw(
     pending: groups, as indices into `result`.
     look: returns the objects of groups still to remove.
     remove: removes objects of a sighting by index.
-    note: called with the sighting, the indices of the objects tried, and their result.
     """
     for _ in range(_ROUNDS):
         seen = look(pending)
@@ -206,16 +203,11 @@ def withdraw(
             return
         objects, everything = seen.objects, np.arange(len(seen.objects))
 
-        def removed(places: IntArray, seen: Sighting = seen) -> Result:
-            found = remove(seen, places)
-            note(seen, places, found)
-            return found
-
         def failed(place: int, why: str, objects: GroupObjects = objects) -> None:
             group, key = int(objects.owners[place]), objects.keys[place].as_py()
             result.fail(group, GroupStatus.FAILED, key, f"cannot be removed: {why}")
 
-        remove_once(objects, everything, remove=removed, on_error=failed)
+        remove_once(objects, everything, remove=partial(remove, seen), on_error=failed)
         pending = np.unique(objects.owners)
         pending = pending[result.open[pending]]
     seen = look(pending)

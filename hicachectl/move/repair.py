@@ -12,7 +12,7 @@ from hicachectl.checks.page_tables import suspicious_keys
 from hicachectl.checks.registry import remedies
 from hicachectl.checks.sizes import rows_of_mixes
 from hicachectl.move.doubt import doubt
-from hicachectl.move.planning import described_groups, plan_repair
+from hicachectl.move.removal_plan import described_groups, plan_repair
 from hicachectl.move.table_repair import release_leaked, repair_tables, write_repaired_snapshot
 from hicachectl.move.withdrawal import remove_groups
 from hicachectl.text.units import counted
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from hicachectl.backends.base import Store
-    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport
     from hicachectl.move.withdrawal import Mode
     from hicachectl.pages.groups import PageGroups

@@ -15,7 +15,7 @@ from hicachectl.backends.disk.names import VERSION
 from hicachectl.backends.runs import open_run
 from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.errors import UnfinishedPackError, UsageError
-from hicachectl.formats.objects import ANCHOR, PAGE_DIGITS, Names
+from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.trailer import TRAILER_BYTES
 from hicachectl.formats.wording import reason_of
 from hicachectl.move.copies import copier
@@ -38,18 +38,17 @@ from hicachectl.move.results import (
     GroupStatus,
     MoveResult,
     RestoredGroup,
-    named,
+    page_columns,
     states_of,
 )
 from hicachectl.pages.census import column_sum, column_sums
-from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import EVERYTHING, Selection
 from hicachectl.text.jsontext import schema_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from hicachectl.backends.base import Store
@@ -99,109 +98,75 @@ def restore_groups(
     if an entry is a link or its owner is not trusted. Raises StoreUnavailable.
     """
     place = Quarantine(quarantine, store)
+    tables, left, origins = [_COLUMNS.empty_table()], list[str](), list[str]()
+    busy = lost = 0
     with place.opened(writes=not dry_run) as directory:
         names = run_folders(directory, place.only)
-        runs, earlier = 0, ""
-        for name in names:
-            with opened_run(directory, name, writes=False) as run:
-                if isinstance(run, Run):
-                    runs += 1
-                    _refuse_unusable(store, run)
-                elif run is not None:
-                    earlier = run
-        if earlier and not runs:
-            raise UsageError(earlier_remark(earlier))
+        _refuse_unusable(store, directory, names)
         refuse_other_owner(store, profile, claims=not dry_run)
-        restore = _Restore(store, profile, selection, on_progress, dry_run=dry_run)
         for name in reversed(names):
             with opened_run(directory, name, writes=not dry_run) as run:
                 if isinstance(run, str):
-                    restore.left.append(earlier_remark(run))
-                elif run is not None:
-                    restore.take(directory, run, own=place.own)
-    return restore.report()
+                    left.append(earlier_remark(run))
+                elif run is not None and not run.folder.lock():
+                    busy += 1
+                elif run is not None and (held := _opened(run, left)) is not None:
+                    with held, copier(store, held) as memory:
+                        one = _OneRun(store, run, held, memory, profile, dry_run=dry_run)
+                        tables += one.put_back(selection, on_progress)
+                        left += held.remarks
+                    lost += one.lost
+                    # The store's own quarantine stays its own if the directory is moved.
+                    origins += [] if place.own else one.origins
+                    if not dry_run:
+                        one.tidy(directory)
+    rows = pa.concat_tables(tables)
+    done = rows.filter(pc.equal(rows.column("state"), WOULD_RESTORE if dry_run else RESTORED))
+    return GroupReport(
+        rows=rows,
+        moved=column_sum(done.column("objects")) or 0,
+        gone=lost,
+        nbytes=column_sum(done.column("nbytes")),
+        busy=busy,
+        left=tuple(left),
+        origins=tuple(dict.fromkeys(origins)),
+    )
 
 
-def _refuse_unusable(store: Store, run: Run) -> None:
-    """Raise UsageError for a run of another kind of store, FormatError for damaged findings."""
-    if run.form.grammar != store.grammar:
-        raise UsageError(
-            f"{run.folder.path}: its pages are from {run.form.store}, a {run.form.grammar} store; "
-            f"{store.url} is a {store.grammar} store; give a {run.form.grammar} store"
-        )
-    for _ in read_findings(run.folder):
-        pass
+def _refuse_unusable(store: Store, quarantine: Directory, names: Iterable[str]) -> None:
+    """Raise UsageError for a run of another kind of store, FormatError for damaged findings.
+
+    Also UsageError if all runs are of an earlier form.
+    """
+    usable, earlier = False, ""
+    for name in names:
+        with opened_run(quarantine, name, writes=False) as run:
+            if isinstance(run, str):
+                earlier = run
+            elif run is not None:
+                usable = True
+                if run.form.grammar != store.grammar:
+                    raise UsageError(
+                        f"{run.folder.path}: its pages are from {run.form.store}, a "
+                        f"{run.form.grammar} store; {store.url} is a {store.grammar} store; give a "
+                        f"{run.form.grammar} store"
+                    )
+                for _ in read_findings(run.folder):
+                    pass
+    if earlier and not usable:
+        raise UsageError(earlier_remark(earlier))
 
 
-class _Restore:
-    """Restore of several runs. left: remarks on runs that were left alone."""
-
-    def __init__(
-        self,
-        store: Store,
-        profile: Profile | None,
-        selection: Selection,
-        on_progress: Callable[[int], None],
-        *,
-        dry_run: bool,
-    ) -> None:
-        self.left: list[str] = []
-        self._store = store
-        self._profile = profile
-        self._selection = selection
-        self._on_progress = on_progress
-        self._dry_run = dry_run
-        self._tables = [_COLUMNS.empty_table()]
-        self._origins: list[str] = []
-        self._busy = self._lost = 0
-
-    def take(self, quarantine: Directory, run: Run, *, own: bool) -> None:
-        """Restore the selected groups of a run, and remove the run if nothing is left in it.
-
-        own: the quarantine lies in the store's directory, so that it is the store's own, even if
-        the directory was moved.
-        """
-        if not run.folder.lock():
-            self._busy += 1
-            return
-        why = "its purge was interrupted; complete it with hicachectl quarantine purge"
+def _opened(run: Run, left: list[str]) -> Store | None:
+    """Open a locked run as a store; None, and a remark in `left`, if it cannot be restored."""
+    why = "its purge was interrupted; complete it with hicachectl quarantine purge"
+    if not run.is_purged:
         try:
-            held = None if run.is_purged else open_run(run.folder, run.form)
+            return open_run(run.folder, run.form)
         except UnfinishedPackError:
-            why, held = "its repair was interrupted before the first page left the store", None
-        if held is None:
-            self.left.append(f"{run.folder.path}: left alone: {why}")
-            return
-        with held, copier(self._store, held) as memory:
-            one = _OneRun(self._store, run, held, memory, self._profile, dry_run=self._dry_run)
-            chosen = np.flatnonzero(self._selection.chosen(one.groups))
-            if len(chosen) and not own and run.form.store != without_secrets(self._store.url):
-                self._origins.append(run.form.store)
-            for batch in _batches(one.groups, chosen):
-                self._tables.append(one.put_back(batch))
-                self._on_progress(len(batch))
-            self._lost += one.lost
-            self.left += held.remarks
-            emptied = one.restored == len(one.groups) and held.traits.append_only
-        if emptied and not self._dry_run:  # a pack keeps all that was put back
-            remove_run(quarantine, run.name, run.folder)
-        elif not self._dry_run:
-            remove_if_empty(quarantine, run)
-
-    def report(self) -> GroupReport:
-        """Return the report of all runs."""
-        rows = pa.concat_tables(self._tables)
-        state = WOULD_RESTORE if self._dry_run else RESTORED
-        done = rows.filter(pc.equal(rows.column("state"), state))
-        return GroupReport(
-            rows=rows,
-            moved=column_sum(done.column("objects")) or 0,
-            gone=self._lost,
-            nbytes=column_sum(done.column("nbytes")),
-            busy=self._busy,
-            left=tuple(self.left),
-            origins=tuple(dict.fromkeys(self._origins)),
-        )
+            why = "its repair was interrupted before the first page left the store"
+    left.append(f"{run.folder.path}: left alone: {why}")
+    return None
 
 
 def _batches(groups: PageGroups, chosen: IntArray) -> list[IntArray]:
@@ -214,7 +179,11 @@ def _batches(groups: PageGroups, chosen: IntArray) -> list[IntArray]:
 
 
 class _OneRun:
-    """Restore of one run. restored: groups. lost: objects that vanished from the run meanwhile."""
+    """Restore of one run.
+
+    restored: number of groups. lost: number of objects that vanished from the run meanwhile.
+    origins: the URL of the run's store, if pages of it were asked for and it is another one.
+    """
 
     def __init__(
         self,
@@ -228,6 +197,7 @@ class _OneRun:
     ) -> None:
         """List the run. held: its objects, as a store."""
         self.restored = self.lost = 0
+        self.origins: list[str] = []
         self._store = store
         self._run = run
         self._held = held
@@ -240,19 +210,32 @@ class _OneRun:
             on_contradiction=lambda why: None,
         )  # fmt: skip
         self.groups = PageGroups(self._inventory)
-        table = self._inventory.table
-        anchors = [
-            any(reading.pool == ANCHOR for reading in table.resolved[n].readings)
-            if spec is None
-            else spec.anchor
-            for n, spec in enumerate(table.specs)
-        ]
-        self._anchors = self._inventory.by_affix(anchors, False)
+        self._anchors = self._inventory.table.anchors[self._inventory.affix_ids]
         self._codes: dict[tuple[str | None, str | None], set[str]] = defaultdict(set)
         for reason in read_findings(run.folder):
             self._codes[reason.page, reason.group].add(reason.code)
 
-    def put_back(self, batch: IntArray) -> pa.Table:
+    def put_back(
+        self, selection: Selection, on_progress: Callable[[int], None]
+    ) -> Iterator[pa.Table]:
+        """Restore the selected groups; yield tables with a row for each."""
+        chosen = np.flatnonzero(selection.chosen(self.groups))
+        origin = self._run.form.store
+        self.origins = (
+            [origin] if len(chosen) and origin != without_secrets(self._store.url) else []
+        )
+        for batch in _batches(self.groups, chosen):
+            yield self._put_back(batch)
+            on_progress(len(batch))
+
+    def tidy(self, quarantine: Directory) -> None:
+        """Remove the run if nothing is left in it; a pack keeps all that was put back."""
+        if self.restored == len(self.groups) and self._held.traits.append_only:
+            remove_run(quarantine, self._run.name, self._run.folder)
+        else:
+            remove_if_empty(quarantine, self._run)
+
+    def _put_back(self, batch: IntArray) -> pa.Table:
         """Restore some groups; return a row for each. batch: numbers of groups."""
         places, offsets = self.groups.objects_of(batch)
         owners = np.repeat(np.arange(len(batch)), np.diff(offsets))
@@ -349,27 +332,23 @@ class _OneRun:
         double: BoolArray,
     ) -> pa.Table:
         """Return a row for each group of a batch."""
-        groups, deployments = self.groups, self.groups.deployments
-        ids = groups.deployment_ids[batch].tolist()
-        known = [Names() if n == UNRESOLVED else deployments[n].names for n in ids]
+        groups = self.groups
         labels = [groups.labels[number] for number in groups.label_ids[batch].tolist()]
         # In restored groups, only the objects that this run moved count.
         counted = np.flatnonzero(~double | ~result.open[owners])
         sizes = rows.column("nbytes").take(pa.array(counted))
         details = {p.group: f"{p.key}: {p.detail}" for p in reversed(result.problems)}
-        columns = {
-            "page": result.pages,
-            "model": named(pa.array([one.model for one in known], pa.string())),
-            "tag": named(pa.array([one.tag for one in known], pa.string())),
-            "objects": np.bincount(owners[counted], minlength=len(batch)),
-            "nbytes": column_sums(sizes, owners[counted], len(batch)),
-            "codes": [
+        columns = [
+            *page_columns(groups, batch),
+            np.bincount(owners[counted], minlength=len(batch)),
+            column_sums(sizes, owners[counted], len(batch)),
+            [
                 sorted(self._codes.get(pair, ()))
                 for pair in zip(result.pages.to_pylist(), labels, strict=True)
             ],
-            "state": states_of(result.statuses, WOULD_RESTORE if self._dry_run else RESTORED),
-            "detail": pa.array(map(details.get, range(len(batch))), pa.string()),
-        }
+            states_of(result.statuses, WOULD_RESTORE if self._dry_run else RESTORED),
+            pa.array(map(details.get, range(len(batch))), pa.string()),
+        ]
         return pa.table(columns, schema=_COLUMNS)
 
 

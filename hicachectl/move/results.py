@@ -13,8 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.pages.census import byte_sum
+from hicachectl.pages.deployments import UNRESOLVED
 from hicachectl.text.jsontext import schema_of
 from hicachectl.text.units import counted, human_size
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.pages.groups import PageGroups
 
 
 class GroupStatus(IntEnum):
@@ -137,44 +140,60 @@ def problem_lines(problems: Sequence[Problem], pages: int) -> Iterator[str]:
         )
 
 
-@dataclass(slots=True, eq=False)
-class RunResult:
-    """Sum of batch results.
+class CopyFacts(msgspec.Struct, kw_only=True):
+    """Sums and messages of a copy, or of a part of it.
 
-    counts:   [GroupStatus] number of groups with each status.
-    objects, nbytes: number and bytes of objects written and not rolled back.
-    moved:    number of groups removed from the source after the copy.
-    full:     whether the destination had no room. complete: whether every batch was begun.
+    pages, objects, bytes: number of pages, objects and bytes written and not rolled back.
+    skipped: pages that the destination has equal, by comparison or by the plan.
+    gone: pages that vanished from the source. conflicts: pages of which the destination has others.
+    moved: pages removed from the source after the copy. left_in_source: pages that a move leaves.
+    complete: whether every batch was begun.
+    settled: whether a further run has nothing to do.
+    stopped_by: "" if nothing ended the copy early.
     problems: the first MOST_PROBLEMS.
     """
 
-    counts: IntArray = field(default_factory=lambda: np.zeros(len(GroupStatus), dtype=np.int64))
-    objects: int = 0
-    nbytes: int = 0
-    moved: int = 0
-    full: bool = False
+    pages: Count = 0
+    objects: Count = 0
+    bytes: Count = 0
+    skipped: Count = 0
+    gone: Count = 0
+    conflicts: Count = 0
+    failed: Count = 0
+    moved: Count = 0
+    left_in_source: Count = 0
     complete: bool = True
-    problems: list[Problem] = field(default_factory=list)
-
-    def count(self, status: GroupStatus) -> int:
-        """Return the number of groups with a status."""
-        return int(self.counts[status])
+    settled: bool = True
+    stopped_by: str = ""
+    problems: list[Problem] = msgspec.field(default_factory=list)
+    remarks: list[str] = msgspec.field(default_factory=list)
 
     def add(self, result: MoveResult) -> None:
         """Add the result of a batch."""
-        self.counts += np.bincount(result.statuses, minlength=len(GroupStatus))
+        counts = np.bincount(result.statuses, minlength=len(GroupStatus)).tolist()
+        self.pages += counts[GroupStatus.DONE]
+        self.skipped += counts[GroupStatus.SAME]
+        self.gone += counts[GroupStatus.GONE]
+        self.conflicts += counts[GroupStatus.CONFLICT]
+        self.failed += counts[GroupStatus.FAILED]
+        self.left_in_source += counts[GroupStatus.KEPT]
         self.objects += result.objects
-        self.nbytes += result.nbytes
+        self.bytes += result.nbytes
         self.note(result.problems)
 
     def fail(self, problems: Collection[Problem]) -> None:
         """Count each problem as one failed group."""
-        self.counts[GroupStatus.FAILED] += len(problems)
+        self.failed += len(problems)
         self.note(problems)
 
     def note(self, problems: Iterable[Problem]) -> None:
         """Remember problems, at most MOST_PROBLEMS."""
         self.problems += islice(problems, MOST_PROBLEMS - len(self.problems))
+
+
+def total(parts: Iterable[msgspec.Struct], name: str) -> int:
+    """Return the sum of a count over the facts of parts."""
+    return sum(getattr(part, name) for part in parts)
 
 
 REMOVED = "removed"
@@ -406,6 +425,13 @@ def states_of(statuses: npt.NDArray[np.uint8], done: str) -> pa.StringArray:
     return pa.array(texts).take(pa.array(statuses))
 
 
-def named(texts: pa.StringArray) -> pa.StringArray:
-    """Return names with null in place of ""."""
-    return pc.if_else(pc.equal(texts, ""), None, texts)
+def page_columns(groups: PageGroups, numbers: IntArray) -> list[pa.Array]:
+    """Return the pages, models and tags of some groups; null where the keys show none."""
+    ids = groups.deployment_ids[numbers]
+    which = pa.array(ids, mask=ids == UNRESOLVED)
+    names = [deployment.names for deployment in groups.deployments]
+    texts = [[one.model or None for one in names], [one.tag or None for one in names]]
+    return [
+        groups.pages_at(numbers),
+        *(pa.array(text, pa.string()).take(which) for text in texts),
+    ]

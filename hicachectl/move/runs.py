@@ -13,22 +13,22 @@ import numpy as np
 import pyarrow as pa
 
 from hicachectl.backends.capabilities import Leases
-from hicachectl.move.batches import READS_BACK, Action
+from hicachectl.move.copy_plan import PageWork
 from hicachectl.move.copying import Executor
-from hicachectl.move.results import GroupStatus, MoveResult, Problem, RunResult
+from hicachectl.move.results import CopyFacts, GroupStatus, MoveResult, Problem
+from hicachectl.move.survey import COMPARING, READS_BACK, Action
 from hicachectl.move.trial import PAGES as TRIAL_PAGES
 from hicachectl.move.trial import Trial
 from hicachectl.move.withdrawal import withdraw_listed
-from hicachectl.move.work import PageWork
+from hicachectl.text.vocabulary import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from hicachectl.backends.base import Store
-    from hicachectl.formats.arrays import BoolArray, IntArray
-    from hicachectl.move.batches import CopyOptions
+    from hicachectl.formats.arrays import IntArray
+    from hicachectl.move.copy_plan import CopyPlan, PageBatch
+    from hicachectl.move.store_pair import StorePair
     from hicachectl.move.survey import Survey
-    from hicachectl.move.work import PageBatch
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
@@ -45,33 +45,31 @@ _LEASE_SECONDS = 15.0  # usually longer than the leases that reading grants
 class CopyRun:
     """Copy of page groups; `move` also removes them from the source.
 
-    result: sum of all batches so far.
+    facts: sum of all batches so far.
     """
 
     def __init__(
-        self,
-        source: Store,
-        inventory: Inventory,
-        groups: PageGroups,
-        destination: Store,
-        options: CopyOptions,
+        self, stores: StorePair, inventory: Inventory, groups: PageGroups, facts: CopyFacts
     ) -> None:
-        self.result = RunResult()
-        self._source = source
+        """Claim the destination. inventory, groups: listing of the source.
+
+        Raises ProfileError, StoreUnavailable.
+        """
+        stores.claim()
+        self.facts = facts
+        self._source = stores.source
         self._inventory = inventory
         self._groups = groups
-        self._destination = destination
-        self._options = options
-        self._executor: Executor[PageBatch] = Executor(
-            source, inventory.objects, destination, options, on_copied=self._copied
-        )
+        self._destination = stores.destination
+        self._options = stores.options
+        self._executor = Executor(stores, inventory.objects, self._copied)
         self._lock = threading.Lock()
         self._raced: dict[int, tuple[Survey, list[int]]] = {}
         self._without_room: list[PageWork] = []
         self._left_out = False  # whether batches were not even begun
         # Groups to remove from the source, with the end of the leases that reading granted.
         self._leaving: deque[tuple[float, Survey, IntArray]] = deque()
-        self._trial = Trial(source, destination, inventory, groups)
+        self._trial = Trial(stores.source, stores.destination, inventory, groups)
         # Pages that no trial can hold in memory leave after the trial.
         self._untried: list[tuple[Survey, IntArray]] = []
 
@@ -81,30 +79,38 @@ class CopyRun:
 
     def copy(
         self,
-        works: Iterable[PageWork],
+        plans: Sequence[CopyPlan],
+        on_copied: Callable[[int, int], None],
         *,
         on_done: Callable[[PageBatch, MoveResult], None] = lambda batch, result: None,
-    ) -> RunResult:
-        """Copy groups in order; return the sum of the results.
+    ) -> None:
+        """Copy the groups of plans in order.
 
-        on_done: called in the thread that calls `copy`. On an exception, begun batches finish
+        on_copied: takes the bytes written of each batch, and the bytes of the plans.
+        Both are called in the thread that calls `copy`. On an exception, begun batches finish
         first. Raises StoreUnavailable, and UsageError if a group is larger than the buffer.
         """
-        works, full = list(works), self._executor.full
+        total = max(sum(plan.demand()[1] for plan in plans), 1)
+
+        def noted(batch: PageBatch, result: MoveResult) -> None:
+            on_copied(result.nbytes, total)
+            on_done(batch, result)
+
+        works, full = [work for plan in plans for work in plan.works()], self._executor.full
         rest = works
         if self._options.move and works:
             # The trial uses the stores between two passes, so a short pass comes first.
-            self._pass([works[0].only(slice(TRIAL_PAGES))], on_done)
+            self._pass([works[0].only(slice(TRIAL_PAGES))], noted)
             self._remove(self._free(all_=True))
             rest = [works[0].only(slice(TRIAL_PAGES, None)), *works[1:]]
-        self._pass(rest, on_done)
+        self._pass(rest, noted)
         if full.is_set() and not self._executor.stopped:
-            self._fill_up(works, on_done)
+            self._fill_up(works, noted)
         for seconds in _WAIT_SECONDS:
             if not self._raced or full.is_set():
                 break
             time.sleep(seconds)
-            self._try_again(on_done)
+            self._try_again(noted)
         for survey, items in self._raced.values():
             why = "another writer is writing this page or was killed while writing it; run again"
             self._fail(survey, np.array(items, dtype=np.int64), why)
@@ -112,9 +118,10 @@ class CopyRun:
         self._trial.finish()
         for survey, unread in self._untried:
             self._fail(survey, unread, "copied, but still in the source: it cannot be read again")
-        self.result.full = full.is_set()
-        self.result.complete &= not full.is_set()
-        return self.result
+        if any(plan.count(Action.SKIP, *COMPARING) for plan in plans):
+            self._destination.flush()  # such pages count as copied, too
+        if full.is_set():
+            self.facts.complete, self.facts.stopped_by = False, FULL
 
     def _pass(
         self,
@@ -128,7 +135,7 @@ class CopyRun:
         jobs = 1 if alone else options.job_count
         most_bytes = min(_LAST_BYTES if alone else _BATCH_BYTES, options.buffer_bytes // jobs)
         batches = self._batches(works, most_bytes)
-        self.result.complete &= self._executor.run(batches, jobs=jobs, on_done=on_done)
+        self.facts.complete &= self._executor.run(batches, jobs=jobs, on_done=on_done)
 
     def _batches(self, works: Iterable[PageWork], most_bytes: int) -> Iterator[PageBatch]:
         executor = self._executor
@@ -171,37 +178,16 @@ class CopyRun:
             self._executor.full.set()
 
     def _try_again(self, on_done: Callable[[PageBatch, MoveResult], None]) -> None:
-        """Compare groups that other writers finished; try one of the unfinished groups.
+        """Compare groups that other writers finished; write those that a killed writer left.
 
-        If that group can be written, the store has dropped the unfinished objects of a killed
-        writer: write the other groups, too.
+        A store drops a killed writer's unfinished objects after some time.
         """
         raced, self._raced = self._raced, {}
-        finished, unfinished = [], []
+        works = []
         for listed, items in raced.values():
             chosen = np.array(sorted(items), dtype=np.int64)
-            work = PageWork(listed.as_if_written(chosen), chosen, Action.COMPLETE)
-            begun = self._begun_by_others(work)
-            finished.append(work.only(~begun))
-            unfinished.append(work.only(begun))
-        first, others = slice(0, 1), slice(1, None)
-        self._pass([*finished, *(work.only(first) for work in unfinished)], on_done)
-        rests = [rest for work in unfinished if len((rest := work.only(others)).items)]
-        for rest in rests:
-            if id(rest.survey) in self._raced:
-                self._raced[id(rest.survey)][1].extend(rest.items.tolist())
-        given_up = [rest for rest in rests if id(rest.survey) not in self._raced]
-        if given_up:
-            self._pass(given_up, on_done)
-
-    def _begun_by_others(self, work: PageWork) -> BoolArray:
-        """Return which groups have another writer's unfinished object: [items]."""
-        found, racy = np.zeros(len(work.items), dtype=np.bool_), self._executor.racy
-        if racy is not None:
-            at, targets, _ = work.survey.existing.objects(work.items)
-            keys = work.survey.keys(work.items[at], targets)
-            found[at[racy.unfinished(pa.table({"key": keys}))]] = True
-        return found
+            works.append(PageWork(listed.as_if_written(chosen), chosen, Action.COMPLETE))
+        self._pass(works, on_done)
 
     def _copied(self, batch: PageBatch, result: MoveResult) -> None:
         """Count a batch's result; let completed groups of a move leave the source."""
@@ -217,7 +203,7 @@ class CopyRun:
                 # The copy will soon be the only one, and another writer may have left it unsynced.
                 self._destination.flush()
         with self._lock:
-            self.result.add(result)
+            self.facts.add(result)
             without = batch.work(result.statuses == GroupStatus.NO_ROOM)
             if len(without.items):
                 self._without_room.append(without)
@@ -234,7 +220,7 @@ class CopyRun:
     def _fail(self, survey: Survey, items: IntArray, why: str) -> None:
         pages = survey.pages.take(pa.array(items)).to_pylist()
         with self._lock:
-            self.result.fail([Problem(page, None, why) for page in pages])
+            self.facts.fail([Problem(page, None, why) for page in pages])
 
     def _free(self, *, all_: bool = False) -> Iterator[tuple[Survey, IntArray]]:
         """Yield the groups to remove whose leases have ended. all_: all groups."""
@@ -276,8 +262,8 @@ class CopyRun:
         stays = np.isin(removed.statuses, (GroupStatus.KEPT, GroupStatus.IN_FLIGHT))
         kept = removed.pages.filter(pa.array(stays)).to_pylist()
         with self._lock:
-            self.result.moved += int(gone.sum())
+            self.facts.moved += int(gone.sum())
             why = "copied, but still in the source: "
-            self.result.fail([replace(p, detail=why + p.detail) for p in removed.problems])
+            self.facts.fail([replace(p, detail=why + p.detail) for p in removed.problems])
             why += "it was written to meanwhile; run again"
-            self.result.fail([Problem(page, None, why) for page in kept])
+            self.facts.fail([Problem(page, None, why) for page in kept])

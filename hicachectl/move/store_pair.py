@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from hicachectl.formats.spec import object_specs
 from hicachectl.formats.trailer import DEFAULT_DIGEST
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.formats.wording import OTHER_BYTES, inferred_refused, one_place
+from hicachectl.io.pipeline import DEFAULT_BUFFER_BYTES
 from hicachectl.move.destination import refuse_destination, refuse_other_owner, survey_destination
 from hicachectl.move.survey import planned_route, survey_source, verbatim_routes
 from hicachectl.pages.group_table import ABSENT
@@ -33,12 +34,47 @@ if TYPE_CHECKING:
     from hicachectl.formats.marker import Marker
     from hicachectl.formats.profile import Profile
     from hicachectl.formats.transfer import TransferPlan
-    from hicachectl.move.batches import TrailerMode
     from hicachectl.move.survey import Route, Survey
     from hicachectl.pages.deployments import AffixTable
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
     from hicachectl.profiles.identities import Expected
+
+
+_JOBS = 3  # one reads while the others write or wait for the disk
+
+TrailerMode = Literal["auto", "write", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOptions:
+    """Options of a copy.
+
+    verify: whether to read back and compare each copy; always with move.
+    move: whether to remove the originals of compared copies.
+    pin: whether to protect copies from eviction, for pin_seconds or the store's default.
+    deadline: `time.monotonic()` after which no batch is begun.
+    trailers: choice of the trailers to write; see `plan_trailers`.
+    """
+
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    jobs: int | None = None
+    bytes_per_second: int | None = None
+    verify: bool = False
+    move: bool = False
+    pin: bool = False
+    pin_seconds: float | None = None
+    deadline: float | None = None
+    trailers: TrailerMode = "auto"
+
+    def __post_init__(self) -> None:
+        """Verify what is moved."""
+        object.__setattr__(self, "verify", self.verify or self.move)
+
+    @property
+    def job_count(self) -> int:
+        """Number of batches copied at a time."""
+        return self.jobs or _JOBS
 
 
 class StorePair:
@@ -47,12 +83,20 @@ class StorePair:
     profile: profile of the source; None if only its keys are known.
     target: profile of the destination; None for the source's.
     grammar: grammar of the keys to write: the destination's, or the source's for a new pack.
+    trailers: how the trailers of objects are copied.
+    options: options of the copies.
+    remarks: messages about the pair, also on objects that lie where no server looks for them.
     """
 
     def __init__(
-        self, source: Store, destination: Store, profile: Profile | None, target: Profile | None
+        self,
+        source: Store,
+        destination: Store,
+        profile: Profile | None,
+        target: Profile | None,
+        options: CopyOptions,
     ) -> None:
-        """Plan the transfer; set the destination's grammar and profile.
+        """Plan the transfer; set the destination's grammar, profile and trailers.
 
         Raises UsageError, ProfileError or UnsupportedByBackend if that is impossible, and
         StoreUnavailable.
@@ -73,6 +117,10 @@ class StorePair:
         if target is not None and isinstance(destination, Profiled):
             destination.use_profile(target)
         refuse_other_owner(destination, target)
+        self.trailers = plan_trailers(self, options.trailers)
+        self.options = options
+        losses = destination.losses if isinstance(destination, Losing) else ()
+        self.remarks = [*map(str, losses), *filter(None, [self.trailers.remark])]
 
     def refuse_removals(self, option: str) -> None:
         """Raise UsageError if an option could remove objects that both stores have."""
@@ -102,12 +150,6 @@ class StorePair:
         Raises ProfileError if the destination has pages of another one, StoreUnavailable.
         """
         refuse_other_owner(self.destination, self.target, claims=True)
-
-    @property
-    def remarks(self) -> list[str]:
-        """Report objects of the destination that lie where no server looks for them."""
-        destination = self.destination
-        return [str(loss) for loss in destination.losses] if isinstance(destination, Losing) else []
 
     @property
     def unchanged(self) -> bool:
@@ -168,10 +210,14 @@ class StorePair:
         under the same keys, StoreUnavailable.
         """
         routes = self.routes(inventory.table)
-        surveys = survey_source(inventory, groups, routes[:1] if first_only else routes)
-        return survey_destination(
-            self.destination, surveys, self.grammar, asks=asks, on_batch=on_batch
+        surveys = survey_destination(
+            self.destination,
+            survey_source(inventory, groups, routes[:1] if first_only else routes),
+            self.grammar,
+            asks=asks,
+            on_batch=on_batch,
         )
+        return [self.trailers.with_foreign(survey, inventory.objects) for survey in surveys]
 
 
 def _shared_places(source: Store, destination: Store) -> set[Hashable]:
@@ -190,7 +236,7 @@ class TrailerPlan:
 
     expected: identities of the source's objects.
     identities: identities in new trailers, keyed by affix; empty to write no trailers.
-    keeps: copies have the trailers of their sources.
+    keeps: copies have the trailers of their sources, by system copies of all objects.
     bare: objects without a trailer are copied, also from a store with trailers.
     always: no object may lack its trailer afterwards.
     remark: message for the user, or "".

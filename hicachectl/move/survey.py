@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,6 @@ from hicachectl.formats.keys.table import join_keys
 from hicachectl.formats.spec import UNKNOWN_SIZE, fits
 from hicachectl.formats.transfer import TransferUnit
 from hicachectl.formats.wording import conflict
-from hicachectl.move.batches import Action
 from hicachectl.move.results import MOST_PROBLEMS, Problem
 from hicachectl.pages.group_table import ABSENT, UNSIZED, GroupTable, fill_table
 
@@ -28,6 +28,24 @@ if TYPE_CHECKING:
     from hicachectl.pages.deployments import Deployment
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
+
+
+class Action(IntEnum):
+    """Action for a page group."""
+
+    NOTHING = 0  # nothing to copy, or not chosen
+    SKIP = 1  # the destination has the whole group
+    COPY = 2
+    COMPLETE = 3  # the destination has part of the group: if equal, add the rest
+    COMPARE = 4  # the destination has the whole group: compare bytes
+    REPLACE = 5  # remove from the destination, then copy
+    CONFLICT = 6  # the destination has another object under one of the keys
+    CLEAR = 7  # the source has only a rest of what the destination has whole: compare the rest
+
+
+WRITING = (Action.COPY, Action.COMPLETE, Action.REPLACE)
+COMPARING = (Action.COMPARE, Action.CLEAR)
+READS_BACK = (Action.COMPLETE, *COMPARING)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ Source: sglang srt/mem_cache/storage/hf3fs/mini_3fs_metadata_server.py :: RankMe
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -103,72 +102,41 @@ def plan_repair(table: PageTable, bad: BoolArray) -> TableRepair:
     return TableRepair(table, tuple(pages), tuple(_texts(table, np.flatnonzero(bad & lost))))
 
 
-def delete_keys(
-    client: TableServer,
-    repair: TableRepair,
-    *,
-    stopped: threading.Event,
-    pause_s: float = PAUSE_S,
-) -> Iterator[TableRepairResult]:
+def delete_keys(client: TableServer, repair: TableRepair) -> Iterator[TableRepairResult]:
     """Delete the keys of a plan in small batches with pauses; yield each result.
 
-    Each batch first looks up its keys: recent use keeps them from being evicted meanwhile. stopped:
-    if set, no further batch is begun. Raises StoreUnavailable; yielded batches are done.
+    Each batch first looks up its keys: recent use keeps them from being evicted meanwhile.
+    Raises StoreUnavailable; yielded batches are done.
     """
-    most = _batch_size(repair.table)
-    for batch in _batches(repair.pages, most):
-        if stopped.is_set():
-            return
+    for batch in _batches(repair.pages, _batch_size(repair.table)):
         begin = time.monotonic()
         yield _delete(client, repair.table, batch)
-        stopped.wait(max(pause_s, time.monotonic() - begin))
+        _pause_since(begin)
 
 
-def releasable(name: str, earlier: Snapshot, later: Snapshot, *, stopped_at_ns: int) -> IntArray:
+def releasable(name: str, earlier: Snapshot, later: Snapshot) -> IntArray:
     """Return the leaked pages of a table without writers: int64, ascending.
 
-    Both snapshots must be newer than `stopped_at_ns`, when the engines stopped. A snapshot's time
-    is its end, so only the later one surely began after the stop. Raises UsageError if a snapshot
-    is older, or more than `_MOST_LEAKED` pages are leaked.
+    Both snapshots were saved after the engines stopped. A snapshot's time is its end, so only the
+    later one surely began after the stop. Raises UsageError if a snapshot lacks the table, or more
+    than `_MOST_LEAKED` pages are leaked.
     """
-    if not stopped_at_ns < earlier.saved_at_ns < later.saved_at_ns:
-        raise UsageError(
-            "Releasing leaked pages needs two snapshots, one after the other, saved after every "
-            "writer stopped; wait until the metadata server has saved again"
-        )
     tables = [t for each in (later, earlier) for t in each.tables if t.name == name]
     if len(tables) != 2:
         raise UsageError(
             f"{name}: this table is missing from one of the two snapshots; check that both come "
             "from the same metadata server"
         )
-    runs = leaked_pages(*tables)
-    if len(runs) > _MOST_LEAKED:
-        raise UsageError(
-            f"{name}: {len(runs)} leaked pages, but at most {_MOST_LEAKED} can be released; "
-            "clear the table"
-        )
-    return _listed(runs.starts, runs.lengths)
+    return _leaked(*tables)
 
 
-def release_pages(
-    client: TableServer,
-    table: PageTable,
-    pages: IntArray,
-    *,
-    stopped: threading.Event,
-    pause_s: float = PAUSE_S,
-) -> Iterator[int]:
-    """Free pages found by `releasable` in small batches; yield each batch's size."""
+def release_pages(client: TableServer, table: PageTable, pages: IntArray) -> None:
+    """Free pages found by `releasable` in small batches with pauses. Raises StoreUnavailable."""
     most = _batch_size(table)
     for start in range(0, len(pages), most):
-        if stopped.is_set():
-            return
         begin = time.monotonic()
-        some = pages[start : start + most].tolist()
-        client.confirm(*table.place, [], some)
-        yield len(some)
-        stopped.wait(max(pause_s, time.monotonic() - begin))
+        client.confirm(*table.place, [], pages[start : start + most].tolist())
+        _pause_since(begin)
 
 
 def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = False) -> PageTable:
@@ -184,13 +152,7 @@ def repaired_table(table: PageTable, bad: BoolArray, *, release_leaked: bool = F
     freed = np.setdiff1d(table.indices[~kept & ~out_of_range(table)], indices)
     free = np.concatenate([free[np.sort(first)], np.setdiff1d(freed, free)])
     if release_leaked:
-        runs = leaked_pages(replace(table, free=free, indices=indices))
-        if len(runs) > _MOST_LEAKED:
-            raise UsageError(
-                f"{table.name}: {len(runs)} leaked pages, but at most {_MOST_LEAKED} can be freed; "
-                "clear the table"
-            )
-        free = np.concatenate([free, _listed(runs.starts, runs.lengths)])
+        free = np.concatenate([free, _leaked(replace(table, free=free, indices=indices))])
     return replace(table, free=free, keys=table.keys.filter(pa.array(kept)), indices=indices)
 
 
@@ -198,11 +160,25 @@ def _texts(table: PageTable, rows: IntArray) -> list[str]:
     return [key.decode() for key in table.names_at(rows).to_pylist()]
 
 
-def _listed(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return the page numbers of runs, in order."""
-    before = np.cumsum(lengths) - lengths
-    listed: IntArray = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+def _leaked(*tables: PageTable) -> IntArray:
+    """Return the leaked pages of a table: ascending. tables: the table at several times.
+
+    Raises UsageError for more than `_MOST_LEAKED`.
+    """
+    runs = leaked_pages(*tables)
+    if len(runs) > _MOST_LEAKED:
+        raise UsageError(
+            f"{tables[0].name}: {len(runs)} leaked pages, but at most {_MOST_LEAKED} can be freed; "
+            "clear the table"
+        )
+    before = np.cumsum(runs.lengths) - runs.lengths
+    listed: IntArray = np.arange(len(runs)) + np.repeat(runs.starts - before, runs.lengths)
     return listed
+
+
+def _pause_since(begin: float) -> None:
+    """Wait as long as a call took that began at a moment, and at least PAUSE_S."""
+    time.sleep(max(PAUSE_S, time.monotonic() - begin))
 
 
 def _batch_size(table: PageTable) -> int:
@@ -273,7 +249,7 @@ def repair_tables(store: Store, keys: Sequence[bytes], *, dry_run: bool, say: Sa
         if dry_run:
             deleted += sum(len(page.keys) for page in plan.pages)
             continue
-        for done in delete_keys(server, plan, stopped=threading.Event()):
+        for done in delete_keys(server, plan):
             deleted += len(done.deleted)
             changed += len(done.changed)
     would = "would be " if dry_run else ""
@@ -339,12 +315,10 @@ def release_leaked(store: Store, *, dry_run: bool, say: Say) -> None:
     later = _saved_after(store, earlier.saved_at_ns)
     released = 0
     for table in later.tables:
-        pages = releasable(table.name, earlier, later, stopped_at_ns=stopped_at_ns)
-        released += (
-            len(pages)
-            if dry_run
-            else sum(release_pages(server, table, pages, stopped=threading.Event()))
-        )
+        pages = releasable(table.name, earlier, later)
+        if not dry_run:
+            release_pages(server, table, pages)
+        released += len(pages)
     would = "would be " if dry_run else ""
     say(f"{counted(released, 'leaked page')} {would}released")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from hicachectl.backends.base import Result, Store
-    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.formats.identity import Identity
     from hicachectl.formats.keys.base import Affix
     from hicachectl.move.survey import Survey
@@ -64,13 +64,14 @@ class Trial:
         Raises StoreUnavailable, also if the destination has lost PAGES pages.
         """
         numbers = survey.groups[[item]]
-        page = self._page(survey, item)
+        listed = self._inventory, self._groups
+        page = _Page(self._source, self._destination, *listed, survey, item)
         with self._arena(page.nbytes):
             if not page.hold():
                 return None
             is_safe = False
             try:
-                removed = withdraw_listed(self._source, self._inventory, self._groups, numbers)
+                removed = withdraw_listed(self._source, *listed, numbers)
                 is_safe = not removed.objects or page.is_in_destination()
             finally:
                 stuck = "" if is_safe else page.write_back()
@@ -111,24 +112,6 @@ class Trial:
                 for store in stores:
                     store.detach()
 
-    def _page(self, survey: Survey, item: int) -> _Page:
-        inventory = self._inventory
-        rows, _ = self._groups.objects_of(survey.groups[[item]])
-        listed = inventory.objects.column_names
-        columns = [name for name in ("key", "mtime_ns", "locator") if name in listed]
-        affix_ids = inventory.affix_ids[rows].tolist()
-        specs = [inventory.table.spec(number) for number in affix_ids]
-        _, targets, copied = survey.touched.objects(np.array([item]))
-        return _Page(
-            self._source,
-            self._destination,
-            inventory.take(rows, columns),
-            survey.sizes[rows],
-            np.array([spec is not None and spec.anchor for spec in specs], dtype=np.bool_),
-            pa.table({"key": survey.keys(np.full(len(targets), item), targets)}),
-            copied,
-        )
-
 
 class _Page:
     """A page of the source, and its copies in the destination.
@@ -140,26 +123,25 @@ class _Page:
         self,
         source: Store,
         destination: Store,
-        objects: pa.Table,
-        sizes: IntArray,
-        anchors: BoolArray,
-        copies: pa.Table,
-        copied: IntArray,
+        inventory: Inventory,
+        groups: PageGroups,
+        survey: Survey,
+        item: int,
     ) -> None:
-        """Lay out the memory.
-
-        objects: [n] rows of the source's listing. sizes: [n] bytes of each.
-        anchors: [n] whether the object is an anchor.
-        copies: [k] keys in the destination. copied: [k] bytes of each.
-        """
+        """Lay out the memory: [n] objects of the source, then [k] copies of the destination."""
+        rows, _ = groups.objects_of(survey.groups[[item]])
+        listed = inventory.objects.column_names
+        columns = [name for name in ("key", "mtime_ns", "locator") if name in listed]
+        _, targets, self._copied = survey.touched.objects(np.array([item]))
+        keys = survey.keys(np.full(len(targets), item), targets)
         self._source, self._destination = source, destination
-        self._objects, self._sizes, self._anchors = objects, sizes, anchors
-        self._copies, self._copied = copies, copied
-        self._is_known = len(copied) > 0 and min(sizes.min(initial=0), copied.min()) >= 0
-        self._offsets, end = place(np.maximum(sizes, 0))
-        offsets, nbytes = place(np.maximum(copied, 0))
-        self._back = offsets + end
-        self.nbytes = end + nbytes
+        self._objects, self._sizes = inventory.take(rows, columns), survey.sizes[rows]
+        self._anchors = inventory.table.anchors[inventory.affix_ids[rows]]
+        self._copies = pa.table({"key": keys})
+        sizes = np.concatenate([self._sizes, self._copied])
+        self._is_known = len(self._copied) > 0 and sizes.min() >= 0
+        offsets, self.nbytes = place(np.maximum(sizes, 0))
+        self._offsets, self._back = offsets[: len(rows)], offsets[len(rows) :]
         self._held = np.zeros(0, dtype=np.int64)
 
     def hold(self) -> bool:

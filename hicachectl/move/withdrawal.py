@@ -10,22 +10,20 @@ from __future__ import annotations
 import errno
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 
-from hicachectl.backends.base import Result, Status
+from hicachectl.backends.base import Result, Status, in_batches
 from hicachectl.backends.capabilities import mover_of, present_ns
 from hicachectl.checks.findings import SCHEMA
 from hicachectl.formats.errors import StoreUnavailable
 from hicachectl.formats.wording import failed, reason_of
 from hicachectl.move.copies import MEMORY_BYTES, copier
 from hicachectl.move.order import GroupObjects, Sighting, withdraw
-from hicachectl.move.planning import plan_removal
 from hicachectl.move.quarantine import NewRun, Quarantine
-from hicachectl.move.removal_batch import ListedGroups, RemovalBatch, Sight, look
+from hicachectl.move.removal_plan import ListedGroups, RemovalBatch, Sight, look, plan_removal
 from hicachectl.move.results import (
     REMOVED,
     ROWS,
@@ -34,7 +32,7 @@ from hicachectl.move.results import (
     GroupStatus,
     MoveResult,
     Taken,
-    named,
+    page_columns,
     states_of,
     telling,
 )
@@ -46,9 +44,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.backends.capabilities import Mover
-    from hicachectl.formats.arrays import BoolArray, IntArray
+    from hicachectl.formats.arrays import IntArray
     from hicachectl.move.copies import Copier
-    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
 
@@ -68,7 +66,6 @@ def remove_groups(
     mode: Mode,
     quarantine: str | None = None,
     dry_run: bool = False,
-    settle_seconds: float = SETTLE_SECONDS,
     buffer_bytes: int = MEMORY_BYTES,
     on_progress: Callable[[int], None] = lambda groups: None,
     on_end: Callable[[Taken], None] = lambda taken: None,
@@ -77,7 +74,6 @@ def remove_groups(
 
     inventory: the listing, which has the column `version` if the store has versions: it shows which
     objects were rewritten since the scan.
-    settle_seconds: how long to watch a live store afterwards for pages half written by servers.
     buffer_bytes: memory for copies, at most `MEMORY_BYTES`.
     on_end: called if a signal or a lost store ends the removal.
     Of several repairs at once, the one that takes a group's first object takes the group; for the
@@ -95,12 +91,13 @@ def remove_groups(
     if place is not None:
         suffixes = {affix[1] for affix in inventory.table.affixes}
         run = NewRun(place, store, _findings_of(plan, groups), suffixes)
+    memory_bytes = min(buffer_bytes, MEMORY_BYTES)
     with (
-        _Worker(store, run, watches=live, memory_bytes=min(buffer_bytes, MEMORY_BYTES)) as worker,
+        _Worker(store, groups, run, watches=live, memory_bytes=memory_bytes) as worker,
         telling(worker.taken, on_end),
     ):
         worker.work(listed, on_progress)
-        worker.settle(settle_seconds)
+        worker.settle()
         return worker.result(untried=len(listed) - worker.tried)
 
 
@@ -115,13 +112,12 @@ def withdraw_listed(
     Raises StoreUnavailable.
     """
     order = np.argsort(numbers)
-    plan = plan_removal(groups, numbers, "moved")
     result = MoveResult.of(groups.pages_at(numbers))
     done = 0
-    for listed in ListedGroups(inventory, groups, plan).batches():
+    for listed in ListedGroups(inventory, groups, plan_removal(numbers)).batches():
         removal = _Removal.of_listed(store, listed)
         removal.leave()
-        removal.result.objects = int(removal.removed.sum() + removal.new.sum())
+        removal.result.objects = removal.objects
         result.include(order[done : done + len(listed)], removal.result)
         done += len(listed)
     return result
@@ -139,11 +135,9 @@ def _rehearsed(
     """Return the report of a dry run, in which every removal succeeds."""
     objects, nbytes = int(listed.counts.sum()), listed.nbytes
     keeps = place is not None
-    models, tags = listed.names
-    states = pa.repeat(WOULD_REMOVE, len(listed))
-    columns = [groups.pages_at(plan.groups), *map(named, (models, tags)), listed.counts, nbytes]
+    columns = [*page_columns(groups, plan.groups), listed.counts, nbytes]
     return GroupReport(
-        rows=pa.table([*columns, states], schema=ROWS),
+        rows=pa.table([*columns, pa.repeat(WOULD_REMOVE, len(listed))], schema=ROWS),
         moved=objects if keeps else 0,
         deleted=0 if keeps else objects,
         nbytes=column_sum(nbytes),
@@ -157,46 +151,40 @@ class _Removal:
     groups: the groups, and their objects at the start.
     touched: [k] whether objects were removed.
     standing: [k] status at the last look; the final status of untouched groups.
-    removed, new: [k] number of removed objects, of the batch and written since.
-    gone: [k] number of objects that vanished before their removal.
+    removed, new: number of removed objects, of the batch and written since.
+    gone: number of objects that vanished before their removal.
     sight: result of the last look; None once outdated.
     mover: renames the objects into the run; None to delete them.
-    leaders: [k] index of the first object to leave, which decides who of several repairs takes the
-        group, or ABSENT; None if all of them may.
+    owned: whether a group that has lost an anchor belongs to another repair, and stays.
     """
 
-    def __init__(self, store: Store, groups: RemovalBatch) -> None:
+    def __init__(self, store: Store, groups: RemovalBatch, *, owned: bool = False) -> None:
         self.groups = groups
         self.result = MoveResult.of(groups.pages)
         self.touched = np.zeros(len(groups), dtype=np.bool_)
-        self.removed, self.new, self.gone = np.zeros((3, len(groups)), dtype=np.int64)
+        self.removed = self.new = self.gone = 0
         self.standing = np.full(len(groups), GroupStatus.DONE, dtype=np.uint8)
         self.sight: Sight | None = None
         self.mover: Mover | None = None
-        self.leaders: IntArray | None = None
+        self._owned = owned
         self._store = store
         self._left = np.zeros(len(groups.owners), dtype=np.bool_)  # [n] whether it was removed
 
     @classmethod
     def of_listed(cls, store: Store, listed: RemovalBatch, *, owned: bool = False) -> Self:
-        """Look up listed groups again: findings about changed objects no longer count.
-
-        owned: a group that has lost its first object belongs to another repair, and stays.
-        """
+        """Look up listed groups again: findings about changed objects no longer count."""
         sight = look(store, listed)
         unwanted = np.zeros(len(sight.at), dtype=np.bool_)
         unwanted[listed.cells[sight.known(listed) & listed.unwanted]] = True
-        removal = cls(store, listed.as_seen(sight, unwanted))
+        removal = cls(store, listed.as_seen(sight, unwanted), owned=owned)
         removal.sight = sight
-        vanished = ~sight.present[listed.cells]
-        removal.gone = np.bincount(listed.owners[vanished], minlength=len(listed))
+        removal.gone = int((~sight.present[listed.cells]).sum())
         known = np.ones(len(removal.groups.owners), dtype=np.bool_)
         removal.standing = removal.groups.judge(sight.present, known)
-        # Nobody has chosen what servers wrote since the listing.
-        removal.standing[listed.by_choice & listed.written_since(sight)] = GroupStatus.KEPT
+        if listed.by_choice:  # nobody has chosen what servers wrote since the listing
+            removal.standing[listed.written_since(sight)] = GroupStatus.KEPT
         if owned:
-            removal.standing[_led_away(listed, _leaders(listed), sight)] = GroupStatus.GONE
-            removal.leaders = _leaders(removal.groups)
+            removal.standing[listed.begun_by_others(sight)] = GroupStatus.GONE
         return removal
 
     @property
@@ -207,18 +195,12 @@ class _Removal:
     @property
     def objects(self) -> int:
         """Number of objects removed so far."""
-        return int(self.removed.sum() + self.new.sum())
+        return self.removed + self.new
 
     def leave(self) -> None:
         """Remove the pending groups, and set the statuses of all others."""
         if len(self.pending):
-            withdraw(
-                self.pending,
-                self.result,
-                look=self._look,
-                remove=self._delete if self.mover is None else self._take,
-                note=self._note,
-            )
+            withdraw(self.pending, self.result, look=self._look, remove=self._remove)
         settled = self.result.open & ~self.touched
         self.result.statuses[settled] = self.standing[settled]
 
@@ -228,12 +210,10 @@ class _Removal:
         self.sight = None
         known = sight.known(groups) & ~self._left
         standing = groups.judge(sight.present, known)
-        # Groups without a fault stay if they were written to before their first object left.
-        written = groups.by_choice & ~self.touched & groups.written_since(sight)
-        standing[written] = GroupStatus.KEPT
-        if self.leaders is not None:
-            taken = _led_away(groups, self.leaders, sight)
-            standing[taken & ~self.touched] = GroupStatus.GONE
+        if groups.by_choice:  # such groups stay if written to before their first object left
+            standing[~self.touched & groups.written_since(sight)] = GroupStatus.KEPT
+        if self._owned:
+            standing[~self.touched & groups.begun_by_others(sight)] = GroupStatus.GONE
         self.standing[pending] = standing[pending]
         owners = groups.cell_owners
         cells = np.flatnonzero(sight.present & (self.standing[owners] == GroupStatus.DONE))
@@ -242,21 +222,27 @@ class _Removal:
         objects = GroupObjects(groups.keys_of(cells), owners[cells], groups.anchors[cells])
         return Sighting(objects, sight.rows.take(pa.array(sight.at[cells])), recorded[cells])
 
+    def _remove(self, seen: Sighting, places: IntArray) -> Result:
+        found = (self._delete if self.mover is None else self._take)(seen, places)
+        recorded, is_gone = seen.recorded[places], found.statuses == Status.GONE
+        is_recorded = recorded != ABSENT
+        self._left[recorded[is_recorded & (found.ok | is_gone)]] = True
+        self.touched[seen.objects.owners[places[found.ok]]] = True
+        self.gone += int(is_gone.sum())
+        self.removed += int((found.ok & is_recorded).sum())
+        self.new += int((found.ok & ~is_recorded).sum())
+        return found
+
     def _delete(self, seen: Sighting, places: IntArray) -> Result:
-        step = self._store.limits.batch_objects
-        statuses, errors = np.zeros(len(places), dtype=np.uint8), {}
-        for start in range(0, len(places), step):
-            rows = seen.rows.take(pa.array(places[start : start + step]))
-            found = self._store.delete(rows)
-            statuses[start : start + step] = found.statuses
-            errors.update({start + index: why for index, why in found.errors.items()})
-        return Result(statuses, errors)
+        rows = seen.rows.take(pa.array(places))
+        no_bytes = np.zeros(len(places), dtype=np.int64)  # only the number of objects is limited
+        return in_batches(no_bytes, self._store.limits, lambda span: self._store.delete(rows[span]))
 
     def _take(self, seen: Sighting, places: IntArray) -> Result:
         """Rename objects into the run, durably; delete what was written since.
 
         A group belongs to the repair that takes its first object, in the order of the keys; if
-        another one has, the rest of the group stays.
+        another one has taken that, the rest of the group stays.
         """
         assert self.mover is not None
         statuses = np.full(len(places), Status.CHANGED, dtype=np.uint8)
@@ -288,43 +274,23 @@ class _Removal:
             statuses[statuses == Status.OK] = Status.ERROR
         return Result(statuses, errors)
 
-    def _note(self, seen: Sighting, places: IntArray, found: Result) -> None:
-        owners, recorded = seen.objects.owners[places], seen.recorded[places]
-        is_gone, is_recorded = found.statuses == Status.GONE, recorded != ABSENT
-        self._left[recorded[is_recorded & (found.ok | is_gone)]] = True
-        self.touched[owners[found.ok]] = True
-        np.add.at(self.gone, owners[is_gone], 1)
-        np.add.at(self.removed, owners[found.ok & is_recorded], 1)
-        np.add.at(self.new, owners[found.ok & ~is_recorded], 1)
-
-
-def _leaders(groups: RemovalBatch) -> IntArray:
-    """Return the first object of each group in the order of removal, or ABSENT: [k]."""
-    keys = groups.keys_of(groups.cells).to_pylist()
-    anchors, owners = groups.anchors[groups.cells].tolist(), groups.owners.tolist()
-    leaders = np.full(len(groups), ABSENT, dtype=np.int64)
-    for n in sorted(range(len(keys)), key=lambda n: (not anchors[n], keys[n]), reverse=True):
-        leaders[owners[n]] = n
-    return leaders
-
-
-def _led_away(groups: RemovalBatch, leaders: IntArray, sight: Sight) -> BoolArray:
-    """Return which groups have lost their first object: [k]."""
-    lost = np.zeros(len(groups), dtype=np.bool_)
-    led = np.flatnonzero(leaders != ABSENT)
-    lost[led] = ~sight.present[groups.cells[leaders[led]]]
-    return lost
-
 
 class _Worker:
     """Removal of groups from one store. run: takes their objects; None to delete them."""
 
     def __init__(
-        self, store: Store, run: NewRun | None, *, watches: bool, memory_bytes: int
+        self,
+        store: Store,
+        groups: PageGroups,
+        run: NewRun | None,
+        *,
+        watches: bool,
+        memory_bytes: int,
     ) -> None:
         self.tried = 0
         self._full = False  # the quarantine cannot be written to: begin no further batch
         self._store = store
+        self._groups = groups
         self._run = run
         self._memory_bytes = memory_bytes
         self._watches = watches
@@ -402,8 +368,7 @@ class _Worker:
     def _copy(self, removal: _Removal, run: Store, memory: Copier) -> None:
         """Copy the objects of the pending groups, and keep copies of unchanged objects only.
 
-        A group that lacks a copy stays in the store. A group without its first object belongs to
-        another repair; other objects may vanish.
+        A group that lacks a copy stays in the store. Sidecars may vanish.
         """
         groups, pending = removal.groups, removal.pending
         places = np.flatnonzero(np.isin(groups.owners, pending))
@@ -422,9 +387,9 @@ class _Worker:
                 why = f"not copied to quarantine: {why}"
                 key = rows.column("key")[n].as_py()
                 removal.result.fail(group, GroupStatus.FAILED, key, why)
-            elif removal.leaders is not None and removal.leaders[group] == places[n]:
-                removal.result.fail(group, GroupStatus.GONE, None, "")
         sight = look(self._store, groups, pending)
+        for group in np.flatnonzero(groups.begun_by_others(sight)).tolist():
+            removal.result.fail(group, GroupStatus.GONE, None, "")
         same = sight.known(groups)[places] | ~sight.present[cells]
         drop = found.ok & ~(same & removal.result.open[groups.owners[places]])
         if drop.any():
@@ -449,15 +414,15 @@ class _Worker:
                 run.undo_writes(pa.table({"key": keys}))
         self._run.unused = not used
 
-    def settle(self, seconds: float) -> None:
+    def settle(self) -> None:
         """Watch the removed groups, and remove pages that servers half wrote meanwhile.
 
         A server that saw a sidecar just before its removal does not write that sidecar again, but
         later writes the anchor.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SETTLE_SECONDS
         while self._watched and time.monotonic() < deadline:
-            time.sleep(min(0.2, seconds / 5))
+            time.sleep(min(0.2, SETTLE_SECONDS / 5))
             for removal, _, _ in self._unsettled():
                 if len(removal.pending):
                     self._open = removal
@@ -497,22 +462,20 @@ class _Worker:
 
     def _note(self, removal: _Removal) -> None:
         groups, result = removal.groups, removal.result
-        taken, new = int(removal.removed.sum()), int(removal.new.sum())
-        self._moved += 0 if self._run is None else taken
-        self._deleted += new if self._run is not None else new + taken
-        self._gone += int(removal.gone.sum())
+        self._moved += 0 if self._run is None else removal.removed
+        self._deleted += removal.objects if self._run is None else removal.new
+        self._gone += removal.gone
         nbytes = groups.nbytes
         self._touched += int(removal.touched.sum())
         self._sizes.append(nbytes.filter(pa.array(removal.touched)))
         problems = sorted(result.problems, key=lambda problem: problem.group)
         self._failures += [(problem.key or "", problem.detail) for problem in problems]
-        columns = [groups.pages, named(groups.models), named(groups.tags), groups.counts, nbytes]
+        columns = [*page_columns(self._groups, groups.numbers), groups.counts, nbytes]
         self._rows.append(pa.table(columns, schema=ROWS.remove(ROWS.get_field_index("state"))))
         self._results.append(result)
         places = np.flatnonzero(removal.touched & (result.statuses == GroupStatus.DONE))
         if self._watches and len(places):
-            none = np.zeros(len(groups.owners), dtype=np.bool_)
-            self._watched.append((groups.with_objects(none).take(places), result, places))
+            self._watched.append((groups.emptied(places), result, places))
 
     def _unsettled(self) -> Iterator[tuple[_Removal, MoveResult, IntArray]]:
         """Yield the watched groups that are present but not whole, a batch at a time.
@@ -520,14 +483,13 @@ class _Worker:
         Each batch comes with its result, and the indices of those groups in the result.
         """
         for groups, result, places in self._watched:
-            watched = replace(groups)  # a copy, so that its cached properties are freed
-            sight = look(self._store, watched)
+            sight = look(self._store, groups)
             none = np.zeros(0, dtype=np.bool_)
-            standing = watched.judge(sight.present, none)
+            standing = groups.judge(sight.present, none)
             open_ = np.isin(standing, (GroupStatus.IN_FLIGHT, GroupStatus.DONE))
             if open_.any():
                 # No object counts as unwanted: a whole group may stay.
                 unblamed = np.zeros(len(sight.at), dtype=np.bool_)
-                removal = _Removal(self._store, watched.as_seen(sight, unblamed))
+                removal = _Removal(self._store, groups.as_seen(sight, unblamed))
                 removal.standing = standing
                 yield removal, result, places[open_]

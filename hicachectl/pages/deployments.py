@@ -28,7 +28,7 @@ from hicachectl.formats.spec import UNKNOWN_SIZE, ObjectSpec, object_specs
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from hicachectl.formats.arrays import IntArray
+    from hicachectl.formats.arrays import BoolArray, IntArray
     from hicachectl.formats.keys.base import Affix, Grammar
     from hicachectl.formats.objects import Names, Sizes
     from hicachectl.formats.profile import Profile
@@ -134,6 +134,18 @@ class AffixTable:
         """
         sizes = [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in self.specs]
         return np.array([*sizes, UNKNOWN_SIZE], dtype=np.int64)
+
+    @cached_property
+    def anchors(self) -> BoolArray:
+        """Whether an object is an anchor, or may be one, by affix id: [affixes + 1].
+
+        The last entry is for foreign keys.
+        """
+        anchors = [
+            any(reading.pool == ANCHOR for reading in one.readings) if spec is None else spec.anchor
+            for spec, one in zip(self.specs, self.resolved, strict=True)
+        ]
+        return np.array([*anchors, False], dtype=np.bool_)
 
     @cached_property
     def page_starts(self) -> IntArray:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory, Trust
     from hicachectl.backends.disk.permissions import Permissions
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.batches import CopyOptions
+    from hicachectl.move.store_pair import CopyOptions
     from hicachectl.pages.selection import Selection
     from hicachectl.parts.manifest import Manifest, Published
     from hicachectl.results import Result

@@ -20,8 +20,7 @@ from hicachectl.checks.page_tables import check_tables, saved_tables
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.forms import convert
 from hicachectl.io.table_files import named_table, read_share, read_table, write_table
-from hicachectl.move.migrate import carry_out, rehearse
-from hicachectl.move.migration import Migration, plan_groups
+from hicachectl.move.migration import Migration, carry_out, plan_groups, rehearse
 from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
 from hicachectl.pages.published import inventory_of, publish_listing, refuse_unmounted
@@ -134,7 +133,7 @@ class MigrateJob(Job):
             on_batch=on_listed,
         )
         listing = listing.ended()
-        migration.stores.refuse_destination(listed.listing.table, on_batch=on_listed)
+        migration.refuse_destination(listed.listing.table, on_batch=on_listed)
         found, _ = check_tables(source, saved_tables(source), grace_seconds=0)
         return Published(
             listing_ns=listing.start_ns,

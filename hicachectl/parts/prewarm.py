@@ -14,6 +14,7 @@ from hicachectl.backends.urls import without_secrets
 from hicachectl.formats.forms import convert
 from hicachectl.io.interrupts import persistent
 from hicachectl.move.run_mark import RunMark
+from hicachectl.move.survey import Action
 from hicachectl.pages.published import refuse_unmounted
 from hicachectl.parts.job import (
     Job,
@@ -23,17 +24,18 @@ from hicachectl.parts.job import (
     profile_identity,
     refuse_pack,
 )
-from hicachectl.parts.manifest import LIST_AGAIN, MANIFEST, Published
-from hicachectl.prewarming.outcome import FinishFacts, PlanFacts, SliceFacts, outcome_of
+from hicachectl.parts.manifest import MANIFEST, Published
+from hicachectl.parts.slices import Slice, read_chains, read_plan, slice_tables, write_plan
+from hicachectl.prewarming.outcome import FinishFacts, PrewarmFacts, outcome_of
 from hicachectl.prewarming.prewarm import (
-    SliceCopy,
     Warming,
     after,
+    copy_pages,
     finish_facts,
+    pages_with_problems,
     plan_prewarm,
     touch_pages,
 )
-from hicachectl.prewarming.slices import Slice, read_chains, read_plan, slice_tables, write_plan
 from hicachectl.text.vocabulary import DEADLINE
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class _Options(msgspec.Struct, kw_only=True):
 
 def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | None) -> Result:
     """Return the outcome of the parts."""
-    plan = convert(manifest.published.facts, PlanFacts, MANIFEST)
+    plan = convert(manifest.published.facts, PrewarmFacts, MANIFEST)
     options = convert(manifest.options, _Options, MANIFEST)
     records = [record for _, record in sorted(results.items())]
     seconds = manifest.spent_seconds + sum(record.form.seconds for record in records)
@@ -71,8 +73,7 @@ def merge(manifest: Manifest, results: Mapping[int, Record], finish: Record | No
     elif len(results) == manifest.parts:
         restorable.remarks = ["The run is not finished; run any part again"]
     outcome = outcome_of(
-        plan,
-        [convert(record.facts, SliceFacts, record.path) for record in records],
+        [plan, *(convert(record.facts, PrewarmFacts, record.path) for record in records)],
         restorable,
         options.source,
         options.destination,
@@ -88,10 +89,8 @@ def said(manifest: Manifest, record: RecordForm) -> Iterator[str]:
     """Yield what a slice that is not settled has not done; `merge` says the rest."""
     if not record.settled:
         options = convert(manifest.options, _Options, MANIFEST)
-        facts = convert(record.facts, SliceFacts, "The result")
-        outcome = outcome_of(
-            PlanFacts(), [facts], FinishFacts(), options.source, options.destination, 0.0
-        )
+        facts = convert(record.facts, PrewarmFacts, "The result")
+        outcome = outcome_of([facts], FinishFacts(), options.source, options.destination, 0.0)
         yield from outcome.messages
         if facts.stopped_by:
             yield f"Stopped: {facts.stopped_by}"
@@ -167,36 +166,29 @@ class PrewarmJob(Job):
 
     def tables(self, folder: Directory, manifest: Manifest, part: int) -> Tables:
         """Return the tables of a slice; see `Job.tables`."""
-        published = manifest.published
-        return slice_tables(
-            folder, published.files, published.shares, part, self._listing(manifest), LIST_AGAIN
-        )
+        return slice_tables(folder, manifest.published, part, self._listing(manifest))
 
     def work(self, given: PartInput, on_progress: Callable[[int, int], None]) -> StageResult:
         """Copy a slice; see `Job.work`."""
         destination, options = self._destination, given.options(self._request.options, self._source)
+        if (seconds := self._request.deadline_seconds) is not None:
+            options = replace(options, deadline=seconds + time.monotonic() - given.age())
         request = replace(self._request, options=options)
         warming = Warming(self._source, destination, request)
         RunMark(given.owner).put(destination)
         planned = Slice(
             self._listing(given.manifest), given.tables["pages"](), given.tables["objects"]()
         )
-        rest = planned.remaining(warming)
+        pages = planned.remaining(warming)
         if not request.allow_empty:
-            refuse_unmounted(self._source, rest.pages.inventory)
-        deadline = request.deadline_seconds
-        if deadline is not None:
-            deadline += time.monotonic() - given.age()
+            refuse_unmounted(self._source, pages.inventory)
         best = given.tables["best"]()
         best = best.column("page").filter(best.column("copied")).combine_chunks()
-        copying = SliceCopy(warming, rest.pages, deadline, best)
+        facts = PrewarmFacts(skipped=pages.count(Action.SKIP))
+        pages.leave_too_large(warming.options, facts)
         with persistent():
-            copying.run(on_progress)
+            copy_pages(warming, pages, facts, on_progress, best)
             given.sweep_attempts(destination)
-        facts = copying.facts
-        facts.failed += rest.failed
-        facts.problems = [*rest.problems, *facts.problems]
-        facts.there += rest.written
         return StageResult(msgspec.to_builtins(facts), settled=facts.settled)
 
     def finish(
@@ -204,20 +196,19 @@ class PrewarmJob(Job):
     ) -> StageResult:
         """Touch all pages, and count what servers can restore; see `Job.finish`."""
         files = manifest.published.files
-        plan = convert(manifest.published.facts, PlanFacts, MANIFEST)
-        slices = [convert(one.facts, SliceFacts, one.path) for one in results.values()]
+        plan = convert(manifest.published.facts, PrewarmFacts, MANIFEST)
+        slices = [convert(one.facts, PrewarmFacts, one.path) for one in results.values()]
         is_late = any(one.stopped_by == DEADLINE for one in slices)
         request, names = self._request, pa.array([], pa.string())
         if plan.chained:
-            requests, names = read_chains(folder, files, LIST_AGAIN)
+            requests, names = read_chains(folder, files)
             request = replace(request, requests=requests)
-        everything = read_plan(folder, files, self._listing(manifest), LIST_AGAIN)
+        everything = read_plan(folder, files, self._listing(manifest))
         pages = everything.wanted(Warming(self._source, self._destination, request))
         until = after(time.monotonic()) if is_late else None
         with persistent():
             touch_pages(self._destination, pages.survey, pages.order, until=until)
-            others = {problem.page for one in slices for problem in one.problems}
-            without = pa.array(sorted(others), pa.string())
+            without = pages_with_problems(slices)
             facts, _ = finish_facts(self._destination, request, pages, names, without=without)
         return StageResult(msgspec.to_builtins(facts))
 

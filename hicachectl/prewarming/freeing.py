@@ -234,10 +234,7 @@ def _sizes(inventory: Inventory, groups: PageGroups) -> IntArray:
     column = inventory.objects.column("nbytes")
     if not column.null_count:
         return groups.nbytes
-    specs = inventory.table.specs
-    stated = inventory.by_affix(
-        [UNKNOWN_SIZE if spec is None else spec.nbytes for spec in specs], UNKNOWN_SIZE
-    )
+    stated = inventory.table.expected_sizes[inventory.affix_ids]
     nbytes = np.where(column.is_null().to_numpy(), stated, column.fill_null(0).to_numpy())
     grouped = groups.of_object >= 0
     owners, nbytes = groups.of_object[grouped], nbytes[grouped]

@@ -12,7 +12,14 @@ from msgspec import UNSET, UnsetType
 
 from hicachectl.formats.arrays import Count  # noqa: TC001 - msgspec reads it
 from hicachectl.formats.errors import StoreUnavailable
-from hicachectl.move.results import Problem, ProblemRow, problem_lines, problem_rows
+from hicachectl.move.results import (
+    CopyFacts,
+    Problem,
+    ProblemRow,
+    problem_lines,
+    problem_rows,
+    total,
+)
 from hicachectl.pages.naming import DeploymentDocument, deployment_text
 from hicachectl.prewarming.through_server import PulledServer  # noqa: TC001 - hints are read
 from hicachectl.requests.measuring import failed_text, passes, served_share, served_text
@@ -75,50 +82,24 @@ class PrewarmDocument(msgspec.Struct, kw_only=True):
     pulled: list[PulledServer] | UnsetType = UNSET
 
 
-class PlanFacts(msgspec.Struct, kw_only=True):
-    """Sums and messages of a plan.
+class PrewarmFacts(CopyFacts, kw_only=True):
+    """Sums and messages of a plan, of a copied slice of it, or of both.
 
     chained: whether the prefixes of the pages are known.
     requested: number of pages.
-    there: number of these that can be restored from both stores.
+    skipped: number of these that the destination has, and servers can restore from the source.
     missing: number of these that cannot be restored from the source.
     requested_tokens: tokens of all chains, or of the pages.
-    not_pinned: number of pages that the destination had, with --pin.
+    not_pinned: number of pages that the destination had, also in part, with --pin.
     cut: whether the budget excludes pages.
-    failed: number of pages that cannot be copied.
-    problems: the first of these.
     """
 
     chained: bool = True
     requested: Count = 0
-    there: Count = 0
     missing: Count = 0
     requested_tokens: Count = 0
     not_pinned: Count = 0
     cut: bool = False
-    failed: Count = 0
-    problems: list[Problem] = msgspec.field(default_factory=list)
-    remarks: list[str] = msgspec.field(default_factory=list)
-
-
-class SliceFacts(msgspec.Struct, kw_only=True):
-    """Sums and messages of a copied slice of a plan.
-
-    there: pages that another writer wrote since the plan. copied to failed: see the document.
-    settled: whether a further run has nothing to do.
-    stopped_by: "" if nothing ended the copy early.
-    """
-
-    there: Count = 0
-    copied: Count = 0
-    bytes: Count = 0
-    not_pinned: Count = 0
-    gone: Count = 0
-    failed: Count = 0
-    settled: bool = True
-    stopped_by: str = ""
-    problems: list[Problem] = msgspec.field(default_factory=list)
-    remarks: list[str] = msgspec.field(default_factory=list)
 
 
 class FinishFacts(msgspec.Struct, kw_only=True):
@@ -162,10 +143,10 @@ class PrewarmOutcome:
         reason = "interrupted" if isinstance(by, KeyboardInterrupt) else "terminated"
         self.document |= {"complete": False, "stopped_by": reason}
 
-    def add_pulls(self, servers: Iterable[ThroughServer], page_size: int, seconds: float) -> None:
+    def add_pulls(self, servers: Iterable[ThroughServer], seconds: float) -> None:
         """Add what live servers pulled. seconds: duration of the run with the pulls."""
         document = self.document
-        document["pulled"] = [server.document(page_size) for server in servers]
+        document["pulled"] = [server.document() for server in servers]
         document["seconds"] = round(seconds, 3)
         if any(not server["complete"] and not server["error"] for server in document["pulled"]):
             document["stopped_by"] = document["stopped_by"] or DEADLINE
@@ -265,54 +246,47 @@ def _row(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome_of(
-    plan: PlanFacts,
-    slices: Sequence[SliceFacts],
+    parts: Sequence[PrewarmFacts],
     finish: FinishFacts,
     source: str | None,
     destination: str,
     seconds: float,
 ) -> PrewarmOutcome:
-    """Return the outcome of a plan whose slices were copied. source, destination: URLs."""
-    problems = [*plan.problems, *(problem for one in slices for problem in one.problems)]
-    reasons = {one.stopped_by for one in slices}
-    reason = next((one for one in _REASONS if one in reasons), BUDGET if plan.cut else None)
-    copied = SliceFacts(
-        **{
-            name: sum(getattr(one, name) for one in slices)
-            for name in ("there", "copied", "bytes", "not_pinned", "gone", "failed")
-        }
-    )
+    """Return the outcome of a plan and its copied slices. source, destination: URLs."""
+    problems = [problem for part in parts for problem in part.problems]
+    reasons = [part.stopped_by for part in parts]
+    cut = any(part.cut for part in parts)
+    reason = next((one for one in _REASONS if one in reasons), BUDGET if cut else None)
+    nbytes = total(parts, "bytes")
     document = PrewarmDocument(
         destination=destination,
         source=source,
-        requested_pages=plan.requested,
-        already_there=plan.there + finish.only_there + copied.there,
-        copied_pages=copied.copied,
-        bytes=copied.bytes,
-        missing_pages=plan.missing - finish.only_there,
+        requested_pages=total(parts, "requested"),
+        already_there=total(parts, "skipped") + finish.only_there,
+        copied_pages=total(parts, "pages"),
+        bytes=nbytes,
+        missing_pages=total(parts, "missing") - finish.only_there,
         usable_tokens=finish.usable_tokens,
         served_tokens=finish.served_tokens,
-        requested_tokens=plan.requested_tokens,
+        requested_tokens=total(parts, "requested_tokens"),
         deployment=finish.deployment,
-        not_pinned=plan.not_pinned + copied.not_pinned,
-        gone=copied.gone,
-        failed=copied.failed + plan.failed,
+        not_pinned=total(parts, "not_pinned"),
+        gone=total(parts, "gone"),
+        failed=total(parts, "failed") + total(parts, "conflicts"),
         seconds=round(seconds, 3),
         complete=reason is None,
         stopped_by=reason,
         problems=problem_rows(problems),
     )
-    remarks = [*finish.remarks, *(remark for one in slices for remark in one.remarks)]
+    remarks = [*finish.remarks, *(remark for part in parts for remark in part.remarks)]
     if reason == EVICTS:
         remarks.append(
             f"{destination}: evicts newly written objects; it holds about "
-            f"{human_size(copied.bytes)} of the requested pages, so set --budget to this size"
+            f"{human_size(nbytes)} of the requested pages, so set --budget to this size"
         )
-    return PrewarmOutcome(
-        msgspec.to_builtins(document), problems, list(dict.fromkeys([*remarks, *plan.remarks]))
-    )
+    return PrewarmOutcome(msgspec.to_builtins(document), problems, list(dict.fromkeys(remarks)))
 
 
 def nothing_copied(source: str | None, destination: str) -> PrewarmOutcome:
     """Return the outcome of a run that has copied nothing. source, destination: URLs."""
-    return outcome_of(PlanFacts(), [], FinishFacts(), source, destination, 0.0)
+    return outcome_of([], FinishFacts(), source, destination, 0.0)

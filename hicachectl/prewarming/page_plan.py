@@ -12,13 +12,12 @@ import pyarrow.compute as pc
 from hicachectl.formats.errors import UsageError
 from hicachectl.formats.restorable import leading_runs
 from hicachectl.formats.spec import fits
-from hicachectl.move.batches import WRITING, Action, CopyOptions
-from hicachectl.move.copy_plan import CopyPlan, large_groups
+from hicachectl.move.copy_plan import CopyPlan
 from hicachectl.move.results import Problem
-from hicachectl.move.survey import compare, decide, made_of
-from hicachectl.move.work import PageWork
+from hicachectl.move.store_pair import CopyOptions
+from hicachectl.move.survey import WRITING, Action, decide, made_of
 from hicachectl.pages.group_table import WHOLE
-from hicachectl.prewarming.outcome import PlanFacts
+from hicachectl.prewarming.outcome import PrewarmFacts
 from hicachectl.prewarming.ranking import rank_by_value
 from hicachectl.requests.hits import find_hits
 
@@ -44,6 +43,7 @@ class PageChoice:
     hits: hits of the chains in the source.
     names: pages that servers can restore.
     rank: [names] rank by value, 0 is best. `fit` narrows `actions` and `survey.wanted`.
+    name_of_item: [survey rows] index in `names`, -1 if servers cannot restore the page.
     """
 
     def __init__(self, survey: Survey, hits: Hits, names: pa.StringArray, rank: IntArray) -> None:
@@ -53,10 +53,10 @@ class PageChoice:
         self._count = len(names)
         self._all = survey.wanted
         self._sets_of_target = _sets_of_targets(survey.route, hits)
-        self._name_of_item = _places(survey.pages, names)
+        self.name_of_item = _places(survey.pages, names)
         self._hit_of_item = _places(survey.pages, hits.page_names)
         worst = np.append(rank, len(names))  # index -1: pages that cannot be restored rank last
-        self._rank_of_item = worst[self._name_of_item]
+        self._rank_of_item = worst[self.name_of_item]
         self._rank_of_position = worst[_places(hits.page_names, names)][hits.page_of]
         self._take(hits.usable_pages)
 
@@ -70,7 +70,7 @@ class PageChoice:
             kept = self._rank_of_position < count
             runs = leading_runs(kept, self._hits.chains.offsets)
             self._take(self._hits.usable_within(runs))
-            cost = self.costs(np.flatnonzero(np.isin(self.actions, WRITING)))
+            cost = self.survey.lacking.sums[np.isin(self.actions, WRITING)]
             over = budget_bytes is not None and int(cost.sum()) > budget_bytes
             many = budget_pages is not None and len(cost) > budget_pages
             return not (over or many)
@@ -89,14 +89,6 @@ class PageChoice:
         items = np.flatnonzero(self.actions != Action.NOTHING)
         return items[np.argsort(self._rank_of_item[items], kind="stable")]
 
-    def names_of(self, items: IntArray) -> IntArray:
-        """Return the index in `names` of each survey row."""
-        return self._name_of_item[items]
-
-    def costs(self, items: IntArray) -> IntArray:
-        """Return the bytes that each survey row adds to the destination."""
-        return self.survey.lacking.sums[items]
-
     def _take(self, prefix_pages: IntArray) -> None:
         """Limit the choice to the objects that prefixes of these lengths need."""
         none = np.zeros((1, len(self._hits.needs)), dtype=np.bool_)
@@ -109,22 +101,6 @@ class PageChoice:
         )
         self.survey = replace(self.survey, wanted=self._all.where(kept))
         self.actions = decide(self.survey, chosen, "skip")
-
-
-def leave_too_large(survey: Survey, options: CopyOptions) -> tuple[Survey, list[Problem]]:
-    """Leave out groups that do not fit into the buffer; return a problem for each.
-
-    Groups that the destination has stay wanted, unless their bytes must be compared.
-    """
-    some, lacks, _ = compare(survey.wanted, survey.existing)
-    compared = some & ~lacks & survey.unproven
-    action = Action.COMPLETE if ((some & lacks) | compared).any() else Action.COPY
-    work = PageWork(survey, np.flatnonzero(lacks | compared), action)
-    large, problems = large_groups(work, options)
-    left = np.zeros(len(survey.groups), dtype=np.bool_)
-    left[work.items[large]] = True
-    kept = (~left[block.owners] for block in survey.wanted.blocks)
-    return replace(survey, wanted=survey.wanted.where(kept)), problems
 
 
 def leave_misfits(survey: Survey, *, whole_groups: bool) -> tuple[Survey, list[Problem]]:
@@ -242,8 +218,8 @@ class PrewarmRequest:
 class PagePlan:
     """Pages to copy, best first.
 
-    parents: page before each item of `pages` in its chain; null if unknown.
-    depths: number of pages before each item in its chain; 0 if unknown.
+    parents: [n] page before each page of the survey in its chain; null if unknown.
+    depths: [n] number of pages before it; 0 if unknown.
     names: pages that servers could restore from the source.
     """
 
@@ -251,15 +227,16 @@ class PagePlan:
     parents: pa.StringArray
     depths: IntArray
     names: pa.StringArray
-    facts: PlanFacts
+    facts: PrewarmFacts
 
     def rows(self) -> pa.Table:
         """Return the pages to copy, best first."""
+        items = self.pages.items
         return pa.table(
             {
-                "page": self.pages.survey.pages.take(pa.array(self.pages.items)),
-                "parent": self.parents,
-                "depth": pa.array(self.depths),
+                "page": self.pages.survey.pages.take(pa.array(items)),
+                "parent": self.parents.take(pa.array(items)),
+                "depth": pa.array(self.depths[items]),
                 "bytes": pa.array(self.pages.cost),
             }
         )
@@ -286,24 +263,24 @@ def plan_chains(
     cut = False
     if request.has_budget:
         cut = choice.fit(request.budget_bytes, request.budget_pages)
-    wanted = choice.wanted()
-    items = wanted[np.isin(choice.actions[wanted], WRITING)]
-    places = choice.names_of(items)
-    parents = forest.parents[places]
+    # The last one is for pages that cannot be restored.
+    parents, depths = np.append(forest.parents, -1), np.append(forest.depths, 0)
+    parents = parents[choice.name_of_item]
     plan = PagePlan(
         pages=CopyPlan(
             inventory=inventory,
             groups=groups,
             survey=choice.survey,
-            order=wanted,
+            order=choice.wanted(),
             actions=choice.actions,
+            together=True,
         ),
         parents=names.take(pa.array(parents, mask=parents < 0)),
-        depths=forest.depths[places].astype(np.int64),
+        depths=depths[choice.name_of_item].astype(np.int64),
         names=names,
-        facts=PlanFacts(
+        facts=PrewarmFacts(
             requested=requested,
-            there=there,
+            skipped=there,
             missing=requested - len(names),
             requested_tokens=request.requests.requested_tokens(request.target.page_size),
             cut=cut,
@@ -350,18 +327,17 @@ def plan_pages(
     beyond = items[~_within_budget(survey.lacking.sums[items], request)]
     actions[beyond] = Action.NOTHING
     order = order[actions[order] != Action.NOTHING]
-    pages = CopyPlan(inventory, groups, survey, order, actions)
-    kept = len(pages.items)
+    count = len(survey.pages)
     names = survey.pages.filter(pa.array(whole))
     return PagePlan(
-        pages=pages,
-        parents=pa.nulls(kept, pa.string()),
-        depths=np.zeros(kept, dtype=np.int64),
+        pages=CopyPlan(inventory, groups, survey, order, actions, together=True),
+        parents=pa.nulls(count, pa.string()),
+        depths=np.zeros(count, dtype=np.int64),
         names=names,
-        facts=PlanFacts(
+        facts=PrewarmFacts(
             chained=False,
             requested=asked,
-            there=there,
+            skipped=there,
             missing=asked - len(names),
             requested_tokens=asked * request.target.page_size,
             cut=bool(len(beyond)),

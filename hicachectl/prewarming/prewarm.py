@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +15,11 @@ import pyarrow.compute as pc
 from hicachectl.backends.capabilities import Pins, Touch
 from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
 from hicachectl.io.interrupts import persistent
-from hicachectl.move.batches import Action
 from hicachectl.move.destination import survey_destination
-from hicachectl.move.results import MOST_PROBLEMS, GroupStatus
 from hicachectl.move.run_mark import RunMark
 from hicachectl.move.runs import CopyRun
-from hicachectl.move.store_pair import StorePair, plan_trailers
-from hicachectl.move.survey import decide
+from hicachectl.move.store_pair import StorePair
+from hicachectl.move.survey import Action, decide
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.naming import profile_document
@@ -28,12 +27,11 @@ from hicachectl.pages.selection import EVERYTHING, explain_selection
 from hicachectl.prewarming.outcome import (
     EVICTS,
     FinishFacts,
-    PlanFacts,
+    PrewarmFacts,
     PrewarmOutcome,
-    SliceFacts,
     outcome_of,
 )
-from hicachectl.prewarming.page_plan import leave_misfits, leave_too_large, plan_chains, plan_pages
+from hicachectl.prewarming.page_plan import leave_misfits, plan_chains, plan_pages
 from hicachectl.prewarming.ranking import prefixes_worth_asking
 from hicachectl.prewarming.through_server import ThroughServer, dp_ranks, prefix_of
 from hicachectl.profiles.server import fetch_server
@@ -47,11 +45,9 @@ if TYPE_CHECKING:
 
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import IntArray
-    from hicachectl.move.copy_plan import CopyPlan
-    from hicachectl.move.results import MoveResult, Problem
+    from hicachectl.move.copy_plan import CopyPlan, PageBatch
+    from hicachectl.move.results import MoveResult
     from hicachectl.move.survey import Survey
-    from hicachectl.move.work import PageBatch
-    from hicachectl.pages.inventory import Inventory
     from hicachectl.prewarming.page_plan import PagePlan, PrewarmRequest
     from hicachectl.prewarming.through_server import Prefix
     from hicachectl.requests.reading import Request
@@ -61,79 +57,43 @@ WATCHED = 256  # first written objects: the most valuable, and the first to be e
 _WATCH_SECONDS = 2.0  # between two checks
 
 
-class SliceCopy:
-    """Copy of wanted pages; the facts are those so far, also after an interrupt."""
+def copy_pages(
+    warming: Warming,
+    pages: CopyPlan,
+    facts: PrewarmFacts,
+    on_copied: Callable[[int, int], None],
+    best: pa.StringArray | None = None,
+) -> None:
+    """Copy wanted pages in order.
 
-    def __init__(
-        self,
-        warming: Warming,
-        pages: CopyPlan,
-        deadline: float | None,
-        best: pa.StringArray | None = None,
-    ) -> None:
-        """Prepare; nothing is written before `run`.
+    facts: gets the sums so far, also after an interrupt.
+    best: the first pages of the whole plan that others may have copied.
+    Callback and exceptions: see `prewarm`.
+    """
+    if warming.options.pin:
+        facts.not_pinned += pages.count(Action.COMPLETE)
+    copying = CopyRun(warming, pages.inventory, pages.groups, facts)
+    watch = Watch(warming.destination, pages.survey)
+    if best is not None:
+        watch.add(best, written=False)
 
-        deadline: `time.monotonic()` after which no batch is begun. best: the first pages of the
-        whole plan that others may have copied. Raises ProfileError, StoreUnavailable.
-        """
-        warming.stores.claim()
-        self._warming = warming
-        self._pages = pages
-        options = replace(warming.options, deadline=deadline)
-        self._copying = CopyRun(
-            warming.source, pages.inventory, pages.groups, warming.destination, options
-        )
-        self._watch = Watch(warming.destination, pages.survey)
-        self._conflicting: list[pa.StringArray] = []
-        if best is not None:
-            self._watch.add_present(best)
+    def on_done(batch: PageBatch, done: MoveResult) -> None:
+        watch.add(batch.pages.filter(pa.array(done.open)))
+        if watch.lost():
+            copying.stop()
 
-    def run(self, on_copied: Callable[[int, int], None]) -> None:
-        """Copy the pages in order. Callback and exceptions: see `prewarm`."""
-        total = max(int(self._pages.cost.sum()), 1)
+    try:
+        copying.copy([pages], on_copied, on_done=on_done)
+    finally:
+        facts.remarks += warming.source.remarks
+    if not facts.stopped_by and (watch.lost() or not facts.complete):
+        facts.stopped_by = EVICTS if watch.lost() else DEADLINE
+    facts.settled = not facts.failed and facts.stopped_by != FULL
 
-        def on_done(batch: PageBatch, done: MoveResult) -> None:
-            on_copied(done.nbytes, total)
-            self._watch.add(batch, done)
-            others = done.statuses == GroupStatus.CONFLICT
-            self._conflicting.append(batch.pages.filter(pa.array(others)))
-            if self._watch.lost():
-                self._copying.stop()
 
-        self._copying.copy(self._pages.works_together(), on_done=on_done)
-        if len(self._pages.order) > len(self._pages.items):
-            # The result also counts pages that other processes wrote.
-            self._warming.destination.flush()
-
-    @property
-    def conflicting(self) -> pa.StringArray:
-        """Pages so far with other objects in the destination."""
-        return pa.concat_arrays([pa.array([], pa.string()), *self._conflicting])
-
-    @property
-    def facts(self) -> SliceFacts:
-        """Sums so far."""
-        result = self._copying.result
-        reason = ""
-        if result.full:
-            reason = FULL
-        elif self._watch.lost():
-            reason = EVICTS
-        elif not result.complete:
-            reason = DEADLINE
-        failed = result.count(GroupStatus.FAILED)
-        return SliceFacts(
-            there=result.count(GroupStatus.SAME),
-            copied=result.count(GroupStatus.DONE),
-            bytes=result.nbytes,
-            not_pinned=self._pages.count(Action.COMPLETE) if self._warming.options.pin else 0,
-            gone=result.count(GroupStatus.GONE),
-            failed=failed + result.count(GroupStatus.CONFLICT),
-            settled=not failed and reason != FULL,
-            stopped_by=reason,
-            problems=result.problems,
-            remarks=list(self._warming.source.remarks),
-        )
+def pages_with_problems(parts: Iterable[PrewarmFacts]) -> pa.StringArray:
+    """Return the pages that problems name: the destination may have other objects of these."""
+    return pa.array(sorted({p.page for part in parts for p in part.problems}), pa.string())
 
 
 class Watch:
@@ -144,34 +104,24 @@ class Watch:
         self._route = survey.route
         anchors = (n for n, target in enumerate(survey.route.targets) if target.anchor)
         self._anchor = next(anchors, 0)
-        self._keys: list[pa.BinaryArray] = []
-        self._count = 0
+        self._keys = pa.array([], pa.binary())
         self._next = 0.0
         self._lost = False
 
-    def add_present(self, pages: pa.StringArray) -> None:
-        """Record the anchors of those pages that the destination has."""
-        keys = self._route.keys(np.full(len(pages), self._anchor), pages)
-        there = self._store.exists(pa.table({"key": keys}))
-        self._add(keys.filter(pa.array(there)))
-
-    def add(self, batch: PageBatch, result: MoveResult) -> None:
-        """Record the first anchors written."""
-        done = batch.pages.filter(pa.array(result.open))[: WATCHED - self._count]
-        self._add(self._route.keys(np.full(len(done), self._anchor), done))
-
-    def _add(self, keys: pa.BinaryArray) -> None:
-        if len(keys):
-            self._keys.append(keys)
-            self._count += len(keys)
+    def add(self, pages: pa.StringArray, *, written: bool = True) -> None:
+        """Record the anchors of the first pages: those written, or those that the store has."""
+        some = pages[: WATCHED - len(self._keys)]
+        keys = self._route.keys(np.full(len(some), self._anchor), some)
+        if not written:
+            keys = keys.filter(pa.array(self._store.exists(pa.table({"key": keys}))))
+        self._keys = pa.concat_arrays([self._keys, keys])
 
     def lost(self) -> bool:
         """Return whether a recorded object is missing; ask the store at most every few seconds."""
-        if self._lost or not self._keys or time.monotonic() < self._next:
+        if self._lost or not len(self._keys) or time.monotonic() < self._next:
             return self._lost
         self._next = time.monotonic() + _WATCH_SECONDS
-        rows = pa.table({"key": pa.concat_arrays(self._keys)})
-        self._lost = not self._store.exists(rows).all()
+        self._lost = not self._store.exists(pa.table({"key": self._keys})).all()
         return self._lost
 
 
@@ -211,7 +161,7 @@ def touch_pages(
 def finish_facts(
     destination: Store,
     request: PrewarmRequest,
-    pages: CopyPlan,
+    pages: CopyPlan | None,
     names: pa.StringArray,
     *,
     without: pa.StringArray | None = None,
@@ -219,6 +169,7 @@ def finish_facts(
 ) -> tuple[FinishFacts, IntArray]:
     """Count what servers can restore from the destination; also return [chains] usable pages.
 
+    pages: the planned copies; None if none were planned for the requests.
     names: see `PagePlan`.
     without: pages of which the destination has other objects.
     until: `time.monotonic()` of the end; if the listing is not done then, no page counts as usable.
@@ -237,6 +188,7 @@ def finish_facts(
 
     try:
         if request.requests is None:
+            assert pages is not None
             facts.usable_tokens = _whole_pages(destination, pages, without, on_batch) * page_size
         else:
             found = count_usable(
@@ -244,6 +196,8 @@ def finish_facts(
                 request.target,
                 request.served,
                 request.requests,
+                explains=pages is None,
+                needs_pages=pages is None and not request.allow_empty,
                 without=without,
                 on_batch=on_batch,
             )
@@ -278,13 +232,8 @@ def _whole_pages(
     return int(np.isin(decide(survey, wanted, "skip"), (Action.SKIP, Action.COMPARE)).sum())
 
 
-class Warming:
-    """A request between two stores, checked.
-
-    stores: the pair.
-    trailers: how trailers are copied.
-    options: options of the copies.
-    """
+class Warming(StorePair):
+    """Two stores with the request of a prewarm, checked."""
 
     def __init__(self, source: Store, destination: Store, request: PrewarmRequest) -> None:
         """Check the request. Raises UsageError, ProfileError, UnsupportedByBackend."""
@@ -294,28 +243,11 @@ class Warming:
                     f"{destination.url}: cannot pin objects; leave out --pin"
                 )
             destination.pin_writes(request.options.pin_seconds)
-        self.source = source
-        self.destination = destination
         self.request = request
-        self.stores = StorePair(source, destination, request.profile, request.target)
-        trailers = plan_trailers(self.stores, request.options.trailers)
-        self.options = replace(request.options, keeps_trailers=trailers.keeps)
-        # The destination's servers accept no object without a trailer beside others that have one.
-        self.trailers = replace(trailers, bare=trailers.bare and not trailers.keeps)
-
-    def survey(
-        self,
-        inventory: Inventory,
-        groups: PageGroups,
-        *,
-        asks: bool = False,
-        on_batch: Callable[[int], None] = lambda objects: None,
-    ) -> Survey:
-        """Survey both stores. asks: see `StorePair.survey`."""
-        (survey,) = self.stores.survey(
-            inventory, groups, first_only=True, asks=asks, on_batch=on_batch
-        )
-        return self.trailers.with_foreign(survey, inventory.objects)
+        super().__init__(source, destination, request.profile, request.target, request.options)
+        if self.trailers.keeps:
+            # Servers accept no object without a trailer beside others that have one.
+            self.trailers = replace(self.trailers, bare=False)
 
 
 def plan_prewarm(
@@ -332,9 +264,8 @@ def plan_prewarm(
         )
     )
     groups = PageGroups(inventory)
-    survey = warming.survey(inventory, groups, on_batch=on_listed)
+    (survey,) = warming.survey(inventory, groups, first_only=True, on_batch=on_listed)
     survey, misfits = leave_misfits(survey, whole_groups=request.requests is None)
-    survey, large = leave_too_large(survey, warming.options)
     if request.requests is None:
         plan = plan_pages(inventory, groups, survey, request, trailers.refused(inventory, groups))
         missed = [] if len(groups) else [explain_selection(source, inventory, EVERYTHING)]
@@ -344,16 +275,13 @@ def plan_prewarm(
         elsewhere = find_elsewhere(inventory, hits)
         missed = miss_remarks(source, inventory, hits, elsewhere)
     pages = plan.pages
-    left_out = [
-        *_asked_for(misfits, _pages_to_fit(plan, request)),
-        *_asked_for(large, plan.names),
-    ]
-    problems = [*pages.conflicts(), *left_out]
-    plan.facts.failed = pages.count(Action.CONFLICT) + len(left_out)
-    plan.facts.problems = problems[:MOST_PROBLEMS]
+    asked = set(_pages_to_fit(plan, request).to_pylist()) if misfits else set()
+    left_out = [problem for problem in misfits if problem.page in asked]
+    pages.leave_too_large(warming.options, plan.facts)
+    plan.facts.fail(left_out)
     if request.options.pin and not request.dry_run:
-        plan.facts.not_pinned = plan.facts.there + pages.count(Action.COMPARE)
-    plan.facts.remarks += [*warming.stores.remarks, *filter(None, [trailers.remark]), *missed]
+        plan.facts.not_pinned = plan.facts.skipped + pages.count(Action.COMPARE)
+    plan.facts.remarks += [*warming.remarks, *missed]
     return plan
 
 
@@ -366,11 +294,6 @@ def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
         return plan.names
     asked = request.requests.within_reach().page_names
     return asked.filter(pc.invert(pc.is_in(asked, value_set=plan.names)))
-
-
-def _asked_for(left: list[Problem], names: pa.StringArray) -> list[Problem]:
-    wanted = set(names.to_pylist()) if left else set()
-    return [problem for problem in left if problem.page in wanted]
 
 
 def prewarm(
@@ -388,19 +311,17 @@ def prewarm(
     anything is written; StoreUnavailable at any time.
     """
     started = time.monotonic()
+    if (seconds := request.deadline_seconds) is not None:
+        request = replace(request, options=replace(request.options, deadline=started + seconds))
     warming = Warming(source, destination, request)
     plan = plan_prewarm(warming, on_listed=on_listed)
     if not request.dry_run:
         return _executed(warming, plan, started, on_copied)
-    facts = SliceFacts(
-        there=plan.pages.count(Action.COMPARE),
-        copied=len(plan.pages.items),
-        bytes=int(plan.pages.cost.sum()),
-        remarks=list(source.remarks),
-    )
+    plan.pages.rehearse(plan.facts)
+    plan.facts.remarks += source.remarks
     finish, _ = finish_facts(destination, request, plan.pages, plan.names)
-    seconds = time.monotonic() - started
-    outcome = outcome_of(plan.facts, [facts], finish, source.url, destination.url, seconds)
+    took = time.monotonic() - started
+    outcome = outcome_of([plan.facts], finish, source.url, destination.url, took)
     outcome.plan = plan.rows()
     return outcome
 
@@ -412,33 +333,23 @@ def _executed(
     request, source, destination = warming.request, warming.source, warming.destination
     # Also finish a pack that a killed run left, even if no page is missing.
     RunMark.new().put(destination)
-    seconds = request.deadline_seconds
-    deadline = None if seconds is None else started + seconds
-    copying = SliceCopy(warming, plan.pages, deadline)
+    count = partial(finish_facts, destination, request, plan.pages, plan.names)
     survey, wanted = plan.pages.survey, plan.pages.order
     interruption = None
     try:
         with persistent():
-            copying.run(on_copied)
-            touch_pages(destination, survey, wanted, until=after(deadline))
-            finish, usable = finish_facts(
-                destination, request, plan.pages, plan.names, without=copying.conflicting
-            )
+            copy_pages(warming, plan.pages, plan.facts, on_copied)
+            touch_pages(destination, survey, wanted, until=after(warming.options.deadline))
+            finish, usable = count(without=pages_with_problems([plan.facts]))
     except BaseException as error:
         if isinstance(error, Exception):
             raise
         interruption = error
         touch_pages(destination, survey, wanted, until=after(time.monotonic()))
-        finish, usable = finish_facts(
-            destination,
-            request,
-            plan.pages,
-            plan.names,
-            without=copying.conflicting,
-            until=after(time.monotonic()),
-        )
+        without, until = pages_with_problems([plan.facts]), after(time.monotonic())
+        finish, usable = count(without=without, until=until)
     took = time.monotonic() - started
-    outcome = outcome_of(plan.facts, [copying.facts], finish, source.url, destination.url, took)
+    outcome = outcome_of([plan.facts], finish, source.url, destination.url, took)
     outcome.usable_pages, outcome.plan = usable, plan.rows()
     if interruption is not None:
         outcome.interrupt(interruption)
@@ -452,31 +363,12 @@ def usable_from(store: Store, request: PrewarmRequest) -> PrewarmOutcome:
     """
     assert request.requests is not None
     started = time.monotonic()
-    found = count_usable(
-        store,
-        request.target,
-        request.served,
-        request.requests,
-        explains=True,
-        needs_pages=not request.allow_empty,
-    )
-    requested = len(found.target.page_names)
-    held = int(found.target.needed().any(axis=1).sum())
-    page_size = request.target.page_size
-    plan = PlanFacts(
-        requested=requested,
-        there=held,
-        missing=requested - held,
-        requested_tokens=request.requests.requested_tokens(page_size),
-    )
-    finish = FinishFacts(
-        usable_tokens=int(found.pages.sum()) * page_size,
-        served_tokens=int(found.served.sum()) * page_size,
-        deployment=profile_document(found.deployment),
-        remarks=[*found.remarks, *stamp_remarks(store, request.target)],
-    )
-    outcome = outcome_of(plan, [], finish, None, store.url, time.monotonic() - started)
-    outcome.usable_pages = found.pages
+    asked = len(request.requests.within_reach().page_names)
+    tokens = request.requests.requested_tokens(request.target.page_size)
+    facts = PrewarmFacts(requested=asked, missing=asked, requested_tokens=tokens)
+    finish, usable = finish_facts(store, request, None, pa.array([], pa.string()))
+    outcome = outcome_of([facts], finish, None, store.url, time.monotonic() - started)
+    outcome.usable_pages = usable
     return outcome
 
 

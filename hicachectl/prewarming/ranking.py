@@ -20,7 +20,7 @@ from hicachectl.formats.forms import decode
 from hicachectl.formats.objects import PAGE_DIGITS
 from hicachectl.formats.spec import page_bytes
 from hicachectl.prewarming.value.reuse import reuse_values
-from hicachectl.prewarming.value.uses import Uses, walk_uses
+from hicachectl.prewarming.value.traits import Uses, walk_uses
 from hicachectl.requests.chains import hex_pages, requests_of_pages
 from hicachectl.requests.reading import request_lines
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import queue
 import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -26,7 +26,7 @@ from hicachectl.io.interrupts import deferred, persistent
 from hicachectl.profiles.server import API_KEY_VARIABLE, server_service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hicachectl.backends.http import Reply
     from hicachectl.requests.chains import Hashing
@@ -72,41 +72,35 @@ class Prefix:
     """The beginning of a request, which makes a server restore pages.
 
     number: number of the request.
-    pages: number of pages to restore.
-    request: the request, cut to these pages and the tokens that the server computes.
+    tokens: number of tokens of the pages to restore.
+    request: the request, cut to these tokens and those that the server computes.
     """
 
     number: int
-    pages: int
+    tokens: int
     request: Request
 
+    def pulled(
+        self,
+        dp_rank: int | None,
+        cached_tokens: int = 0,
+        sources: dict[str, int] | None = None,
+        error: str | None = None,
+    ) -> PulledRequest:
+        """Return the row of the document.
 
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    """Result of one prefix at one DP rank.
-
-    dp_rank: None for a single rank.
-    cached_tokens: number of tokens that the server did not compute.
-    sources: cached tokens by device, host and storage; empty if not reported.
-    error: why the request failed, or "".
-    """
-
-    number: int
-    dp_rank: int | None
-    pages: int
-    cached_tokens: int = 0
-    sources: dict[str, int] | None = None
-    error: str = ""
-
-    def row(self, page_size: int) -> PulledRequest:
-        """Return the row of the document."""
+        dp_rank: None for a single rank.
+        cached_tokens: number of tokens that the server did not compute.
+        sources: cached tokens by device, host and storage; None if not reported.
+        error: why the request failed.
+        """
         return {
             "request": self.number,
-            "dp_rank": self.dp_rank,
-            "tokens": self.pages * page_size,
-            "cached_tokens": self.cached_tokens,
-            "cached_tokens_details": self.sources or None,
-            "error": self.error or None,
+            "dp_rank": dp_rank,
+            "tokens": self.tokens,
+            "cached_tokens": cached_tokens,
+            "cached_tokens_details": sources or None,
+            "error": error,
         }
 
 
@@ -124,7 +118,7 @@ def prefix_of(number: int, request: Request, pages: int, hashing: Hashing) -> Pr
             f"({pages}); if the file has changed, run again"
         )
     token_ids += token_ids[-1:] * (wanted - len(token_ids))
-    return Prefix(number, pages, replace(request, token_ids=token_ids))
+    return Prefix(number, pages * hashing.page_size, replace(request, token_ids=token_ids))
 
 
 def dp_ranks(server_info: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -160,8 +154,24 @@ def generate_body(request: Request, dp_rank: int | None) -> dict[str, Any]:
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
-# Each thread puts its results, an error if the thread failed, and finally None.
-_Done = queue.SimpleQueue[PullResult | BaseException | None]
+def _ended(
+    running: set[Future[None]],
+    deadline: float | None,
+    on_done: Callable[[int], None],
+    check: Callable[[], None],
+) -> bool:
+    """Wait until a request ends, and take it from the running ones; return False at the deadline.
+
+    Raises the request's exception.
+    """
+    left = None if deadline is None else max(deadline - time.monotonic(), 0)
+    ended, _ = wait(running, left, FIRST_COMPLETED)
+    running -= ended
+    for request in ended:
+        request.result()
+        on_done(1)
+        check()
+    return bool(ended)
 
 
 class ThroughServer:
@@ -196,16 +206,16 @@ class ThroughServer:
         self._failed_in_a_row = 0
         self.complete = False
         self.error: str | None = None
-        self.pulled: list[PullResult] = []
+        self.pulled: list[PulledRequest] = []
 
-    def document(self, page_size: int) -> PulledServer:
+    def document(self) -> PulledServer:
         """Return the row of the server, with its requests so far; also while `pull` runs."""
         pulled = list(self.pulled)
         return {
             "server": self._url,
-            "requests": [result.row(page_size) for result in pulled],
-            "failed": sum(bool(result.error) for result in pulled),
-            "cached_tokens": sum(result.cached_tokens for result in pulled),
+            "requests": pulled,
+            "failed": sum(bool(request["error"]) for request in pulled),
+            "cached_tokens": sum(request["cached_tokens"] for request in pulled),
             "complete": self.complete,
             "error": self.error,
         }
@@ -218,23 +228,25 @@ class ThroughServer:
     ) -> None:
         """Request prefixes in order, at every rank.
 
-        prefixes: consumed one at a time, by other threads. deadline: `time.monotonic()` at
-        which unfinished requests are abandoned. on_done: called for each result, in this thread.
+        prefixes: consumed one at a time. deadline: `time.monotonic()` at which unfinished requests
+        are abandoned. on_done: called for each result, in this thread.
         Raises StoreUnavailable if the server refuses the key, lacks the endpoint, keeps failing or
         stays busy.
         """
-        work = ((prefix, rank) for prefix in prefixes for rank in self._ranks)
-        done: _Done = queue.SimpleQueue()
-        threads = [
-            threading.Thread(target=self._work, args=(work, done), name=f"pull-{number}")
-            for number in range(self._jobs)
-        ]
+        pool = ThreadPoolExecutor(self._jobs, thread_name_prefix="pull-")
+        running = set[Future[None]]()
         try:
-            with deferred():  # every started thread is joined below
-                for thread in threads:
-                    thread.start()
             with persistent() as check:
-                self.complete = self._wait(done, deadline, on_done, check)
+                for prefix, rank in ((each, rank) for each in prefixes for rank in self._ranks):
+                    with deferred():  # every thread is known to the pool, which joins it
+                        running.add(pool.submit(self._take, prefix, rank))
+                    full = len(running) == self._jobs
+                    if full and not _ended(running, deadline, on_done, check):
+                        return
+                while running:
+                    if not _ended(running, deadline, on_done, check):
+                        return
+            self.complete = True
         except StoreUnavailable as error:
             self.error = str(error)
             raise
@@ -242,52 +254,15 @@ class ThroughServer:
             with deferred():
                 self._pauses.stop()
                 self._service.close()
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
+                pool.shutdown()
 
-    def _wait(
-        self,
-        done: _Done,
-        deadline: float | None,
-        on_done: Callable[[int], None],
-        check: Callable[[], None],
-    ) -> bool:
-        """Wait until all prefixes are requested; return False at the deadline."""
-        running = self._jobs
-        while running:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0)
-            try:
-                result = done.get(timeout=left)
-            except queue.Empty:
-                return False
-            if result is None:
-                running -= 1
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                on_done(1)
-                check()
-        return True
+    def _take(self, prefix: Prefix, rank: int | None) -> None:
+        """Request a prefix, and record the result unless it was abandoned."""
+        pulled = self._pull(prefix, rank)
+        if not (pulled["error"] and self._pauses.stopped):
+            self.pulled.append(pulled)
 
-    def _work(self, work: Iterator[tuple[Prefix, int | None]], done: _Done) -> None:
-        try:
-            while not self._pauses.stopped:
-                with self._lock:
-                    prefix, rank = next(work, (None, None))
-                if prefix is None:
-                    break
-                pulled = self._pull(prefix, rank)
-                if pulled.error and self._pauses.stopped:
-                    break  # abandoned at the end, so not a failure
-                self.pulled.append(pulled)
-                done.put(pulled)
-        except BaseException as error:  # raised by `pull` in the caller's thread
-            done.put(error)
-        finally:
-            done.put(None)
-
-    def _pull(self, prefix: Prefix, rank: int | None) -> PullResult:
+    def _pull(self, prefix: Prefix, rank: int | None) -> PulledRequest:
         body = json.dumps(generate_body(prefix.request, rank)).encode()
         try:
             reply = self._asked(body)
@@ -298,11 +273,11 @@ class ThroughServer:
                 self._failed_in_a_row += 1
                 if self._failed_in_a_row >= _GIVE_UP_AFTER:
                     raise
-            return PullResult(prefix.number, rank, prefix.pages, error=str(error))
+            return prefix.pulled(rank, error=str(error))
         with self._lock:
             self._failed_in_a_row = 0
         if reply.status != http.client.OK:
-            return PullResult(prefix.number, rank, prefix.pages, error=self._service.said(reply))
+            return prefix.pulled(rank, error=self._service.said(reply))
         return self._read(prefix, rank, reply)
 
     def _asked(self, body: bytes) -> Reply:
@@ -335,7 +310,7 @@ class ThroughServer:
         if reply.status == http.client.NOT_FOUND or 300 <= reply.status < 400:
             raise _RefusedForAllError(str(self._service.refused(self._path, reply)))
 
-    def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> PullResult:
+    def _read(self, prefix: Prefix, rank: int | None, reply: Reply) -> PulledRequest:
         try:
             meta = parse_json_object(reply.body, "answer")["meta_info"]
             cached = meta["cached_tokens"]
@@ -348,13 +323,13 @@ class ThroughServer:
             raise _RefusedForAllError(str(self._service.lost(what, self._service.hint))) from None
         if aborted:
             said = fit(str(reason.get("message") or "aborted"), _SAID_CHARS)
-            return PullResult(prefix.number, rank, prefix.pages, error=said)
+            return prefix.pulled(rank, error=said)
         asked = len(prefix.request.token_ids)
         for name, count in {"cached_tokens": cached, **sources}.items():
             if type(count) is not int or not 0 <= count <= asked:
                 what = f"{name}: the server reports {shown(count)} for a request of {asked} tokens"
-                return PullResult(prefix.number, rank, prefix.pages, error=what)
-        return PullResult(prefix.number, rank, prefix.pages, cached, sources)
+                return prefix.pulled(rank, error=what)
+        return prefix.pulled(rank, cached, sources)
 
 
 class _RefusedForAllError(StoreUnavailable):

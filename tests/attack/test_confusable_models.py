@@ -10,7 +10,7 @@ import pytest
 
 from hicachectl.backends.file.store import FileStore
 from hicachectl.formats.profile import Profile, profile_from_mapping
-from hicachectl.move.planning import plan_removal, plan_repair
+from hicachectl.move.removal_plan import plan_removal, plan_repair
 from hicachectl.pages.selection import Selection
 from tests.move.repairs import scanned, structure_findings
 from tests.stores import page, put
@@ -70,9 +70,7 @@ def test_nothing_healthy_of_the_other_model_is_planned(tmp_path: Path, seed: int
             inventory, groups = scanned(store, PROFILES[given] if given else None)
             found = structure_findings(store, inventory, groups)
             plans = {
-                model: plan_removal(
-                    groups, np.flatnonzero(Selection(model=model).chosen(groups)), "rm"
-                )
+                model: plan_removal(np.flatnonzero(Selection(model=model).chosen(groups)))
                 for model in (WIDE, NARROW)
             }
             repair = plan_repair(found)

@@ -117,7 +117,7 @@ def pulled_through(place: str, tmp_path: Path, *options: object) -> Ended:
 def pull_one(script: Script) -> Any:
     with serving(script) as place:
         server = ThroughServer(f"http://{place}", api_key="", jobs=1, request_timeout_s=SOON_S)
-        server.pull([Prefix(0, 2, Request("test", list(range(9))))])
+        server.pull([Prefix(0, 8, Request("test", list(range(9))))])
         (result,) = server.pulled
     return result
 
@@ -131,12 +131,15 @@ def test_tokens_that_cannot_be_are_an_error_of_the_request(where: str, value: An
         meta["cached_tokens"] = value
     result = pull_one(lambda call: call.answer(json.dumps({"meta_info": meta}).encode()))
     if where == "storage" and value is None:
-        assert (result.error, result.sources) == ("", {"device": 0, "host": 0})
+        assert (result["error"], result["cached_tokens_details"]) == (
+            None,
+            {"device": 0, "host": 0},
+        )
         return
-    assert result.cached_tokens == 0
-    assert not result.sources
-    assert where in result.error
-    assert "9 tokens" in result.error
+    assert result["cached_tokens"] == 0
+    assert not result["cached_tokens_details"]
+    assert where in result["error"]
+    assert "9 tokens" in result["error"]
 
 
 def test_an_abort_message_is_fit_to_be_written() -> None:
@@ -195,7 +198,7 @@ def test_an_answer_without_end_is_given_up(name: str) -> None:
         with pytest.raises(StoreUnavailable, match="SGLang server"):
             fetch_server(f"http://{place}", timeout_s=2.0)
         server = ThroughServer(f"http://{place}", jobs=1, request_timeout_s=2.0, pause_s=0.01)
-        prefixes = [Prefix(number, 2, Request("test", list(range(9)))) for number in range(3)]
+        prefixes = [Prefix(number, 8, Request("test", list(range(9)))) for number in range(3)]
         with pytest.raises(StoreUnavailable, match="SGLang server"):
             server.pull(prefixes)
 

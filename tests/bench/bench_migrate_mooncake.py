@@ -27,10 +27,9 @@ from hicachectl.backends.mooncake.store import MooncakeStore
 from hicachectl.backends.urls import StoreUrl, parse_url
 from hicachectl.formats.kinds.pool import Pool
 from hicachectl.formats.profile import Profile
-from hicachectl.move.batches import CopyOptions
-from hicachectl.move.migrate import migrate
-from hicachectl.move.migration import MigrationRequest
+from hicachectl.move.migration import MigrationRequest, migrate
 from hicachectl.move.runs import CopyRun
+from hicachectl.move.store_pair import CopyOptions
 from tests.bench.bench_migrate_files import fill
 from tests.mooncake_cluster import Cluster
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.prewarming.ranking import rank_blocks
-from hicachectl.prewarming.value.uses import walk_uses
+from hicachectl.prewarming.value.traits import walk_uses
 from hicachectl.requests.chains import requests_of
 from hicachectl.requests.reading import read_requests
 from tests.bench.warm_replay import clairvoyant, first_uses, part, warmed_tokens

@@ -21,7 +21,7 @@ import numpy as np
 
 from hicachectl.prewarming.ranking import rank_blocks
 from hicachectl.prewarming.value.reuse import fit_reuse
-from hicachectl.prewarming.value.uses import walk_uses
+from hicachectl.prewarming.value.traits import walk_uses
 from hicachectl.requests.chains import requests_of
 from hicachectl.requests.reading import read_requests
 from tests.bench.bench_prewarm_plan import CAPACITIES, SPLITS

@@ -18,7 +18,7 @@ from hicachectl.checks.registry import CheckInput
 from hicachectl.checks.sizes import check_sizes
 from hicachectl.checks.structure import check_groups
 from hicachectl.formats.profile import Profile, parse_profile
-from hicachectl.move.planning import RepairPlan, plan_repair
+from hicachectl.move.removal_plan import RepairPlan, plan_repair
 from hicachectl.move.withdrawal import remove_groups
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import Inventory, take_inventory

@@ -24,7 +24,7 @@ from tests.stores import DSA as DSA_TEXT
 from tests.stores import OLD, contents, page, put, put_pages
 
 if TYPE_CHECKING:
-    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.removal_plan import RepairPlan
     from tests.conftest import Invoke
 
 DAY = 86_400

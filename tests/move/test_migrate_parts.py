@@ -18,11 +18,17 @@ import pytest
 from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.transfer import retargeted
-from hicachectl.move.batches import CopyOptions
-from hicachectl.move.migrate import carry_out, migrate, rehearse
-from hicachectl.move.migration import Migration, MigrationRequest, plan_groups
+from hicachectl.move.migration import (
+    Migration,
+    MigrationRequest,
+    carry_out,
+    migrate,
+    plan_groups,
+    rehearse,
+)
 from hicachectl.move.migration_outcome import MigrationFacts, result_of
 from hicachectl.move.run_mark import RunMark
+from hicachectl.move.store_pair import CopyOptions
 from hicachectl.pages.in_flight import ListingTime
 from hicachectl.pages.inventory import take_inventory
 from hicachectl.pages.selection import PageList, Selection
@@ -110,7 +116,7 @@ class Site:
         with FileStore(self.source) as source, FileStore(self.target) as target:
             migration = Migration(source, target, self.request)
             self.listed = take_inventory(source, self.request.profile, columns=migration.columns)
-            migration.stores.refuse_destination(self.listed.table)
+            migration.refuse_destination(self.listed.table)
             urls = source.url, target.url
         facts = []
         for number in range(count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -70,8 +69,7 @@ def is_sound(table: PageTable) -> bool:
 
 def delete(client: MetadataClient, table: PageTable, *keys: str) -> list[TableRepairResult]:
     bad = bad_rows(table, [f"{table.name}:{key}".encode() for key in keys])
-    repair = plan_repair(table, bad)
-    return list(delete_keys(client, repair, stopped=threading.Event(), pause_s=0))
+    return list(delete_keys(client, plan_repair(table, bad)))
 
 
 def test_a_bad_key_goes_and_its_page_is_free(
@@ -176,20 +174,6 @@ def test_a_key_beyond_the_table_is_left_since_its_page_would_become_free(
     assert metadata_server.saved()["0:kv"]["free_pages"] == [0, 1]
 
 
-def test_a_stop_ends_after_the_batch_under_way(
-    metadata_server: MetadataServer, client: MetadataClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table_repair, "MAX_BATCH", 1)
-    metadata_server.initialize(0, 4)
-    metadata_server.put(0, ["a", "b", "c"])
-    table, stopped = table_now(metadata_server), threading.Event()
-    steps = delete_keys(client, plan_repair(table, np.ones(3, bool)), stopped=stopped, pause_s=60)
-    assert next(steps) == TableRepairResult(("c",), ())
-    stopped.set()
-    assert list(steps) == []
-    assert list(mapping(table_now(metadata_server))) == ["a", "b"]
-
-
 def test_batches_are_small_where_the_server_has_many_free_pages() -> None:
     few, many = empty_table(10), empty_table(1_000_000)
     assert table_repair._batch_size(few) == table_repair.MAX_BATCH
@@ -215,10 +199,9 @@ def test_leaked_pages_are_free_again_after_the_writers_stopped(
     metadata_server.reserve(0, ["b", "c"])
     earlier = read_snapshot(metadata_server.save())
     later = read_snapshot(metadata_server.save())
-    pages = releasable("0:kv", earlier, later, stopped_at_ns=earlier.saved_at_ns - 1)
+    pages = releasable("0:kv", earlier, later)
     assert pages.tolist() == [3, 4]
-    released = release_pages(client, later.tables[0], pages, stopped=threading.Event(), pause_s=0)
-    assert list(released) == [2]
+    release_pages(client, later.tables[0], pages)
     table = table_now(metadata_server)
     assert not len(leaked_pages(table))
     assert is_sound(table)
@@ -248,29 +231,15 @@ def test_a_page_that_was_confirmed_between_the_snapshots_is_not_released(
     earlier = read_snapshot(metadata_server.save())
     metadata_server.confirm(0, [("late", late)])
     later = read_snapshot(metadata_server.save())
-    assert releasable("0:kv", earlier, later, stopped_at_ns=0).tolist() == [4]
-
-
-@pytest.mark.parametrize("times", [(5, 5, 6), (5, 6, 6), (5, 7, 6), (5, 4, 6)])
-def test_snapshots_that_are_not_both_from_after_the_stop_release_nothing(
-    times: tuple[int, int, int],
-) -> None:
-    stop, first, second = times
-    table = replace(empty_table(3), free=np.zeros(0, dtype=np.int64))
-    with pytest.raises(
-        UsageError, match=r"^Releasing leaked pages needs two snapshots, .*; wait until"
-    ):
-        releasable(
-            "0:kv", Snapshot(first, (table,)), Snapshot(second, (table,)), stopped_at_ns=stop
-        )
+    assert releasable("0:kv", earlier, later).tolist() == [4]
 
 
 def test_an_absurd_number_of_leaked_pages_is_refused() -> None:
     table = replace(empty_table(3), num_pages=1 << 32)
-    said = r"^0:kv: \d{10} leaked pages, but at most \d+ can be {}; clear the table$"
-    with pytest.raises(UsageError, match=said.replace("{}", "released")):
-        releasable("0:kv", Snapshot(2, (table,)), Snapshot(3, (table,)), stopped_at_ns=1)
-    with pytest.raises(UsageError, match=said.replace("{}", "freed")):
+    said = r"^0:kv: \d{10} leaked pages, but at most \d+ can be freed; clear the table$"
+    with pytest.raises(UsageError, match=said):
+        releasable("0:kv", Snapshot(2, (table,)), Snapshot(3, (table,)))
+    with pytest.raises(UsageError, match=said):
         repaired_table(table, np.zeros(0, dtype=np.bool_), release_leaked=True)
 
 
@@ -342,4 +311,4 @@ def test_a_table_must_be_in_both_snapshots() -> None:
                       np.zeros(0, np.int64))  # fmt: skip
     said = "0:kv: this table is missing from one of the two snapshots; check that both come from"
     with pytest.raises(UsageError, match=said):
-        releasable("0:kv", Snapshot(2, (table,)), Snapshot(3, ()), stopped_at_ns=1)
+        releasable("0:kv", Snapshot(2, (table,)), Snapshot(3, ()))

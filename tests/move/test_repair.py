@@ -23,8 +23,8 @@ from hicachectl.backends.object_files.mover import FileMover
 from hicachectl.backends.object_files.reading import open_file
 from hicachectl.checks.findings import findings
 from hicachectl.formats.errors import FormatError, StoreUnavailable, UsageError
-from hicachectl.move.planning import plan_removal
 from hicachectl.move.quarantine import Quarantine, list_runs
+from hicachectl.move.removal_plan import plan_removal
 from hicachectl.move.restore import restore_groups
 from hicachectl.move.withdrawal import remove_groups
 from tests.move.quarantines import quarantined, reasons_of, run_document, runs_in
@@ -302,12 +302,12 @@ def test_a_second_run_finds_nothing_to_do(store: Path) -> None:
 
 
 def test_many_groups_go_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicachectl.move.removal_batch.BATCH_OBJECTS", 7)
+    monkeypatch.setattr("hicachectl.move.removal_plan.BATCH_OBJECTS", 7)
     store = dsa_store(tmp_path / "store", 23)
     before = contents(store)
     with FileStore(store) as opened:
         inventory, groups = scanned(opened)
-        plan = plan_removal(groups, np.arange(23), "test")
+        plan = plan_removal(np.arange(23))
         steps: list[int] = []
         outcome = remove_groups(
             opened, inventory, groups, plan, mode="quarantine", on_progress=steps.append
@@ -599,7 +599,8 @@ def test_what_a_live_server_half_wrote_afterwards_goes(
         slept.append(seconds)
 
     monkeypatch.setattr("hicachectl.move.withdrawal.time.sleep", sleep)
-    outcome = replan_after(store, lambda: None, indexer(1), settle_seconds=0.2)
+    monkeypatch.setattr("hicachectl.move.withdrawal.SETTLE_SECONDS", 0.2)
+    outcome = replan_after(store, lambda: None, indexer(1))
     assert slept
     assert (outcome.groups, outcome.moved, outcome.deleted) == (1, 2, 1)
     assert not (store / kv(1)).exists()

@@ -14,7 +14,7 @@ from hicachectl.backends.file.folders import ObjectDirectory
 from hicachectl.backends.file.store import FileStore
 from hicachectl.backends.object_files.epochs import begin_epoch, owner_of
 from hicachectl.backends.object_files.mover import FileMover
-from hicachectl.move.planning import plan_removal
+from hicachectl.move.removal_plan import plan_removal
 from hicachectl.move.withdrawal import remove_groups
 from hicachectl.text.units import human_size
 from tests.move.quarantines import quarantined, runs_in
@@ -376,7 +376,7 @@ def test_rows_of_ls_name_the_group_to_restore(invoke: Invoke, tmp_path: Path) ->
     assert {row["group"] for row in rows} == {"m tp2", "n", "n tp2", "?"}
     with FileStore(store) as opened:
         inventory, groups = scanned(opened, None)
-        plan = plan_removal(groups, np.arange(len(groups)), "test")
+        plan = plan_removal(np.arange(len(groups)))
         remove_groups(opened, inventory, groups, plan, mode="quarantine")
     assert contents(store) == {}
     for row in rows:

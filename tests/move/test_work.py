@@ -15,9 +15,8 @@ from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.objects import Names
 from hicachectl.formats.transfer import transfer_plan
 from hicachectl.kernels.relayout import relayout
-from hicachectl.move.batches import Action
-from hicachectl.move.survey import Route, Survey
-from hicachectl.move.work import _FIRST_BYTES, PageWork, _runs
+from hicachectl.move.copy_plan import _FIRST_BYTES, PageWork, _runs
+from hicachectl.move.survey import Action, Route, Survey
 from hicachectl.pages.deployments import Deployment
 from hicachectl.pages.group_table import fill_table
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.move.migrate import migrate
-from hicachectl.move.migration import MigrationRequest
+from hicachectl.move.migration import MigrationRequest, migrate
 from hicachectl.report.picture import PictureRequest, take_picture
 from hicachectl.verification.inspection import inspect_page
 from hicachectl.verification.request import VerifyRequest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hicachectl.backends.file.store import FileStore
-from hicachectl.move.migrate import carry_out
+from hicachectl.move.migration import carry_out
 from hicachectl.parts.job import PartInput
 from tests.conftest import Invoke  # noqa: TC001 - pytest reads it
 from tests.move.migrations import damaged_stores, demo_store, profile_file

@@ -15,7 +15,7 @@ from hicachectl.formats.errors import UsageError
 from hicachectl.prewarming.ranking import RankedBlocks, pages_within, rank_blocks
 from hicachectl.prewarming.value.hazard import Factor, Waits, age_edges, fit_hazards
 from hicachectl.prewarming.value.reuse import fit_reuse
-from hicachectl.prewarming.value.uses import link_requests, walk_uses
+from hicachectl.prewarming.value.traits import link_requests, walk_uses
 from tests.bench.bench_prewarm_plan import captured
 from tests.bench.warm_replay import part
 from tests.formats.small_models import LOGICAL

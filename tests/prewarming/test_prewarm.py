@@ -20,7 +20,7 @@ from hicachectl.backends.file.store import FileStore
 from hicachectl.cli.demo_store import PROFILE
 from hicachectl.formats.errors import EmptyStore, UnsupportedByBackend, UsageError
 from hicachectl.formats.hashing import page_hashes_hex
-from hicachectl.move.batches import CopyOptions
+from hicachectl.move.store_pair import CopyOptions
 from hicachectl.move.survey import survey_source, verbatim_routes
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.inventory import take_inventory

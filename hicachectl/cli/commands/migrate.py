@@ -192,7 +192,7 @@ def _agreed(source: Store, target: Store, options: dict[str, Any]) -> bool:
 def _at_once(ctx: click.Context, source: Store, target: Store, request: MigrationRequest) -> Result:
     """Migrate in this process."""
     from hicachectl.formats.errors import StoreUnavailable
-    from hicachectl.move.migrate import migrate
+    from hicachectl.move.migration import migrate
 
     begun: list[bool] = []
     try:
@@ -217,8 +217,8 @@ def _at_once(ctx: click.Context, source: Store, target: Store, request: Migratio
 
 
 def _request(ctx: click.Context, source: Store, options: dict[str, Any]) -> MigrationRequest:
-    from hicachectl.move.batches import CopyOptions
     from hicachectl.move.migration import MigrationRequest
+    from hicachectl.move.store_pair import CopyOptions
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
 

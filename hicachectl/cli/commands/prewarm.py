@@ -316,7 +316,7 @@ def _warmed(ctx: click.Context, source: Store, target: Store, options: dict[str,
 
 def _request(ctx: click.Context, store: Store, options: dict[str, Any]) -> PrewarmRequest:
     """Return the request, without chains and pages."""
-    from hicachectl.move.batches import CopyOptions
+    from hicachectl.move.store_pair import CopyOptions
     from hicachectl.prewarming.page_plan import PrewarmRequest
     from hicachectl.profiles.destination import destination_profile
     from hicachectl.profiles.sources import profile_from_options
@@ -444,5 +444,5 @@ def _after_pulls(
             if isinstance(error, Exception):
                 raise
             outcome.interrupt(error)
-        outcome.add_pulls(pulling, request.target.page_size, time.monotonic() - started)
+        outcome.add_pulls(pulling, time.monotonic() - started)
     return outcome.result(min_usable=options["min_usable"], dry_run=options["dry_run"])

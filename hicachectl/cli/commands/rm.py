@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hicachectl.backends.base import Store
     from hicachectl.formats.arrays import BoolArray
     from hicachectl.formats.profile import Profile
-    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.results import GroupReport, Taken
     from hicachectl.pages.groups import PageGroups
     from hicachectl.pages.inventory import Inventory
@@ -435,7 +435,7 @@ def _choose(
     """Choose the groups to remove. in_flight: [groups], which stay."""
     import numpy as np
 
-    from hicachectl.move.planning import plan_removal
+    from hicachectl.move.removal_plan import plan_removal
     from hicachectl.prewarming.freeing import choose_groups
 
     matching = np.flatnonzero(_removable(store, groups, selection, options))
@@ -453,7 +453,7 @@ def _choose(
         )
         _refuse_to_empty(store, groups, freeing, int(in_flight.sum()), options)
         chosen = freeing.groups
-    plan = plan_removal(groups, chosen, _why(selection, options))
+    plan = plan_removal(chosen)
     return _Choice(plan, freeing, int(in_flight[matching].sum()))
 
 
@@ -564,11 +564,6 @@ def _short_of(freeing: Freeing, report: GroupReport) -> str:
         return ""
     kept = f"{counted(report.kept, 'page')} ({human_size(report.kept_bytes)})"
     return f"--free: servers rewrote {kept}, left alone; run again with --free {lacking}"
-
-
-def _why(selection: Selection, options: dict[str, Any]) -> str:
-    names = [text.partition(" ")[0] for text in selection.alone()]
-    return " ".join(["rm", *names, *([] if options["free"] is None else ["--free"])])
 
 
 def _question(store: Store, groups: PageGroups, plan: RepairPlan) -> str:

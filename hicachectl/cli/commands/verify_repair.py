@@ -22,7 +22,7 @@ from hicachectl.formats.wording import inferred_refused
 
 if TYPE_CHECKING:
     from hicachectl.backends.base import Store
-    from hicachectl.move.planning import RepairPlan
+    from hicachectl.move.removal_plan import RepairPlan
     from hicachectl.move.repair import RepairOptions
     from hicachectl.verification.part_result import PartResult
     from hicachectl.verification.request import VerifyRequest
@@ -122,7 +122,7 @@ def repaired(
 
     A refused repair changes nothing, and asks nothing; the result says why.
     """
-    from hicachectl.move.planning import newest_taken
+    from hicachectl.move.removal_plan import newest_taken
     from hicachectl.move.repair import left_remarks, plan_of, repair
     from hicachectl.pages.census import SEVERAL
 

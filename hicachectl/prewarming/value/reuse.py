@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicachectl.prewarming.value.hazard import Hazards, Waits, age_edges, fit_hazards
-from hicachectl.prewarming.value.traits import RequestFactors, take_traits
-from hicachectl.prewarming.value.uses import Conversations, Uses, link_requests
+from hicachectl.prewarming.value.traits import (
+    Conversations,
+    RequestFactors,
+    Uses,
+    link_requests,
+    take_traits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

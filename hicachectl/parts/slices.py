@@ -23,12 +23,12 @@ from hicachectl.io.table_files import (
     write_divided,
     write_table,
 )
-from hicachectl.move.batches import Action
 from hicachectl.move.copy_plan import CopyPlan
-from hicachectl.move.survey import decide, survey_source
+from hicachectl.move.survey import Action, decide, survey_source
 from hicachectl.pages.groups import PageGroups
 from hicachectl.pages.published import Listed, Listing, inventory_of
 from hicachectl.pages.spool import AFFIX_ID
+from hicachectl.parts.manifest import LIST_AGAIN
 from hicachectl.prewarming.prewarm import WATCHED
 from hicachectl.requests.chains import Requests, hex_pages
 
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from hicachectl.backends.disk.directory import Directory
     from hicachectl.formats.arrays import IntArray
     from hicachectl.io.table_files import Share, TableFile
-    from hicachectl.move.results import Problem
     from hicachectl.move.survey import Survey
+    from hicachectl.parts.job import Tables
+    from hicachectl.parts.manifest import Published
     from hicachectl.prewarming.page_plan import PagePlan
     from hicachectl.prewarming.prewarm import Warming
 
@@ -86,26 +87,21 @@ class Slice:
         """Return the pages, without what the destination has of them, and nothing to copy."""
         inventory = inventory_of(self.objects, self.listing.table)
         groups = PageGroups(inventory)
-        (survey,) = survey_source(inventory, groups, warming.stores.routes(inventory.table)[:1])
+        (survey,) = survey_source(inventory, groups, warming.routes(inventory.table)[:1])
         actions = np.zeros(len(survey.groups), dtype=np.int8)
         return CopyPlan(inventory, groups, survey, self._rows_of(survey), actions)
 
-    def remaining(self, warming: Warming) -> Remaining:
-        """Return what is still to be copied; asks the destination for each object."""
+    def remaining(self, warming: Warming) -> CopyPlan:
+        """Return the pages with their actions; asks the destination for each object."""
         inventory = inventory_of(self.objects, self.listing.table)
         groups = PageGroups(inventory)
-        survey = warming.survey(inventory, groups, asks=True)
+        (survey,) = warming.survey(inventory, groups, first_only=True, asks=True)
         wanted = self._rows_of(survey)
         planned = wanted[self.pages.column("copied").to_numpy()]
         chosen = np.zeros(len(survey.groups), dtype=np.bool_)
         chosen[planned] = True
-        pages = CopyPlan(inventory, groups, survey, wanted, decide(survey, chosen, "skip"))
-        return Remaining(
-            pages=pages,
-            written=pages.count(Action.SKIP),
-            failed=pages.count(Action.CONFLICT),
-            problems=pages.conflicts(),
-        )
+        actions = decide(survey, chosen, "skip")
+        return CopyPlan(inventory, groups, survey, wanted, actions, together=True)
 
     def _rows_of(self, survey: Survey) -> IntArray:
         """Return the survey row of each page. Raises FormatError for a page without objects."""
@@ -114,21 +110,6 @@ class Slice:
             raise FormatError("A slice of the plan has pages without objects; give another --run")
         found: IntArray = rows.combine_chunks().to_numpy().astype(np.int64)
         return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Remaining:
-    """The rest of a slice.
-
-    written: number of pages that the destination got since the plan was made.
-    failed: number of pages that cannot be copied any more.
-    problems: the first of these pages.
-    """
-
-    pages: CopyPlan
-    written: int
-    failed: int
-    problems: list[Problem]
 
 
 def write_plan(
@@ -171,63 +152,56 @@ def write_plan(
     return Listed(listing, files, shares)
 
 
-def slice_tables(
-    folder: Directory,
-    files: Sequence[TableFile],
-    shares: Sequence[Share],
-    part: int,
-    listing: Listing,
-    next_step: str,
-) -> dict[str, Callable[[], pa.Table]]:
+def slice_tables(folder: Directory, published: Published, part: int, listing: Listing) -> Tables:
     """Return functions that read the tables of a slice; they raise FormatError for a damaged file.
 
     `pages` and `objects` are those of a `Slice`; `best` has the first pages of the whole plan.
     """
-    pages = named_table(folder, files, _PAGES_FILE, next_step)
-    objects = named_table(folder, files, _OBJECTS_FILE, next_step)
-    schema = listing.schema
+    pages, objects = (
+        named_table(folder, published.files, name, LIST_AGAIN)
+        for name in (_PAGES_FILE, _OBJECTS_FILE)
+    )
+    schema, share = listing.schema, published.shares[part]
     return {
-        "pages": lambda: read_share(folder, [pages], shares[part], _PAGES, next_step),
-        "objects": lambda: read_share(folder, [objects], shares[part], schema, next_step),
-        "best": lambda: read_share(folder, [pages], shares[0], _PAGES, next_step)[:WATCHED],
+        "pages": lambda: read_share(folder, [pages], share, _PAGES, LIST_AGAIN),
+        "objects": lambda: read_share(folder, [objects], share, schema, LIST_AGAIN),
+        "best": lambda: read_share(folder, [pages], published.shares[0], _PAGES, LIST_AGAIN)[
+            :WATCHED
+        ],
     }
 
 
-def read_plan(
-    folder: Directory, files: Sequence[TableFile], listing: Listing, next_step: str
-) -> Slice:
+def read_plan(folder: Directory, files: Sequence[TableFile], listing: Listing) -> Slice:
     """Read all slices as one. Raises FormatError for a damaged file."""
-    pages = named_table(folder, files, _PAGES_FILE, next_step)
-    objects = named_table(folder, files, _OBJECTS_FILE, next_step)
     return Slice(
         listing,
-        read_table(folder, pages, _PAGES, next_step),
-        read_table(folder, objects, listing.schema, next_step),
+        _read(folder, files, _PAGES_FILE, _PAGES),
+        _read(folder, files, _OBJECTS_FILE, listing.schema),
     )
 
 
-def read_chains(
-    folder: Directory, files: Sequence[TableFile], next_step: str
-) -> tuple[Requests, pa.StringArray]:
+def read_chains(folder: Directory, files: Sequence[TableFile]) -> tuple[Requests, pa.StringArray]:
     """Read the chains, and the pages that servers could restore from the source.
 
     Raises FormatError for a damaged file.
     """
-    of_names = named_table(folder, files, _NAMES_FILE, next_step)
-    names = read_table(folder, of_names, _NAMES, next_step)
-    of_chains = named_table(folder, files, _CHAINS_FILE, next_step)
-    table = read_table(folder, of_chains, _CHAINS, next_step)
+    names = _read(folder, files, _NAMES_FILE, _NAMES)
+    table = _read(folder, files, _CHAINS_FILE, _CHAINS)
     raw = _raw(names.column("page").combine_chunks())
     chain, blocks = (table.column(name).to_numpy() for name in ("chain", "name"))
     ordered = (np.diff(chain, prepend=0) >= 0).all()
     if len(blocks) and not (ordered and blocks.min() >= 0 and blocks.max() < len(raw)):
-        raise FormatError(f"{folder.path}/{_CHAINS_FILE}: names no pages; {next_step}")
+        raise FormatError(f"{folder.path}/{_CHAINS_FILE}: names no pages; {LIST_AGAIN}")
     starts = np.flatnonzero(np.diff(chain, prepend=-1))
     offsets = np.append(starts, len(chain)).astype(np.int64)
     lengths = np.diff(offsets)
     unknown = np.full(len(lengths), -1, dtype=np.int64)
     requests = Requests(raw, blocks, offsets, unknown, lengths, unknown)
     return requests, hex_pages(raw[names.column("restorable").to_numpy()])
+
+
+def _read(folder: Directory, files: Sequence[TableFile], name: str, schema: pa.Schema) -> pa.Table:
+    return read_table(folder, named_table(folder, files, name, LIST_AGAIN), schema, LIST_AGAIN)
 
 
 def _raw(pages: pa.FixedSizeBinaryArray) -> npt.NDArray[np.uint8]:

@@ -10,11 +10,12 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicachectl.move.removal_batch import FACTS, RemovalBatch, Shape, same_objects
+from hicachectl.move.removal_plan import FACTS, RemovalBatch, Shape, same_objects
 from hicachectl.move.results import GroupStatus
 from hicachectl.pages.group_table import ABSENT
 
 SLOTS = 4
+COUNTS = st.integers(0, 4)
 FLAGS = st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS)
 
 
@@ -37,10 +38,9 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def recorded(draw: st.DrawFn) -> RemovalBatch:
-    """Draw groups of up to three shapes; each has some of the objects of its shape."""
-    own = draw(st.lists(shapes(), min_size=1, max_size=3))
-    ids = draw(st.lists(st.integers(0, len(own) - 1), max_size=4))
-    held = [[n for n in range(len(own[i])) if draw(st.booleans())] for i in ids]
+    """Draw groups of one shape; each has some of its objects."""
+    shape = draw(shapes())
+    held = [[n for n in range(len(shape)) if draw(st.booleans())] for _ in range(draw(COUNTS))]
     owners = [group for group, slots in enumerate(held) for _ in slots]
     count = len(owners)
     facts = {
@@ -48,15 +48,12 @@ def recorded(draw: st.DrawFn) -> RemovalBatch:
         "mtime_ns": pa.nulls(count, pa.int64()),
         "version": pa.array([b"v"] * count, pa.binary()),
     }
-    cells = sum(len(own[i]) for i in ids)
-    names = pa.array(["m"] * len(ids), pa.string())
+    cells = len(held) * len(shape)
     return RemovalBatch(
-        pages=pa.array([f"{n:064x}" for n in range(len(ids))], pa.string()),
-        models=names,
-        tags=names,
-        shapes=tuple(own),
-        shape_ids=np.array(ids, dtype=np.int64),
-        by_choice=np.zeros(len(ids), dtype=np.bool_),
+        numbers=np.arange(len(held)),
+        pages=pa.array([f"{n:064x}" for n in range(len(held))], pa.string()),
+        shape=shape,
+        by_choice=False,
         absent=np.array([draw(st.booleans()) for _ in range(cells)], dtype=np.bool_),
         lacked=np.array([draw(st.booleans()) for _ in range(cells)], dtype=np.bool_),
         owners=np.array(owners, dtype=np.int64),
@@ -81,8 +78,8 @@ def is_whole(shape: Shape, absent: set[int], lacked: set[int], there: set[int]) 
 
 def judged(groups: RemovalBatch, group: int, there: set[int], known: set[int]) -> GroupStatus:
     """Return the status of one group. there: filled slots. known: indices of unchanged objects."""
-    shape = groups.shapes[groups.shape_ids[group]]
-    start = groups.starts[group]
+    shape = groups.shape
+    start = group * len(shape)
     absent, lacked = (
         {n for n in range(len(shape)) if of_cells[start + n]}
         for of_cells in (groups.absent, groups.lacked)
@@ -108,20 +105,25 @@ def test_groups_are_judged_as_each_one_is_by_itself(
     known &= np.array([data.draw(st.booleans()) for _ in known], dtype=np.bool_)
     statuses = groups.judge(present, known).tolist()
     for group, status in enumerate(statuses):
-        start, end = groups.starts[group], groups.starts[group + 1]
+        start, end = (number * len(groups.shape) for number in (group, group + 1))
         there = set(np.flatnonzero(present[start:end]).tolist())
         mine = set(np.flatnonzero(known & (groups.owners == group)).tolist())
         assert status == judged(groups, group, there, mine)
 
 
 @given(recorded(), st.data())
-def test_some_groups_keep_their_keys_and_sizes(groups: RemovalBatch, data: st.DataObject) -> None:
+def test_some_groups_keep_their_keys_without_objects(
+    groups: RemovalBatch, data: st.DataObject
+) -> None:
     chosen = [n for n in range(len(groups)) if data.draw(st.booleans())]
-    some = groups.take(np.array(chosen, dtype=np.int64))
+    some = groups.emptied(np.array(chosen, dtype=np.int64))
     assert some.pages.to_pylist() == [f"{n:064x}" for n in chosen]
-    keys = groups.keys_of(groups.cells[np.isin(groups.owners, chosen)])
-    assert some.keys_of(some.cells).equals(keys)
-    assert some.nbytes.equals(groups.nbytes.take(pa.array(chosen, pa.int64())))
+    cells = np.flatnonzero(np.isin(groups.cell_owners, chosen))
+    assert some.keys_of(np.arange(len(cells))).equals(groups.keys_of(cells))
+    for ours, theirs in ((some.absent, groups.absent), (some.lacked, groups.lacked)):
+        assert ours.tolist() == theirs[cells].tolist()
+    assert not len(some.cells)
+    assert some.nbytes.to_pylist() == [0] * len(chosen)
 
 
 def test_versions_tell_objects_apart_and_else_size_and_time() -> None:
